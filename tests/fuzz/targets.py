@@ -518,7 +518,7 @@ def _history() -> list[Any]:
         history.note(Kind.ENDED, rank=1, text="killed")
         if life == 1:
             known, history = known.after(history.all()), History(clock=clock)
-    file.write(history.all(), known)
+    file.append(history.all(), known)
     return [json.loads(line) for line in _OF_HISTORY.read_bytes().splitlines()]
 
 
@@ -572,7 +572,7 @@ def read_history(data: bytes) -> object:
         raise AssertionError(f"not believed: {tally}")
     msgspec.json.encode(history.told("run", 0))
     _OF_HISTORY.unlink()
-    HistoryFile(_OF_HISTORY, run="run").write(history.all(), history.before)
+    HistoryFile(_OF_HISTORY, run="run").append(history.all(), history.before)
     again = HistoryFile(_OF_HISTORY, run="run").read(now=_NOW)
     if again != (history.all(), history.before):
         raise AssertionError("not read as it was written")

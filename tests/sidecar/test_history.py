@@ -141,19 +141,21 @@ def one_of_each(clock: Clock) -> History:
     return history
 
 
-def test_a_file_is_read_back_and_written_when_there_is_more(tmp_path: Path, clock: Clock) -> None:
+def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clock) -> None:
     history, path = one_of_each(clock), tmp_path / "history.jsonl"
     file = HistoryFile(path, run="run")
-    file.write(history.all(), history.before)
-    path.chmod(0o600)
-    file.write(history.all(), history.before)
-    assert path.stat().st_mode & 0o777 == 0o600, "not written again"
+    file.append(history.all(), history.before)
+    size = path.stat().st_size
+    file.append(history.all(), history.before)
+    assert path.stat().st_size == size
     history.note(Kind.ENDED, rank=0)
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
+    assert size < path.stat().st_size < size + 200
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
     path.unlink()  # as when somebody removed the run's directory
+    file.append(history.all(), history.before)
     history.note(Kind.CAME, rank=0)
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
 
 
@@ -161,27 +163,28 @@ def test_a_file_is_read_back_and_written_when_there_is_more(tmp_path: Path, cloc
 def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     clock = Clock()
     path = tmp_path_factory.mktemp("torn") / "history.jsonl"
-    HistoryFile(path, run="run").write((known := one_of_each(clock)).all(), Tally())
+    HistoryFile(path, run="run").append((known := one_of_each(clock)).all(), Tally())
     os.truncate(path, path.stat().st_size - cut)
     file = HistoryFile(path, run="run")
     before, _ = file.read(now=clock.now)
     assert before == known.all()[: len(before)]
     again = History(before, clock=clock)
     again.note(Kind.CAME, rank=0)
-    file.write(again.all(), again.before)
+    file.append(again.all(), again.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == again.all()
 
 
-def test_the_file_is_bounded(tmp_path: Path, clock: Clock) -> None:
+def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep_sidecar.volume.history_file._LARGEST_BYTES", 1 << 20)
     file = HistoryFile(path := tmp_path / "history.jsonl", run="run")
     history, largest = History(clock=clock), 0
     for number in range(20_000):
         history.note(Kind.FAILED, rank=0, step=step(number), text="x" * 100)
         if number % 100 == 0:
-            file.write(history.all(), history.before)
+            file.append(history.all(), history.before)
             largest = max(largest, path.stat().st_size)
     assert (1 << 19) < largest < (1 << 20) + (1 << 16)
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0][-1] == history.all()[-1]
 
 
@@ -193,11 +196,11 @@ def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, cl
         return file, History(*file.read(now=clock.now), id=file.id, clock=clock)
 
     file, history = read()
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
     assert [read()[1].id for _ in range(2)] == [history.id] * 2
     path.unlink()
     history.note(Kind.CAME, rank=0)
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
     assert read()[1].id == history.id, "the file is replaced, the history goes on"
     path.write_bytes(HEAD.replace(ID, b"../../x") + EVENT)
     assert read()[1].id not in (history.id, "../../x")
@@ -228,7 +231,7 @@ EVENT = b'{"sequence":1,"kind":"came","at":5.0,"until":5.0,"rank":3}\n'
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     file = HistoryFile(tmp_path / "gone" / "history.jsonl", run="run")
     history = History()
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
     (tmp_path / "gone").mkdir()
-    file.write(history.all(), history.before)
+    file.append(history.all(), history.before)
     assert (tmp_path / "gone" / "history.jsonl").exists()

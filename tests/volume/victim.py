@@ -34,7 +34,7 @@ def main(root: Path) -> None:
     volume.write(over.view, over.layout, over.control)
     print("durable 0 3", flush=True)
     history = History()
-    HistoryFile(volume.root / "history.jsonl", run=RUN).write(history.all(), history.before)
+    HistoryFile(volume.root / "history.jsonl", run=RUN).append(history.all(), history.before)
     print("losing", flush=True)
     volume.quarantine(path, "test")
     volume.retire(step_id(2), reuse=False)

@@ -146,15 +146,15 @@ class Uncaught:
 class Status:
     """GET /v1/status: everything that a person asks first. Times are unix seconds.
 
-    `locked`: what keeps slots from being swapped, or "no" and the reason. `reported_at`: when the
-    run's leader last answered a report; None before that. `evicted`: steps that were deleted
-    because the volumes were full. `persist_interval`: the interval chosen from `persist_measured`;
-    None if a person chose it, or if it is too early. `persist_every`: the interval in use, longer
-    if a drive does not keep up. `goodput`: over all lives of the run on this machine; None before
-    the first restore. `scanned`: the sidecar has scanned its volumes, so `steps` includes all steps
-    that lie there. `leased_at`: when a trainer last took its rank; None: none did since the sidecar
-    started. `uncaught`: the newest
-    error of a script, or the newest that repeats; None once a step was staged after it.
+    `locked`: what keeps slots from being swapped, or "no" and the reason. `hints`: what would make
+    the run faster. `reported_at`: when the run's leader last answered a report; None before
+    that. `evicted`: steps that were deleted because the volumes were full. `persist_interval`:
+    the interval chosen from `persist_measured`; None if a person chose it, or if it is too early.
+    `persist_every`: the interval in use, longer if a drive does not keep up. `goodput`: over all
+    lives of the run on this machine; None before the first restore. `scanned`: the sidecar has
+    scanned its volumes, so `steps` includes all steps that lie there. `leased_at`: when a trainer
+    last took its rank; None: none did since the sidecar started. `uncaught`: the newest error of a
+    script, or the newest that repeats; None once a step was staged after it.
     """
 
     run: str
@@ -163,6 +163,7 @@ class Status:
     started_at: float
     protocol: int
     locked: str
+    hints: tuple[str, ...] = ()
     epoch: Epoch | None = None
     watermarks: dict[str, StepId] = dataclasses.field(default_factory=dict)
     committed_at: float | None = None

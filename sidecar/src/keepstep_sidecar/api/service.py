@@ -310,7 +310,7 @@ class Service:
                 executor.shutdown(wait=True, cancel_futures=True)
 
         await asyncio.to_thread(end_threads)
-        last = functools.partial(self.history_file.write, self.history.all(), self.history.before)
+        last = functools.partial(self.history_file.append, self.history.all(), self.history.before)
         await asyncio.wait({detached(last, "last of the history")}, timeout=_LAST_WORD_S)
         self.slots.directories.close()
         await asyncio.to_thread(self.volumes.close)

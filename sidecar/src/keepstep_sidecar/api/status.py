@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from keepstep.core.slot_table import SlotState
 from keepstep.core.suspicion import Doubt
 from keepstep.errors import StorageError
+from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
 from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.concurrency import detached
+from keepstep_sidecar.config.settings import format_size
 from keepstep_sidecar.log import warn
+from keepstep_sidecar.memory.directories import advice
 from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.volume.volume import Volume
@@ -45,6 +48,7 @@ async def status(service: Service) -> Status:
         started_at=service.started_at,
         protocol=PROTOCOL,
         locked=pinned(service),
+        hints=hints(service),
         epoch=committer.epochs.current or max(ledger.epochs, key=lambda one: one.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=committer.local_shards.committed_at,
@@ -75,10 +79,8 @@ async def status(service: Service) -> Status:
     )
 
 
-_CHECK_S = 2.0
-"""Shortest pause between two checks of the warnings."""
-_KEEP_S = 5.0
-"""Shortest pause between two writes of the history."""
+_KEEP_S = 2.0
+"""Shortest pause between two checks of the warnings, and between two writes of the history."""
 
 _HANGS_S = 30.0
 
@@ -86,7 +88,7 @@ _HANGS_S = 30.0
 async def note_warnings(service: Service) -> None:
     """Record in the history when warnings appear and disappear. Runs until cancelled."""
     while True:
-        await asyncio.sleep(_CHECK_S)
+        await asyncio.sleep(_KEEP_S)
         service.saving.compare_steps()
         service.history.warn(warnings(service))
 
@@ -105,8 +107,8 @@ async def keep_history(service: Service) -> None:
         ):
             continue
         await asyncio.sleep(_KEEP_S)
-        write = functools.partial(file.write, history.since(0), history.before)
-        writing = detached(write, "history")
+        append = functools.partial(file.append, history.since(0), history.before)
+        writing = detached(append, "history")
         if not (await asyncio.wait({writing}, timeout=_HANGS_S))[0]:
             warn("history waits", path=str(file.path), reason="its volume does not answer")
         await writing
@@ -229,6 +231,22 @@ def pinned(service: Service) -> str:
         return "no slots yet"
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return pinning(slots, swap=may_swap(), limit_bytes=limit_bytes)
+
+
+def hints(service: Service) -> tuple[str, ...]:
+    """What a person can do to make this run faster."""
+    if service.config.small_pages or service.config.reporting is not None:
+        return ()  # by request, or a matter of the policy
+    current = [one.current for one in service.slots.ranks.values() if one.current]
+    lacking = sum(
+        one.layout.size_bytes * (one.wanted - sum(file.huge for _, file in one.present()))
+        for one in current
+        if one.layout.size_bytes % HUGE_PAGE_BYTES == 0
+    )
+    if lacking <= 0 or not (commands := advice(lacking)):
+        return ()
+    size = format_size(lacking)
+    return (f"slots of {size} are on small pages; before the next start: {commands}",)
 
 
 def troubles(service: Service) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """`history.jsonl`: the history of the run on this machine, for later sidecars.
 
 Each event is one line of JSON. The first line names the run and the history, and sums up older
-events that are no longer in the file. The file is replaced as a whole, under another name that is
-then renamed, and never flushed, because only what people are shown depends on it. A line that is
-not an event is skipped.
+events that are no longer in the file. Events are appended and never flushed, because only what
+people are shown depends on them. So a power cut may take the end of the file. A line that is torn
+or not an event is skipped. The file is replaced by the events known now when it reaches its size
+limit, or when events were forgotten before they were written. The new file is written under another
+name and then renamed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import dataclasses
 import os
 import re
 import secrets
+import stat
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,9 +24,9 @@ import msgspec
 
 from keepstep.core.history import Event, Tally
 from keepstep.directory import Directory
-from keepstep.errors import ForeignError, FormatError, ImageError, VersionError
+from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
-from keepstep_sidecar.log import warn
+from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.volume.directories import opened
 from keepstep_sidecar.volume.files import Filesystem, fault_point
 
@@ -37,6 +40,7 @@ _AHEAD_S: Final = 86400.0
 """An event further in the future came from a wrong clock, or from something other than keepstep."""
 
 _ID: Final = re.compile("[0-9a-f]{16}")
+_FLAGS: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ _head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Event)
 
 
 class HistoryFile:
-    """Reads and writes the history. Blocking: a volume that hangs holds up only the thread that
+    """Reads and appends the history. Blocking: a volume that hangs holds up only the thread that
     writes. Thread-safe. With `path` None, nothing is read or kept. After an error the next call
     tries again; an error is logged again only when it changes."""
 
@@ -65,7 +69,7 @@ class HistoryFile:
         self.id = secrets.token_hex(8)
         """The id of the history that `read` found; a new one if none was found."""
         self.written = 0
-        """The number of the newest event in the file."""
+        """The number of the newest event in the file; -1: the next `append` replaces the file."""
         self._trouble = ""
         self._writing = threading.Lock()
 
@@ -83,6 +87,8 @@ class HistoryFile:
             warn("history not read", path=str(self.path), reason=str(error))
             if isinstance(error, VersionError):
                 self.path = None
+            else:
+                self.written = -1
             return [], Tally()
         self.id, self.written = id, events[-1].sequence if events else 0
         return events, before
@@ -114,23 +120,52 @@ class HistoryFile:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head
 
-    def write(self, events: Sequence[Event], before: Tally) -> None:
-        """Replace the file by `events`, unless it has them all. `events`: all that are known.
+    def append(self, events: Sequence[Event], before: Tally) -> None:
+        """Append those of `events` that are not in the file yet. `events`: all that are known.
         `before`: the sum of the events that came before them. Never raises."""
         with self._writing:
             if self.path is None or not events or events[-1].sequence <= self.written:
                 return
-            head = _Head(format_version=FORMAT_VERSION, run=self._run, id=self.id, before=before)
             try:
-                fault_point("history.write")
-                data = msgspec.json.encode(head) + b"\n" + _lines(events)
-                Directory.opened(self.path.parent).write(self.path.name, data)
-            except OSError as error:
+                self._append(self.path, events, before)
+            except (OSError, StorageError) as error:
                 if str(error) != self._trouble:
                     warn("history not kept", path=str(self.path), reason=str(error))
                 self._trouble = str(error)
             else:
                 self._trouble, self.written = "", events[-1].sequence
+
+    def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
+        fault_point("history.write")
+        forgotten = events[0].sequence - 1 - self.written
+        directory = Directory.opened(path.parent)
+        if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
+            say("history shortened", path=str(path), events=forgotten)
+        elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
+            # Start with a newline, in case the last line is torn.
+            news = (one for one in events if one.sequence > self.written)
+            _write(directory, path.name, b"\n" + _lines(news))
+            return
+        head = _Head(format_version=FORMAT_VERSION, run=self._run, id=self.id, before=before)
+        directory.write(path.name, msgspec.json.encode(head) + b"\n" + _lines(events))
+
+
+def _plain_bytes(directory: Directory, name: str) -> int:
+    """Size of the file; 0 if there is none, or it is a link or has several names. Such a file is
+    replaced, and never written to."""
+    found = directory.lstat(name)
+    if found is None or not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        return 0
+    return found.st_size
+
+
+def _write(directory: Directory, name: str, data: bytes) -> None:
+    fd = directory.open(name, _FLAGS)
+    try:
+        if os.write(fd, data) != len(data):
+            raise StorageError(f"{directory.path / name}: the volume is full")
+    finally:
+        os.close(fd)
 
 
 def _parse(line: bytes) -> Event | None:

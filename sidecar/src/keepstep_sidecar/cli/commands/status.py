@@ -82,7 +82,7 @@ def _without_times(held: Holdings) -> object:
     if live is None:
         return held.steps, held.problems
     return (
-        (live.pid, live.epoch, live.ranks, live.survives, live.persist_every),
+        (live.pid, live.epoch, live.ranks, live.survives, live.hints, live.persist_every),
         (held.steps, held.problems),
         [(one.path, one.failed, one.quarantined) for one in live.volumes],
         [(at, one.where, one.sent, one.backlog, one.trouble) for at, one in live.tiers.items()],
@@ -133,6 +133,7 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         facts.append(("persist", _persist(live, auto=kept.config.persist_every is None)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
         facts.append(("memory", f"{kept.memory} (pinned: {live.locked})"))
+        facts += [("hint", text) for text in live.hints]
         facts += [("restart", text) for text in _restart(live)]
         facts += [
             ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
