@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from keepstep.core.commit_rule import (
+    ALL_RANKS,
     NO_NODE,
     RESTORABLE,
     Completeness,
@@ -286,6 +287,14 @@ class Ledger(Completeness):
         for epoch in epochs:
             self._record(epoch)
         self._look_again()
+
+    def keep_archived(self, most: int) -> None:
+        """When more than `most` steps are archived, remember only the newest `most // 2`."""
+        archived = self._held.get((NO_NODE, Tier.ARCHIVE), {})
+        if len(archived) > most:
+            for key in sorted(archived)[: -(most // 2)]:
+                self._take_out(archived[key], ALL_RANKS)
+            self._look_again()
 
     def _look_again(self) -> None:
         """After a change, recompute what depends on it, without a look at steps that did not

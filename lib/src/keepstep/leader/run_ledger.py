@@ -39,6 +39,9 @@ from keepstep.leader.orphaned_shards import OrphanedShards
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import Report, ReportedRank
 
+MOST_ARCHIVED = 4096
+"""The most archived steps that count: the newest do, and older ones are left alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Safety:
@@ -137,7 +140,9 @@ class RunLedger:
             for one in archived:
                 ranks[one.rank] = self._believed(one, heard)
             event = replace(event, ranks=ranks)
-        return self.core.apply(event)
+        said = self.core.apply(event)
+        self.core.keep_archived(MOST_ARCHIVED)
+        return said
 
     def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
         """As `kept`, but also right for a report of changes only."""
