@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.volume.volume import Volume
 from tests import warm
-from tests.archive.conftest import commit, running, write_step
+from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import flip
 from tests.volume.images import RUN, step_id
@@ -79,13 +79,41 @@ def test_verify_reads_every_byte_and_names_the_damaged_chunk(
     assert "every digest is right" in keepstep("archive", "verify", "10", *where).stdout
 
 
+def test_pull_goes_on_after_an_interruption_and_keeps_no_wrong_byte(
+    keepstep: Keepstep, local: Volume, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(bucket.config(), local, parameters=3 << 20)
+    where = ("--archive", f"s3://{bucket.name}/runs", "--archive-endpoint", bucket.proxy.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    target = keepstep.home / "restored"
+    bucket.proxy.faults.flip = 1 << 20  # every chunk comes damaged
+    said = keepstep("archive", "pull", "20", str(target), *where, code=1).stderr
+    assert "is damaged" in said
+    growing = target / f".{step_id(20)}.pulling"
+    assert not (target / str(step_id(20))).exists()
+    shutil.copy(shard(local, 20, 0), growing / "rank-00000-of-00002.safetensors")
+    flip(growing / "rank-00000-of-00002.safetensors", 20 << 20)
+    bucket.proxy.faults.flip, bucket.proxy.faults.seen = None, []
+    keepstep("archive", "pull", "20", str(target), *where)
+    for rank in range(2):
+        pulled = target / str(step_id(20)) / f"rank-0000{rank}-of-00002.safetensors"
+        assert pulled.read_bytes() == shard(local, 20, rank).read_bytes()
+    reads = [line for line in bucket.proxy.faults.seen if "rank-00000" in line]
+    assert len(reads) == 3, "header, table with control page, and the one damaged chunk"
+    assert "exists already" in keepstep("archive", "pull", "20", str(target), *where, code=1).stderr
+
+
+def shard(local: Volume, step: int, rank: int) -> Path:
+    return local.root / "pending" / str(step_id(step)) / f"rank-0000{rank}-of-00002.safetensors"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (("ls",), 2, "no run is kept"),
         (("ls", "--archive", "s3://"), 2, "names no bucket"),
         (("ls", "--archive", "{dir}/absent"), 1, "mount it"),
-        (("verify", "99", "--archive", "{dir}"), 2, "does not hold step 99"),
+        (("pull", "99", "out", "--archive", "{dir}"), 2, "does not hold step 99"),
     ],
 )
 def test_wrong_uses_say_what_to_do(

@@ -212,12 +212,17 @@ async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
         assert f"{which} is missing" in held.reason
 
 
-async def test_they_are_verified_whole(local: Volume, config: ArchiveConfig) -> None:
-    async with archived(local, config):
+async def test_a_pull_makes_plain_shards_of_them(
+    local: Volume, config: ArchiveConfig, step_dir: Path, tmp_path: Path
+) -> None:
+    async with archived(local, config) as (_, shards):
         pass
     async with browse.opened(config, RUN) as holding:
         (step,) = await holding.chosen("10", sound=True)
         assert await holding.verify(step, on_chunk=lambda size: None) == []
+        pulled = await browse.pull_step(holding, step, tmp_path / "pulled", on_chunk=lambda n: None)
+    for rank, shard in shards.items():
+        assert (pulled / shard_name(rank, WORLD)).read_bytes() == shard.path.read_bytes()
 
 
 async def test_a_step_that_is_not_kept_goes_with_its_twins(

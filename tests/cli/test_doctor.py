@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pwd
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_a_machine_that_is_well_passes_and_nothing_is_left(
     told = keepstep.json(*words)
     assert told["ok"]
     names = {one["name"].partition(" ")[0] for one in told["checks"]}
-    memory = {"shared", "huge", "memlock"}
+    memory = {"shared", "huge", "memlock", "RemoveIPC"}
     assert names == {"python", "torch", "keepstep", "space", "O_DIRECT", "speed", *memory}
     assert not list(place.iterdir())
     assert not keepstep.directory.exists()
@@ -101,3 +102,30 @@ def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> N
         found = looked_at(place)["O_DIRECT"]
         assert found.outcome is Outcome.SLOW
         assert "refused" in found.found
+
+
+def test_what_logind_would_remove(tmp_path: Path) -> None:
+    """For a user that people log in as; whichever has an account here."""
+    user = next((one for one in pwd.getpwall() if one.pw_uid >= 1000), None)
+    uid = 4321 if user is None else user.pw_uid
+    etc = tmp_path / "etc/systemd"
+
+    def outcome(uid: int = uid) -> Outcome:
+        return machine.remove_ipc(tmp_path, uid).outcome
+
+    assert outcome() is Outcome.OK, "no systemd"
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    assert outcome() is Outcome.SLOW, "its default"
+    assert outcome(uid=999) is Outcome.OK
+    (etc / "logind.conf.d").mkdir(parents=True)
+    (etc / "logind.conf").write_text("[Login]\n#RemoveIPC=yes\nRemoveIPC=no\n")
+    assert outcome() is Outcome.OK
+    (etc / "logind.conf.d/10-ours.conf").write_text("[Login]\nRemoveIPC=yes\n")
+    assert outcome() is Outcome.SLOW, "a drop-in counts more"
+    (etc / "logind.conf.d/20-mine.conf").write_text("not a section")
+    assert outcome() is Outcome.SLOW
+    if user is not None:
+        lingers = tmp_path / "var/lib/systemd/linger"
+        lingers.mkdir(parents=True)
+        (lingers / user.pw_name).touch()
+        assert outcome() is Outcome.OK

@@ -130,6 +130,30 @@ def test_verify_names_file_chunk_and_tensor_of_a_bad_byte(copied: Keepstep) -> N
     copied("verify", "4")
 
 
+# --- inspect ---------------------------------------------------------------------------------
+
+
+def test_inspect_shows_control_page_layout_sections_and_tensors(trained: Keepstep) -> None:
+    path = shard_of(trained, 5)
+    document = trained.json("inspect", str(path))
+    assert document["sealed"] is True
+    assert document["control"]["run"] == "train"
+    assert document["control"]["step"] == 5
+    assert document["layout"]["bytes"] == path.stat().st_size
+    weight = next(one for one in document["tensors"] if one["name"].endswith("model.weight"))
+    assert (weight["dtype"], weight["shape"], weight["section"]) == ("F32", [64, 64], "params")
+    shown = trained("inspect", str(path)).stdout
+    for word in (
+        "train",
+        "5 of epoch",
+        "SECTION",
+        "optimizer",
+        "64 x 64",
+        document["layout"]["id"],
+    ):
+        assert word in shown
+
+
 # --- rm and stop -----------------------------------------------------------------------------
 
 
@@ -243,7 +267,7 @@ def test_nothing_that_a_file_says_reaches_the_terminal_as_a_command(
 ) -> None:
     shard = shard_of(backup, 5)
     make(shard)
-    for words in (("steps",), ("verify",), ("status",), ("rm", "77")):
+    for words in (("inspect", str(shard)), ("steps",), ("verify",), ("status",), ("rm", "77")):
         shown = backup(*words, code=None)
         assert "\x1b" not in shown.stdout + shown.stderr
 

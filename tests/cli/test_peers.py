@@ -126,16 +126,17 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
 
 
 @pytest.mark.timeout(300)
-def test_what_a_machine_lacks_is_exported_from_its_copies(
+def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]
     said = train(machines, [options(secret, rank, ports) for rank in (0, 1)], 4, monkeypatch)
     await_copies(machines)
-    here, _ = machines
+    here, other = machines
+    settings = ("--secret-file", str(secret), "--peer", f"127.0.0.1:{ports[1]}")
 
     def exported(rank: int, out: str) -> float:
-        here("export", "3", "--only", f"model{rank}", "--to", out)
+        here("export", "3", "--only", f"model{rank}", "--to", out, *settings)
         weight = safetensors.torch.load_file(here.home / out / "model.safetensors")["weight"]
         return round(float(weight.sum()), 5)
 
@@ -145,8 +146,12 @@ def test_what_a_machine_lacks_is_exported_from_its_copies(
         assert exported(rank, f"copies{rank}") == pytest.approx(sums[rank], abs=0.1)
     here("stop", code=None)
     shutil.rmtree(here.directory / "train" / "peers")
-    said_now = here("export", "3", "--only", "model1", "--to", "none", code=2).stderr
+    assert exported(1, "from-peer") == pytest.approx(sums[1], abs=0.1)
+    other("stop", code=None)
+    words = ("export", "3", "--only", "model1", "--to", "none", *settings)
+    said_now = here(*words, code=2).stderr
     assert "those of rank 1 are not on this machine's volumes" in " ".join(said_now.split())
+    assert f"away: 127.0.0.1:{ports[1]}" in said_now
     assert not (here.home / "none").exists()
 
 

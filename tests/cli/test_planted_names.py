@@ -1,7 +1,7 @@
 """What others left in place of the names that keepstep knows leads to no other file.
 
 A link, a pipe, a foreign file, a file with two names, or a directory stands in the place of each
-name below DIR, a volume, an archive, or where `export` writes. Each command then
+name below DIR, a volume, an archive, or where `archive pull` and `export` write. Each command then
 either works or says what is in its way; the file and the directory elsewhere stay as they are.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_sidecar.tiers.receive import part_name
 from tests.cli.conftest import MARK, Keepstep
 
 _TRAIN = """
@@ -144,11 +145,13 @@ READ = (
     ("status",),
     ("verify",),
     ("doctor",),
+    ("inspect", f".keepstep/train/{STEP}/{SHARD}"),
     ("export", "latest", "--to", "out"),
 )
 ARCHIVED = (
     ("archive", "ls", "--archive", "far"),
     ("archive", "verify", "--archive", "far", "--run", "train"),
+    ("archive", "pull", "2", "pulled", "--archive", "far", "--run", "train"),
 )
 READ_FROM = {
     f".keepstep/train/{STEP}": READ,
@@ -157,6 +160,10 @@ READ_FROM = {
     f"far/train/{STEP}": ARCHIVED,
     f"far/train/{STEP}/{SHARD}": ARCHIVED,
     f"far/train/{STEP}/step.json": ARCHIVED,
+    f"pulled/{STEP}": ARCHIVED[2:],
+    f"pulled/.{STEP}.pulling": ARCHIVED[2:],
+    f"pulled/.{STEP}.pulling/{SHARD}": ARCHIVED[2:],
+    f"pulled/.{STEP}.pulling/{part_name(SHARD)}": ARCHIVED[2:],
     "out": READ[-1:],
     "out/model.safetensors": READ[-1:],
     ".out.exporting": READ[-1:],
@@ -178,7 +185,7 @@ def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
     for place in (".keepstep", "far"):
         shutil.copytree(keepstep.home / place, tmp_path / "base" / place, symlinks=True)
     for name, commands in READ_FROM.items():
-        for place in (".keepstep", "far", "out", ".out.exporting"):
+        for place in (".keepstep", "far", "pulled", "out", ".out.exporting"):
             _remove(keepstep.home / place)
             if (base := tmp_path / "base" / place).exists():
                 shutil.copytree(base, keepstep.home / place, symlinks=True)

@@ -8,6 +8,7 @@ from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.commands.archive import archive
 from keepstep_sidecar.cli.commands.doctor import doctor
 from keepstep_sidecar.cli.commands.export import export
+from keepstep_sidecar.cli.commands.inspect import inspect_file
 from keepstep_sidecar.cli.commands.run import run, start, stop
 from keepstep_sidecar.cli.commands.secret import secret
 from keepstep_sidecar.cli.commands.status import status
@@ -36,7 +37,7 @@ def cli() -> None:
 
 
 for _command in (
-    *(run, start, status, steps, ui, verify, archive, export, doctor, rm, stop),
+    *(run, start, status, steps, ui, verify, inspect_file, archive, export, doctor, rm, stop),
     *(pin, unpin, secret),
 ):
     cli.add_command(_command)

@@ -7,11 +7,11 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from keepstep.errors import StorageError, UsageError
+from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import checked_name
@@ -28,18 +28,10 @@ T = TypeVar("T")
 _WHERE = ("archive", "archive_endpoint", "archive_region")
 
 
-def which_archive(*, default: str) -> Callable[[Command], Command]:
-    """Add the options that name an archive, or a run in DIR whose archive is meant. `default`: as
-    `run_option`."""
-
-    def decorate(command: Command) -> Command:
-        placed = directory_option(run_option(default=default)(command))
-        return options([one for one in SETTINGS if one.name in _WHERE])(placed)
-
-    return decorate
-
-
-_of_archive: Final = which_archive(default="the only one in the archive")
+def which_archive(command: Command) -> Command:
+    """Add the options that name an archive, or a run in DIR whose archive is meant."""
+    placed = directory_option(run_option(default="the only one in the archive")(command))
+    return options([one for one in SETTINGS if one.name in _WHERE])(placed)
 
 
 def _config(
@@ -78,17 +70,18 @@ def _with_archive(
 
 @click.group()
 def archive() -> None:
-    """List and verify the steps of an archive. Needs no sidecar.
+    """List, verify and fetch the steps of an archive. Needs no sidecar.
 
     \b
     Examples:
       keepstep archive ls --archive s3://ckpt/runs
       keepstep archive verify 12000
+      keepstep archive pull 12000 ./restored
     """
 
 
 @archive.command()
-@_of_archive
+@which_archive
 @json_option
 def ls(as_json: bool, **where: Any) -> None:
     """List the steps of a run, complete or not, and say what is wrong.
@@ -147,7 +140,7 @@ def _document(step: ArchivedStep) -> dict[str, object]:
 
 
 @archive.command()
-@_of_archive
+@which_archive
 @json_option
 @click.argument("word", required=False, metavar="[STEP]")
 def verify(word: str | None, as_json: bool, **where: Any) -> None:
@@ -184,3 +177,35 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
         raise StorageError("\n".join(faults))
     steps = "1 step" if len(names) == 1 else f"{len(names)} steps"
     click.echo(f"{steps}, {format_size(total)}: every digest is right ({format_duration(seconds)})")
+
+
+@archive.command()
+@which_archive
+@click.argument("word", metavar="STEP")
+@click.argument("target", type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
+def pull(word: str, target: Path, **where: Any) -> None:
+    """Fetch STEP into DIR, verified, as DIR/<step>: a committed step's directory.
+
+    Stock safetensors and torch.distributed.checkpoint read it. Started again after an
+    interruption it fetches what is missing only.
+
+    \b
+    Examples:
+      keepstep archive pull 12000 ./restored
+      keepstep archive pull 12000 ./restored --archive s3://ckpt/runs --run gpt
+    """
+    config, run = _config(**where)
+
+    async def work(holding: Holding) -> Path:
+        from keepstep_sidecar.tiers.archive.browse import pull_step
+
+        (step,) = await holding.chosen(word, sound=True)
+        with output.progress(step.image_bytes, quiet=False) as advance:
+            done = functools.partial(advance, f"step {step.id.step}")
+            return await pull_step(holding, step, target, on_chunk=done)
+
+    try:
+        path = _with_archive(config, run, work)
+    except ImageError as error:
+        raise RestoreError(f"not fetched: {error}") from error
+    click.echo(str(path))

@@ -7,6 +7,8 @@ machine depends on it.
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -45,6 +47,8 @@ _IMAGES_ON_A_VOLUME = 3
 """The two newest committed steps, and the step that is being written."""
 
 _LEAST_TORCH = (2, 6)
+_SYSTEM_USERS = 1000
+"""logind treats users with a smaller id as system users (login.defs), and keeps their memory."""
 
 
 class Outcome(StrEnum):
@@ -173,6 +177,44 @@ def memory_lock(need: Need) -> Finding:
         return Finding("memlock", Outcome.OK, found)
     change = "ulimit -l unlimited (memlock in /etc/security/limits.conf), swapoff -a, or huge pages"
     return Finding("memlock", Outcome.SLOW, f"{found}, and this machine swaps", change)
+
+
+def remove_ipc(root: Path, uid: int) -> Finding:
+    """Whether systemd removes the run's shared memory when user `uid` logs out (logind.conf(5),
+    loginctl(1)). `root`: the root of the machine's file system."""
+    name = "RemoveIPC"
+    if not (root / "run/systemd/system").is_dir():
+        return Finding(name, Outcome.OK, "no systemd here")
+    if uid < _SYSTEM_USERS:
+        return Finding(name, Outcome.OK, "logind leaves users of the system alone")
+    if not _logind_removes(root):
+        return Finding(name, Outcome.OK, "no")
+    with contextlib.suppress(KeyError, ImportError):
+        import pwd
+
+        user = pwd.getpwuid(uid).pw_name
+        if (root / "var/lib/systemd/linger" / user).exists():
+            return Finding(name, Outcome.OK, f"yes, but {user} lingers")
+    change = "loginctl enable-linger, or RemoveIPC=no in /etc/systemd/logind.conf"
+    return Finding(name, Outcome.SLOW, "yes: a logout empties /dev/shm under a run", change)
+
+
+def _logind_removes(root: Path) -> bool:
+    """Whether RemoveIPC is on: read the main files, then the drop-ins of all directories in the
+    order of their names. The last value counts."""
+    main = [root / "usr/lib/systemd/logind.conf", root / "etc/systemd/logind.conf"]
+    drop_ins = {
+        path.name: path
+        for place in ("usr/lib", "run", "etc")
+        for path in sorted((root / place / "systemd/logind.conf.d").glob("*.conf"))
+    }
+    removes = True
+    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
+        parsed = configparser.ConfigParser(strict=False, interpolation=None)
+        with contextlib.suppress(OSError, configparser.Error, ValueError, KeyError):
+            parsed.read_string(path.read_text())
+            removes = parsed.getboolean("Login", "RemoveIPC", fallback=removes)
+    return removes
 
 
 # --- drives ----------------------------------------------------------------------------------
@@ -322,6 +364,7 @@ def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterat
     yield shared_memory(run_dir.SHARED_MEMORY, need)
     yield huge_pages(need)
     yield memory_lock(need)
+    yield remove_ipc(Path("/"), os.getuid())
     for volume in volumes:
         yield from drive(
             volume,

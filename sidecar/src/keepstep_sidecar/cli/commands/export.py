@@ -17,11 +17,11 @@ from click.core import ParameterSource
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.steps import Epoch, StepId, named
 from keepstep_sidecar.cli import inventory, output, run_dir
-from keepstep_sidecar.cli.commands.archive import archive_of, which_archive
-from keepstep_sidecar.cli.options import json_option
+from keepstep_sidecar.cli.commands.archive import archive_of
+from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_size, size_option
-from keepstep_sidecar.config.sidecar import ArchiveConfig
+from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options, split
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 _NEWEST = "latest"
 _OPENED_AT_ONCE = 16
+_ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 
 
 @click.command()
-@which_archive(default="the only one in DIR, or in the archive")
+@options([one for one in SETTINGS if one.name in _ELSEWHERE])
+@directory_option
+@run_option(default="the only one in DIR, or in the archive")
 @json_option
 @click.option(
     "--to",
@@ -61,6 +64,13 @@ _OPENED_AT_ONCE = 16
     is_flag=True,
     help="Of tensors that ranks have for themselves, write the lowest rank's though they differ.",
 )
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Another machine of the run, for what is not here; may be repeated.",
+)
 @click.argument("word", metavar="STEP")
 def export(
     word: str,
@@ -78,7 +88,8 @@ def export(
     may be of any world and layout: shards are put together, names are those of the model. Every
     byte is verified; DIR appears when all of it is written. With --archive all comes from there.
     With --config .keepstep/RUN/sidecar.toml, what is not on this machine's volumes is read from the
-    archive with which the run was started. A training that goes on is not disturbed. Needs torch.
+    archive with which the run was started; with --peer, from other machines of the run. A training
+    that goes on is not disturbed. Needs torch.
 
     \b
     Examples:
@@ -224,6 +235,7 @@ async def _with_step(
     directory: Path,
     run: str | None,
     archive_alone: bool,
+    peers: tuple[str, ...],
 ) -> tuple[StepId, Exported]:
     """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
     from keepstep_sidecar.tiers import transfer
@@ -237,17 +249,23 @@ async def _with_step(
     kept = run_dir.find(directory, run)
     held = await asyncio.to_thread(_on_volumes, kept)
     epochs = await asyncio.to_thread(inventory.epochs, kept)
+    silent: tuple[str, ...] = ()
     # A restore passes over them, because the script failed by itself twice after one of them.
     known = (await asyncio.to_thread(inventory.read, kept)).steps
     suspects = frozenset(one.id for one in known if one.suspect)
     id = _committed(held, epochs, word, suspects)
+    if peers and (id is None or word == _NEWEST):
+        silent = await _add_peers(kept, peers, held, values.get("secret_file"))
+        id = _committed(held, epochs, word, suspects)
     if id is not None:
         for doubt in _doubts(id, epochs, suspects):
             output.echo(f"warning: step {id} {doubt}", err=True)
+        if silent:
+            output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
         sources = tuple(held[id][rank] for rank in sorted(held[id]))
         return await finish(_Step(run=kept.run, id=id, sources=sources))
     if archive is None:
-        raise _incomplete(kept, word, held)
+        raise _incomplete(kept, word, held, silent)
     return await _from_archive(archive, kept.run, word, held, finish)
 
 
@@ -307,6 +325,23 @@ def _on_volumes(kept: RunDir) -> _Held:
     return held
 
 
+async def _add_peers(
+    kept: RunDir, peers: Sequence[str], held: _Held, secret: Path | None
+) -> tuple[str, ...]:
+    """Ask the peers what they hold, and add it to `held`. Returns which of them do not answer, and
+    why. Raises UsageError."""
+    from keepstep_sidecar.tiers.peer import client
+    from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
+
+    for address in peers:
+        split(address)
+    credentials = SecretCredentials(read_secret(secret), kept.run, kept.config.node_rank)
+    found, silent = await client.look(peers, credentials, run=kept.run)
+    for source in found:
+        held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
+    return silent
+
+
 def _doubts(id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]) -> Iterator[str]:
     if id in suspects:
         yield "is suspect: the script failed twice soon after it"
@@ -334,19 +369,20 @@ def _committed(
     return inventory.only(word, whole)
 
 
-def _incomplete(kept: RunDir, word: str, held: _Held) -> UsageError:
+def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
     """The error for a step that is not whole: what is missing of it, and what to do."""
+    away = f"; away: {'; '.join(silent)}" if silent else ""
     for id in named(word, held):
         world = next(iter(held[id].values())).shard.world
         missing = [str(rank) for rank in range(world) if rank not in held[id]]
         return UsageError(
             f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
-            " machine's volumes; name an archive that has them with --archive, or take that of the"
-            f" run's record with --config {kept.record}"
+            " machine's volumes; name an archive that has them with --archive, or take archive"
+            f" and peers from the run's record with --config {kept.record}{away}"
         )
     there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
     return UsageError(
         f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}. --archive names"
-        f" another place, --config {kept.record} the archive of the run"
+        f" another place, --config {kept.record} the archive and the peers of the run{away}"
     )

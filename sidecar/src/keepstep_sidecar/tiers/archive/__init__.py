@@ -7,6 +7,6 @@ Each step is a plain directory of `.safetensors` files, readable without keepste
     index         what the archive holds, of which run, and what may be deleted
     lives         which lives of the run train now
     upload        sends one step
-    read          reads a shard, whole or in chunks; browse   for commands
+    read          reads a shard, whole or in chunks; browse   for people, and `archive pull`
     tier          all of it as one tier; another run's archive, from which this run begins
 """

@@ -1,20 +1,27 @@
-"""An archive without a run of one's own: for `keepstep archive` and `export`."""
+"""An archive without a run of one's own: list, verify and pull for `keepstep archive`."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from keepstep.errors import ImageError, RestoreError, UsageError
-from keepstep.steps import named
+from keepstep.directory import Directory
+from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
+from keepstep.steps import named, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.read import ArchiveSource
 from keepstep_sidecar.tiers.archive.store import Store, open_store
+from keepstep_sidecar.tiers.receive import IncomingCopy, part_name
 from keepstep_sidecar.tiers.source import Cancel
 from keepstep_sidecar.tiers.tier import RemoteShard
+from keepstep_sidecar.volume.files import Engine, Filesystem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +103,69 @@ async def _only_run(store: Store) -> str:
             f"{store.where} holds {len(names)} runs; choose one with --run: {', '.join(names[:10])}"
         )
     return names[0]
+
+
+# --- pull ------------------------------------------------------------------------------------
+#
+# Fetches an archived step into a local directory. It can be interrupted and continued: each shard
+# is an `IncomingCopy`. A step's directory gets its name when all its shards are whole, so readers
+# never see a part.
+
+
+async def pull_step(
+    holding: Holding, step: ArchivedStep, target: Path, *, on_chunk: Callable[[int], None]
+) -> Path:
+    """Fetch the step to `<target>/<step>`; returns that path. Raises StorageError, ImageError,
+    RestoreError when the name is taken."""
+    final = target / str(step.id)
+    growing = target / f".{step.id}.pulling"
+    try:
+        place = Directory.opened(Path(os.path.realpath(target)), make=True)
+        if place.lstat(final.name) is not None:
+            raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
+        place.make(growing.name)
+        directory = place.inside(growing.name)
+        for shard in holding.shards(step):
+            await _pull(holding, shard, directory, on_chunk)
+        await asyncio.to_thread(_finish, place, directory, final.name)
+    except OSError as error:
+        raise StorageError(f"cannot write {growing}: {error}") from error
+    return final
+
+
+async def _pull(
+    holding: Holding, shard: RemoteShard, directory: Directory, on_chunk: Callable[[int], None]
+) -> None:
+    path = directory.path / shard_name(shard.rank, shard.world)
+    filesystem = Filesystem()
+    filesystem.hold(directory)
+    at = holding.source(shard)
+
+    def work(cancel: Cancel) -> None:
+        with transfer.opened(at, cancel) as opened:
+            if filesystem.lstat(path) is not None:  # its bytes are not trusted because of its name
+                filesystem.rename(path, path.with_name(part_name(path.name)))
+            copy = IncomingCopy(
+                path, opened.manifest, filesystem=filesystem, engine=Engine.BUFFERED
+            )
+
+            def write(chunk: int, data: memoryview) -> None:
+                copy.write(chunk, data, whose=at.where)
+                on_chunk(len(data))
+
+            with contextlib.closing(copy):
+                copy.look()
+                missing = copy.missing
+                for chunk in set(opened.manifest.chunks).difference(missing):
+                    begin, end = opened.manifest.bounds(chunk)
+                    on_chunk(end - begin)
+                transfer.each(opened, missing, write, threads=at.streams)
+                copy.seal()
+
+    await transfer.run(None, work)
+
+
+def _finish(place: Directory, directory: Directory, name: str) -> None:
+    directory.sync()
+    place.rename(directory.path.name, name)
+    place.sync()

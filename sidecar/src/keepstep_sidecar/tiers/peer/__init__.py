@@ -6,7 +6,7 @@
     buddy         a buddy as a place: what it should hold, and how one shard is sent
     copies        the copies that this machine keeps for others
     server        takes copies and serves shards: handlers   each request, serve   what is read
-    client        connections to another pod, and a shard there as a source
+    client        connections to another pod, a shard there as a source, and lists for a command
     tier          all of it as one tier
 
 Bytes move in blocking calls on separate threads, not on the event loop. Python's TLS releases the

@@ -7,6 +7,7 @@ StorageError.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import http.client
@@ -23,14 +24,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.core.shard import Shard
-from keepstep.errors import DigestError, FormatError, NoSpaceError, StorageError
+from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceError, StorageError
 from keepstep.steps import Tier, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.protocol import receive
+from keepstep_sidecar.tiers.peer.protocol import Listing, receive
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, explain, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 
@@ -410,3 +411,48 @@ class PeerSource(ShardSource):
 
             yield read
         self.received(sum(sizes), time.monotonic() - began)
+
+
+# --- for a command --------------------------------------------------------------------------------
+
+
+_LOOK_TIMEOUT_S = 10.0
+
+
+async def look(
+    addresses: Sequence[str], credentials: Credentials, *, run: str
+) -> tuple[list[PeerSource], tuple[str, ...]]:
+    """All that the peers hold, and which of them do not answer and why."""
+    calls = Calls(credentials)
+    found: list[PeerSource] = []
+    silent: list[str] = []
+
+    async def ask(address: str) -> None:
+        try:
+            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                listing = await calls.run(_listing, address)
+        except (KeepstepError, TimeoutError) as error:
+            silent.append(f"{address} ({error or 'no answer in time'})")
+            return
+        found.extend(
+            PeerSource.at(
+                address,
+                Shard(**one.facts),
+                expected=None,
+                run=run,
+                credentials=credentials,
+                received=lambda size_bytes, seconds: None,
+            )
+            for one in listing.shards
+        )
+
+    try:
+        await asyncio.gather(*map(ask, addresses))
+    finally:
+        calls.close()
+    return found, tuple(silent)
+
+
+def _listing(links: Links) -> Listing:
+    with links.taken() as link:
+        return link.listing()
