@@ -47,12 +47,11 @@ async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_go
             await until(lambda: linked.link.connected)
             linked.link.send(frame(one, 7))
             await until(lambda: host.leader.connected == [1])
-            linked.link.send(frame(one, 8))
-            await until(lambda: bool(host._pending))
-        await until(lambda: host.leader.connected == [])
-        assert {id.step for id in host.leader.ledger.local(1)} == {7, 8}
-        await asyncio.sleep(0.2)
-        assert host.leader.connected == []
+            (member,) = leader.hub
+            host.take(member, frame(one, 8))
+            member.close("it goes")
+            await until(lambda: host.leader.connected == [])
+            assert {id.step for id in host.leader.ledger.local(1)} == {7, 8}
 
 
 async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
