@@ -96,7 +96,8 @@ def test_changes_to_a_report_that_never_came_are_not_taken(run: Run) -> None:
     changes = replace(run.report(rank(1, 3), node_rank=1), since=run.sequence - 1)
     run.leader.take(1, MemberReport(life="1", nodes=2, report=changes), at=0.0)
     reply = run.leader.news(1)
-    assert reply is not None and reply.reply.changes_since == 0
+    assert reply is not None
+    assert reply.reply.changes_since == 0
     assert run.leader.ledger.local(1) == {at(1)}
 
 
