@@ -38,6 +38,38 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
     eventually(lambda: two.machines[0].steps() == {7}, what="older steps go on all machines")
 
 
+@pytest.mark.parametrize("ahead_s", [600, -600])
+def test_clocks_ten_minutes_apart_cost_a_run_nothing(
+    run: Callable[[int], Run], tmp_path: Path, ahead_s: int
+) -> None:
+    two = run(2)
+    here, there = two.machines
+    there.program = ("env", *there.program)  # an interpreter of its own
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import time\nreal = time.time\ntime.time = lambda: real() + {ahead_s}\n"
+    )
+    options = ("--persist-every", "1", "--keep", "1")
+    here.start(*options)
+    there.start(*options, PYTHONPATH=str(tmp_path))
+    for one in two.come_back():
+        one.restored(one.epoch)
+        one.register()
+    for step in range(6):
+        two.reach(step)
+    eventually(lambda: 5 in here.copies(), what="the buddy has the newest step")
+    two.disconnect()
+    there.kill()
+    there.lose_memory()
+    shutil.rmtree(there.volume)
+    there.start(*options, PYTHONPATH=str(tmp_path))
+    two.come_back()
+    assert two.restore().step == 5
+    two.reach(6)
+    for machine in two.machines:
+        eventually(lambda one=machine: one.steps() == {6}, what="older steps go")
+        assert not machine.warnings()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
     run: Callable[[int], Run], lost: int
