@@ -89,8 +89,9 @@ class Host:
             self._refuse(member, str(error))
             return False
         except Exception as error:  # others have sent reports, too
-            told = {"message": f"a report of {member}", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(told)
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"a report of {member}", "exception": error}
+            )
             member.close("an error here")
             return False
         self._members[member.node_rank] = member
