@@ -292,6 +292,10 @@ class FakeTrainer:
     def begin_run(self, **fields: Any) -> FakeTrainer:
         """Lease, a fresh epoch, layout. `fields`: of the lease's request."""
         self.connect(**fields)
+        return self.go_on()
+
+    def go_on(self) -> FakeTrainer:
+        """After `connect`: a fresh epoch, layout."""
         self.restored(self.epoch)
         self.register()
         return self
