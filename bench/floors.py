@@ -25,12 +25,12 @@ def memcpy(size_bytes: int, *_: object, repeats: int = 5) -> Figures:
     """One memmove per tensor of the state into touched memory, without the GIL."""
     import torch
 
-    from bench.gpt import TrainingState, filled
+    from bench.state import filled, gpt
 
     # functions of a CDLL release the GIL, ctypes.memmove does not
     move = ctypes.CDLL(None).memmove
     move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    sources = list(TrainingState(size_bytes).tensors().values())
+    sources = list(gpt(size_bytes).tensors().values())
     target = filled((sum(one.nbytes for one in sources),), torch.ones(1 << 20, dtype=torch.uint8))
 
     def copy() -> None:

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from bench.peers import PeerMissing
 from bench.processes import Sidecar, memory_limit_bytes, own_memory_kib
-from bench.savers import Savable, Saver
+from bench.savers import Saver
+from bench.state import State
 
 _DURABLE_TIMEOUT_S = 120.0
 
@@ -28,7 +29,7 @@ class KeepstepLazy(Saver):
     note = "every step staged and persisted, 4 slots (2 where memory has no room for 4)"
     lazy: ClassVar[bool] = True
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         self._sidecar = Sidecar(directory, slots=slots_for(state.size_bytes))
         self._peak_kib = 0

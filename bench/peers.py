@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import torch
 
 from bench.processes import ROOT
-from bench.savers import Savable, Saver, fsync, fsync_tree
+from bench.savers import Saver, fsync, fsync_tree
+from bench.state import State
 
 PEERS_DIR = ROOT / "build" / "peers"
 
@@ -44,7 +45,7 @@ class Safetensors(Saver):
     name = "safetensors + fsync"
     blocking = True
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         try:
             from safetensors.torch import save_file
@@ -77,7 +78,7 @@ class _DcpAsync(Saver):
     process: ClassVar[bool] = False
     keeps_stager: ClassVar[bool] = False
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         self._upload: Any = None
         self._staging: Any = None
@@ -169,7 +170,7 @@ class TorchCheckpointing(Saver):
         " fails with EINVAL on ext4 (unaligned O_DIRECT); the fsync is ours"
     )
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         package, storage = _of_peer("torch_checkpointing", "", ".storage.filesystem")
         buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
@@ -201,7 +202,7 @@ class LmResiliency(Saver):
     name = "LM-Resiliency GEMINI"
     note = "save_tensors of every step into two pinned buffers, no peer; durable is flush_to_disk"
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         parts = ".checkpointing.manager", ".checkpointing.config"
         manager, config = _of_peer("lm_resiliency", *parts)
@@ -241,7 +242,7 @@ class FastPersist(Saver):
     )
     blocking = True
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         _see_peers()
         built = PEERS_DIR / "extensions" / "async_io" / "async_io.so"

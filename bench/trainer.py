@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpt import TrainingState
+from bench.state import gpt
 
 
 def main() -> None:
     options = _options()
-    state = TrainingState(options.bytes)
+    state = gpt(options.bytes)
     say("built")
     checkpointer = None
     first = 0
@@ -35,7 +35,7 @@ def main() -> None:
     step, kept = first, False
     for step in range(first, first + options.steps):
         time.sleep(options.step_s)
-        state.step_off_cpu(step)
+        state.update(step)
         say("step", step=step)
         if checkpointer is not None:
             # the first steps are not kept, while the slots are being made
