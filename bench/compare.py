@@ -5,20 +5,19 @@ one right after the other. Which checkout comes first alternates from pair to pa
 measured by its own `bench.worker`; measures that differ between the two are named in the report.
 The floors belong to the machine, so each pair measures them once for both.
 
-A bar is worse if its median over the pairs exceeds that of the base by more than `ALLOWED`. The
-ratios of single pairs beside it show how much of that is noise. The exit code is 1 if a bar is
-worse or has no figure.
+A bar is worse if the median of its ratios in the pairs exceeds `ALLOWED`. The least and the largest
+of them show how much of that is noise. The exit code is 1 if a bar is worse or has no figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench import machine
@@ -33,38 +32,6 @@ _FLOORS = ("memcpy", "disk")
 _MEASURES = ("worker.py", "measures.py", "ours.py", "lives.py", "trainer.py", "imports.py")
 
 
-@dataclass(frozen=True)
-class Change:
-    """One bar in both checkouts. A `ratio` above 1 is worse; `pairs` has the ratio of each pair.
-
-    `missing` says why there is no figure.
-    """
-
-    bar: Bar
-    base: float = 0.0
-    this: float = 0.0
-    ratio: float = 0.0
-    pairs: tuple[float, ...] = ()
-    missing: str = ""
-
-    @property
-    def worse(self) -> bool:
-        """Whether this checkout is worse by more than is allowed."""
-        return self.ratio > ALLOWED
-
-    def row(self) -> list[str]:
-        """The bar's row in the report."""
-        name, unit = self.bar.name, self.bar.unit
-        if self.missing:
-            return [name, "-", "-", "-", self.missing, "?"]
-        verdict = f"**WORSE by {(self.ratio - 1) * 100:.0f} %**" if self.worse else "ok"
-        pairs = f"{statistics.median(self.pairs):.3f}" if self.pairs else "-"
-        if len(self.pairs) > 1:
-            pairs += f" [{min(self.pairs):.3f}, {max(self.pairs):.3f}]"
-        figures = [f"{one:.4g} {unit}" for one in (self.base, self.this)]
-        return [name, *figures, f"{self.ratio:.3f}", pairs, verdict]
-
-
 def main() -> int:
     options = _options()
     trees = {BASE: options.base.resolve(), THIS: ROOT}
@@ -74,29 +41,25 @@ def main() -> int:
     try:
         described = machine.describe(directory) | _compared(trees)
         # to a reader of the results, commits mean something, and paths of checkouts do not
-        described["command"] = (
-            f"python -m bench.compare --base TREE --pairs {options.pairs} --size {options.size}"
-            + (f" --only {' '.join(options.only)}" if options.only else "")
-        )
+        described["command"] = described["command"].replace(str(options.base), "TREE")
         began = time.monotonic()
         for number in range(options.pairs):
             _pair(number, trees, results, directory, options)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    changes = [compared(bar, results) for bar in BARS]
+    rows = [compared(bar, results) for bar in BARS]
     if options.only:
-        changes = [one for one in changes if not one.missing]
-    head = ("bar", "base", "this", "this / base", "pairs", "")
+        rows = [one for one in rows if one[-1] != "?"]
+    head = ("bar", "base", "this", "this / base, pairs", "")
     text = (
         f"# Bars of two commits, {options.size} MiB of state\n\n"
         "Made by `python -m bench.compare`: medians over interleaved pairs; above 1 is worse.\n\n"
-        f"{table(('machine', ''), described.items())}\n\n"
-        f"{table(head, [one.row() for one in changes])}\n"
+        f"{table(('machine', ''), described.items())}\n\n{table(head, rows)}\n"
     )
     (options.out / f"{options.name or f'{machine.slug()}-compared'}.md").write_text(text)
     print(text)
-    return int(any(one.worse or one.missing for one in changes))
+    return int(any(one[-1] != "ok" for one in rows))
 
 
 def _pair(
@@ -122,21 +85,19 @@ def _pair(
             results[which].samples.append(sample)
 
 
-def compared(bar: Bar, results: dict[str, Results]) -> Change:
-    """The figure of `bar` in both checkouts, over all pairs and in each."""
-    try:
-        base, this = (bar.figure(results[which]) for which in (BASE, THIS))
-        ratio = _ratio(bar, results)
-    except LookupError as error:
-        return Change(bar, missing=str(error.args[0]))
+def compared(bar: Bar, results: dict[str, Results]) -> list[str]:
+    """The bar's row in the report: both figures, their ratio, and a verdict."""
     pairs = []
     for number in sorted({one.round for one in results[BASE].samples}):
-        only = {which: results[which].of(round=number) for which in (BASE, THIS)}
-        try:
-            pairs.append(_ratio(bar, only))
-        except LookupError:
-            continue  # a worker failed, and was reported then
-    return Change(bar, base, this, ratio, tuple(pairs))
+        with contextlib.suppress(LookupError):  # a worker failed, and was reported then
+            pairs.append(_ratio(bar, {which: of.of(round=number) for which, of in results.items()}))
+    if not pairs:
+        return [bar.name, "-", "-", "no pair has it", "?"]
+    figures = [f"{bar.figure(results[which]):.4g} {bar.unit}" for which in (BASE, THIS)]
+    ratio = statistics.median(pairs)
+    spread = f"{ratio:.3f} [{min(pairs):.3f}, {max(pairs):.3f}]"
+    verdict = f"**WORSE by {(ratio - 1) * 100:.0f} %**" if ratio > ALLOWED else "ok"
+    return [bar.name, *figures, spread, verdict]
 
 
 def _ratio(bar: Bar, results: dict[str, Results]) -> float:

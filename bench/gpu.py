@@ -1,7 +1,7 @@
 """`make bench-gpu`: trains a bf16 GPT on a GPU and saves every step, in under eight minutes.
 
-Needs one CUDA device, torch, and this repository (library and sidecar); no network. `--device cpu
---smoke` runs the same code at a tiny size without a GPU.
+Needs one CUDA device, torch, and this repository (library and sidecar); no network. `TRAIN_ON=cpu
+make bench-gpu` runs the same code at a tiny size without a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import re
 import shutil
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 from bench import machine, measures
 from bench.ours import KeepstepEager, KeepstepLazy
@@ -28,28 +25,11 @@ from bench.peers import DcpAsyncReused, LmResiliency, PeerMissing, TorchCheckpoi
 from bench.processes import ROOT
 from bench.report import table
 from bench.savers import Saver
-from bench.state import State
+from bench.state import Gpt, Shape, State
 
 Figures = dict[str, float | str]
+ON = os.environ.get("TRAIN_ON", "cuda")
 _WARM_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A GPT. A step has `batch` sequences of `context` tokens."""
-
-    name: str
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 32768
-    context: int = 1024
-    batch: int = 4
-
-    @property
-    def parameters(self) -> int:
-        """The approximate number of weights."""
-        return self.layers * 12 * self.width**2 + 2 * self.vocabulary * self.width
 
 
 SHAPES = (
@@ -61,41 +41,20 @@ SHAPES = (
 TINY = (Shape("tiny", layers=2, width=64, heads=2, vocabulary=512, context=32, batch=2),)
 
 
-class Gpt(nn.Module):
-    """Token embeddings, blocks of attention and a perceptron, head. Its value is the loss."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        block = nn.TransformerEncoderLayer(
-            shape.width, shape.heads, 4 * shape.width, dropout=0.0, activation="gelu",
-            batch_first=True, norm_first=True,
-        )  # fmt: skip
-        self.blocks = nn.TransformerEncoder(block, shape.layers, enable_nested_tensor=False)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        mask = nn.Transformer.generate_square_subsequent_mask(shape.context)
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.blocks(self.embedding(tokens), mask=self.mask, is_causal=True)
-        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
-
-
 class Training(State):
     """Model, optimizer and data on a device."""
 
-    def __init__(self, shape: Shape, device: str) -> None:
+    def __init__(self, shape: Shape) -> None:
         torch.manual_seed(7)
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with torch.device(device):
+            with torch.device(ON):
                 model = Gpt(shape)
         finally:
             torch.set_default_dtype(previous)
         super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-        self.device = device
-        self.tokens = torch.randint(shape.vocabulary, (shape.batch, shape.context), device=device)
+        self.tokens = torch.randint(shape.vocabulary, (shape.batch, shape.context), device=ON)
         self.loss = torch.zeros(())
         self.compute()
         self.update(0)
@@ -110,7 +69,7 @@ class Training(State):
         self.optimizer.zero_grad(set_to_none=False)
         # like a script that reads its loss: here the CPU waits for the GPU, not for the saver
         self.loss.item()
-        if self.device == "cuda":
+        if ON == "cuda":
             torch.cuda.synchronize()
 
 
@@ -125,7 +84,6 @@ class NoSaver(Saver):
 
 def _measure_shape(
     shape: Shape,
-    device: str,
     directory: Path,
     results: dict[str, Figures],
     *,
@@ -136,7 +94,7 @@ def _measure_shape(
 
     `deadline` is by the monotonic clock. Savers for which there is no time are skipped.
     """
-    training = Training(shape, device)
+    training = Training(shape)
     for kind in SAVERS:
         figures: Figures = {}
         results[kind.name] = figures
@@ -159,7 +117,7 @@ def _measure_shape(
     results["plain"]["state_bytes"] = float(training.size_bytes)
     del training
     gc.collect()
-    if device == "cuda":
+    if ON == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -215,7 +173,7 @@ def main() -> None:
     deadline = time.monotonic() + options.minutes * 60
     directory = options.dir / f"keepstep-bench-gpu-{os.getpid()}"
     directory.mkdir(parents=True)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu smoke"
+    device = torch.cuda.get_device_name() if ON == "cuda" else "cpu smoke"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"gpu-{device}".lower()).strip("-")
     results: dict[str, Any] = {
         "machine": {"gpu": device} | machine.describe(directory),
@@ -223,18 +181,16 @@ def main() -> None:
         "training": {},
     }
     try:
-        for shape in TINY if options.smoke else SHAPES:
+        for shape in SHAPES if ON == "cuda" else TINY:
             if options.shapes not in shape.name:
                 continue
             # `figures` is filled during the measurement, so that a failure keeps earlier figures
             figures: dict[str, Figures] = {}
             results["training"][shape.name] = figures
             print(f"{shape.name}: {shape.parameters / 1e9:.2f} billion parameters", flush=True)
-            steps = 5 if options.smoke else 12
+            steps = 12 if ON == "cuda" else 5
             try:
-                _measure_shape(
-                    shape, options.device, directory, figures, steps=steps, deadline=deadline
-                )
+                _measure_shape(shape, directory, figures, steps=steps, deadline=deadline)
             except torch.OutOfMemoryError as error:
                 figures["-"] = {"skipped": str(error)}
     finally:
@@ -262,8 +218,6 @@ def _show(value: float | str) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--smoke", action="store_true", help="tiny: does the code run?")
     parser.add_argument("--shapes", default="", help="only those whose names have this in them")
     parser.add_argument("--minutes", type=float, default=7.0, help="time budget")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the disk to measure")

@@ -115,13 +115,11 @@ def lost(saver: Saver, steps: Steps, *, step_s: float, quiet_s: float) -> Figure
     quiet = work.times_for(quiet_s)
     saver.save(steps.next())
     saver.fence()
-    is_durable = threading.Event()
-    waiter = threading.Thread(target=_wait_then_set, args=(saver, is_durable), name="waiter")
+    waiter = threading.Thread(target=saver.wait_durable, name="waiter")
     waiter.start()
     during: list[float] = []
-    while not is_durable.is_set() or len(during) < 8:
+    while waiter.is_alive() or len(during) < 8:
         during.append(work.timed())
-    waiter.join()
     time.sleep(0.1)
     quiet += work.times_for(quiet_s)
     baseline = statistics.mean(quiet)
@@ -189,10 +187,3 @@ def timed_step(
 def _update(saver: Saver, steps: Steps) -> None:
     saver.fence()
     saver.state.update(steps.last)
-
-
-def _wait_then_set(saver: Saver, event: threading.Event) -> None:
-    try:
-        saver.wait_durable()
-    finally:
-        event.set()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from bench.peers import PeerMissing
-from bench.processes import Sidecar, memory_limit_bytes, own_memory_kib
+from bench.processes import Sidecar, cpu_s, memory_limit_bytes, own_memory_kib
 from bench.savers import Saver
 from bench.state import State
 
@@ -35,7 +35,7 @@ class KeepstepLazy(Saver):
         self._peak_kib = 0
         self._unready = 0
         try:
-            self._sidecar.start()
+            self._sidecar.begin()
             os.environ["KEEPSTEP_SOCKET"] = str(self._sidecar.socket)
             import keepstep
 
@@ -71,7 +71,7 @@ class KeepstepLazy(Saver):
             self._peak_kib = max(self._peak_kib, own_memory_kib(self._sidecar.pid))
 
     def background_cpu_s(self) -> float:
-        return self._sidecar.cpu_s()
+        return cpu_s(self._sidecar.pid)
 
     def extra(self) -> dict[str, float]:
         stats = self._checkpointer.stats
@@ -92,8 +92,8 @@ class KeepstepLazy(Saver):
         # the same live process only after two seconds, a wait that no real restart has.
         self._sidecar.kill()
         if tier == "local":
-            self._sidecar.forget_memory()
-        self._sidecar.start()
+            self._sidecar.lose_memory()
+        self._sidecar.begin()
         self._sidecar.wait_sealed()
         for thread in threading.enumerate():
             if thread.name == "keepstep-unmap":  # no real restart has mapped the old slots

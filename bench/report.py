@@ -16,7 +16,6 @@ _BESIDE = {
     "lost while persisting": "lost_s",
     "CPU s/GB (copy and write)": "cpu_s_per_gb",
 }
-_SUFFIXES = {"ratio": " x", "_mib": " MiB"}
 
 
 def markdown(
@@ -95,8 +94,7 @@ def _cell(results: Results, title: str, figure: str) -> str:
 def _shown(figure: str, value: float) -> str:
     if figure.endswith("_s"):
         return seconds(value)
-    suffix = next((unit for end, unit in _SUFFIXES.items() if figure.endswith(end)), "")
-    return f"{value:.3g}{suffix}"
+    return f"{value:.3g} x" if figure == "ratio" else f"{value:.3g}"
 
 
 def seconds(value: float) -> str:

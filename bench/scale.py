@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import itertools
 import json
 import math
-import os
+import multiprocessing
 import pickle
 import resource
-import signal
-import subprocess
-import sys
+import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +40,7 @@ from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.collective import Agreed, Collective
-from keepstep.restore.plan import Box, IndexBuilder, Plan, Want, make
+from keepstep.restore.plan import Box, IndexBuilder, Want, make
 from keepstep.state.sharding import Bulk, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted
@@ -55,7 +54,6 @@ T = TypeVar("T")
 WORLDS = (256, 1024, 4096, 16384)
 NODE = 8
 LAYERS, WIDTH, WORDS = 32, 4096, 50304
-_LIMIT_S, _LIMIT_BYTES = 1800, 8 << 30
 _EPOCH = EpochId(3, "1f9c2d7a")
 _MEMORY, _LOCAL = range(1_000_007, 1_000_011), range(1_000_004, 1_000_010, 2)
 _ARCHIVED = range(1000, 101_000, 1000)
@@ -218,7 +216,12 @@ def plan(kind: str, world: int) -> dict[str, float]:
     """Make one rank's plan from its own image at the same world, and then from the saved images at
     half that world. `headers_s`: reading what a rank needs of these images before it can plan."""
     measured, model = Measured(), Model(kind, world)
-    _own_plan(measured, model)
+    header = model.header(1)
+    with measured.timed("own_plan_s"):
+        own = IndexBuilder(world)
+        own.add(Layout.parse(header))
+        wants = [Want(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)]
+        make(wants, own.build(), rank=1, nearness=[0] * world, reader=0)
     # a node's trainers are offered one of twins
     needed = range(NODE if kind == "ddp" else world)
     builder = IndexBuilder(world)
@@ -245,17 +248,6 @@ def plan(kind: str, world: int) -> dict[str, float]:
         made = make(wants, index, rank=1, nearness=[3] * world, reader=0)
     measured.found["pieces"] = sum(1 for _ in made.pieces())
     return measured.found
-
-
-def _own_plan(measured: Measured, model: Model) -> Plan:
-    header = model.header(1)
-    with measured.timed("own_plan_s"):
-        layout = Layout.parse(header)
-        builder = IndexBuilder(model.world)
-        builder.add(layout)
-        wants = [Want(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)]
-        near = [0] * model.world
-        return make(wants, builder.build(), rank=1, nearness=near, reader=0)
 
 
 # --- what a sidecar does -------------------------------------------------------------------------
@@ -320,7 +312,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         told = {rank: remotes.report(rank) for rank in sorted(remotes.ranks)}
         ledger.apply(Reported(node_rank=0, ranks=told, epochs=remotes.epochs, sequence=1))
         whole = ledger.whole()
-    pool: Any = SimpleNamespace(ranks={})
+    pool: Any = SimpleNamespace(ranks={}, images=lambda id: {})
     locator = Copies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):
         offers = locator.offers(whole)
@@ -330,11 +322,8 @@ def gossip(kind: str, world: int) -> dict[str, float]:
 
 # --- all of it -----------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[str, int], dict[str, float]]] = {
-    "vote": vote,
-    "gossip": gossip,
-    "plan": plan,
-}
+PARTS: dict[str, Callable[[str, int], dict[str, float]]]
+PARTS = {"vote": vote, "gossip": gossip, "plan": plan}
 KINDS = ("ddp", "fsdp")
 
 
@@ -345,49 +334,26 @@ def run_one(part: str, kind: str, world: int) -> dict[str, float]:
     return found | {"peak_mib": _peak_mib() - before}
 
 
-def apart(part: str, kind: str, world: int) -> dict[str, float] | str:
-    """The figures of one part, run in another process; or why there are none."""
-    command = [sys.executable, "-m", "bench.scale", "--one", part, kind, str(world)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as child:
-        try:
-            told, complaint = child.communicate(timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
-            return f"not within {_LIMIT_S} s"
-    if child.returncode:
-        return (complaint.strip().splitlines() or ["it was killed"])[-1]
-    found: dict[str, float] = json.loads(told.splitlines()[-1])
-    return found
-
-
 def exponent(points: Sequence[tuple[int, float]]) -> float:
     """The exponent of the power of the world that fits best; NaN for fewer than two points."""
     logs = [(math.log(world), math.log(value)) for world, value in points if value > 0]
     if len(logs) < 2:
         return math.nan
-    x, y = (sum(one) / len(logs) for one in zip(*logs, strict=True))
-    over = sum((a - x) * (b - y) for a, b in logs)
-    return over / sum((a - x) ** 2 for a, _ in logs)
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope
 
 
 def rows(
-    results: dict[tuple[str, str, int], dict[str, float] | str], worlds: list[int]
+    results: dict[tuple[str, str], list[dict[str, float]]], worlds: list[int]
 ) -> Iterator[list[str]]:
-    """Each figure by part and kind of state, in each world, and how it grows; or why there is
-    none."""
-    for part, kind in dict.fromkeys((part, kind) for part, kind, _ in results):
-        each = [results[part, kind, world] for world in worlds]
-        for name in dict.fromkeys(name for one in each if not isinstance(one, str) for name in one):
-            told = [one if isinstance(one, str) else one[name] for one in each]
-            points = [(w, v) for w, v in zip(worlds, told, strict=True) if not isinstance(v, str)]
-            yield [part, kind, name, *(_shown(name, v) for v in told), f"n^{exponent(points):.1f}"]
+    """Each figure by part and kind of state, in each world, and how it grows."""
+    for (part, kind), found in results.items():
+        for name in found[0]:
+            values = [one[name] for one in found]
+            power = exponent(list(zip(worlds, values, strict=True)))
+            yield [part, kind, name, *(_shown(name, one) for one in values), f"n^{power:.1f}"]
 
 
-def _shown(name: str, value: float | str) -> str:
-    if isinstance(value, str):
-        return value
+def _shown(name: str, value: float) -> str:
     if name.endswith("_bytes"):
         return f"{value / 1e6:,.3g} MB"
     unit = " s" if name.endswith("_s") else " MiB" if name.endswith("_mib") else ""
@@ -410,19 +376,14 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="ranks")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
-        part, kind, world = options.one
-        print(json.dumps(run_one(part, kind, int(world))))
-        return
-    results = {}
-    for part in options.parts:
-        for kind in options.kinds:
-            for world in options.worlds:
-                found = results[part, kind, world] = apart(part, kind, world)
-                print(part, kind, world, found, flush=True)
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
+    # each in a process of its own, whose peak of memory is its own
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for part, kind, world in itertools.product(options.parts, options.kinds, options.worlds):
+            found = pool.apply(run_one, (part, kind, world))
+            print(part, kind, world, found, flush=True)
+            results.setdefault((part, kind), []).append(found)
     head = ("part", "state", "figure", *(f"{one:,}" for one in options.worlds), "grows as")
     print(table(head, rows(results, options.worlds)))
 

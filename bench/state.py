@@ -1,17 +1,16 @@
-"""A training's state as savers need it, and one of any total size: a GPT under AdamW.
-
-The tensors have a GPT's shapes and number (twelve blocks, some 590 tensors), so that the overhead
-per tensor is as in a real training. The memory is touched and filled beforehand.
-"""
+"""A training's state as savers need it, and one of any total size: a GPT of twelve blocks (some 590
+tensors) under AdamW."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 _BLOCKS = 12
 _BYTES_PER_PARAMETER = 12  # float32 and AdamW's two moments
@@ -57,54 +56,71 @@ class State:
         self.progress["step"] = step
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A GPT. A step has `batch` sequences of `context` tokens."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = 32768
+    context: int = 1024
+    batch: int = 4
+
+    @property
+    def parameters(self) -> int:
+        """The approximate number of weights."""
+        return self.layers * 12 * self.width**2 + 2 * self.vocabulary * self.width
+
+
+class Gpt(nn.Module):
+    """Token embeddings, blocks of attention and a perceptron, head. Its value is the loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        block = nn.TransformerEncoderLayer(
+            shape.width, shape.heads, 4 * shape.width, dropout=0.0, activation="gelu",
+            batch_first=True, norm_first=True,
+        )  # fmt: skip
+        self.blocks = nn.TransformerEncoder(block, shape.layers, enable_nested_tensor=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        mask = nn.Transformer.generate_square_subsequent_mask(shape.context)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(tokens), mask=self.mask, is_causal=True)
+        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+
 def gpt(size_bytes: int) -> State:
-    """A model and an optimizer with `size_bytes` together. Only the smallest parameter has a
-    gradient, so that an update costs the CPU little, as if an accelerator did it."""
-    model = nn.Module()
+    """A model and an optimizer with `size_bytes` together, in touched memory. Only the smallest
+    parameter has a gradient, so that an update costs the CPU little, as if an accelerator did
+    it."""
     count = size_bytes // _BYTES_PER_PARAMETER
     width = max(32, int(math.sqrt(count / (12 * _BLOCKS) * 0.9)) // 32 * 32)
+    words = max(1, (count - _BLOCKS * (12 * width + 13) * width) // (2 * width))
+    with torch.device("meta"):
+        model = Gpt(Shape("", _BLOCKS, width, heads=1, vocabulary=words, context=1))
+    model.to_empty(device="cpu")
     noise = torch.randn(_NOISE_ELEMENTS).mul_(0.02)
-    for name, shape in _shapes(count, width):
-        model.register_parameter(name.replace(".", "_"), nn.Parameter(filled(shape, noise)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    noise.abs_()
     for parameter in model.parameters():
+        fill(parameter.detach(), noise)
+        moments = [fill(torch.empty_like(parameter), noise.abs()) for _ in range(2)]
         optimizer.state[parameter] = {
-            "step": torch.tensor(1.0),
-            "exp_avg": filled(tuple(parameter.shape), noise),
-            "exp_avg_sq": filled(tuple(parameter.shape), noise),
-        }
-    smallest = next(model.parameters())
+            "step": torch.tensor(1.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]
+        }  # fmt: skip
+    smallest = min(model.parameters(), key=Tensor.numel)
     smallest.grad = torch.full_like(smallest, 1e-3)
     return State(model, optimizer)
 
 
-def _shapes(count: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
-    block = {
-        "ln_1.weight": (width,),
-        "ln_1.bias": (width,),
-        "attn.qkv.weight": (3 * width, width),
-        "attn.qkv.bias": (3 * width,),
-        "attn.out.weight": (width, width),
-        "attn.out.bias": (width,),
-        "ln_2.weight": (width,),
-        "ln_2.bias": (width,),
-        "mlp.in.weight": (4 * width, width),
-        "mlp.in.bias": (4 * width,),
-        "mlp.out.weight": (width, 4 * width),
-        "mlp.out.bias": (width,),
-    }
-    shapes: list[tuple[str, tuple[int, ...]]] = [("ln_f.bias", (width,))]
-    shapes += [(f"h.{i}.{name}", shape) for i in range(_BLOCKS) for name, shape in block.items()]
-    rest = count - sum(math.prod(shape) for _, shape in shapes)
-    return [*shapes, ("wte.weight", (max(1, rest // width), width))]
-
-
-def filled(shape: tuple[int, ...], noise: Tensor) -> Tensor:
-    """A new tensor in touched memory on huge pages, filled with repetitions of `noise`."""
-    tensor = torch.empty(shape, dtype=noise.dtype)
+def fill(tensor: Tensor, noise: Tensor) -> Tensor:
+    """Fill new memory, on huge pages where it can be, with repetitions of `noise`."""
     _advise_huge_pages(tensor)
-    flat = tensor.view(-1)
+    flat = tensor.detach().view(-1)
     for begin in range(0, flat.numel(), noise.numel()):
         piece = flat[begin : begin + noise.numel()]
         piece.copy_(noise[: piece.numel()])

@@ -28,6 +28,9 @@ PARTS = {
 """What is measured beside savers: module and function by subject. Only one of them is imported."""
 
 
+_STEP_S = 1.0
+
+
 def main() -> None:
     options = _options()
     try:
@@ -51,31 +54,25 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
     steps, size = measures.Steps(), options.bytes
     # longer than the copy, as the bar requires
     gap_s = 0.1 + 0.45 * size / (1 << 30)
+    of = {
+        "blocked": lambda: measures.blocked(saver, steps, gap_s=gap_s, repeats=2 if ours else 1),
+        "durable": lambda: measures.durable(
+            saver, steps, size_bytes=size, repeats=6 if ours else 1
+        ),
+        "inflation": lambda: measures.inflation(saver, steps, wait_s=_STEP_S, count=options.steps),
+        "busy": lambda: measures.busy(saver, steps, step_s=_STEP_S, count=options.steps),
+        "lost": lambda: measures.lost(saver, steps, step_s=0.02, quiet_s=_STEP_S),
+    }
     figures: dict[str, float] = {}
     try:
         if saver.blocking:
             # a blocking save leaves nothing behind, so the other figures follow from this one
-            figures = measures.durable(saver, steps, size_bytes=size, repeats=1)
+            figures = of["durable"]()
             save_s = figures["durable_s"]
-            return figures | {
-                "blocked_s": save_s, "lost_s": save_s, "ratio": 1 + save_s / options.wait
-            }  # fmt: skip
+            return figures | {"blocked_s": save_s, "lost_s": save_s, "ratio": 1 + save_s / _STEP_S}
         measures.warm_up(saver, steps, saves=4 if ours else 1)
         for measure in options.measures.split(","):
-            if measure == "blocked":
-                figures |= measures.blocked(saver, steps, gap_s=gap_s, repeats=2 if ours else 1)
-            elif measure == "durable":
-                repeats = 6 if ours else 1
-                figures |= measures.durable(saver, steps, size_bytes=size, repeats=repeats)
-            elif measure == "inflation":
-                count = options.steps
-                figures |= measures.inflation(saver, steps, wait_s=options.wait, count=count)
-            elif measure == "busy":
-                figures |= measures.busy(saver, steps, step_s=options.wait, count=options.steps)
-            elif measure == "lost":
-                figures |= measures.lost(saver, steps, step_s=0.02, quiet_s=options.wait)
-            else:
-                raise ValueError(f"no such measure: {measure}")
+            figures |= of[measure]()
         return figures | saver.extra()
     finally:
         saver.close()
@@ -87,7 +84,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--measures", default="blocked,durable")
-    parser.add_argument("--wait", type=float, default=1.0, help="seconds of a step's compute")
     parser.add_argument("--steps", type=int, default=4, help="steps per loop")
     return parser.parse_args()
 
