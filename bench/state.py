@@ -107,11 +107,14 @@ def gpt(size_bytes: int) -> State:
     noise = torch.randn(_NOISE_ELEMENTS).mul_(0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
-        fill(parameter.detach(), noise)
-        moments = [fill(torch.empty_like(parameter), noise.abs()) for _ in range(2)]
+        fill(parameter, noise)
+    noise.abs_()
+    for parameter in model.parameters():
         optimizer.state[parameter] = {
-            "step": torch.tensor(1.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]
-        }  # fmt: skip
+            "step": torch.tensor(1.0),
+            "exp_avg": fill(torch.empty_like(parameter), noise),
+            "exp_avg_sq": fill(torch.empty_like(parameter), noise),
+        }
     smallest = min(model.parameters(), key=Tensor.numel)
     smallest.grad = torch.full_like(smallest, 1e-3)
     return State(model, optimizer)
