@@ -5,157 +5,117 @@ one right after the other. Which checkout comes first alternates from pair to pa
 measured by its own `bench.worker`; measures that differ between the two are named in the report.
 The floors belong to the machine, so each pair measures them once for both.
 
-A bar is worse if its median over the pairs exceeds that of the base by more than `ALLOWED`. The
-ratios of single pairs beside it show how much of that is noise. The exit code is 1 if a bar is
-worse or has no figure.
+A bar is worse if the median of its ratios in the pairs exceeds `ALLOWED`. The least and the largest
+of them show how much of that is noise. The exit code is 1 if a bar is worse or has no figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import filecmp
-import json
+import contextlib
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench import machine, report
-from bench.__main__ import Job, Plan, measure
+from bench import machine
+from bench.__main__ import jobs, measure
 from bench.processes import ROOT
+from bench.report import table
 from bench.results import BARS, Bar, Results
-from bench.worker import DISK, MEMCPY
 
 ALLOWED = 1.05
 BASE, THIS = "base", "this"
-_MIB = 1 << 20
+_FLOORS = ("memcpy", "disk")
 _MEASURES = ("worker.py", "measures.py", "ours.py", "lives.py", "trainer.py", "imports.py")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One bar in both checkouts. A `ratio` above 1 is worse; `pairs` has the ratio of each pair.
-
-    `missing` says why there is no figure.
-    """
-
-    bar: str
-    unit: str
-    base: float = 0.0
-    this: float = 0.0
-    ratio: float = 0.0
-    pairs: tuple[float, ...] = ()
-    missing: str = ""
-
-    @property
-    def worse(self) -> bool:
-        """Whether this checkout is worse by more than is allowed."""
-        return not self.missing and self.ratio > ALLOWED
 
 
 def main() -> int:
     options = _options()
-    size = options.size * _MIB
     trees = {BASE: options.base.resolve(), THIS: ROOT}
     results = {BASE: Results(), THIS: Results()}
     directory = options.dir / f"keepstep-bench-{os.getpid()}"
     directory.mkdir(parents=True)
     try:
-        described = _described(directory, trees, options)
+        described = machine.describe(directory) | _compared(trees)
+        # to a reader of the results, commits mean something, and paths of checkouts do not
+        described["command"] = described["command"].replace(str(options.base), "TREE")
         began = time.monotonic()
         for number in range(options.pairs):
-            _pair(number, size, trees, results, directory, options.only)
+            _pair(number, trees, results, directory, options)
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    changes = [compared(bar, results, size) for bar in BARS]
+    rows = [compared(bar, results) for bar in BARS]
     if options.only:
-        changes = [one for one in changes if not one.missing]
-    name = options.name or f"{machine.slug()}-compared"
-    _write(changes, results, described, size, options.out / name)
-    return int(any(one.worse or one.missing for one in changes))
+        rows = [one for one in rows if one[-1] != "?"]
+    head = ("bar", "base", "this", "this / base, pairs", "")
+    text = (
+        f"# Bars of two commits, {options.size} MiB of state\n\n"
+        "Made by `python -m bench.compare`: medians over interleaved pairs; above 1 is worse.\n\n"
+        f"{table(('machine', ''), described.items())}\n\n{table(head, rows)}\n"
+    )
+    (options.out / f"{options.name or f'{machine.slug()}-compared'}.md").write_text(text)
+    print(text)
+    return int(any(one[-1] != "ok" for one in rows))
 
 
 def _pair(
     number: int,
-    size: int,
     trees: dict[str, Path],
     results: dict[str, Results],
     directory: Path,
-    only: Sequence[str],
+    options: argparse.Namespace,
 ) -> None:
     order = (BASE, THIS) if number % 2 == 0 else (THIS, BASE)
-    for job in _jobs(number, size):
-        if only and job.subject not in (MEMCPY, DISK, *only):
+    for job in jobs(number):
+        if options.only and job.subject not in (*_FLOORS, *options.only):
             continue
-        if job.subject in (MEMCPY, DISK):
-            floor = measure(job, number, size, directory)
+        if job.subject in _FLOORS:
+            floor = measure(job, number, options.size << 20, directory)
             for which in order:
                 results[which].samples.append(floor)
             continue
         for which in order:
-            sample = measure(job, number, size, directory, tree=trees[which], note=f"{which} ")
+            sample = measure(
+                job, number, options.size << 20, directory, tree=trees[which], note=f"{which} "
+            )
             results[which].samples.append(sample)
 
 
-def _jobs(number: int, size: int) -> list[Job]:
-    plan = Plan((size,), size, 1, 1, minutes=0, wait_s=1.0, steps=4, peers=False)
-    return plan.jobs(number, size)
-
-
-def compared(bar: Bar, results: dict[str, Results], size: int) -> Change:
-    """The figure of `bar` in both checkouts, over all pairs and in each."""
-    try:
-        base, this = (bar.figure(results[which], size) for which in (BASE, THIS))
-        ratio = _ratio(bar, results, size)
-    except LookupError as error:
-        return Change(bar.name, bar.unit, missing=str(error.args[0]))
+def compared(bar: Bar, results: dict[str, Results]) -> list[str]:
+    """The bar's row in the report: both figures, their ratio, and a verdict."""
     pairs = []
     for number in sorted({one.round for one in results[BASE].samples}):
-        only = {which: _round(results[which], number) for which in (BASE, THIS)}
-        try:
-            pairs.append(_ratio(bar, only, size))
-        except LookupError:
-            continue  # a worker failed, and was reported then
-    return Change(bar.name, bar.unit, base, this, ratio, tuple(pairs))
+        with contextlib.suppress(LookupError):  # a worker failed, and was reported then
+            pairs.append(_ratio(bar, {which: of.of(round=number) for which, of in results.items()}))
+    if not pairs:
+        return [bar.name, "-", "-", "no pair has it", "?"]
+    figures = [f"{bar.figure(results[which]):.4g} {bar.unit}" for which in (BASE, THIS)]
+    ratio = statistics.median(pairs)
+    spread = f"{ratio:.3f} [{min(pairs):.3f}, {max(pairs):.3f}]"
+    verdict = f"**WORSE by {(ratio - 1) * 100:.0f} %**" if ratio > ALLOWED else "ok"
+    return [bar.name, *figures, spread, verdict]
 
 
-def _ratio(bar: Bar, results: dict[str, Results], size: int) -> float:
-    base, this = (bar.figure(results[which], size) for which in (BASE, THIS))
+def _ratio(bar: Bar, results: dict[str, Results]) -> float:
+    base, this = (bar.figure(results[which]) for which in (BASE, THIS))
     # a figure that is measured beyond a floor may be negative: then scale its change by the floor
-    scale = base if base > 0 else bar.floor_value(results[BASE], size)
+    scale = base if base > 0 else bar.floor_value(results[BASE])
     return 1 + (this - base) / scale
 
 
-def _round(results: Results, number: int) -> Results:
-    only = Results()
-    only.samples = [one for one in results.samples if one.round == number]
-    return only
-
-
-def _described(
-    directory: Path, trees: dict[str, Path], options: argparse.Namespace
-) -> dict[str, str]:
-    described = machine.describe(directory)
-    # to a reader of the results, commits mean something, and paths of checkouts do not
-    described["command"] = (
-        f"python -m bench.compare --base TREE --pairs {options.pairs} --size {options.size}"
-        + (f" --only {' '.join(options.only)}" if options.only else "")
-    )
-    for which, tree in trees.items():
-        described[which] = commit(tree)
+def _compared(trees: dict[str, Path]) -> dict[str, str]:
+    """The commits, and which measures differ between them."""
     differing = [
         name
         for name in _MEASURES
-        if not filecmp.cmp(trees[BASE] / "bench" / name, trees[THIS] / "bench" / name, False)
+        if len({(tree / "bench" / name).read_bytes() for tree in trees.values()}) > 1
     ]
-    described["measures that differ"] = ", ".join(differing) or "none"
-    return described
+    commits = {which: commit(tree) for which, tree in trees.items()}
+    return commits | {"measures that differ": ", ".join(differing) or "none"}
 
 
 def commit(tree: Path) -> str:
@@ -169,52 +129,6 @@ def commit(tree: Path) -> str:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "lib", "sidecar", "bench")
     return git("log", "-1", "--format=%h %s") + (" (with changes)" if changed else "")
-
-
-def markdown(changes: Sequence[Change], described: dict[str, str], size: int) -> str:
-    """The whole report."""
-    head = "| bar | base | this | this / base | pairs |  |\n| --- | --- | --- | --- | --- | --- |"
-    about = "\n".join(f"| {name} | {value} |" for name, value in described.items())
-    return (
-        f"# Bars of two commits, {report.size_name(size)} of state\n\n"
-        "Made by `python -m bench.compare`: medians over interleaved pairs; above 1 is worse.\n\n"
-        f"| machine |  |\n| --- | --- |\n{about}\n\n{head}\n"
-        + "".join(f"{_row(one)}\n" for one in changes)
-    )
-
-
-def _row(change: Change) -> str:
-    if change.missing:
-        return f"| {change.bar} | - | - | - | {change.missing} | ? |"
-    verdict = f"**WORSE by {(change.ratio - 1) * 100:.0f} %**" if change.worse else "ok"
-    pairs = f"{statistics.median(change.pairs):.3f}" if change.pairs else "-"
-    if len(change.pairs) > 1:
-        pairs += f" [{min(change.pairs):.3f}, {max(change.pairs):.3f}]"
-    return (
-        f"| {change.bar} | {change.base:.4g} {change.unit} | {change.this:.4g} {change.unit}"
-        f" | {change.ratio:.3f} | {pairs} | {verdict} |"
-    )
-
-
-def _write(
-    changes: Sequence[Change],
-    results: dict[str, Results],
-    described: dict[str, str],
-    size: int,
-    prefix: Path,
-) -> None:
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    text = markdown(changes, described, size)
-    prefix.with_suffix(".md").write_text(text)
-    document = {
-        "machine": described,
-        "size_bytes": size,
-        "bars": [asdict(one) for one in changes],
-        "samples": {which: one.as_json() for which, one in results.items()},
-    }
-    prefix.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    print(text)
-    print(f"{prefix}.md, {prefix}.json", file=sys.stderr)
 
 
 def _options() -> argparse.Namespace:

@@ -9,8 +9,8 @@ import os
 import shutil
 import statistics
 import subprocess
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import hugepages
@@ -25,13 +25,14 @@ def memcpy(size_bytes: int, *_: object, repeats: int = 5) -> Figures:
     """One memmove per tensor of the state into touched memory, without the GIL."""
     import torch
 
-    from bench.gpt import TrainingState, filled
+    from bench.state import fill, gpt
 
     # functions of a CDLL release the GIL, ctypes.memmove does not
     move = ctypes.CDLL(None).memmove
     move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    sources = list(TrainingState(size_bytes).tensors().values())
-    target = filled((sum(one.nbytes for one in sources),), torch.ones(1 << 20, dtype=torch.uint8))
+    sources = list(gpt(size_bytes).tensors().values())
+    ones = torch.ones(1 << 20, dtype=torch.uint8)
+    target = fill(torch.empty(sum(one.nbytes for one in sources), dtype=torch.uint8), ones)
 
     def copy() -> None:
         address = target.data_ptr()
@@ -114,23 +115,13 @@ def bare_read(file: Path) -> float:
             memory.madvise(mmap.MADV_HUGEPAGE)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, size)
         view = memoryview(memory)
-        offsets = iter(range(0, size, CHUNK_BYTES))
-        lock = threading.Lock()
 
-        def work() -> None:
-            while True:
-                with lock:
-                    begin = next(offsets, None)
-                if begin is None:
-                    return
-                os.preadv(fd, [view[begin : begin + CHUNK_BYTES]], begin)
+        def read(begin: int) -> None:
+            os.preadv(fd, [view[begin : begin + CHUNK_BYTES]], begin)
 
-        threads = [threading.Thread(target=work) for _ in range(_THREADS)]
         begun = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(read, range(0, size, CHUNK_BYTES)))
         seconds = time.perf_counter() - begun
         view.release()
         os.close(fd)

@@ -1,13 +1,12 @@
 """`make bench-gpu`: trains a bf16 GPT on a GPU and saves every step, in under eight minutes.
 
-Needs one CUDA device, torch, and this repository (library and sidecar); no network. `--device cpu
---smoke` runs the same code at a tiny size without a GPU.
+Needs one CUDA device, torch, and this repository (library and sidecar); no network. `TRAIN_ON=cpu
+make bench-gpu` runs the same code at a tiny size without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -15,54 +14,22 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
-from bench import machine
+from bench import machine, measures
 from bench.ours import KeepstepEager, KeepstepLazy
 from bench.peers import DcpAsyncReused, LmResiliency, PeerMissing, TorchCheckpointing
-from bench.processes import ROOT, memory_limit_bytes
+from bench.processes import ROOT
 from bench.report import table
 from bench.savers import Saver
+from bench.state import Gpt, Shape, State
 
 Figures = dict[str, float | str]
+ON = os.environ.get("TRAIN_ON", "cuda")
 _WARM_STEPS = 3
-SAVERS: tuple[type[Saver], ...] = (
-    KeepstepLazy,
-    LmResiliency,
-    KeepstepEager,
-    DcpAsyncReused,
-    TorchCheckpointing,
-)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A GPT. A step has `batch` sequences of `context` tokens."""
-
-    name: str
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 32768
-    context: int = 1024
-    batch: int = 4
-
-    @property
-    def parameters(self) -> int:
-        """The approximate number of weights."""
-        return self.layers * 12 * self.width**2 + 2 * self.vocabulary * self.width
-
-    @property
-    def state_bytes(self) -> int:
-        """bf16 weights and AdamW's two moments."""
-        return 6 * self.parameters
 
 
 SHAPES = (
@@ -74,42 +41,20 @@ SHAPES = (
 TINY = (Shape("tiny", layers=2, width=64, heads=2, vocabulary=512, context=32, batch=2),)
 
 
-class Gpt(nn.Module):
-    """Token embeddings, blocks of attention and a perceptron, head. Its value is the loss."""
+class Training(State):
+    """Model, optimizer and data on a device."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        block = nn.TransformerEncoderLayer(
-            shape.width, shape.heads, 4 * shape.width, dropout=0.0, activation="gelu",
-            batch_first=True, norm_first=True,
-        )  # fmt: skip
-        self.blocks = nn.TransformerEncoder(block, shape.layers, enable_nested_tensor=False)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        mask = nn.Transformer.generate_square_subsequent_mask(shape.context)
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.blocks(self.embedding(tokens), mask=self.mask, is_causal=True)
-        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
-
-
-class Training:
-    """Model, optimizer and data on a device; a `bench.savers.Savable`."""
-
-    def __init__(self, shape: Shape, device: str) -> None:
         torch.manual_seed(7)
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with torch.device(device):
-                self.model = Gpt(shape)
+            with torch.device(ON):
+                model = Gpt(shape)
         finally:
             torch.set_default_dtype(previous)
-        self.device = device
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.tokens = torch.randint(shape.vocabulary, (shape.batch, shape.context), device=device)
-        self.progress: dict[str, Any] = {"step": -1}
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        self.tokens = torch.randint(shape.vocabulary, (shape.batch, shape.context), device=ON)
         self.loss = torch.zeros(())
         self.compute()
         self.update(0)
@@ -120,58 +65,25 @@ class Training:
         self.loss.backward()
 
     def update(self, step: int) -> None:
-        """Optimizer step."""
-        self.optimizer.step()
+        super().update(step)
         self.optimizer.zero_grad(set_to_none=False)
-        self.progress["step"] = step
-
-    def step_off_cpu(self, step: int) -> None:
-        self.compute()
-        self.update(step)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(one.nbytes for one in self.tensors().values())
-
-    def tensors(self) -> dict[str, Tensor]:
-        flat = {f"model.{name}": one for name, one in self.model.state_dict().items()}
-        for i, (_, values) in enumerate(self.optimizer.state.items()):
-            flat |= {f"optimizer.{i}.{key}": value for key, value in values.items()}
-        return flat
-
-    def nested(self) -> dict[str, Any]:
-        return {
-            # a plain dict: torch 2.11's stager fails on the class of an OrderedDict
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": dict(self.progress),
-        }
-
-    def components(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+        # like a script that reads its loss: here the CPU waits for the GPU, not for the saver
+        self.loss.item()
+        if ON == "cuda":
+            torch.cuda.synchronize()
 
 
-def synchronize(device: str) -> None:
-    """Wait for the device; returns at once on a CPU."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+class NoSaver(Saver):
+    """Plain steps."""
 
+    name = "plain"
 
-def obstacle(shape: Shape, device: str, directory: Path) -> str:
-    """Why this size cannot run here; empty if it can."""
-    need = shape.state_bytes
-    shared, disk = shutil.disk_usage("/dev/shm").free, shutil.disk_usage(directory).free
-    memory = memory_limit_bytes()
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 2.2 * need + (4 << 30):
-        return f"needs about {(2.2 * need + (4 << 30)) / 1e9:.0f} GB of free GPU memory"
-    if shared < 2.2 * need or memory < 3 * need:
-        return f"two slots need {2.2 * need / 1e9:.0f} GB in /dev/shm, it has {shared / 1e9:.0f} GB"
-    return f"needs {4 * need / 1e9:.0f} GB on {directory}" if disk < 4 * need else ""
+    def save(self, step: int) -> None:
+        pass
 
 
 def _measure_shape(
     shape: Shape,
-    device: str,
     directory: Path,
     results: dict[str, Figures],
     *,
@@ -182,9 +94,7 @@ def _measure_shape(
 
     `deadline` is by the monotonic clock. Savers for which there is no time are skipped.
     """
-    training = Training(shape, device)
-    plain = _loop(training, None, steps=steps, patience_s=20.0)
-    results["plain"] = {**plain, "state_bytes": float(training.size_bytes)}
+    training = Training(shape)
     for kind in SAVERS:
         figures: Figures = {}
         results[kind.name] = figures
@@ -193,110 +103,66 @@ def _measure_shape(
             figures["skipped"] = f"needs about {needed_s:.0f} s, {left_s:.0f} s are left"
             continue
         try:
-            with _saver(kind, training, directory / "saver") as saver:
+            saver = kind(training, directory / "saver")
+            try:
                 _measure_saver(training, saver, figures, steps=steps, patience_s=left_s / 6)
+            finally:
+                saver.close()
         except PeerMissing as error:
             figures["missing"] = str(error)
         except Exception as error:  # one peer's failure must not cost the others' figures
             figures["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
         if "step_s" in figures:
-            figures["inflation"] = float(figures["step_s"]) / float(plain["step_s"])
+            figures["inflation"] = float(figures["step_s"]) / float(results["plain"]["step_s"])
+    results["plain"]["state_bytes"] = float(training.size_bytes)
     del training
     gc.collect()
-    if device == "cuda":
+    if ON == "cuda":
         torch.cuda.empty_cache()
 
 
 def _measure_saver(
     training: Training, saver: Saver, figures: Figures, *, steps: int, patience_s: float
 ) -> None:
-    _warm(training, saver)
-    figures |= _loop(training, saver, steps=steps, patience_s=patience_s)
-    figures |= _durable(training, saver)
-    figures |= saver.extra()
+    """Medians over steps that are all saved. Stops early if a saver is too slow."""
+    numbers = measures.Steps()
+    if not isinstance(saver, NoSaver):
+        measures.warm_up(saver, numbers, saves=2)
+    if isinstance(saver, KeepstepLazy):
+        for _ in range(5):  # until all slots are registered
+            measures.timed_step(saver, numbers, training.compute)
+            saver.fence()
+            saver.wait_staged()
+        saver.wait_durable()
+    end = time.perf_counter() + patience_s
+    times: list[tuple[float, float]] = []
+    for number in range(steps + _WARM_STEPS):
+        times.append(measures.timed_step(saver, numbers, training.compute))
+        if time.perf_counter() > end and number >= 2:
+            break
+    # a slow saver may not have made enough steps to drop the warm-up: then its last two count
+    measured = times[min(_WARM_STEPS, len(times) - 2) :]
+    figures["step_s"], figures["blocked_s"] = map(statistics.median, zip(*measured, strict=True))
+    figures["steps"] = float(len(measured))
+    if isinstance(saver, NoSaver):
+        return
+    saver.wait_durable()
+    saver.fence()
+    durable = measures.durable(saver, numbers, size_bytes=training.size_bytes, repeats=1)
+    figures |= {name: durable[name] for name in ("staged_s", "durable_s")} | saver.extra()
     if type(saver) is KeepstepLazy:
         figures["restore_memory_s"] = saver.restore_again("memory")
         figures["restore_local_s"] = saver.restore_again("local")
 
 
-@contextlib.contextmanager
-def _saver(kind: type[Saver], training: Training, directory: Path) -> Iterator[Saver]:
-    saver = kind(training, directory)
-    try:
-        yield saver
-    finally:
-        saver.close()
-
-
-def _warm(training: Training, saver: Saver) -> None:
-    """Save until all slots are made and registered, buffers pinned and processes started."""
-    for _ in range(2):
-        _step(training, saver)
-        saver.wait_durable()
-        saver.wait_ready()
-    if isinstance(saver, KeepstepLazy):
-        for _ in range(5):
-            _step(training, saver)
-            saver.fence()
-            saver.wait_staged()
-        saver.wait_durable()
-
-
-def _loop(training: Training, saver: Saver | None, *, steps: int, patience_s: float) -> Figures:
-    """Medians over steps that are all saved. Stops early if a saver is too slow."""
-    end = time.perf_counter() + patience_s
-    times: list[tuple[float, float]] = []
-    for number in range(steps + _WARM_STEPS):
-        times.append(_step(training, saver))
-        if time.perf_counter() > end and number >= 2:
-            break
-    # a slow saver may not have made enough steps to drop the warm-up: then its last two count
-    measured = times[min(_WARM_STEPS, len(times) - 2) :]
-    figures: Figures = {
-        "step_s": statistics.median(step for step, _ in measured),
-        "steps": float(len(measured)),
-    }
-    if saver is not None:
-        figures["blocked_s"] = statistics.median(blocked for _, blocked in measured)
-        saver.wait_durable()
-    return figures
-
-
-def _step(training: Training, saver: Saver | None) -> tuple[float, float]:
-    """(seconds of the whole step, seconds that the saver held up the training thread)."""
-    begun = time.perf_counter()
-    training.compute()
-    before_fence = time.perf_counter()
-    if saver is not None:
-        saver.fence()
-    fenced = time.perf_counter()
-    step = training.progress["step"] + 1
-    training.update(step)
-    # like a script that reads its loss: here the CPU waits for the GPU, not for the saver
-    training.loss.item()
-    synchronize(training.device)
-    before_save = time.perf_counter()
-    if saver is not None:
-        saver.save(step)
-    ended = time.perf_counter()
-    return ended - begun, fenced - before_fence + ended - before_save
-
-
-def _durable(training: Training, saver: Saver) -> Figures:
-    training.compute()
-    saver.fence()
-    step = training.progress["step"] + 1
-    training.update(step)
-    synchronize(training.device)
-    begun = time.perf_counter()
-    saver.save(step)
-    saver.fence()
-    synchronize(training.device)
-    saver.wait_staged()
-    staged = time.perf_counter()
-    saver.wait_durable()
-    ended = time.perf_counter()
-    return {"staged_s": staged - begun, "durable_s": ended - begun}
+SAVERS: tuple[type[Saver], ...] = (
+    NoSaver,
+    KeepstepLazy,
+    LmResiliency,
+    KeepstepEager,
+    DcpAsyncReused,
+    TorchCheckpointing,
+)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -307,7 +173,7 @@ def main() -> None:
     deadline = time.monotonic() + options.minutes * 60
     directory = options.dir / f"keepstep-bench-gpu-{os.getpid()}"
     directory.mkdir(parents=True)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu smoke"
+    device = torch.cuda.get_device_name() if ON == "cuda" else "cpu smoke"
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"gpu-{device}".lower()).strip("-")
     results: dict[str, Any] = {
         "machine": {"gpu": device} | machine.describe(directory),
@@ -315,20 +181,18 @@ def main() -> None:
         "training": {},
     }
     try:
-        for shape in TINY if options.smoke else SHAPES:
+        for shape in SHAPES if ON == "cuda" else TINY:
             if options.shapes not in shape.name:
                 continue
             # `figures` is filled during the measurement, so that a failure keeps earlier figures
             figures: dict[str, Figures] = {}
             results["training"][shape.name] = figures
-            if why := obstacle(shape, options.device, directory):
-                figures["-"] = {"skipped": why}
-                continue
             print(f"{shape.name}: {shape.parameters / 1e9:.2f} billion parameters", flush=True)
-            steps = 5 if options.smoke else 12
-            _measure_shape(
-                shape, options.device, directory, figures, steps=steps, deadline=deadline
-            )
+            steps = 12 if ON == "cuda" else 5
+            try:
+                _measure_shape(shape, directory, figures, steps=steps, deadline=deadline)
+            except torch.OutOfMemoryError as error:
+                figures["-"] = {"skipped": str(error)}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -354,8 +218,6 @@ def _show(value: float | str) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--smoke", action="store_true", help="tiny: does the code run?")
     parser.add_argument("--shapes", default="", help="only those whose names have this in them")
     parser.add_argument("--minutes", type=float, default=7.0, help="time budget")
     parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the disk to measure")

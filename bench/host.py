@@ -16,47 +16,24 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bench.ours import KeepstepLazy
+from bench.state import State
 
 _WARM, _SAVES = 6, 30
 
 
-class State:
-    """A `bench.savers.Savable` of so many tensors."""
-
-    def __init__(self, tensors: int, device: str) -> None:
-        layers = [nn.Linear(16, 16, device=device) for _ in range(tensors // 8)]
-        self.model = nn.Sequential(*layers)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.progress: dict[str, Any] = {"step": -1, "loss": 0.0}
-        for one in self.model.parameters():
-            one.grad = torch.zeros_like(one)
-        self.step_off_cpu(0)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(one.nbytes for one in self.tensors().values())
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = {f"model.{name}": one for name, one in self.model.state_dict().items()}
-        for at, of in enumerate(self.optimizer.state.values()):
-            found |= {f"optimizer.{at}.{name}": one for name, one in of.items()}
-        return found
-
-    def nested(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def components(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
-
-    def step_off_cpu(self, step: int) -> None:
-        self.optimizer.step()
-        self.progress.update(step=step, loss=1 / (step + 1))
+def small(tensors: int, device: str) -> State:
+    """A state of so many tensors."""
+    model = nn.Sequential(*(nn.Linear(16, 16, device=device) for _ in range(tensors // 8)))
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    state = State(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    state.update(0)
+    return state
 
 
 def measure(state: State, directory: Path, device: str) -> dict[str, float]:
@@ -65,7 +42,7 @@ def measure(state: State, directory: Path, device: str) -> dict[str, float]:
     times: list[tuple[float, ...]] = []
     try:
         for step in range(_WARM + _SAVES):
-            state.step_off_cpu(step)
+            state.update(step)
             if device == "cuda":
                 torch.cuda.synchronize()
             begun, spent = time.perf_counter(), time.thread_time()
@@ -95,11 +72,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--device", default="cpu")
     options.add_argument("--tensors", type=int, nargs="+", default=[1200, 10000])
-    options.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     chosen = options.parse_args()
     for tensors in chosen.tensors:
-        with tempfile.TemporaryDirectory(dir=chosen.dir) as directory:
-            found = measure(State(tensors, chosen.device), Path(directory), chosen.device)
+        with tempfile.TemporaryDirectory() as directory:
+            found = measure(small(tensors, chosen.device), Path(directory), chosen.device)
         skipped = found.pop("skipped")
         figures = ", ".join(f"{name} {1000 * value:.2f} ms" for name, value in found.items())
         print(f"{tensors:,} tensors on {chosen.device}: {figures}; {skipped:.0f} skipped")

@@ -24,16 +24,9 @@ print(json.dumps([torch_s, package_s, time.perf_counter() - begun]))
 
 def measure(*_: object, repeats: int = 5) -> dict[str, float]:
     """Seconds to import torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
-    rows = []
-    for _ in range(repeats + 1):
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            env=environment(),
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        rows.append(json.loads(done.stdout))
+    command = [sys.executable, "-c", _PROGRAM]
+    told = [subprocess.check_output(command, env=environment()) for _ in range(repeats + 1)]
+    rows = [json.loads(one) for one in told]
     torch_s, package_s, whole_s = (
         statistics.median(column) for column in zip(*rows[1:], strict=True)
     )

@@ -6,9 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,14 +27,14 @@ def measure(size_bytes: int, directory: Path) -> Figures:
     plain = _first_step(Trainer(size_bytes, "--plain"))
     sidecar = Sidecar(directory, slots=slots_for(size_bytes))
     try:
-        figures = {"plain_start_s": plain, "sidecar_start_s": sidecar.start()}
+        figures = {"plain_start_s": plain, "sidecar_start_s": sidecar.begin()}
         figures |= _killed(size_bytes, sidecar)
         sidecar.kill()
         figures |= _engine(directory)
         figures |= _from_local(size_bytes, sidecar, "bare")
         figures |= _from_local(size_bytes, sidecar, "ahead", ahead_s=1.0 + 4e-9 * size_bytes)
     except Exception as error:
-        raise RuntimeError(f"{error}\n{sidecar.log_tail()}") from error
+        raise RuntimeError(f"{error}\n{sidecar.text()[-3000:]}") from error
     finally:
         sidecar.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -66,13 +64,6 @@ class Trainer:
                 return dict(said)
         raise RuntimeError(f"the trainer ended ({self.process.wait()}) before {event!r}")
 
-    def kill(self) -> float:
-        """Send SIGKILL. Returns the time, by the monotonic clock. Does not reap the process: in a
-        real run that happens later, too."""
-        at = time.monotonic()
-        os.kill(self.process.pid, signal.SIGKILL)
-        return at
-
     def end(self) -> None:
         """Kill the process if it still runs, and reap it."""
         if self.process.poll() is None:
@@ -91,7 +82,7 @@ def _first_step(trainer: Trainer) -> float:
 
 def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
     """Kill a trainer after at least three commits. Its successor starts at once."""
-    options = ("--steps", "1000", "--reach", "committed")
+    options = ("--reach", "committed")
     first = Trainer(size_bytes, *options, socket=sidecar.socket)
     try:
         for _ in range(3):
@@ -99,7 +90,8 @@ def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
         sidecar.wait_slots()
         committed = first.until("committed")
         time.sleep(0.02)
-        killed = first.kill()
+        killed = time.monotonic()
+        first.process.kill()
         second = Trainer(size_bytes, *options, socket=sidecar.socket)
     finally:
         first.end()
@@ -150,17 +142,16 @@ def _from_local(size_bytes: int, sidecar: Sidecar, kind: str, *, ahead_s: float 
     a real restart, in which the trainer still imports torch.
     """
     sidecar.kill()
-    sidecar.forget_memory()
-    gate = sidecar.socket if ahead_s == 0 else sidecar.memory_dir / "go"
+    sidecar.lose_memory()
+    gate = sidecar.socket if ahead_s == 0 else sidecar.memory / "go"
     trainer = Trainer(size_bytes, "--wait-for", str(gate), socket=sidecar.socket)
     try:
         trainer.until("built")
-        sidecar.start()
+        sidecar.begin()
         if ahead_s:
             time.sleep(ahead_s)
             gate.touch()
         restored = trainer.until("restored")
-        trainer.until("closed")
     finally:
         trainer.end()
     if restored["tier"] != "local":

@@ -26,7 +26,7 @@ def describe(directory: Path) -> dict[str, str]:
         "fio": _output("fio", "--version"),
         "xxhash": _version("xxhash"),
         "load before": "{:.2f} {:.2f} {:.2f}".format(*os.getloadavg()),
-        "command": " ".join(["python -m bench", *sys.argv[1:]]),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
 
 

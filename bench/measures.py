@@ -1,4 +1,4 @@
-"""What is measured of a saver, on a CPU. All values are seconds unless their name says otherwise.
+"""What is measured of a saver. All values are seconds unless their name says otherwise.
 
 The training thread is the calling thread. "Compute off the CPU" is a sleep: an accelerator works
 and the thread waits. "Compute on every core" is a matrix product on all of torch's threads.
@@ -31,18 +31,17 @@ class Steps:
         return self.last
 
 
-def warm_up(saver: Saver, steps: Steps, *, saves: int = 2) -> Figures:
+def warm_up(saver: Saver, steps: Steps, *, saves: int) -> None:
     """Let the saver make its buffers, slots and processes. This is not measured."""
     for _ in range(saves):
         saver.save(steps.next())
         time.sleep(0.2)
-        _step(saver, steps)
+        _update(saver, steps)
         saver.wait_durable()
         saver.wait_ready()
-    return {}
 
 
-def blocked(saver: Saver, steps: Steps, *, gap_s: float, repeats: int = 2) -> Figures:
+def blocked(saver: Saver, steps: Steps, *, gap_s: float, repeats: int) -> Figures:
     """How long one save blocks the training thread: the call, and the fence after `gap_s`."""
     samples = []
     for _ in range(repeats):
@@ -51,44 +50,14 @@ def blocked(saver: Saver, steps: Steps, *, gap_s: float, repeats: int = 2) -> Fi
         called = time.perf_counter()
         time.sleep(gap_s)
         working = time.perf_counter()
-        _step(saver, steps)
+        _update(saver, steps)
         samples.append((called - begun, time.perf_counter() - working))
         saver.wait_durable()
     best = statistics.median_low(samples)
     return {"blocked_s": sum(best), "call_s": best[0], "fence_s": best[1]}
 
 
-def once(saver: Saver, steps: Steps, *, gap_s: float, size_bytes: int) -> Figures:
-    """One save that gives both: how long it blocks (the call, and the fence after `gap_s`), and
-    when it is durable, as another thread sees it. For savers that are too slow for two saves."""
-    ended: list[float] = []
-
-    def watch() -> None:
-        saver.wait_durable()
-        ended.append(time.perf_counter())
-
-    tree = tree_cpu_s()
-    begun = time.perf_counter()
-    saver.save(steps.next())
-    called = time.perf_counter()
-    watcher = threading.Thread(target=watch, name="watcher")
-    watcher.start()
-    if not saver.blocking:
-        time.sleep(gap_s)
-    working = time.perf_counter()
-    _step(saver, steps)
-    fence_s = time.perf_counter() - working
-    watcher.join()
-    return {
-        "blocked_s": called - begun + fence_s,
-        "call_s": called - begun,
-        "fence_s": fence_s,
-        "durable_s": ended[0] - begun,
-        "cpu_s_per_gb": (tree_cpu_s() - tree) * 1e9 / size_bytes,
-    }
-
-
-def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int = 6) -> Figures:
+def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int) -> Figures:
     """The time from the call to durable and from staged to durable, and the CPU seconds."""
     samples = []
     for _ in range(repeats):
@@ -146,13 +115,11 @@ def lost(saver: Saver, steps: Steps, *, step_s: float, quiet_s: float) -> Figure
     quiet = work.times_for(quiet_s)
     saver.save(steps.next())
     saver.fence()
-    is_durable = threading.Event()
-    waiter = threading.Thread(target=_wait_then_set, args=(saver, is_durable), name="waiter")
+    waiter = threading.Thread(target=saver.wait_durable, name="waiter")
     waiter.start()
     during: list[float] = []
-    while not is_durable.is_set() or len(during) < 8:
+    while waiter.is_alive() or len(during) < 8:
         during.append(work.timed())
-    waiter.join()
     time.sleep(0.1)
     quiet += work.times_for(quiet_s)
     baseline = statistics.mean(quiet)
@@ -191,31 +158,32 @@ class Compute:
 
 
 def _every_step(saver: Saver, steps: Steps, work: Callable[[], None], *, count: int) -> Figures:
-    without = [_timed_step(saver, steps, work, save=False) for _ in range(count)]
-    saved = [_timed_step(saver, steps, work, save=True) for _ in range(count + 1)]
+    without = [timed_step(saver, steps, work, save=False)[0] for _ in range(count)]
+    saved = [timed_step(saver, steps, work)[0] for _ in range(count + 1)]
     saver.wait_durable()
-    without += [_timed_step(saver, steps, work, save=False) for _ in range(max(1, count // 2))]
+    without += [timed_step(saver, steps, work, save=False)[0] for _ in range(max(1, count // 2))]
     # the first save has nothing before it to wait for
     plain, kept = statistics.median(without), statistics.mean(saved[1:])
     return {"step_s": kept, "plain_step_s": plain, "added_s": kept - plain, "ratio": kept / plain}
 
 
-def _timed_step(saver: Saver, steps: Steps, work: Callable[[], None], *, save: bool) -> float:
+def timed_step(
+    saver: Saver, steps: Steps, work: Callable[[], None], *, save: bool = True
+) -> tuple[float, float]:
+    """Seconds of a whole step, and those that the saver held up the training thread."""
     begun = time.perf_counter()
     work()
-    _step(saver, steps)
+    worked = time.perf_counter()
+    saver.fence()
+    fenced = time.perf_counter()
+    saver.state.update(steps.last)
+    updated = time.perf_counter()
     if save:
         saver.save(steps.next())
-    return time.perf_counter() - begun
+    ended = time.perf_counter()
+    return ended - begun, fenced - worked + ended - updated
 
 
-def _step(saver: Saver, steps: Steps) -> None:
+def _update(saver: Saver, steps: Steps) -> None:
     saver.fence()
-    saver.state.step_off_cpu(steps.last)
-
-
-def _wait_then_set(saver: Saver, event: threading.Event) -> None:
-    try:
-        saver.wait_durable()
-    finally:
-        event.set()
+    saver.state.update(steps.last)

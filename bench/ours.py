@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from bench.peers import PeerMissing
-from bench.processes import Sidecar, memory_limit_bytes, own_memory_kib
-from bench.savers import Savable, Saver
+from bench.processes import Sidecar, cpu_s, memory_limit_bytes, own_memory_kib
+from bench.savers import Saver
+from bench.state import State
 
 _DURABLE_TIMEOUT_S = 120.0
 
@@ -28,13 +29,13 @@ class KeepstepLazy(Saver):
     note = "every step staged and persisted, 4 slots (2 where memory has no room for 4)"
     lazy: ClassVar[bool] = True
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         self._sidecar = Sidecar(directory, slots=slots_for(state.size_bytes))
         self._peak_kib = 0
         self._unready = 0
         try:
-            self._sidecar.start()
+            self._sidecar.begin()
             os.environ["KEEPSTEP_SOCKET"] = str(self._sidecar.socket)
             import keepstep
 
@@ -70,7 +71,7 @@ class KeepstepLazy(Saver):
             self._peak_kib = max(self._peak_kib, own_memory_kib(self._sidecar.pid))
 
     def background_cpu_s(self) -> float:
-        return self._sidecar.cpu_s()
+        return cpu_s(self._sidecar.pid)
 
     def extra(self) -> dict[str, float]:
         stats = self._checkpointer.stats
@@ -91,8 +92,8 @@ class KeepstepLazy(Saver):
         # the same live process only after two seconds, a wait that no real restart has.
         self._sidecar.kill()
         if tier == "local":
-            self._sidecar.forget_memory()
-        self._sidecar.start()
+            self._sidecar.lose_memory()
+        self._sidecar.begin()
         self._sidecar.wait_sealed()
         for thread in threading.enumerate():
             if thread.name == "keepstep-unmap":  # no real restart has mapped the old slots

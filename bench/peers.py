@@ -1,7 +1,7 @@
 """The other ways to save a PyTorch state, each in the best configuration that it documents.
 
-`python -m bench.setup_peers` installs and compiles some of them in `build/peers`, apart from the
-environment that pins torch.
+`make build/peers/.ready` installs and compiles some of them, apart from the environment that pins
+torch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from bench.processes import ROOT
-from bench.savers import Savable, Saver, fsync, fsync_tree
+from bench.savers import Saver, fsync, fsync_tree
+from bench.state import State
 
 PEERS_DIR = ROOT / "build" / "peers"
 
@@ -44,7 +44,7 @@ class Safetensors(Saver):
     name = "safetensors + fsync"
     blocking = True
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         try:
             from safetensors.torch import save_file
@@ -66,7 +66,7 @@ class DcpSave(Saver):
     def save(self, step: int) -> None:
         import torch.distributed.checkpoint as dcp
 
-        with _quiet():
+        with warnings.catch_warnings(action="ignore"):
             dcp.save(self.state.nested(), checkpoint_id=self.path(step), no_dist=True)
         fsync(self.directory)
 
@@ -77,7 +77,7 @@ class _DcpAsync(Saver):
     process: ClassVar[bool] = False
     keeps_stager: ClassVar[bool] = False
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         self._upload: Any = None
         self._staging: Any = None
@@ -95,7 +95,7 @@ class _DcpAsync(Saver):
         self.fence()
         self.wait_durable()
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
-        with _quiet():
+        with warnings.catch_warnings(action="ignore"):
             response = dcp.async_save(
                 self.state.nested(),
                 checkpoint_id=self.path(step),
@@ -169,7 +169,7 @@ class TorchCheckpointing(Saver):
         " fails with EINVAL on ext4 (unaligned O_DIRECT); the fsync is ours"
     )
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         package, storage = _of_peer("torch_checkpointing", "", ".storage.filesystem")
         buffered = storage.LocalFileSystemStorageConfig(use_direct_io=False)
@@ -201,7 +201,7 @@ class LmResiliency(Saver):
     name = "LM-Resiliency GEMINI"
     note = "save_tensors of every step into two pinned buffers, no peer; durable is flush_to_disk"
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         parts = ".checkpointing.manager", ".checkpointing.config"
         manager, config = _of_peer("lm_resiliency", *parts)
@@ -241,18 +241,19 @@ class FastPersist(Saver):
     )
     blocking = True
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         super().__init__(state, directory)
         _see_peers()
         built = PEERS_DIR / "extensions" / "async_io" / "async_io.so"
         if not built.exists():
-            why = PEERS_DIR / "deepspeed-failed.txt"
-            raise PeerMissing(why.read_text() if why.exists() else "async_io was not built here")
+            log = PEERS_DIR / "deepspeed.log"
+            why = log.read_text().strip()[-500:] if log.exists() else "make build/peers/.ready"
+            raise PeerMissing(f"async_io was not built here: {why}")
         os.environ["TORCH_EXTENSIONS_DIR"] = str(PEERS_DIR / "extensions")
         os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
         os.environ["PATH"] = f"{PEERS_DIR / 'site' / 'bin'}{os.pathsep}{os.environ['PATH']}"
         try:
-            with _to_stderr():
+            with contextlib.redirect_stdout(sys.stderr):  # the result goes to stdout
                 io = importlib.import_module("deepspeed.io")
                 builder = importlib.import_module("deepspeed.ops.op_builder")
                 aio = builder.AsyncIOBuilder().load(verbose=False)
@@ -277,7 +278,7 @@ class FastPersist(Saver):
         config = self._io.FastFileWriterConfig(
             dnvme_handle=self._handle, pinned_tensor=self._buffer
         )
-        with _to_stderr():
+        with contextlib.redirect_stdout(sys.stderr):
             writer = self._io.FastFileWriter(file_path=str(self.path(step)), config=config)
             torch.save(self.state.nested(), writer, _use_new_zipfile_serialization=False)
             writer.close()
@@ -330,17 +331,3 @@ def _join_group_of_one(directory: str) -> None:
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{directory}/store", rank=0, world_size=1
         )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextlib.contextmanager
-def _to_stderr() -> Iterator[None]:
-    """Send DeepSpeed's prints to stderr, because the result goes to stdout."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

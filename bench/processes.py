@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from bench import hugepages
+from tests.harness import PROGRAM, SidecarProcess, eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY_PREFIX = "keepstep-bench-"
@@ -73,63 +69,32 @@ def memory_limit_bytes() -> int:
     return memory
 
 
-class Sidecar:
+class Sidecar(SidecarProcess):
     """A sidecar of its own, with its memory in /dev/shm and its volume in `directory`."""
 
-    def __init__(
-        self, directory: Path, *, slots: int = 4, keep: int = 2, options: tuple[str, ...] = ()
-    ) -> None:
-        self.directory = directory
-        self.options = options
-        self.memory_dir = Path(
-            tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir="/dev/shm")
-        )
-        self.socket = self.memory_dir / "sidecar.sock"
-        mount = hugepages.mount()
-        self._huge = None if mount is None else mount / self.memory_dir.name
-        self._slots, self._keep = slots, keep
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = directory / "sidecar.log"
+    def __init__(self, directory: Path, *, slots: int = 4, options: tuple[str, ...] = ()) -> None:
+        memory = tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir="/dev/shm")
+        super().__init__("bench", Path(memory), directory, directory / "sidecar.log")
+        self.program = ("env", *PROGRAM)  # started cold, as users do
+        self._slots = slots
+        self._options = ("--slots", str(slots), "--keep", "2", *options)
+        if (mount := hugepages.mount()) is not None:
+            self.huge = mount / self.memory.name
+            self.huge.mkdir()
+
+    def begin(self) -> float:
+        """Start the sidecar. Returns the seconds until it listens."""
+        self.volume.mkdir(parents=True, exist_ok=True)
+        started = time.perf_counter()
+        with _errors():
+            self.start(*self._options, **environment())
+        return time.perf_counter() - started
 
     @property
     def pid(self) -> int:
         """Process id of the running sidecar."""
-        assert self._process is not None
-        return self._process.pid
-
-    def start(self, *, timeout_s: float = 30.0) -> float:
-        """Start the sidecar. Returns the seconds until its socket exists. Raises RuntimeError."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        started = time.perf_counter()
-        command = [sys.executable, "-m", "keepstep_sidecar", "--run", "bench"]
-        command += ["--memory-dir", str(self.memory_dir), "--volume", str(self.directory)]
-        command += ["--slots", str(self._slots), "--keep", str(self._keep)]
-        if self._huge is not None:
-            command += ["--huge-pages-dir", str(self._huge)]
-        command += self.options
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-        while not self.socket.exists():
-            if self._process.poll() is not None or time.perf_counter() - started > timeout_s:
-                tail = self._log.read_text()[-2000:]
-                raise RuntimeError(f"the sidecar did not start ({self._process.poll()}):\n{tail}")
-            time.sleep(0.005)
-        return time.perf_counter() - started
-
-    def cpu_s(self) -> float:
-        """CPU seconds of the sidecar since it started."""
-        return cpu_s(self.pid)
-
-    def status(self) -> dict[str, Any]:
-        """GET /v1/status."""
-        connection = http.client.HTTPConnection("localhost", timeout=10)
-        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.sock.connect(str(self.socket))
-        try:
-            connection.request("GET", "/v1/status")
-            return dict(json.loads(connection.getresponse().read()))
-        finally:
-            connection.close()
+        assert self.process is not None
+        return self.process.pid
 
     def wait_slots(self) -> None:
         """Wait until every slot of rank 0 is made: their first touch takes seconds per GiB."""
@@ -140,36 +105,25 @@ class Sidecar:
         self._wait(lambda states: "sealed" in states, "fetched image")
 
     def _wait(self, reached: Callable[[list[str]], bool], what: str) -> None:
-        deadline = time.monotonic() + 120.0
-        while not reached([one["state"] for of in self.status()["ranks"] for one in of["slots"]]):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no {what} within 120 s")
-            time.sleep(0.02)
+        def there() -> bool:
+            ranks = self.get("/v1/status")["ranks"]
+            return reached([one["state"] for of in ranks for one in of["slots"]])
 
-    def kill(self) -> None:
-        """Send SIGKILL, like an out-of-memory killer. Does nothing if the sidecar does not run."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self.socket.unlink(missing_ok=True)
-
-    def forget_memory(self) -> None:
-        """Lose every slot, as if the machine had been switched off. Only while the sidecar does not
-        run."""
-        shutil.rmtree(self.memory_dir)
-        self.memory_dir.mkdir(mode=0o700)
-        self._forget_huge()
-
-    def _forget_huge(self) -> None:
-        if self._huge is not None:
-            shutil.rmtree(self._huge, ignore_errors=True)
-
-    def log_tail(self) -> str:
-        """The end of the sidecar's log."""
-        return self._log.read_text()[-3000:] if self._log.exists() else ""
+        with _errors():
+            eventually(there, within_s=120.0, what=what)
 
     def close(self) -> None:
         """End the sidecar and free its memory. The files on the volume stay."""
-        self.kill()
-        shutil.rmtree(self.memory_dir, ignore_errors=True)
-        self._forget_huge()
+        self.end()
+        shutil.rmtree(self.memory, ignore_errors=True)
+        if self.huge is not None:
+            shutil.rmtree(self.huge, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """What fails a test is an error here."""
+    try:
+        yield
+    except pytest.fail.Exception as error:
+        raise RuntimeError(str(error)) from None

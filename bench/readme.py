@@ -10,7 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.processes import ROOT
+
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
@@ -18,43 +19,30 @@ def bars_of(report: Path) -> str:
     """The part for docs/measured.md: the machine, and a table of floors and bars for each size of
     pages."""
     text = report.read_text()
-    machine = f"{_row(text, 'processor')}, {_row(text, 'memory')}, {_row(text, 'volume')}"
-    made = _made(text, report, "../")
-    intro = f"{machine}; 2 GiB of state. Against the floors and the bars, {made}:"
-    tables = [f"{heading}:\n\n{table}" for heading, table in _tables(text, "Bars")]
-    return "\n\n".join([intro, *tables])
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.M))
+    machine = f"{rows['processor']}, {rows['memory']}, {rows['volume']}"
+    where = f"../{report.resolve().relative_to(ROOT)}"
+    made = f"medians over {rows['rounds']} rounds of `{rows['command']}` ([all of it]({where}))"
+    intro = f"{machine}. Against the floors and the bars, {made}:"
+    return "\n\n".join([intro, *(f"{head}:\n\n{table}" for head, table in _tables(text, "Bars"))])
 
 
 def peers_of(report: Path) -> str:
     """The part for README: the table of other tools."""
-    text = report.read_text()
-    where = report.resolve().relative_to(ROOT)
+    ((heading, table),) = _tables(report.read_text(), "Beside its peers")
     intro = (
-        "2 GiB of state on two CPU cores, medians. *Blocked*: what the training thread pays for one"
-        " save; *lost*: training time lost while the step is persisted, with compute on both cores."
-        f" [All runs and their commands]({where})."
+        f"{heading.partition(', ')[2]}, medians. *Blocked*: what the training thread pays for one"
+        " save; *lost*: training time lost while the step is persisted, with compute on every core."
+        f" [All runs and their commands]({report.resolve().relative_to(ROOT)})."
     )
-    ((_, table),) = _tables(text, "Beside its peers")
     return f"{intro}\n\n{table}"
-
-
-def _made(report: str, path: Path, up: str) -> str:
-    where = f"{up}{path.resolve().relative_to(ROOT)}"
-    command, rounds = _row(report, "command"), _row(report, "rounds")
-    return f"medians over rounds ({rounds}) of `{command}` ([all of it]({where}))"
 
 
 def _tables(report: str, title: str) -> list[tuple[str, str]]:
     """Heading and first table of each section whose heading begins with `title`."""
     found = re.findall(rf"^## ({title}.*?)\n.*?^(\|.*?)\n\n", report, re.S | re.M)
     assert found, f"no table {title!r}"
-    return [(str(heading), str(table)) for heading, table in found]
-
-
-def _row(report: str, key: str) -> str:
-    found = re.search(rf"^\| {key} \| (.*?) \|$", report, re.M)
-    assert found, f"no {key!r} in the report"
-    return found[1]
+    return found
 
 
 def main() -> None:

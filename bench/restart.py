@@ -21,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _KILL_AT, _STEPS = 25, 60
 _LIMIT_S = 180.0
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -70,9 +71,7 @@ def gap_s(ranks: int, *, warm: bool) -> float:
             before = _events(journal)
             killed = time.time()
             os.kill(next(one["pid"] for one in reversed(before) if "pid" in one), signal.SIGKILL)
-            _await(command, lambda: _first_after(journal, killed) is not None)
-            first = _first_after(journal, killed)
-            assert first is not None
+            first = _await(command, lambda: _first_after(journal, killed))
             if command.wait(_LIMIT_S):
                 raise RuntimeError((home / "out").read_text()[-2000:])
             return first - killed
@@ -83,12 +82,13 @@ def gap_s(ranks: int, *, warm: bool) -> float:
             shutil.rmtree(home)
 
 
-def _await(command: subprocess.Popen[bytes], reached: Callable[[], bool]) -> None:
+def _await(command: subprocess.Popen[bytes], reached: Callable[[], T | None]) -> T:
     deadline = time.monotonic() + _LIMIT_S
-    while not reached():
+    while not (found := reached()):
         if command.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the run ended early, or takes too long ({command.poll()})")
         time.sleep(0.005)
+    return found
 
 
 def _events(journal: Path) -> list[dict[str, Any]]:

@@ -5,83 +5,53 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
 class Sample:
-    """The figures of one process for one subject and size in one round, or why it has none."""
+    """The figures of one process for one subject in one round, or why it has none."""
 
     subject: str
-    size_bytes: int
     round: int
     figures: dict[str, float] = field(default_factory=dict)
     missing: str = ""
     seconds: float = 0.0
     huge_pages: bool = False
 
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of one figure over the rounds."""
-
-    median: float
-    low: float
-    high: float
-    count: int
+    @property
+    def title(self) -> str:
+        """The subject, and its pages unless they are small."""
+        return f"{self.subject}, 2 MiB pages" if self.huge_pages else self.subject
 
 
+@dataclass
 class Results:
     """All samples of a run."""
 
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
+    samples: list[Sample] = field(default_factory=list)
 
-    def on(self, *, huge_pages: bool) -> Results:
-        """The samples that were measured on pages of one size. Other tools have memory of their
-        own: theirs are among those on small pages."""
-        found = Results()
-        found.samples = [one for one in self.samples if one.huge_pages == huge_pages]
-        return found
-
-    def spread(self, subject: str, size_bytes: int, figure: str) -> Spread | None:
-        """The spread of a figure; None if it was not measured."""
-        values = sorted(
-            one.figures[figure]
-            for one in self.samples
-            if one.subject == subject and one.size_bytes == size_bytes and figure in one.figures
+    def of(self, **fields: Any) -> Results:
+        """The samples whose fields have these values."""
+        wanted = fields.items()
+        return Results(
+            [one for one in self.samples if all(getattr(one, name) == it for name, it in wanted)]
         )
-        if not values:
-            return None
-        low, _, high = (
-            statistics.quantiles(values, n=4, method="inclusive")
-            if len(values) > 1
-            else (values * 3)
-        )
-        return Spread(statistics.median(values), low, high, len(values))
 
-    def median(self, subject: str, size_bytes: int, figure: str) -> float:
+    def values(self, subject: str, figure: str) -> list[float]:
+        """A figure in each round that has it."""
+        found = [one.figures.get(figure) for one in self.samples if one.subject == subject]
+        return [one for one in found if one is not None]
+
+    def median(self, subject: str, figure: str) -> float:
         """The median of a figure. Raises LookupError if it was not measured."""
-        spread = self.spread(subject, size_bytes, figure)
-        if spread is None:
-            raise LookupError(f"{subject}: no {figure} at {size_bytes} bytes")
-        return spread.median
-
-    def missing(self) -> dict[str, str]:
-        """Subjects that could not run, and why."""
-        return {one.subject: one.missing for one in self.samples if one.missing}
-
-    def sizes(self) -> list[int]:
-        """All sizes, ascending."""
-        return sorted({one.size_bytes for one in self.samples})
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Every sample."""
-        return [asdict(one) for one in self.samples]
+        if not (values := self.values(subject, figure)):
+            raise LookupError(f"{subject}: no {figure}")
+        return statistics.median(values)
 
 
-Value = Callable[[Results, int], float]
+Value = Callable[[Results], float]
 
 
 @dataclass(frozen=True)
@@ -101,27 +71,27 @@ class Bar:
         """The limit on pages of one size."""
         return self.huge if huge_pages and self.huge is not None else self.limit
 
-    def figure(self, results: Results, size: int) -> float:
+    def figure(self, results: Results) -> float:
         """What the limit is for. Raises LookupError if it was not measured."""
-        value = self.value(results, size)
-        return value / self.floor_value(results, size) if self.unit == "x" else value
+        value = self.value(results)
+        return value / self.floor_value(results) if self.unit == "x" else value
 
 
 def _of(subject: str, figure: str, *, times: float = 1.0) -> Value:
-    return lambda results, size: results.median(subject, size, figure) * times
+    return lambda results: results.median(subject, figure) * times
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _busy_floor(results: Results, size: int) -> float:
-    copy = results.median("memcpy", size, "memcpy_cpu_s")
-    return (copy + results.median("keepstep", size, "busy_beside_cpu_s")) / _cores()
+def _busy_floor(results: Results) -> float:
+    copy = results.median("memcpy", "memcpy_cpu_s")
+    return (copy + results.median("keepstep", "busy_beside_cpu_s")) / _cores()
 
 
-def _slower_floor(results: Results, size: int) -> float:
-    return max(_MEMCPY(results, size), _WRITE(results, size))
+def _slower_floor(results: Results) -> float:
+    return max(_MEMCPY(results), _WRITE(results))
 
 
 _MEMCPY, _WRITE = _of("memcpy", "memcpy_s"), _of("disk", "fio_write_s")

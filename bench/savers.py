@@ -11,29 +11,9 @@ import abc
 import os
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
-from torch import Tensor
-
-
-class Savable(Protocol):
-    """A training state, in the forms that the savers need."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by a flat name."""
-
-    def nested(self) -> dict[str, Any]:
-        """What a script hands to `torch.save`."""
-
-    def components(self) -> dict[str, Any]:
-        """What a script hands to `keepstep.Checkpointer`."""
-
-    def step_off_cpu(self, step: int) -> None:
-        """An optimizer step that costs the CPU little, as if an accelerator did it."""
+from bench.state import State
 
 
 class Saver(abc.ABC):
@@ -44,7 +24,7 @@ class Saver(abc.ABC):
     blocking: ClassVar[bool] = False
     """Whether a step is durable when `save` returns: nothing runs in the background."""
 
-    def __init__(self, state: Savable, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path) -> None:
         self.state = state
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)

@@ -8,14 +8,13 @@ the same S3 gateway, which shares cores and drive with the sidecar.
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import shutil
 import socket
 import ssl
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.lives import Trainer
@@ -41,24 +40,20 @@ def peers(size_bytes: int, directory: Path) -> Figures:
     ports = [free_port(), free_port()]
     nodes = []
     for rank in (0, 1):
-        options = ["--nodes", "2", "--node-rank", str(rank), "--secret-file", str(secret)]
-        options += [
-            "--leader",
-            f"127.0.0.1:{ports[0]}",
-            "--peer-listen",
-            f"127.0.0.1:{ports[rank]}",
-        ]
+        options = ("--nodes", "2", "--node-rank", str(rank), "--secret-file", str(secret))
+        options += ("--leader", f"127.0.0.1:{ports[0]}")
+        options += ("--peer-listen", f"127.0.0.1:{ports[rank]}")
         slots = slots_for(size_bytes)
-        nodes.append(Sidecar(directory / f"node-{rank}", slots=slots, options=(*options,)))
+        nodes.append(Sidecar(directory / f"node-{rank}", slots=slots, options=options))
     here, buddy = nodes
     try:
         floor_s = _tls_s(size_bytes, files.certificate, files.key)
         for node in nodes:
-            node.start()
-        copied = _copied_s(size_bytes, here, buddy.directory / "bench/peers", "rank-*.safetensors")
+            node.begin()
+        copied = _copied_s(size_bytes, here, buddy.volume / "bench/peers", "rank-*.safetensors")
         restored = _restored(size_bytes, here, "peer")
     except Exception as error:
-        raise RuntimeError(f"{error}\n{here.log_tail()}") from error
+        raise RuntimeError(f"{error}\n{here.text()[-3000:]}") from error
     finally:
         for node in nodes:
             node.close()
@@ -75,13 +70,13 @@ def archive(size_bytes: int, directory: Path) -> Figures:
     options += ["--archive-endpoint", gateway.endpoint, "--archive-region", "us-east-1"]
     here = Sidecar(directory / "node", slots=slots_for(size_bytes), options=(*options,))
     try:
-        here.start()
+        here.begin()
         archived = _copied_s(size_bytes, here, bucket / "runs/bench", "step.json")
         shard = next((directory / "node").rglob("rank-*.safetensors"))
-        put_s, get_s = asyncio.run(_object_s(shard, gateway.endpoint))
+        put_s, get_s = _object_s(shard, gateway.endpoint)
         restored = _restored(size_bytes, here, "archive")
     except Exception as error:
-        raise RuntimeError(f"{error}\n{here.log_tail()}") from error
+        raise RuntimeError(f"{error}\n{here.text()[-3000:]}") from error
     finally:
         here.close()
         gateway.stop()
@@ -99,7 +94,7 @@ def _copied_s(size_bytes: int, sidecar: Sidecar, run: Path, last: str) -> float:
     slots and connections are made at the first one. Steps are far apart, so that none is written
     meanwhile."""
     apart_s = 2.0 + 8e-9 * size_bytes
-    options = ("--steps", "1000", "--step-s", f"{apart_s}", "--reach", "durable")
+    options = ("--step-s", f"{apart_s}", "--reach", "durable")
     trainer = Trainer(size_bytes, *options, socket=sidecar.socket)
     try:
         for _ in range(2):
@@ -117,12 +112,12 @@ def _copied_s(size_bytes: int, sidecar: Sidecar, run: Path, last: str) -> float:
 def _restored(size_bytes: int, sidecar: Sidecar, tier: str) -> float:
     """Seconds of `restore()` on a machine whose memory and drive are empty."""
     sidecar.kill()
-    sidecar.forget_memory()
-    shutil.rmtree(sidecar.directory)
+    sidecar.lose_memory()
+    shutil.rmtree(sidecar.volume)
     trainer = Trainer(size_bytes, "--wait-for", str(sidecar.socket), socket=sidecar.socket)
     try:
         trainer.until("built")
-        sidecar.start()
+        sidecar.begin()
         restored = trainer.until("restored")
     finally:
         trainer.end()
@@ -134,31 +129,24 @@ def _restored(size_bytes: int, sidecar: Sidecar, tier: str) -> float:
 # --- floors --------------------------------------------------------------------------------------
 
 
-async def _object_s(shard: Path, endpoint: str) -> tuple[float, float]:
+def _object_s(shard: Path, endpoint: str) -> tuple[float, float]:
     """Seconds to put the file into the bucket, and to get and digest it."""
     import obstore
     from obstore.store import S3Store
 
-    store = S3Store(
-        "steps",
-        endpoint=endpoint,
-        region="us-east-1",
-        client_options={"allow_http": True, "timeout": "120s"},
-    )
+    client = {"allow_http": True, "timeout": "120s"}
+    store = S3Store("steps", endpoint=endpoint, region="us-east-1", client_options=client)
     data = shard.read_bytes()
+
+    def get(at: int) -> None:
+        length = min(CHUNK_BYTES, len(data) - at)
+        xxh3_128(memoryview(obstore.get_range(store, "floor", start=at, length=length)))
+
     began = time.perf_counter()
-    await obstore.put_async(store, "floor", data, chunk_size=CHUNK_BYTES, max_concurrency=4)
+    obstore.put(store, "floor", data, chunk_size=CHUNK_BYTES, max_concurrency=_STREAMS)
     put = time.perf_counter()
-    ranges = range(0, len(data), CHUNK_BYTES)
-    limit = asyncio.Semaphore(4)
-
-    async def get(at: int) -> None:
-        async with limit:
-            length = min(CHUNK_BYTES, len(data) - at)
-            got = await obstore.get_range_async(store, "floor", start=at, length=length)
-            await asyncio.to_thread(xxh3_128, memoryview(got))
-
-    await asyncio.gather(*map(get, ranges))
+    with ThreadPoolExecutor(_STREAMS) as threads:
+        list(threads.map(get, range(0, len(data), CHUNK_BYTES)))
     return put - began, time.perf_counter() - put
 
 
@@ -173,15 +161,10 @@ def _tls_s(size_bytes: int, certificate: Path, key: Path) -> float:
     )
     sender.start()
     try:
-        threads = [
-            threading.Thread(target=_receive, args=(listener.getsockname(), each))
-            for _ in range(_STREAMS)
-        ]
+        address = listener.getsockname()
         began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(_STREAMS) as threads:
+            list(threads.map(_receive, [address] * _STREAMS, [each] * _STREAMS))
         return (time.perf_counter() - began) * size_bytes / (each * _STREAMS * CHUNK_BYTES)
     finally:
         sender.kill()
@@ -192,16 +175,13 @@ def _tls_s(size_bytes: int, certificate: Path, key: Path) -> float:
 def _send(listener: socket.socket, context: ssl.SSLContext, chunks: int) -> None:
     data = bytes(CHUNK_BYTES)
 
-    def pour(plain: socket.socket) -> None:
-        with context.wrap_socket(plain, server_side=True) as tls:
+    def pour(_: int) -> None:
+        with context.wrap_socket(listener.accept()[0], server_side=True) as tls:
             for _ in range(chunks):
                 tls.sendall(data)
 
-    senders = [threading.Thread(target=pour, args=(listener.accept()[0],)) for _ in range(_STREAMS)]
-    for one in senders:
-        one.start()
-    for one in senders:
-        one.join()
+    with ThreadPoolExecutor(_STREAMS) as threads:
+        list(threads.map(pour, range(_STREAMS)))
 
 
 def _receive(address: tuple[str, int], chunks: int) -> None:

@@ -1,4 +1,4 @@
-"""A training process to be killed: prints JSON lines with `time.monotonic()` stamps.
+"""Trains until it is killed, and prints JSON lines with `time.monotonic()` stamps.
 
 `--plain` trains without keepstep. `--wait-for PATH` delays the restore until that file exists, so
 that the state is already built and the clock starts with the sidecar.
@@ -7,24 +7,26 @@ that the state is already built and the clock starts with the sidecar.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpt import TrainingState
+from bench.state import gpt
 
 
 def main() -> None:
     options = _options()
-    state = TrainingState(options.bytes)
+    state = gpt(options.bytes)
     say("built")
     checkpointer = None
     first = 0
     if not options.plain:
         from keepstep import Checkpointer
 
-        _wait_for(options.wait_for)
+        while options.wait_for is not None and not options.wait_for.exists():
+            time.sleep(0.001)
         begun = time.perf_counter()
         checkpointer = Checkpointer(state.components())
         at = checkpointer.restore()
@@ -32,25 +34,15 @@ def main() -> None:
         if at is not None:
             first = at.step + 1
             say("restored", step=at.step, tier=str(at.tier), seconds=seconds)
-    step, kept = first, False
-    for step in range(first, first + options.steps):
+    for step in itertools.count(first):
         time.sleep(options.step_s)
-        state.step_off_cpu(step)
+        state.update(step)
         say("step", step=step)
-        if checkpointer is not None:
-            # the first steps are not kept, while the slots are being made
-            kept = checkpointer.save(step)
-            for name in options.reach if kept else ():
+        # the first steps are not kept, while the slots are being made
+        if checkpointer is not None and checkpointer.save(step):
+            for name in options.reach:
                 checkpointer.wait(step, name, timeout=120)
                 say(name, step=step)
-    if checkpointer is not None:
-        # close() raises an error if the last step found no slot: train until a step is kept
-        while not kept:
-            step += 1
-            time.sleep(options.step_s)
-            kept = checkpointer.save(step)
-        checkpointer.close()
-    say("closed")
 
 
 def say(event: str, **values: Any) -> None:
@@ -58,15 +50,9 @@ def say(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, "at": time.monotonic(), **values}), flush=True)
 
 
-def _wait_for(path: Path | None) -> None:
-    while path is not None and not path.exists():
-        time.sleep(0.001)
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--reach", nargs="+", default=(), help="states that each step waits for")

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from tests import warm
 from tests.harness import SidecarProcess
 from tests.volume.drives import command
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Keepstep
 
 warm.begin()  # before xdist starts its workers
 
@@ -64,6 +68,16 @@ def sidecar(
     one = sidecars().start()
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
     return one
+
+
+@pytest.fixture
+def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
+    """The command, in a directory of the test's own."""
+    from tests.cli.conftest import Keepstep
+
+    made = Keepstep(tmp_path)
+    yield made
+    made.end()
 
 
 @pytest.fixture

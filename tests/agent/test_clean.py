@@ -39,13 +39,6 @@ def _clean(run: Path, *, gone_since: float = math.inf) -> int:
     return clean(Directory.opened(run.parent), run.name, gone_since=gone_since)
 
 
-def test_all_of_one_run_goes_and_its_neighbour_stays(tmp_path: Path) -> None:
-    run, other = _run(tmp_path), _run(tmp_path, "gpt-2")
-    assert _clean(run) == 4
-    assert sorted(run.parent.iterdir()) == [other]
-    assert len(list(other.rglob("*.safetensors"))) == 2
-
-
 def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
     run = _run(tmp_path)
     lock = Ownership(run / "1" / "gpt" / ".lock")
@@ -233,17 +226,6 @@ def test_a_run_that_is_there_again_has_its_time_of_grace_anew(tmp_path: Path) ->
     node.round(after_s=GRACE_S - 1)
     assert run.exists()
     node.round(after_s=1)
-    assert not run.exists()
-
-
-def test_nothing_goes_while_the_api_server_does_not_say_that_it_may(tmp_path: Path) -> None:
-    run, node = _run(tmp_path), Node(tmp_path, grace_s=0.0)
-    node.silent = True
-    node.round()
-    node.round(after_s=1e6)
-    assert run.exists()
-    node.silent = False
-    node.round()
     assert not run.exists()
 
 

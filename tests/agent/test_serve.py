@@ -104,7 +104,6 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
         await reading.load(tier, remote, view)
         assert same(view, slot)
     assert _files(tmp_path / "host") == before, "nothing was written, locked or moved"
-    await tier.close()
 
 
 async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_asked(
@@ -119,7 +118,6 @@ async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_ask
         seen = await tier.look()
         assert {one.step_id for one in seen.shards} == {found.step_id, own.step_id}
         assert tier.status().where == "no buddy"
-    await tier.close()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,6 @@ async def test_a_pod_of_another_run_gets_nothing_of_this_one(
         seen = await tier.look()
         assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
         assert f"nothing of run {namespace}/{run} lies on this node" in seen.reason
-    await tier.close()
 
 
 async def test_only_the_agent_of_that_node_is_believed(
@@ -153,7 +150,6 @@ async def test_only_the_agent_of_that_node_is_believed(
             seen = await tier.look()
             assert seen.answer is Answer.UNKNOWN
             assert f"is {name}, not the agent of node {NODE}" in seen.reason
-        await tier.close()
 
 
 async def test_an_agent_is_no_client_of_pods_nor_of_agents(
@@ -167,7 +163,6 @@ async def test_an_agent_is_no_client_of_pods_nor_of_agents(
     async with running(node), serving(tmp_path / "host", files) as agents:
         tier.peers_are((Peer(node_rank=0, address=node.address),), agents=agents)
         assert (await tier.look()).shards == ()
-    await tier.close()
 
 
 async def test_a_pod_of_the_run_cannot_pass_for_an_agent_among_its_peers(
@@ -178,7 +173,6 @@ async def test_a_pod_of_the_run_cannot_pass_for_an_agent_among_its_peers(
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((Peer(node_rank=0, address=agents[NODE]),))
         assert "not of this run" in (await tier.look()).reason
-    await tier.close()
 
 
 async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
@@ -190,7 +184,6 @@ async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
     assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
     tier.peers_are(())
     assert (await tier.look()).answer is Answer.NONE
-    await tier.close()
 
 
 async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_away(
@@ -231,7 +224,6 @@ async def test_no_link_is_followed_to_what_others_keep(
         tier.peers_are((), agents=agents)
         seen = await tier.look()
         assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
-    await tier.close()
 
 
 async def test_a_drive_that_is_not_mounted_is_not_an_empty_one(
@@ -244,7 +236,6 @@ async def test_a_drive_that_is_not_mounted_is_not_an_empty_one(
             tier.peers_are((), agents=agents)
             seen = await tier.look()
             assert (seen.answer, "is its drive mounted?" in seen.reason) == (Answer.UNKNOWN, True)
-    await tier.close()
 
 
 async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
@@ -261,7 +252,6 @@ async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
         _, second = write(left, 6)
         seen = await tier.look()
         assert [one.step_id for one in seen.shards] == [first.step_id, second.step_id]
-    await tier.close()
 
 
 async def test_many_connections_leave_no_descriptors(
@@ -276,7 +266,6 @@ async def test_many_connections_leave_no_descriptors(
         for _ in range(20):
             assert (await tier.look()).shards
         assert len(os.listdir("/proc/self/fd")) < before + 10
-    await tier.close()
 
 
 def _files(directory: Path) -> dict[str, int]:

@@ -90,6 +90,14 @@ def commit(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
     committed(remote_tier, next(iter(shards.values())).step_id, shards.values())
 
 
+async def send(
+    remote_tier: ArchiveTier, shards: dict[int, LocalShard], *, within_s: float = 10
+) -> None:
+    """Commit a step, and see it there."""
+    commit(remote_tier, shards)
+    assert await remote_tier.drain(timeout_s=within_s)
+
+
 @pytest.fixture(scope="session")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """One gateway for all tests; each has a bucket of its own."""

@@ -16,7 +16,7 @@ from keepstep.steps import Answer, Epoch, EpochId, StepId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import index, step_record
 from keepstep_sidecar.volume.volume import Volume
-from tests.archive.conftest import commit, running, write_step
+from tests.archive.conftest import commit, running, send, write_step
 from tests.harness import until
 from tests.tiers.local import committed
 from tests.volume.images import EPOCH, RUN, step_id
@@ -35,8 +35,7 @@ async def archived(local: Volume, archive_dir: Path) -> ArchiveConfig:
     config = ArchiveConfig(url=str(archive_dir), every=1)
 
     async with running(config) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 10))
     return config
 
 
@@ -128,8 +127,7 @@ async def test_records_are_read_from_the_newest_on_up_to_a_limit(
     archived: ArchiveConfig, local: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(archived) as remote_tier:
-        commit(remote_tier, write_step(local, 20))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 20))
     monkeypatch.setattr(index, "RECORDS_BYTES", 1)
 
     async with running(archived) as remote_tier:
@@ -206,8 +204,7 @@ async def test_what_stands_in_the_place_of_a_file_leads_nowhere_and_holds_up_nob
 ) -> None:
     victim, planted = tmp_path / "victim", archive_dir / RUN / str(step_id(20)) / name
     async with running(archived) as remote_tier:
-        commit(remote_tier, write_step(local, 20))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 20))
     planted.rename(victim)
     match kind:
         case "link":
@@ -258,12 +255,10 @@ async def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_arch
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
     async with running(archived) as remote_tier:
-        commit(remote_tier, write_step(local, 20))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 20))
     async with running(archived, epochs=(EPOCH, child)) as remote_tier:
         assert await remote_tier.expire() == ()  # none of the new life is there yet
         later = StepId(child.id, 15)
-        commit(remote_tier, write_step(local, 15, epoch=child))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 15, epoch=child))
         await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())
         assert (await remote_tier.look()).complete == {step_id(10), later}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.cli.conftest import TRAIN, Keepstep
 from tests.harness import flip
 from tests.volume.images import RUN, step_id
-
-
-@pytest.fixture
-def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
-    made = Keepstep(tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.files import Filesystem, ShardFile
 from keepstep_sidecar.volume.volume import Volume
-from tests.archive.conftest import commit, running, write_step
+from tests.archive.conftest import commit, running, send, write_step
 from tests.harness import files_below, until
 from tests.tiers.local import committed, durable, gone
 from tests.volume.images import EPOCH, RUN, step_id
@@ -45,8 +45,7 @@ async def test_a_committed_step_is_archived_with_its_record_last(
         config(archive_dir), facts=RunFacts(changed=lambda: news.append(True))
     ) as remote_tier:
         shards = write_step(local, 10)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, shards)
         held = await remote_tier.look()
         status = remote_tier.status()
     assert held.answer is Answer.STEPS
@@ -163,8 +162,7 @@ async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_somethin
 
     monkeypatch.setattr(DirectoryStore, "upload", upload)
     async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, write_step(local, 1, world=1))
-        assert await remote_tier.drain(timeout_s=20)
+        await send(remote_tier, write_step(local, 1, world=1), within_s=20)
     assert seen == [("it refuses once", 2), *[("", 2)] * 5], "trouble, backlog"
 
 
@@ -190,8 +188,7 @@ async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_a
     monkeypatch.setattr(source, "open_shard", fail)
     async with running(config(archive_dir, every=10)) as remote_tier:
         commit(remote_tier, write_step(local, 10))
-        commit(remote_tier, write_step(local, 20))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 20))
         assert (await remote_tier.look()).complete == {step_id(20)}
         assert remote_tier.status().failures == 2, "one for each shard"
 
@@ -206,8 +203,7 @@ async def test_old_steps_go_record_first_and_the_newest_stays(
         config(archive_dir, retention=policy), facts=RunFacts(pinned=lambda: pinned)
     ) as remote_tier:
         for step in (100, 110, 120, 130):
-            commit(remote_tier, write_step(local, step))
-            assert await remote_tier.drain(timeout_s=10)
+            await send(remote_tier, write_step(local, step))
         left = {id.step for id in (await remote_tier.look()).complete}
         assert left == {100, 120, 130}
     assert not (archive_dir / RUN / str(step_id(110))).exists()
@@ -224,8 +220,7 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
         for step, left in ((1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (4, {1, 4})):
             if step == 4:
                 pinned = {step_id(1)}
-            commit(remote_tier, write_step(local, step))
-            assert await remote_tier.drain(timeout_s=10)
+            await send(remote_tier, write_step(local, step))
             assert {id.step for id in (await remote_tier.look()).complete} == left
 
 
@@ -294,8 +289,7 @@ async def test_directories_deeper_than_those_of_steps_are_not_walked(
     local: Volume, archive_dir: Path
 ) -> None:
     async with running(config(archive_dir)) as remote_tier:
-        commit(remote_tier, write_step(local, 10))
-        assert await remote_tier.drain(timeout_s=10)
+        await send(remote_tier, write_step(local, 10))
         step = archive_dir / RUN / str(step_id(10))
         (step / "a" / "b").mkdir(parents=True)
         (step / "a" / "file").touch()

@@ -17,7 +17,7 @@ from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.volume.volume import Volume
-from tests.archive.conftest import Bucket, commit, running, write_step
+from tests.archive.conftest import Bucket, commit, running, send, write_step
 from tests.archive.gateway import free_port
 from tests.harness import until
 from tests.tiers import reading
@@ -124,8 +124,7 @@ async def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
     local: Volume, bucket: Bucket
 ) -> None:
     async with running(bucket.config()) as remote_tier:
-        commit(remote_tier, write_step(local, 10, parameters=SEVERAL_PARTS))
-        assert await remote_tier.drain(timeout_s=30)
+        await send(remote_tier, write_step(local, 10, parameters=SEVERAL_PARTS), within_s=30)
         damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
         os.truncate(damaged, damaged.stat().st_size - (8 << 20))
         held = await remote_tier.look()
@@ -139,8 +138,7 @@ async def test_a_shard_that_arrived_damaged_is_sent_again(local: Volume, bucket:
     place.parent.mkdir(parents=True)
     place.write_bytes(shards[1].path.read_bytes()[: 8 << 20])
     async with running(bucket.config()) as remote_tier:
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=30)
+        await send(remote_tier, shards, within_s=30)
     assert place.read_bytes() == shards[1].path.read_bytes()
 
 

@@ -24,7 +24,7 @@ from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.volume import Volume
-from tests.archive.conftest import commit, running
+from tests.archive.conftest import commit, running, send
 from tests.tiers import reading
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, step_id
 
@@ -89,8 +89,7 @@ async def archived(
     """All ranks' images of step 10 are there, sent by one sidecar."""
     async with running(config) as remote_tier:
         shards = write_replicas(local, 10, **image)
-        commit(remote_tier, shards)
-        assert await remote_tier.drain(timeout_s=60)
+        await send(remote_tier, shards, within_s=60)
         yield remote_tier, shards
 
 
@@ -231,8 +230,7 @@ async def test_a_step_that_is_not_kept_goes_with_its_twins(
     config = ArchiveConfig(url=str(archive_dir), every=1, retention=Retention(last=1))
     async with running(config) as remote_tier:
         for step in (10, 20):
-            commit(remote_tier, write_replicas(local, step))
-            assert await remote_tier.drain(timeout_s=20)
+            await send(remote_tier, write_replicas(local, step), within_s=20)
         await remote_tier.expire()
     assert not step_dir.exists() or list(step_dir.iterdir()) == []
 

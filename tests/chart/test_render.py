@@ -185,17 +185,14 @@ def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Obj
     assert _left_out(webhook) == {"kube-system", NAMESPACE}
 
 
-def test_failure_policy_fail_holds(chart: Chart) -> None:
+def test_the_webhooks_failure_policy_and_timeout_hold_and_admission_knows_it(
+    chart: Chart,
+) -> None:
     objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 7}})
     (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     assert (webhook["failurePolicy"], webhook["timeoutSeconds"]) == ("Fail", 7)
-
-
-def test_admission_knows_how_long_the_api_server_waits_for_it(chart: Chart) -> None:
-    objects = chart.render({"admission": {"timeoutSeconds": 7}})
-    (webhook,) = of_kind(objects, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     spec = of_kind(objects, "Deployment")["keepstep-admission"]["spec"]["template"]["spec"]
-    assert f"--timeout={webhook['timeoutSeconds']}" in spec["containers"][0]["args"]
+    assert "--timeout=7" in spec["containers"][0]["args"]
 
 
 def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
@@ -211,15 +208,6 @@ def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
 def test_neither_of_these_ever_runs_twice(component: str, plain: list[Object]) -> None:
     spec = of_kind(plain, "Deployment")[f"keepstep-{component}"]["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-
-
-def test_host_paths_reach_both_who_must_refuse(chart: Chart) -> None:
-    for name in ("keepstep-admission", "keepstep-reconcile"):
-        arguments = _arguments(chart.render({"hostPaths": ["/mnt/a", "/mnt/b"]}), name)
-        assert [one for one in arguments if one.startswith("--host-path")] == [
-            "--host-path=/mnt/a",
-            "--host-path=/mnt/b",
-        ]
 
 
 def test_what_serves_on_a_node_writes_nowhere_and_what_cleans_listens_nowhere(chart: Chart) -> None:
@@ -289,12 +277,6 @@ def test_options_are_off_unless_asked_for(chart: Chart, plain: list[Object]) -> 
     options = {"NetworkPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
     assert not options & {one["kind"] for one in plain}
     assert options <= {one["kind"] for one in chart.render(EVERYTHING)}
-
-
-def _arguments(objects: list[Object], deployment: str) -> list[str]:
-    spec = of_kind(objects, "Deployment")[deployment]["spec"]["template"]["spec"]
-    arguments: list[str] = spec["containers"][0]["args"]
-    return arguments
 
 
 def _left_out(webhook: Object) -> set[str]:

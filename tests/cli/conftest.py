@@ -127,13 +127,6 @@ def _marked(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-@pytest.fixture
-def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
-    made = Keepstep(tmp_path)
-    yield made
-    made.end()
-
-
 LISTENER = """
 import pathlib, signal, sys, time
 got = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,9 +59,3 @@ def test_what_cannot_be_begun_from_is_named_and_nothing_begins_anew(
     assert "weight" in unlike.stderr
     assert gone.stdout + unlike.stdout == ""
     assert sorted(path.name for path in archive.iterdir()) == ["first"]
-
-
-def test_a_fork_that_cannot_be_is_refused_before_anything_starts(keepstep: Keepstep) -> None:
-    shown = keepstep("run", "--restore-from", "first/2", "--", sys.executable, "-V", code=2)
-    assert "give --archive" in " ".join(shown.stderr.split())
-    assert keepstep.sidecars() == []

@@ -165,15 +165,12 @@ def test_rm_asks_and_deletes_what_was_agreed_to(copied: Keepstep) -> None:
 
 
 def test_rm_keeps_the_only_committed_step_unless_forced(copied: Keepstep) -> None:
+    assert "--force" in copied("rm", "--yes", "4", "5", code=2).stderr
     copied("rm", "--yes", "4")
     assert "--force" in copied("rm", "--yes", "5", code=2).stderr
     document = copied.json("rm", "--yes", "--force", "5")
     assert document["freed_bytes"] > 0
     assert copied.json("steps")["steps"] == []
-
-
-def test_rm_of_all_committed_steps_at_once_is_refused(copied: Keepstep) -> None:
-    assert "--force" in copied("rm", "--yes", "4", "5", code=2).stderr
 
 
 def test_rm_leaves_a_live_sidecars_steps_alone_and_stop_frees_them(keepstep: Keepstep) -> None:

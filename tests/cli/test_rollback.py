@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from tests import warm
 from tests.cli.conftest import TRAIN as PLAIN
 from tests.cli.conftest import Keepstep
@@ -67,22 +65,6 @@ def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> No
     keepstep("stop")
     shown = keepstep("run", "--keep", "1", "--restore-from", "3", *train, "6", "-1")
     assert shown.stdout == "from 3\n"
-
-
-def test_a_step_that_is_not_there_is_no_reason_to_take_another(keepstep: Keepstep) -> None:
-    keepstep.script("train.py", TRAIN)
-    train = ("--", warm.python(), "train.py")
-    keepstep("run", *train, "3", "-1")
-    shown = keepstep("run", "--restore-from", "77", *train, "4", "-1", code=1)
-    assert "going back to step 77 was asked for" in shown.stderr
-    assert "from" not in shown.stdout
-    assert max(one["step"] for one in keepstep.json("steps")["steps"]) == 2
-
-
-def test_what_names_no_step_is_refused_at_once(keepstep: Keepstep) -> None:
-    shown = keepstep("run", "--restore-from", "latest", "--", sys.executable, "-V", code=2)
-    assert "--restore-from latest" in shown.stderr
-    assert keepstep.sidecars() == []
 
 
 ASKS = PATIENT.replace("checkpointer.restore()", "checkpointer.restore(step=ASKED)")

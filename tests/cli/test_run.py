@@ -41,13 +41,14 @@ def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
     (keepstep.home / "keepstep.toml").write_text("keep = 5\npersist_every = 7\nslots = 5\n")
     monkeypatch.setenv("KEEPSTEP_SLOTS", "3")
     monkeypatch.setenv("KEEPSTEP_KEEP", "4")
-    options = ("--run", "a", "--config", "keepstep.toml", "--keep", "9")
+    options = ("--run", "a", "--config", "keepstep.toml", "--keep", "9", "--keep-every", "3")
     said = keepstep("run", *options, "--", "false", code=1).stderr
-    assert "every 7th step is made durable, the newest 9 committed steps are kept" in said
+    assert "every 7th step is made durable, the newest 9 committed steps and one every 3" in said
     written = tomllib.loads((keepstep.directory / "a" / "sidecar.toml").read_text())
-    assert [written[name] for name in ("keep", "persist_every", "slots")] == [9, 7, 3]
+    told = {"keep": 9, "keep_every": "3", "persist_every": 7, "slots": 3}
+    assert told.items() <= written.items()
     read = json.loads((keepstep.memory("a") / "sidecar.json").read_text())["config"]
-    assert [read[name] for name in ("keep", "persist_every", "slots")] == [9, 7, 3]
+    assert told.items() <= read.items()
 
 
 def test_a_script_that_makes_no_checkpointer_is_told_so_before_it_is_started_again(
@@ -168,18 +169,6 @@ def test_after_a_failure_memory_lingers_and_a_second_run_goes_on_from_it(
     assert keepstep.family() == []
 
 
-def test_every_so_many_steps_are_kept_beside_the_newest(keepstep: Keepstep) -> None:
-    save = "checkpointer.save(step)"
-    each = f"{save}; checkpointer.wait(step, 'committed', timeout=60)"  # no step is left out
-    keepstep.script("train.py", TRAIN.replace(save, each))
-    said = keepstep(
-        "run", "--keep", "1", "--keep-every", "3", "--", warm.python(), "train.py", "8", "-1"
-    )
-    assert "the newest 1 committed steps and one every 3 steps are kept" in said.stderr
-    kept = [one["step"] for one in keepstep.json("steps")["steps"]]
-    assert sorted(kept) == [0, 3, 6, 7]
-
-
 def test_a_sidecar_that_is_killed_is_replaced_while_the_command_runs(keepstep: Keepstep) -> None:
     wait = "touch ready; while [ ! -e go ]; do sleep 0.01; done"
     with keepstep.start("run", "--run", "a", "--", "sh", "-c", wait) as running:
@@ -297,10 +286,7 @@ def test_the_command_of_a_killed_run_trains_on_and_is_ended_as_the_next_one_says
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["--memory-limit", "lots"], "512Mi, 32Gi or 10G"),
-        (["--linger", "soon"], "90s, 15m or 2h"),
         (["--run", "a/b"], "cannot name a run"),
-        (["--slots", "1"], "--slots: '1' is not a whole number of at least 2"),
         (["--config", "absent.toml"], "absent.toml cannot be read (no such file)"),
         (["--dir", "/proc/nowhere"], "choose --dir DIR"),
     ],
@@ -321,7 +307,7 @@ def test_a_sidecar_that_cannot_start_ends_the_run_with_its_log(keepstep: Keepste
 
 def test_help_loads_nothing_heavy() -> None:
     """Help must be quick: tables, HTTP servers and digests are loaded where they are used."""
-    heavy = "{'rich', 'aiohttp', 'prometheus_client', 'torch', 'numpy'}"
+    heavy = "{'rich', 'aiohttp', 'prometheus_client', 'torch', 'numpy', 'jinja2', 'webbrowser'}"
     code = f"import sys, keepstep_sidecar.cli.main; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -107,20 +107,6 @@ def kill(keepstep: Keepstep, word: str) -> None:
     one.send_signal(signal.SIGKILL)
 
 
-def test_an_imported_file_that_changes_costs_one_cold_start(
-    keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{keepstep.home}")
-    keepstep.script("preloaded.py", "VALUE = 1\n")
-    change = "open('preloaded.py', 'w').write('VALUE = 22')"
-    text = f"import preloaded; print(preloaded.VALUE)\nif life == 0:\n    {change}; sys.exit(1)"
-    keepstep.script("train.py", STARTS + text)
-    done = keepstep(*WARM, "--preload", "preloaded", "--", PYTHON, "train.py")
-    assert done.stdout.split() == ["1", "22"]
-    assert lives(keepstep) == ["True", "False"]
-    assert "a cold start this time: 1 imported files have changed since" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "command", "reason"),
     [

@@ -89,6 +89,18 @@ def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
     assert run.reports(1, rank(1, 1, 2), lie).reply.committed[str(Tier.LOCAL)] == at(2)
 
 
+def test_changes_to_a_report_that_never_came_are_not_taken(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    run.reports(1, rank(1, 1))
+    run.sequence += 1  # this report is lost
+    changes = replace(run.report(rank(1, 3), node_rank=1), since=run.sequence - 1)
+    run.leader.take(1, MemberReport(life="1", nodes=2, report=changes), at=0.0)
+    reply = run.leader.news(1)
+    assert reply is not None
+    assert reply.reply.changes_since == 0
+    assert run.leader.ledger.local(1) == {at(1)}
+
+
 def test_the_copies_of_a_machine_that_has_lost_its_drive_count(run: Run) -> None:
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))

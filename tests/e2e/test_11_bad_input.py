@@ -17,14 +17,6 @@ def _library(change: str) -> Object:
     return jobs.pytorch_job(workers=0, command=["python3", "-c", _PATCHED.format(change=change)])
 
 
-def test_more_memory_than_any_node_has_is_named(namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(memory={"limit": "500Gi"}), jobs.pytorch_job(workers=0))
-    found = runs.becomes(
-        namespace, "Protected", "Unknown", words="Insufficient memory", within_s=90
-    )
-    assert "gpt-master-0" in found["message"]
-
-
 def test_too_little_memory_for_two_slots_is_named_and_training_goes_on(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(memory={"limit": "5Mi"}), jobs.pytorch_job(workers=0))
     runs.becomes(namespace, "Protected", "False", words="not even 2 fit", within_s=90)

@@ -45,49 +45,11 @@ def _accepted(kubectl: Kubectl, name: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"volumes": [{"name": "a"}]}, "exactly one"),
-        ({"volumes": [{"name": "a", "hostPath": {"path": "/a/../b"}}]}, ".."),
-        ({"persist": {"mode": "Fixed"}}, "every"),
-        ({"memory": {"limit": "1Gi", "slots": 1}}, "slots"),
-        ({"stage": {"every": 0}}, "every"),
-    ],
-    ids=["no source", "dots", "fixed without every", "one slot", "stage zero"],
-)
-def test_a_policy_that_cannot_work_is_refused_by_the_api_server(
-    namespace: Kubectl, change: dict[str, object], words: str
-) -> None:
-    with pytest.raises(RuntimeError, match=words.replace(".", r"\.")):
-        namespace.apply(jobs.policy("wrong", **change))
-
-
-def test_a_policy_made_after_its_job_in_one_apply_counts(namespace: Kubectl) -> None:
-    namespace.apply(jobs.pytorch_job(workers=0), jobs.policy())
-    pod = namespace.eventually(lambda: namespace.get("pod", "gpt-master-0"), what="the pod")
-    if pod["metadata"]["labels"].get("keepstep.dev/injected") == "true":
-        runs.committed_beyond(namespace, 2)
-    else:  # the pod was admitted first: then somebody says what to do
-        namespace.eventually(lambda: namespace.events("NotInjected"), what="an event")
-
-
 def test_a_wrong_policy_name_starts_the_pods_and_is_told(namespace: Kubectl) -> None:
     namespace.apply(jobs.pytorch_job(workers=0, policy="no-such-policy"))
     (event, *_) = namespace.eventually(lambda: namespace.events("NotInjected"), what="an event")
     assert "no-such-policy" in event["message"]
     assert runs.training_beyond(namespace, 3).first == 0
-
-
-def test_a_policy_changed_or_deleted_mid_run_leaves_the_run_as_it_is(namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0))
-    runs.committed_beyond(namespace, 5)
-    namespace.apply(jobs.policy(stage={"every": 7}))
-    assert runs.status(namespace)["policy"]["generation"] == 1
-    namespace("delete", "ckpolicy", "default")
-    committed = runs.committed_beyond(namespace, 5)
-    assert runs.committed_beyond(namespace, committed) > committed
-    assert runs.training_beyond(namespace, 0).first == 0
 
 
 @pytest.mark.long

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,13 +43,6 @@ CONFIGS = {
         **_SMALL,
     ),
 }
-
-
-@pytest.fixture
-def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
-    made = Keepstep(tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -8,7 +8,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from keepstep.errors import FormatError, KeepstepError
 from keepstep.image import Layout, Section, TensorSpec, extras
 from keepstep.image.strictjson import Reader
+from tests.harness import peak_of
 from tests.image.test_attacks import make
 
 MEBIBYTE = 1 << 20
@@ -112,12 +112,3 @@ def test_nesting_is_refused_though_somebody_raised_the_recursion_limit(
 def parsed(data: bytes) -> None:
     with contextlib.suppress(KeepstepError):
         Layout.parse(data)
-
-
-def peak_of(call: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()

@@ -198,27 +198,6 @@ def test_hostile_references_and_numbers_are_refused(text: bytes) -> None:
         extras.decode(text)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6, dtype=">i2").reshape(2, 3),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3))[:, ::2],
-        np.array(3.0),
-        np.zeros((2, 0), np.uint8),
-        np.array(["a", "bcd"]),
-        np.array([b"", b"x"]),
-        np.array([True, False]),
-        np.array([np.nan, -0.0, np.inf], np.float16),
-    ],
-    ids=lambda array: f"{array.dtype.str}{array.shape}",
-)
-def test_arrays_come_back_writable_and_bit_equal(array: np.ndarray) -> None:
-    back = extras.decode(extras.encode(array))
-    assert (back.dtype.str, back.shape) == (array.dtype.str, array.shape)
-    assert back.tobytes() == array.tobytes()
-    assert back.flags.writeable
-
-
 class Phase(enum.Enum):
     WARM = "warm"
     COLD = 2

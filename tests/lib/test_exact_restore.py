@@ -63,9 +63,6 @@ def test_a_tensor_that_a_failed_attempt_has_begun_may_give_way_to_a_new_one(tmp_
     assert live["grown"].tolist() == [1, 1, 1]
 
 
-# --- memory formats ------------------------------------------------------------------------------
-
-
 # --- modules -------------------------------------------------------------------------------------
 
 

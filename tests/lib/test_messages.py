@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
 
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.status import StepStatus
-from keepstep.wire.trainer import Chunk, ChunksRequest, SlotGranted, Waited, from_json, to_json
-
-
-def test_a_message_has_the_defaults_of_what_it_is_not_given():
-    assert SlotGranted(slot="0").__dict__ == {
-        "slot": "0",
-        "path": "",
-        "generation": 0,
-        "others": (),
-    }
-    assert dataclasses.asdict(Waited(reached=True)) == {
-        "reached": True,
-        "reason": "",
-        "final": False,
-    }
-
-
-def test_a_message_of_the_wrong_fields_cannot_be_made():
-    with pytest.raises(TypeError, match="missing the argument 'frame'"):
-        Chunk(rank=0, chunk=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="an unexpected argument 'file'"):
-        Chunk(rank=0, chunk=1, frame=2, file=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        Chunk(0, 1, 2)  # type: ignore[misc]
+from keepstep.wire.trainer import Chunk, ChunksRequest, from_json, to_json
 
 
 def test_a_map_by_tier_is_read_with_tiers_as_its_keys():

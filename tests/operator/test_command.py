@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_operator.api.run import cut
-from keepstep_operator.cli import cli
 from keepstep_operator.printing import printable
 
 
@@ -25,12 +23,6 @@ def test_the_help_names_all_components_and_imports_none() -> None:
     for name in ("admission", "reconcile", "certificates", "Examples:"):
         assert name in done.stdout
     assert done.stdout.endswith("[]\n")
-
-
-def test_an_unknown_component_is_a_wrong_use() -> None:
-    result = CliRunner().invoke(cli, ["admit"])
-    assert result.exit_code == 2
-    assert "No such command 'admit'" in result.output
 
 
 def test_what_is_less_than_the_log_level_is_not_logged() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,17 +14,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
-from keepstep.wire.runs import PATH
 from keepstep_operator.api.pod import parse_pod
 from keepstep_operator.certificates.pki import make_authority, make_server
 from tests.harness import until
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
-from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
+from tests.operator.apiserver import ApiServer, Body, put_policy
 from tests.operator.injection.pods import DEFAULTS, policy_body, pytorch_job
-from tests.operator.reconcile.samples import pod_body, pod_path, report
-from tests.operator.reconcile.serving import trusting
 
 SYSTEM = "keepstep-system"
 REPORTS = f"keepstep-reports.{SYSTEM}.svc"
@@ -99,41 +94,6 @@ async def started(
         yield component_
     finally:
         await component_.close()
-
-
-class Reconciler:
-    """A reconciler, one pod with its token, and what its reports are answered."""
-
-    def __init__(self, server: ApiServer, process: Started, port: int, trust: ssl.SSLContext):
-        self.server, self.process, self.port = server, process, port
-        self._trust = trust
-
-    async def report(self, body: bytes, *, token: str = "good") -> tuple[int, Body]:
-        """Status and answer."""
-        url = f"https://127.0.0.1:{self.port}{PATH}"
-        headers = {"Authorization": f"Bearer {token}"}
-        connector = aiohttp.TCPConnector(ssl=self._trust)
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.post(url, data=body, headers=headers, server_hostname=REPORTS) as answer,
-        ):
-            return answer.status, await answer.json()
-
-
-@asynccontextmanager
-async def reconciler(directory: Path) -> AsyncIterator[Reconciler]:
-    server = ApiServer(tokens={"good": bound_to("team", "gpt-worker-0", "pod-0")})
-    server.objects[pod_path("gpt-worker-0")] = pod_body(0)
-    authority = _authority(directory)
-    trust, option = trusting(authority), f"--peer-ca-dir={directory}"
-    async with server.running(), started(server, directory, "reconcile", option) as process:
-        ports = await process.says("listening")
-
-        async def is_ready() -> bool:
-            return await process.readyz(ports["metrics_port"]) == 200
-
-        await until(is_ready, what="reconcile's readiness")
-        yield Reconciler(server, process, ports["port"], trust)
 
 
 def _authority(directory: Path) -> bytes:
@@ -216,24 +176,3 @@ async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_com
         for created, _ in (await waiting, await late):
             assert parse_pod(created).has_sidecar
         await running.process.ended()
-
-
-async def test_an_answer_carries_the_authority_that_reports_are_to_trust(tmp_path: Path) -> None:
-    async with reconciler(tmp_path) as running:
-        status, answer = await running.report(msgspec.json.encode(report()))
-        assert (status, answer["authorities"]) == (200, (tmp_path / "ca.crt").read_text())
-
-
-async def test_a_reconciler_that_follows_a_cluster_ends_on_sigterm(tmp_path: Path) -> None:
-    async with reconciler(tmp_path) as running:
-        await until(running.server.watches)
-        running.process.child.send_signal(signal.SIGTERM)
-        await running.process.ended()
-
-
-async def test_the_same_wrong_token_is_hardly_asked_about_again(tmp_path: Path) -> None:
-    async with reconciler(tmp_path) as running:
-        wrong = [running.report(b"{}", token="wrong") for _ in range(50)]
-        assert {status for status, _ in await asyncio.gather(*wrong)} == {401}
-        reviews = len(running.server.asked("POST", "/tokenreviews"))
-        assert reviews <= 8, "what is asked about at a time"

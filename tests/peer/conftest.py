@@ -25,3 +25,11 @@ def node(tmp_path: Path, authority: Authority) -> Callable[..., Node]:
         return Node(tmp_path / "drives", node_rank, authority.files(node_rank), **options)
 
     return make
+
+
+@pytest.fixture
+def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
+    """A pod, and its buddy."""
+    here, buddy = node(0), node(1)
+    here.knows(buddy, buddies=(buddy,))
+    return here, buddy

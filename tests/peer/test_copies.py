@@ -20,24 +20,26 @@ from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
 from tests.tiers.local import committed, durable, gone
-from tests.volume.images import empty_slot, step_id
+from tests.volume.images import Slot, empty_slot, step_id
 
 Make = Callable[..., Node]
+Pair = tuple[Node, Node]
 
 
-async def sent(here: Node, buddy: Node, *steps: int) -> None:
-    """Steps of rank 0 that became durable here, and then the buddy's copies, one by one."""
+async def sent(here: Node, buddy: Node, *steps: int) -> tuple[Slot, LocalShard]:
+    """Steps of rank 0 that became durable here, and then the buddy's copies, one by one; the
+    last."""
     for step in steps:
-        _, found = here.write(step, rank=0)
+        slot, found = here.write(step, rank=0)
         durable(here.remote_tier, found)
         await until(lambda step=step: (step, 0) in buddy.copies())
+    return slot, found
 
 
 async def test_a_copy_finds_room_on_a_drive_that_is_full_of_spare_files(
-    node: Make, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+    here, buddy = pair
     buddy.volume.retire(buddy.write(1, rank=1)[1].step_id)
     _, found = here.write(5, rank=0)
     allocate = Filesystem.allocate
@@ -54,13 +56,10 @@ async def test_a_copy_finds_room_on_a_drive_that_is_full_of_spare_files(
         await until(lambda: buddy.copies() == [(5, 0)])
 
 
-async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+async def test_a_copy_that_is_kept_here_is_read_from_here(pair: Pair) -> None:
+    here, buddy = pair
     async with running(here, buddy):
-        slot, found = here.write(5, rank=0)
-        durable(here.remote_tier, found)
-        await until(lambda: buddy.copies() == [(5, 0)])
+        slot, _ = await sent(here, buddy, 5)
         buddy.knows()  # the other pod is gone
         (remote,) = (await buddy.remote_tier.look()).shards
         (source,) = buddy.remote_tier.sources(remote)
@@ -70,25 +69,19 @@ async def test_a_copy_that_is_kept_here_is_read_from_here(node: Make) -> None:
         assert same(view, slot)
 
 
-async def test_copies_are_found_again_after_a_restart(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+async def test_copies_are_found_again_after_a_restart(node: Make, pair: Pair) -> None:
+    here, buddy = pair
     async with running(here, buddy):
-        _, found = here.write(5, rank=0)
-        durable(here.remote_tier, found)
-        await until(lambda: buddy.copies() == [(5, 0)])
+        await sent(here, buddy, 5)
     again = node(1)
     async with running(again):
         await until(lambda: again.copies() == [(5, 0)])
 
 
-async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make, pair: Pair) -> None:
+    here, buddy = pair
     async with running(here, buddy):
-        _, found = here.write(5, rank=0)
-        durable(here.remote_tier, found)
-        await until(lambda: buddy.copies() == [(5, 0)])
+        _, found = await sent(here, buddy, 5)
     path = buddy.copy_path(found.step_id)
     with path.open("r+b") as file:
         file.seek(-10, 2)
@@ -102,14 +95,11 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make) -> N
     ]
 
 
-async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> None:
+async def test_what_the_sender_lost_is_not_what_it_does_not_want(pair: Pair) -> None:
     """A sender that comes back empty wants nothing; its copies are all that is left."""
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+    here, buddy = pair
     async with running(here, buddy):
-        _, found = here.write(5, rank=0)
-        durable(here.remote_tier, found)
-        await until(lambda: buddy.copies() == [(5, 0)])
+        _, found = await sent(here, buddy, 5)
         gone(here.remote_tier, [found.step_id])
         committed(here.remote_tier, step_id(9))
         _, other = here.write(7, rank=1)
@@ -118,9 +108,8 @@ async def test_what_the_sender_lost_is_not_what_it_does_not_want(node: Make) -> 
         assert (5, 0) in buddy.copies()
 
 
-async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(pair: Pair) -> None:
+    here, buddy = pair
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
         committed(here.remote_tier, step_id(2))
@@ -130,9 +119,10 @@ async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(node: 
         assert not await buddy.remote_tier.make_room(1 << 60)
 
 
-async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(node: Make) -> None:
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(
+    node: Make, pair: Pair
+) -> None:
+    here, buddy = pair
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
     again = node(1)  # and nobody sends to it any more
@@ -148,9 +138,7 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
     here, buddy = node(0), node(1, capacity_bytes=200_000)
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
-        _, small = here.write(1, rank=0)
-        durable(here.remote_tier, small)
-        await until(lambda: buddy.copies() == [(1, 0)])
+        await sent(here, buddy, 1)
         _, big = here.write(2, rank=0, parameters=BIG)
         durable(here.remote_tier, big)
         await until(lambda: here.remote_tier.status().trouble)
@@ -161,11 +149,10 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
 
 
 async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_trouble_is_over(
-    node: Make, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps come as fast as they are sent: while one is on its way, the next becomes durable."""
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
+    here, buddy = pair
     loop, really = asyncio.get_running_loop(), buddies.send
     coming = {step: here.write(step, rank=0)[1] for step in range(2, 12)}
     seen: list[tuple[str, int]] = []

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +23,6 @@ from tests.tiers.local import durable
 from tests.volume.images import RUN, Slot, empty_slot, make_layout, staged
 
 Pair = tuple[Node, Node]
-
-
-@pytest.fixture
-def pair(node: Callable[..., Node]) -> Pair:
-    """A pod, and its buddy."""
-    here, buddy = node(0), node(1)
-    here.knows(buddy, buddies=(buddy,))
-    buddy.knows(here)
-    return here, buddy
 
 
 def alike(rank: int, step: int = 5) -> Slot:

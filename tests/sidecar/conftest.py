@@ -7,12 +7,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # importmode=importlib leaves it out
 
 from machines import Machine, Run
+from operator_host import Identity, OperatorHost, make_identity
+from pods import Pod
 from trainer import FakeTrainer
 
 from tests.harness import free_port
@@ -50,3 +53,56 @@ def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callab
     for one in made:
         one.end()
     shutil.rmtree(memory, ignore_errors=True)
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> Identity:
+    return make_identity(tmp_path / "tls")
+
+
+@pytest.fixture
+def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
+    """Makes operators of a run with two ranks (not started); ends them all."""
+    made: list[OperatorHost] = []
+
+    def make(*, identity: Identity = identity, **options: Any) -> OperatorHost:
+        made.append(OperatorHost(identity, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
+    return operators().start()
+
+
+@pytest.fixture
+def pods(
+    tmp_path: Path, identity: Identity, operators: Callable[..., OperatorHost]
+) -> Iterator[Callable[[str], list[Pod]]]:
+    """Makes the two pods of a run (not started); kills their sidecars at the end, before
+    `operators` end."""
+    memory = Path(tempfile.mkdtemp(prefix="keepstep-pods-", dir="/dev/shm"))
+    made: list[Pod] = []
+    leader = free_port()
+
+    def make(url: str) -> list[Pod]:
+        for node in range(2):
+            places = {"memory": memory / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
+            made.append(Pod(node, **places, url=url, ca=identity.pem, leader=leader))
+        return made
+
+    yield make
+    for one in made:
+        one.end()
+    shutil.rmtree(memory, ignore_errors=True)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "archive"
+    path.mkdir()
+    return path

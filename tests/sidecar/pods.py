@@ -55,8 +55,8 @@ class Pod(SidecarProcess):
 
     def steps(self) -> set[int]:
         """Steps of which shards lie on the volume, published or not."""
-        found = [*self.root.glob("0*"), *self.root.glob("pending/0*")]
-        return {int(path.name.rsplit("-", 1)[1]) for path in found if any(path.iterdir())}
+        found = [*self.root.glob("0*/*"), *self.root.glob("pending/0*/*")]
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
 
 
 def members(pods: Iterable[Pod]) -> tuple[Member, ...]:

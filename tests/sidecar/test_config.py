@@ -144,6 +144,7 @@ def test_any_text_survives_a_file(text: str) -> None:
         ('linger = "soon"', "linger: 'soon' is not a duration; write it like 90s, 15m or 2h"),
         ("linger = nan", "linger: nan is not a duration"),
         ("keep_every = 0", "keep_every: '0' keeps nothing; write a number of steps, or a time"),
+        ('archive_keep_every = "0s"', "archive_keep_every: '0s' keeps nothing"),
         ('keep_every = "often"', "keep_every: 'often' is not a duration"),
         ("bytes_per_second = 0", "bytes_per_second: 0: starts at 1; leave it out for no limit"),
         ("peer_bytes_per_second = 0", "peer_bytes_per_second: 0: starts at 1"),

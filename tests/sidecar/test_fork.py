@@ -18,13 +18,6 @@ Start = Callable[..., SidecarProcess]
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    path = tmp_path / "archive"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def step(sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path) -> StepId:
     """Steps 4 and 5 of two ranks in the archive of run `first`, which has ended; 4 is returned."""
     first = sidecars("first").start("--archive", str(archive), "--archive-every", "1")

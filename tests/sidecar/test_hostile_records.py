@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.volume.run_record import RunRecord
+from tests.harness import peak_of
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 1200)
 MEBIBYTE = 1 << 20
@@ -152,12 +152,3 @@ def test_the_record_of_a_step_of_many_ranks_is_read_back() -> None:
 def refused(read: Callable[[bytes], object], data: bytes) -> None:
     with pytest.raises(ImageError):
         read(data)
-
-
-def peak_of(call: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()

@@ -31,6 +31,12 @@ def huge(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
+@pytest.fixture
+def sidecar(sidecars: Callable[..., SidecarProcess]) -> SidecarProcess:
+    """Not yet started."""
+    return sidecars()
+
+
 def start(sidecar: SidecarProcess, directory: Path, *options: str) -> SidecarProcess:
     return sidecar.start("--slots", str(_SLOTS), "--huge-pages-dir", str(directory), *options)
 
@@ -47,7 +53,6 @@ def slots(root: Path) -> list[Path]:
 def test_a_step_is_saved_committed_and_restored_on_huge_pages_through_kill_9(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
-    sidecar.end()
     start(sidecar, huge)
     trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
     committed(trainer, 1, 2)
@@ -66,15 +71,13 @@ def test_a_step_is_saved_committed_and_restored_on_huge_pages_through_kill_9(
     assert read_image(again.layout, opened.path) == content(again.layout, 2)
     shard = next(sidecar.root.glob("0*2/rank-*"))
     assert read_image(again.layout, shard) == content(again.layout, 2)
-    again.restored(again.epoch)
-    again.register()
+    again.go_on()
     committed(again, 3)
 
 
 def test_an_image_read_from_a_volume_lands_on_huge_pages(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
-    sidecar.end()
     start(sidecar, huge)
     committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
     sidecar.terminate()
@@ -94,7 +97,6 @@ def test_slots_that_find_no_huge_page_are_of_small_ones(
     size_bytes = (2 * _SLOT_PAGES - 1) * HUGE_PAGE_BYTES
     pages = (_SLOTS + 1) * _SLOT_PAGES
     with hugetlbfs.for_test(tmp_path / "huge", pages, size_bytes=size_bytes) as huge:
-        sidecar.end()
         start(sidecar, huge)
         trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
         committed(trainer, 1, 2, 3)
@@ -116,7 +118,6 @@ def test_a_directory_that_cannot_be_used_costs_speed_alone(
         directory = huge
         other = SlotDirectories(tmp_path, huge=huge)
         assert other.huge == huge
-    sidecar.end()
     start(sidecar, directory)
     committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
     assert slots(huge) == []
@@ -129,7 +130,6 @@ def test_a_directory_that_cannot_be_used_costs_speed_alone(
 def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
-    sidecar.end()
     start(sidecar, huge)
     committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
     eventually(lambda: len(slots(huge)) == _SLOTS, what="all slots")
@@ -140,8 +140,7 @@ def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
     again.connect()
     newest = again.candidates().candidates[-1]
     assert (newest.id.step, newest.tier) == (1, Tier.MEMORY)
-    again.restored(again.epoch)
-    again.register()
+    again.go_on()
     committed(again, 2, 3)
     eventually(
         lambda: len(slots(huge)) + len(slots(sidecar.memory)) == _SLOTS, what="slots in place of"
@@ -154,7 +153,6 @@ def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
 def test_whoever_damages_a_slot_on_huge_pages_ends_no_sidecar(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path, damage: str
 ) -> None:
-    sidecar.end()
     start(sidecar, huge)
     trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
     committed(trainer, 1)
@@ -173,7 +171,6 @@ def test_pages_are_given_back_when_the_run_ends(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     own = huge / "run"
-    sidecar.end()
     start(sidecar, own)
     trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
     committed(trainer, 1)
@@ -187,12 +184,10 @@ def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     """As in a container of its own, with this machine's /dev/shm but not its hugetlbfs."""
-    sidecar.end()
     start(sidecar, huge, "--persist-every", "1000")
     trainer = trainers(sidecar.socket, size=_SIZE)
     assert trainer.connect().huge_pages_dir == str(huge)
-    trainer.restored(trainer.epoch)
-    trainer.register()
+    trainer.go_on()
     trainer.stage(1)  # in memory alone
     assert [path.parent.parent for path in slots(huge)][:1] == [huge]
     trainer.disconnect()
@@ -203,8 +198,7 @@ def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
     opened = blind.open(blind.candidates().candidates[-1].id)
     assert Path(opened.path).is_relative_to(sidecar.memory)
     assert read_image(blind.layout, opened.path) == content(blind.layout, 1)
-    blind.restored(blind.epoch)
-    blind.register()
+    blind.go_on()
     committed(blind, 2, 3)
     assert slots(huge) == []
     assert "does not see it; mount it there, too" in sidecar.text()
@@ -213,15 +207,11 @@ def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
 def test_a_life_without_huge_pages_gives_no_name_twice(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
-    sidecar.end()
     for number, options in enumerate(
         (("--huge-pages-dir", str(huge)), (), ("--huge-pages-dir", str(huge)))
     ):
         sidecar.start("--slots", str(_SLOTS), *options)
-        trainer = trainers(sidecar.socket, size=_SIZE)
-        trainer.connect()
-        trainer.restored(trainer.epoch)
-        trainer.register()
+        trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
         committed(trainer, *range(3 * number + 1, 3 * number + 4))
         trainer.disconnect()
         sidecar.kill()

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 from machines import Machine, Run
-from trainer import FakeTrainer
+from trainer import FakeTrainer, make_layout
 
+from keepstep.core.vote import choose
 from keepstep.errors import SidecarError
 from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned
@@ -38,6 +39,38 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
     eventually(lambda: two.machines[0].steps() == {7}, what="older steps go on all machines")
 
 
+@pytest.mark.parametrize("ahead_s", [600, -600])
+def test_clocks_ten_minutes_apart_cost_a_run_nothing(
+    run: Callable[[int], Run], tmp_path: Path, ahead_s: int
+) -> None:
+    two = run(2)
+    here, there = two.machines
+    there.program = ("env", *there.program)  # an interpreter of its own
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import time\nreal = time.time\ntime.time = lambda: real() + {ahead_s}\n"
+    )
+    options = ("--persist-every", "1", "--keep", "1")
+    here.start(*options)
+    there.start(*options, PYTHONPATH=str(tmp_path))
+    for one in two.come_back():
+        one.restored(one.epoch)
+        one.register()
+    for step in range(6):
+        two.reach(step)
+    eventually(lambda: 5 in here.copies(), what="the buddy has the newest step")
+    two.disconnect()
+    there.kill()
+    there.lose_memory()
+    shutil.rmtree(there.volume)
+    there.start(*options, PYTHONPATH=str(tmp_path))
+    two.come_back()
+    assert two.restore().step == 5
+    two.reach(6)
+    for machine in two.machines:
+        eventually(lambda one=machine: one.steps() == {6}, what="older steps go")
+        assert not machine.warnings()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
     run: Callable[[int], Run], lost: int
@@ -55,6 +88,48 @@ def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
     two.come_back()
     assert two.restore() == id
     eventually(lambda: machine.steps() == {3}, what="the copy on its own volume is made again")
+
+
+@pytest.mark.parametrize("address", ["the same", "another"])
+def test_what_a_replaced_machine_was_seen_to_hold_keeps_no_twin_from_standing_in(
+    run: Callable[[int], Run], address: str
+) -> None:
+    options = ("--persist-every", "1", "--peer-replicas", "0", "--keep", "10")
+    two = run(2)
+    two.start_sidecars(*options)
+
+    def train(ranks: list[FakeTrainer]) -> None:
+        for one in ranks:
+            one.layout = make_layout(one.rank, 2, twins=(1 - one.rank,))
+
+    train(two.come_back())
+    for one in two.ranks:
+        one.restored(one.epoch)
+        one.register()
+    two.reach(0)
+    two.disconnect()
+    here, there = two.machines
+    here.kill()
+    here.start(*options)  # it asks what the other one holds
+    train(two.come_back())
+    assert two.restore().step == 0
+    last = [two.reach(step) for step in range(1, 6)][-1]
+    two.disconnect()
+    there.kill()
+    there.lose_memory()
+    shutil.rmtree(there.volume)
+    if address == "another":
+        there.port = free_port()
+    there.start(*options)
+    zero, one = (two._trainers(machine.socket, at, 2) for at, machine in enumerate(two.machines))
+    zero.connect(local_world=1)  # it votes before the other one comes
+    eventually(
+        lambda: not any(1 in offer.images for offer in zero.candidates().offers),
+        what="what it held is gone",
+    )
+    vote = zero.candidates()
+    one.connect(local_world=1)
+    assert choose([vote, one.candidates()]).id == last
 
 
 def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(

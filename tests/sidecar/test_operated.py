@@ -111,8 +111,7 @@ def team(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Team]
     for pod in made.pods:
         pod.start(*OPTIONS)
     for one in made.come():
-        one.restored(one.epoch)
-        one.register()
+        one.go_on()
     yield made
     made.end()
 

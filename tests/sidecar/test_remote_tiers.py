@@ -18,13 +18,6 @@ Trainers = Callable[..., FakeTrainer]
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    path = tmp_path / "archive"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture
 def archived(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
 ) -> tuple[SidecarProcess, StepId]:

@@ -75,8 +75,7 @@ def test_links_in_shared_memory_lead_a_sidecar_to_nothing_on_a_volume(
     trainer = trainers(sidecar.socket)
     trainer.connect()
     assert [one.tier for one in trainer.candidates().candidates] == [Tier.LOCAL]
-    trainer.restored(trainer.epoch)
-    trainer.register()
+    trainer.go_on()
     assert trainer.wait(trainer.stage(2), "committed", flush=True).reached
     after = tree(sidecar.root)
     kept = before.keys() - {"run.json", "history.jsonl"}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from operator_host import Identity, OperatorHost, make_identity
+from operator_host import OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, Ranks
 
@@ -21,55 +18,9 @@ from keepstep.steps import Answer, StepId
 from keepstep.wire.runs import DoubtKind
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import health
-from tests.harness import eventually, free_port
+from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
-
-
-@pytest.fixture
-def identity(tmp_path: Path) -> Identity:
-    return make_identity(tmp_path / "tls")
-
-
-@pytest.fixture
-def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
-    """Makes operators of a run with two ranks (not started); ends them all."""
-    made: list[OperatorHost] = []
-
-    def make(*, identity: Identity = identity, **options: Any) -> OperatorHost:
-        made.append(OperatorHost(identity, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.stop()
-
-
-@pytest.fixture
-def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
-    return operators().start()
-
-
-@pytest.fixture
-def pods(
-    tmp_path: Path, identity: Identity, operators: Callable[..., OperatorHost]
-) -> Iterator[Callable[[str], list[Pod]]]:
-    """Makes the two pods of a run (not started); kills their sidecars at the end, before
-    `operators` end."""
-    memory = Path(tempfile.mkdtemp(prefix="keepstep-pods-", dir="/dev/shm"))
-    made: list[Pod] = []
-    leader = free_port()
-
-    def make(url: str) -> list[Pod]:
-        for node in range(2):
-            places = {"memory": memory / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
-            made.append(Pod(node, **places, url=url, ca=identity.pem, leader=leader))
-        return made
-
-    yield make
-    for one in made:
-        one.end()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 class Team(Ranks):
@@ -390,8 +341,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     trainer = trainers(pod.socket, 0, 1)
     trainer.connect(local_world=1)
     assert trainer.candidates().answer is Answer.UNKNOWN
-    trainer.restored(trainer.epoch)
-    trainer.register()
+    trainer.go_on()
     for step in range(6):
         id = trainer.stage(step)
     waited = trainer.wait(id, "durable", timeout_s=5.0, flush=True)
@@ -412,8 +362,7 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
     pod.start()
     trainer = trainers(pod.socket, 0, 2)
     trainer.connect(local_world=1)
-    trainer.restored(trainer.epoch)
-    trainer.register()
+    trainer.go_on()
     id = trainer.stage(1)
     report = eventually(
         lambda: (found := operator.newest) and found.nodes and found.nodes[0].memory and found
@@ -438,8 +387,7 @@ def test_a_read_only_volume_is_read_and_a_run_may_begin_beside_it(
         trainer = trainers(pod.socket, 0, 1)
         trainer.connect(local_world=1)
         assert trainer.candidates().answer is Answer.NONE
-        trainer.restored(trainer.epoch)
-        trainer.register()
+        trainer.go_on()
         trainer.stage(1)
         assert any("Read-only" in text for text in pod.get("/v1/status")["warnings"])
     finally:

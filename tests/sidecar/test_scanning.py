@@ -63,37 +63,29 @@ class Held:
         return found
 
 
-def test_a_shard_that_becomes_durable_during_a_scan_is_not_forgotten(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+def forget_one(committer: Committer) -> None:
+    committer.local_shards.drop(min(committer.local_shards.shards))
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "left"), [(lambda one: write(one, 3), [1, 2, 3]), (forget_one, [2])]
+)
+async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
+    committer: Committer,
+    volumes: VolumeSet,
+    monkeypatch: pytest.MonkeyPatch,
+    meanwhile: Callable[[Committer], None],
+    left: list[int],
 ) -> None:
-    async def story() -> list[int]:
-        write(committer, 1)
-        held = Held(volumes, monkeypatch)
-        scan = asyncio.ensure_future(committer.scan())
-        await asyncio.to_thread(held.looked.wait, 20)
-        write(committer, 2)
-        held.tell.set()
-        await scan
-        return sorted(id.step for id in committer.local_shards.shards)
-
-    assert asyncio.run(story()) == [1, 2]
-
-
-def test_a_shard_that_is_deleted_during_a_scan_does_not_come_back(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def story() -> list[int]:
-        write(committer, 1)
-        write(committer, 2)
-        held = Held(volumes, monkeypatch)
-        scan = asyncio.ensure_future(committer.scan())
-        await asyncio.to_thread(held.looked.wait, 20)
-        committer.local_shards.drop(min(committer.local_shards.shards))
-        held.tell.set()
-        await scan
-        return sorted(id.step for id in committer.local_shards.shards)
-
-    assert asyncio.run(story()) == [2]
+    write(committer, 1)
+    write(committer, 2)
+    held = Held(volumes, monkeypatch)
+    scan = asyncio.ensure_future(committer.scan())
+    await asyncio.to_thread(held.looked.wait, 20)
+    meanwhile(committer)
+    held.tell.set()
+    await scan
+    assert sorted(id.step for id in committer.local_shards.shards) == left
 
 
 async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(

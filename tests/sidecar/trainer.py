@@ -81,13 +81,15 @@ def call_on(connection: Connection, route: str, message: Any, kind: type[T]) -> 
     return from_json(kind, data)
 
 
-def make_layout(rank: int = 0, world: int = 1, *, size: int = 64 << 10, name: str = "w") -> Layout:
+def make_layout(
+    rank: int = 0, world: int = 1, *, size: int = 64 << 10, name: str = "w", **more: Any
+) -> Layout:
     """An image of about `size` bytes: parameters and optimizer state."""
     specs = [
         TensorSpec(name=f"model.{name}", dtype="F32", shape=(size // 8,), section=Section.PARAMS),
         TensorSpec(name=f"opt.{name}", dtype="U8", shape=(size // 2,), section=Section.OPTIMIZER),
     ]
-    return Layout.build(specs, rank=rank, world=world)
+    return Layout.build(specs, rank=rank, world=world, **more)
 
 
 def content(layout: Layout, step: int) -> bytes:
@@ -290,6 +292,10 @@ class FakeTrainer:
     def begin_run(self, **fields: Any) -> FakeTrainer:
         """Lease, a fresh epoch, layout. `fields`: of the lease's request."""
         self.connect(**fields)
+        return self.go_on()
+
+    def go_on(self) -> FakeTrainer:
+        """After `connect`: a fresh epoch, layout."""
         self.restored(self.epoch)
         self.register()
         return self

@@ -1,6 +1,7 @@
 """Pods are deleted at random over all kinds of volumes: what was said before is what happens.
 
     KEEPSTEP_SOAK_ROUNDS=20 python -m pytest -m soak tests/soak/test_pods_deleted.py -s
+    KEEPSTEP_SOAK_KINDS="ephemeral replicas" python -m pytest ...
 
 `survives` and the condition `Protected` say before each deletion whether the run goes on, and from
 which step at the least.
@@ -14,14 +15,17 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from tests.e2e import jobs, runs
+from tests.e2e import dump, jobs, runs
 from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 _ROUNDS = int(os.environ.get("KEEPSTEP_SOAK_ROUNDS", "20"))
+_KINDS = os.environ.get("KEEPSTEP_SOAK_KINDS", "")
+_FAILED = Path(__file__).parents[2] / "build" / "e2e" / "failed" / "pods_deleted"
 _PODS = ("gpt-master-0", "gpt-worker-0")
 _NAMED = re.compile(r"(?:goes on from|goes back to) step (\d+)")
 
@@ -48,6 +52,8 @@ def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
     made = dict[str, Kubectl]()
     for kind, policy in _policies().items():
         for state, node in zip(("replicas", "shards"), cluster.workers(), strict=False):
+            if _KINDS not in f"{kind} {state}":
+                continue
             name = f"deleted-{kind}-{state}-{int(time.time())}"
             cluster.kubectl("create", "namespace", name)
             one = made[f"{kind} {state}"] = cluster.kubectl.namespaced(name)
@@ -62,7 +68,7 @@ def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
-    teams: dict[str, Kubectl],
+    teams: dict[str, Kubectl], cluster: Cluster
 ) -> None:
     seed = int(os.environ.get("KEEPSTEP_SOAK_SEED", str(random.randrange(1 << 30))))
     chance, wrong = random.Random(seed), list[str]()
@@ -79,6 +85,7 @@ def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
         print(f"soak {line}{'' if right else ' WRONG'}", flush=True)
         if not right:
             wrong.append(line)
+            dump.namespace(cluster, one, _FAILED / str(number))
         runs.committed_beyond(one, life.first + 5, within_s=200)
     assert not wrong, f"seed {seed}"
 

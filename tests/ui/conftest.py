@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -56,13 +55,6 @@ async def site_of(views: dict[str, RunPage], *, secret: str = "") -> AsyncIterat
         aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client,
     ):
         yield Site(url, views, client)
-
-
-@pytest.fixture
-def keepstep(tmp_path: Path) -> Iterator[Keepstep]:
-    made = Keepstep(tmp_path)
-    yield made
-    made.end()
 
 
 @pytest.fixture

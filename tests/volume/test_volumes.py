@@ -12,11 +12,8 @@ import pytest
 
 from keepstep.errors import (
     DigestError,
-    ForeignError,
-    FormatError,
     NoSpaceError,
     StorageError,
-    VersionError,
 )
 from keepstep.steps import Epoch, EpochId
 from keepstep_sidecar.volume import run_record
@@ -136,28 +133,6 @@ def test_an_epoch_that_no_volume_can_record_is_an_error(
     armed("record.data:eio@1,record.data:eio@2")
     with pytest.raises(StorageError):
         volumes.change_record(lambda record: record.with_epochs(EPOCH))
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", FormatError),
-        ("[]", FormatError),
-        (
-            '{"format_version": 1, "run": "gpt", "epochs": [{"id": "x", "parent": null}]}',
-            FormatError,
-        ),
-        ('{"format_version": 9, "run": "gpt"}', VersionError),
-        ('{"format_version": 1, "run": "bert", "epochs": []}', ForeignError),
-    ],
-)
-def test_a_record_that_is_not_ours_is_an_error_that_names_it(
-    tmp_path: Path, text: str, error: type[Exception]
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(error, match=str(path)):
-        run_record.load(path, run=RUN)
 
 
 class Short(Filesystem):

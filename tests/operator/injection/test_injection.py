@@ -6,13 +6,12 @@ import json
 from copy import deepcopy
 from typing import Any
 
-import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 from hypothesis import assume, given, settings
 from jsonpatch import apply_patch, make_patch
 
 from keepstep_operator.api.pod import PodError, injected_of, parse_pod, training_container
-from keepstep_operator.api.policy import Accounting, EmptyDir, Policy
+from keepstep_operator.api.policy import Accounting, Policy
 from keepstep_operator.api.quantities import parse_bytes, parse_millicores
 from keepstep_operator.injection import inject, refuse
 from tests.operator.injection.pod_security import baseline_violations, restricted_violations
@@ -380,13 +379,6 @@ def test_a_pod_whose_ephemeral_storage_is_limited_asks_for_the_sidecars_volumes_
     assert "the kubelet may evict the pod; set capacity" in said.warnings[0]
 
 
-def test_an_empty_dir_is_never_filled_up_to_where_the_kubelet_evicts() -> None:
-    wanted = policy(EMPTY_DIR)
-    assert isinstance(wanted.volumes[0].source, EmptyDir)
-    environment = environment_of(sidecar_of(inject(bare_pod(), wanted, DEFAULTS)))
-    assert int(environment["KEEPSTEP_CAPACITY"]) == 95 << 30
-
-
 def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
     pod = bare_pod()
     assert sidecar_of(inject(pod, policy(), DEFAULTS))["ports"][0]["containerPort"] == 26740
@@ -576,9 +568,3 @@ def test_a_pod_that_was_refused_can_be_injected_later() -> None:
     refused = refuse(pytorch_job(), reason="PolicyNotFound", message="there is none")
     injected = inject(refused, policy(), DEFAULTS)
     assert injected == inject(pytorch_job(), policy(), DEFAULTS)
-
-
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-def test_an_injected_pod_has_the_schema_of_kubernetes(make: Any) -> None:
-    wanted = policy(EMPTY_DIR, HOST_PATH, EPHEMERAL)
-    kubernetes_validate.validate(inject(make(), wanted, DEFAULTS), "1.31", strict=True)

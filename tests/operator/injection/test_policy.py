@@ -312,13 +312,6 @@ def test_the_defaults_are_those_of_the_schema() -> None:
     assert replace(parse_policy(given), spec={}) == replace(parse_policy(bare), spec={})
 
 
-@pytest.mark.parametrize("name", ["policy.yaml", "policy-hostpath.yaml"])
-def test_the_policies_of_the_examples_are_right(name: str) -> None:
-    root = Path(__file__).parents[3]
-    body = yaml.safe_load((root / "examples" / "kubernetes" / name).read_text())
-    assert parse_policy(body).name == body["metadata"]["name"]
-
-
 def test_what_a_policy_adds_to_a_pod_is_its_slots_and_the_sidecar() -> None:
     added = parse_policy(policy_body(memory={"limit": "1Gi"}))
     carved = parse_policy(policy_body(memory={"limit": "1Gi"}, accounting="CarveOut"))

@@ -228,10 +228,16 @@ def test_a_pod_for_whose_sidecar_there_is_no_room_says_what_to_change(case: str)
     assert "accounting: CarveOut" in str(caught.value)
 
 
-def test_carved_out_limits_leave_the_sum_of_the_pod_as_it_was() -> None:
-    pod = of_one()
-    full = quota({"limits.cpu": "500m", "requests.cpu": "200m", "limits.memory": "768Mi"})
-    injected = inject(pod, policy(**SMALL, accounting="CarveOut"), DEFAULTS, room=room(full))
+@pytest.mark.parametrize("volume", [EMPTY_DIR, HOST_PATH], ids=["emptyDir", "hostPath"])
+def test_carved_out_limits_leave_the_sum_of_the_pod_as_it_was(volume: Body) -> None:
+    """So that a quota is met, whatever it leaves, and however many pods are still to come."""
+    rules = (
+        quota({"limits.cpu": "500m", "requests.cpu": "200m", "limits.memory": "768Mi"}),
+        limit_range({"type": "Container", "maxLimitRequestRatio": {"cpu": "3"}}),
+    )
+    pod, wanted = of_one(), policy(volume, **SMALL, accounting="CarveOut")
+    injected = inject(pod, wanted, DEFAULTS, room=room(*rules))
+    assert accepted(injected, *rules)
     for kind in ("requests", "limits"):
         assert _sum(injected["spec"], kind) == _sum(pod["spec"], kind)
     assert sidecar(injected)["limits"]["cpu"] == "250m", "half, as of the request"
@@ -267,20 +273,6 @@ def test_add_is_used_where_carving_would_leave_the_trainer_too_little() -> None:
 def test_a_policy_may_limit_the_cpu() -> None:
     asked = policy(sidecar={"resources": {"cpu": "50m", "cpuLimit": "300m"}})
     assert sidecar(inject(of_one(), asked, DEFAULTS))["limits"]["cpu"] == "300m"
-
-
-def test_a_quota_is_met_by_a_pod_that_stays_as_large_as_it_was() -> None:
-    """Whatever it leaves, and however many pods of the job are still to come."""
-    rules = (
-        quota({"limits.cpu": "500m", "requests.cpu": "200m", "limits.memory": "768Mi"}),
-        limit_range({"type": "Container", "maxLimitRequestRatio": {"cpu": "3"}}),
-    )
-    pod = of_one()
-    for volume in (EMPTY_DIR, HOST_PATH):
-        wanted = policy(volume, **SMALL, accounting="CarveOut")
-        injected = inject(pod, wanted, DEFAULTS, room=room(*rules))
-        assert accepted(injected, *rules)
-        assert _sum(injected["spec"], "limits") == _sum(pod["spec"], "limits")
 
 
 def test_a_trainer_that_is_too_small_for_carving_goes_without_where_there_is_a_quota() -> None:

@@ -68,9 +68,11 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(cluster: ApiServer, directory: Path, **options: Any) -> AsyncIterator[Served]:
-    """Everything that `keepstep-operator reconcile` runs, until the block ends. `options`: of the
-    command."""
+async def serving(
+    cluster: ApiServer, directory: Path, *, watching: bool = True, **options: Any
+) -> AsyncIterator[Served]:
+    """Everything that `keepstep-operator reconcile` runs, until the block ends. `watching` False:
+    its API alone, which looks up pods that it does not know. `options`: of the command."""
     authority = make_certificate(directory)
     (directory / "ca.crt").write_bytes(authority)
     tls = ServerTls(lambda: mounted(directory))
@@ -90,7 +92,7 @@ async def serving(cluster: ApiServer, directory: Path, **options: Any) -> AsyncI
             patched.setenv("KUBECONFIG", str(cluster.kubeconfig(directory)))
             async with aiohttp.ClientSession(connector=connector) as session:
                 parts = Parts(client, Settings(**settings), PeerCertificates(directory))
-                working = asyncio.create_task(parts.work())
+                working = asyncio.create_task(parts.work() if watching else parts.rounds.load())
                 try:
                     async with listening(
                         parts.reports.application(),
@@ -98,7 +100,7 @@ async def serving(cluster: ApiServer, directory: Path, **options: Any) -> AsyncI
                         ssl_context=tls.context,
                         shutdown_s=0.1,
                     ) as port:
-                        await until(lambda: working.done() or not parts.ready())
+                        await until(lambda: working.done() or (watching and not parts.ready()))
                         yield Served(parts, cluster, tls, session, port)
                 finally:
                     parts.ending.set()

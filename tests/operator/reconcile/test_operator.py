@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.runs import Doubt, DoubtKind, Kept, Record
-from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, POLICIES, RUNS, SERVICES
+from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES
 from keepstep_operator.reconcile import operator, rounds, writers
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
@@ -74,8 +74,6 @@ async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_pa
         assert served.cluster.objects[path]["status"]["tiers"] == ["archive"]
         committed = await until(lambda: events(served, "Committed"))
         assert {one["regarding"]["kind"] for one in committed} <= {"PyTorchJob", "CheckpointRun"}
-        policy = served.cluster.take(POLICIES, "default", namespace="team")
-        await until(lambda: policy.get("status") or served.cluster.objects)
         await served.report(replace(told, sequence=3, kept=()))
         await until(lambda: path not in served.cluster.objects, what="a deleted Checkpoint")
 

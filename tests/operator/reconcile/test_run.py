@@ -138,7 +138,7 @@ def test_a_status_that_makes_no_sense_counts_as_none() -> None:
 
 
 def test_of_two_pods_with_node_rank_0_the_older_one_leads() -> None:
-    run = begun(pod(0, life=2), pod(0, life=1), pod(1))
+    run = begun(pod(0, life=2, uid="first-by-name"), pod(0, life=1), pod(1))
     leads = leader_pod(run)
     assert leads is not None
     assert leads.uid == "pod-0-1"

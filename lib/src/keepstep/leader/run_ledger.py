@@ -359,7 +359,7 @@ class RunLedger:
         return self._safety[1]
 
     def _judge(self) -> Safety:
-        archived, commit = self.newest_archived(), self.committed()
+        archived = self.newest_archived()
         judged = [*self._judged(self._drives())]
         left = least_left(judged)
         pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
@@ -368,7 +368,7 @@ class RunLedger:
             step=archived if left is None else left,
             pod=archived if pod is None else pod,
             archived=archived,
-            sole=next((of for id, of, _ in judged if id == commit and of), frozenset()),
+            sole=(judged[0][1] if judged else None) or frozenset(),
         )
 
     def _judged(self, names: Mapping[int, str]) -> Iterator[tuple[StepId, Sole, Sole]]:

@@ -23,7 +23,7 @@ from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
-from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
+from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.volume.directories import LocalShard, Scan
 from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -294,7 +294,9 @@ class RemoteInventory:
         if self.ancestor is not None and Answer.UNKNOWN in others:
             # ignore the other run's step until it is known what this run has itself
             found[self.ancestor] = _TOO_EARLY
-        self._inventories = {tier: _with_last_seen(new, last[tier]) for tier, new in found.items()}
+        self._inventories = {
+            tier: _with_last_seen(new, last[tier], tier.may_hold) for tier, new in found.items()
+        }
         for tier, new in self._inventories.items():
             if new.answer is Answer.UNKNOWN and new.reason != last[tier].reason:
                 warn("remote tier does not answer", tier=str(tier.tier), reason=new.reason)
@@ -413,11 +415,14 @@ class RemoteInventory:
         return found
 
 
-def _with_last_seen(new: Inventory, old: Inventory) -> Inventory:
-    """`new`, with the old contents if the tier did not answer: its copies may still be there."""
+def _with_last_seen(
+    new: Inventory, old: Inventory, may_hold: Callable[[RemoteShard], bool]
+) -> Inventory:
+    """`new`, with those of the old contents that may still be there if the tier did not answer."""
     if new.answer is not Answer.UNKNOWN or new.shards:
         return new
-    return replace(new, shards=old.shards, epochs=old.epochs, complete=old.complete)
+    left = tuple(filter(may_hold, old.shards))
+    return replace(new, shards=left, epochs=old.epochs, complete=old.complete)
 
 
 # --- all copies ------------------------------------------------------------------------------

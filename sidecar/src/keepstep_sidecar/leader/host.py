@@ -88,6 +88,12 @@ class Host:
         except (UsageError, ValueError, RecursionError) as error:
             self._refuse(member, str(error))
             return False
+        except Exception as error:  # others have sent reports, too
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"a report of {member}", "exception": error}
+            )
+            member.close("an error here")
+            return False
         self._members[member.node_rank] = member
         self._refused.pop(member.node_rank, None)
         return True

@@ -132,6 +132,11 @@ class RemoteTier:
         """The places where the shard can be opened, nearest first."""
         raise NotImplementedError
 
+    def may_hold(self, shard: RemoteShard) -> bool:
+        """Whether the shard that was last seen may still be there, while the tier does not
+        answer."""
+        return True
+
     def status(self) -> TierStatus:
         """The state of the tier and its transfers."""
         return self.replicator.status(self.where)

@@ -197,6 +197,11 @@ class PeerTier(RemoteTier):
             )
         return found
 
+    def may_hold(self, shard: RemoteShard) -> bool:
+        """See `RemoteTier`. A machine that was replaced, or that has answered, holds no more than
+        it says."""
+        return any(map(self._directory.may_hold, shard.key or ()))
+
     def refuse(self, source: ShardSource) -> None:
         """This source gave wrong bytes. It is not named again."""
         address = source.address if isinstance(source, PeerSource) else OWN

@@ -1,0 +1,90 @@
+"""Frames of members that come together are taken in together; each counts as if it came alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from keepstep.core.retention import Retention
+from keepstep.leader.leader import Leader
+from keepstep.steps import Tier
+from keepstep.wire.reports import LeaderReply
+from keepstep.wire.runs import RunPolicy
+from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.leader.host import Host
+from keepstep_sidecar.tiers.peer.frames import Kind, packed
+from tests.harness import until
+from tests.leader import runs
+from tests.leader.plays import Sidecar
+from tests.leader.runs import Linked, leading, running
+from tests.leader.wire import Raw
+
+POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=True, restarts=False)
+
+
+def hosting(leader: runs.Leader) -> Host:
+    host = Host(Leader(life="leader", nodes=None, policy=POLICY), Changes())
+    leader.hub.take, leader.hub._gone = host.take, host.gone
+    return host
+
+
+def frame(one: Sidecar, *local: int) -> bytes:
+    return msgspec.json.encode(one.durable(*local).report())
+
+
+def answered(one: Linked) -> int:
+    replies = [msgspec.json.decode(body, type=LeaderReply) for body in one.frames]
+    return max((reply.answers for reply in replies), default=0)
+
+
+async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_gone() -> None:
+    async with leading() as leader:
+        host, linked, one = hosting(leader), Linked(leader.address), Sidecar(rank=1)
+        async with running(linked):
+            await until(lambda: linked.link.connected)
+            linked.link.send(frame(one, 7))
+            await until(lambda: host.leader.connected == [1])
+            (member,) = leader.hub
+            host.take(member, frame(one, 8))
+            member.close("it goes")
+            await until(lambda: host.leader.connected == [])
+            assert {id.step for id in host.leader.ledger.local(1)} == {7, 8}
+
+
+async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
+    async with leading() as leader:
+        host, one = hosting(leader), Sidecar(rank=1)
+        with await asyncio.to_thread(Raw, leader.address) as raw:
+            frames = (b"{}", frame(one, 7), frame(one, 8))
+            raw.secure.sendall(b"".join(packed(Kind.MESSAGE, body) for body in frames))
+            assert "missing required field" in await asyncio.to_thread(raw.refusal)
+            await asyncio.sleep(0.2)
+        assert not host.leader.ledger.local(1)
+
+
+async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with leading() as leader:
+        host, errors = hosting(leader), list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: errors.append(told))
+        take = host.leader.take
+
+        def fails_for_one(node_rank: int, told: Any, **how: Any) -> Any:
+            if node_rank == 1:
+                raise KeyError("an error")
+            return take(node_rank, told, **how)
+
+        monkeypatch.setattr(host.leader, "take", fails_for_one)
+        linked = [Linked(leader.address, node_rank=rank) for rank in (1, 2)]
+        async with running(*linked):
+            await until(lambda: all(one.link.connected for one in linked))
+            for rank, one in enumerate(linked, 1):
+                one.link.send(frame(Sidecar(rank=rank, world=3), 7))
+            await until(lambda: answered(linked[1]) == 1)
+            await until(lambda: not linked[0].link.connected)
+        assert [str(one["exception"]) for one in errors] == ["'an error'"]
+        assert host.leader.ledger.core.held(2, Tier.LOCAL) == 1 << 2
