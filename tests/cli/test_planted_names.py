@@ -166,8 +166,6 @@ READ_FROM = {
     f"pulled/.{STEP}.pulling/{part_name(SHARD)}": ARCHIVED[2:],
     "out": READ[-1:],
     "out/model.safetensors": READ[-1:],
-    ".out.exporting": READ[-1:],
-    ".out.exporting/model.safetensors": READ[-1:],
 }
 
 
@@ -185,7 +183,7 @@ def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
     for place in (".keepstep", "far"):
         shutil.copytree(keepstep.home / place, tmp_path / "base" / place, symlinks=True)
     for name, commands in READ_FROM.items():
-        for place in (".keepstep", "far", "pulled", "out", ".out.exporting"):
+        for place in (".keepstep", "far", "pulled", "out"):
             _remove(keepstep.home / place)
             if (base := tmp_path / "base" / place).exists():
                 shutil.copytree(base, keepstep.home / place, symlinks=True)

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import mmap
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,14 +50,10 @@ Read = Callable[[int, int, memoryview], None]
 the image of a saved rank. Called from several threads. Raises StorageError, ImageError."""
 
 _BUFFERS = 6
-_COMPARED, _COMPARED_BYTES = 1024, 16 << 20
-"""How many pairs and bytes are compared at a time, of tensors that each rank has for itself."""
-
 _KEPT_CHUNKS = 8
 """After this many chunks, the written pages of the new files are dropped from this process."""
 
 _INDEX = "model.safetensors.index.json"
-_OWN_NAME = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +62,7 @@ class Exported:
 
     `tied`: other names of a tensor that is written once, with the name under which it is written.
     `left_out`: what is not a tensor. `own`: tensors that each rank, or each group of ranks, has for
-    itself with other values; the lowest rank's values were taken. `found`: the directory already
-    held this export.
+    itself with other values; the lowest rank's values were taken.
     """
 
     path: Path
@@ -79,7 +72,6 @@ class Exported:
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
     own: tuple[str, ...]
-    found: bool
 
 
 @dataclass
@@ -149,30 +141,32 @@ class Export:
         return sum(one.end - one.first for one in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
-        """Write into `target`, which is created. A directory that already holds this very export is
-        left as it is.
+        """Write into `target`, which is created.
 
-        Raises UsageError for a directory that holds anything else, and for values that differ where
-        one rank's were to stand for all. Raises StorageError if the disk is full or fails, and
-        whatever `read` raises. After an error, nothing is left.
+        Raises UsageError for a directory that holds anything, and for values that differ where one
+        rank's were to stand for all. Raises StorageError if the disk is full or fails, and whatever
+        `read` raises. After an error, nothing is left.
         """
         target = Path(os.path.realpath(target))
+        _check_new(target)
         files = _named(self._files, self._about)
-        if target.is_mount():
-            raise UsageError(f"{target} is a mount point: name a directory in it, to be made")
-        if found := _holds(target, files):
-            return self._told(target, files, found=found)
         own = self._differing(read)
         if own and not self._lowest_rank:
             raise UsageError(_not_one(own, self._id))
-        growing = target.with_name(f".{target.name}.exporting")
         try:
-            with _directory(growing) as directory:
+            with _growing(target) as directory:
                 self._fill(directory, files, read, on_bytes)
-                _publish(directory, target)
         except OSError as error:
             raise StorageError(_why(error, target, files)) from error
-        return self._told(target, files, own=own)
+        return Exported(
+            path=target,
+            files=tuple(one.name for one in files),
+            tensors=len(self._saved),
+            bytes=sum(one.size_bytes for one in files),
+            tied=self._tied,
+            left_out=tuple(sorted(self._of.values)),
+            own=own,
+        )
 
     def _fill(
         self, growing: Directory, files: list[_File], read: Read, on_bytes: Callable[[int], None]
@@ -195,44 +189,29 @@ class Export:
 
     def _differing(self, read: Read) -> tuple[str, ...]:
         """The names under which ranks have tensors of their own that are not bitwise equal."""
-        found: set[str] = set()
         images = _Chunks(read)
-        for batch in _batches(self._pairs(found)):
-            wants = [
-                plan.Want(saved.name, one.box) for one in batch for saved in (one.taken, one.other)
-            ]
-            dtypes = [one.dtype for one in batch for _ in range(2)]
-            targets = [
-                torch.empty(want.box.sizes, dtype=dtype)
-                for want, dtype in zip(wants, dtypes, strict=True)
-            ]
-            fill(self._made(wants), targets, images, dtypes)
-            flat = [one.reshape(-1).view(torch.uint8) for one in targets]
-            found.update(
-                one.name
-                for one, taken, other in zip(batch, flat[::2], flat[1::2], strict=True)
-                if not torch.equal(taken, other)
-            )
+        found = []
+        for name, others in self._of.own.items():
+            taken = self._stored(name, self._of.names[name])
+            if not all(self._equal(taken, self._stored(name, one), images) for one in others):
+                found.append(name)
         return tuple(sorted(found))
 
-    def _pairs(self, found: set[str]) -> Iterator[_Pair]:
-        """The pairs to compare.
+    def _equal(self, one: Saved, other: Saved, images: _Chunks) -> bool:
+        """Whether two saved tensors are bitwise equal. Takes the memory of both."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        dtypes = [_dtype_of(one)] * 2
+        targets = [torch.empty(one.shape, dtype=dtype) for dtype in dtypes]
+        wants = [plan.Want(saved.name, Box.whole(one.shape)) for saved in (one, other)]
+        fill(self._made(wants), targets, images, dtypes)
+        return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
-        A name that is already in `found` (known to differ) is skipped. A name whose other tensor
-        has another shape or dtype is added to `found`.
-        """
-        for name, others in self._of.own.items():
-            taken = self.index.find(self._of.names[name])
-            for other in map(self.index.find, others):
-                if taken is None or other is None:
-                    raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
-                if (taken.dtype, taken.shape) != (other.dtype, other.shape):
-                    found.add(name)
-                dtype = _dtype_of(taken)
-                for box in _bands(taken.shape, _COMPARED_BYTES // 4 // dtype.itemsize):
-                    if name in found:
-                        break
-                    yield _Pair(name, taken, other, box, dtype)
+    def _stored(self, name: str, stored: str) -> Saved:
+        saved = self.index.find(stored)
+        if saved is None:
+            raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
+        return saved
 
     # --- what to write -------------------------------------------------------------------------
 
@@ -243,9 +222,7 @@ class Export:
         first: dict[str, str] = {}
         tied: dict[str, str] = {}
         for name, stored in self._of.names.items():
-            one = self.index.find(stored)
-            if one is None:
-                raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
+            one = self._stored(name, stored)
             if first.setdefault(one.name, name) == name:
                 saved[name] = one
             else:
@@ -261,58 +238,6 @@ class Export:
     def _made(self, wants: list[plan.Want]) -> plan.Plan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
         return plan.make(wants, self.index, rank=0, nearness=[1] * self.index.world)
-
-    def _told(
-        self, target: Path, files: list[_File], *, own: tuple[str, ...] = (), found: bool = False
-    ) -> Exported:
-        return Exported(
-            path=target,
-            files=tuple(one.name for one in files),
-            tensors=len(self._saved),
-            bytes=sum(one.size_bytes for one in files),
-            tied=self._tied,
-            left_out=tuple(sorted(self._of.values)),
-            own=own,
-            found=found,
-        )
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """The same box of two tensors that have one name."""
-
-    name: str
-    taken: Saved
-    other: Saved
-    box: Box
-    dtype: torch.dtype
-
-
-def _batches(pairs: Iterator[_Pair]) -> Iterator[list[_Pair]]:
-    """The pairs in batches that are compared at a time: a rank may have thousands of small
-    tensors."""
-    batch: list[_Pair] = []
-    size = 0
-    for one in pairs:
-        batch.append(one)
-        size += 2 * math.prod(one.box.sizes) * one.dtype.itemsize
-        if size >= _COMPARED_BYTES or len(batch) >= _COMPARED:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _bands(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements that make up the whole tensor, in order."""
-    if math.prod(shape) <= most:
-        yield Box.whole(shape)
-        return
-    rows = max(1, most // max(1, math.prod(shape[1:])))
-    for at in range(0, shape[0], rows):
-        count = min(rows, shape[0] - at)
-        for inner in _bands(shape[1:], most if count == 1 else math.prod(shape[1:])):
-            yield Box((at, *inner.offsets), (count, *inner.sizes))
 
 
 def _not_one(names: tuple[str, ...], id: StepId) -> str:
@@ -494,69 +419,41 @@ def _index_of(files: list[_File]) -> str:
 # --- the directory ---------------------------------------------------------------------------
 
 
-def _holds(target: Path, files: list[_File]) -> bool:
-    """Whether the directory holds this very export, judging by its headers.
-
-    False for an empty directory, or none. Raises UsageError for anything else.
-    """
+def _check_new(target: Path) -> None:
+    """Raise UsageError unless there is nothing, or an empty directory."""
+    if target.is_mount():
+        raise UsageError(f"{target} is a mount point: name a directory in it, to be made")
     try:
-        there = set(os.listdir(target))
+        there = sorted(os.listdir(target))
     except FileNotFoundError:
-        return False
+        return
     except NotADirectoryError:
         raise UsageError(f"{target} is a file; name a directory that is to be made") from None
-    if not there:
-        return False
-    if all(one.name in there and _is(target, one) for one in files) and (
-        len(files) == 1 or _INDEX in there
-    ):
-        return True
-    raise UsageError(
-        f"{target} holds something else ({few(sorted(there), 4)}), which is left alone: name"
-        " another directory, or move this one away"
-    )
-
-
-def _is(target: Path, expected: _File) -> bool:
-    with contextlib.suppress(OSError):
-        fd = Directory.opened(target).open(expected.name, os.O_RDONLY)
-        with open(fd, "rb") as file:
-            if os.fstat(fd).st_size == expected.size_bytes:
-                return file.read(len(expected.header)) == expected.header
-    return False
+    if there:
+        raise UsageError(
+            f"{target} holds something ({few(there, 4)}), which is left alone: name another"
+            " directory, or move this one away"
+        )
 
 
 @contextlib.contextmanager
-def _directory(growing: Path) -> Iterator[Directory]:
-    """Create the directory anew, for one process at a time. If the block raises, the directory is
-    removed."""
-    directory = Directory.opened(growing, make=True)
+def _growing(target: Path) -> Iterator[Directory]:
+    """A hidden directory, which becomes `target` when the block ends and is removed if it
+    raises."""
+    place = Directory.opened(target.parent, make=True)
+    name = f".{target.name}.exporting-{os.getpid()}"
+    if not place.make(name):
+        raise UsageError(f"{place.path / name} is there already: move it away")
     try:
-        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{growing} is being written by another export") from None
-    try:
-        _empty(directory)
-        try:
-            yield directory
-        except BaseException:
-            with contextlib.suppress(OSError, UsageError):
-                _empty(directory)
-                growing.rmdir()
-            raise
-    finally:
-        fcntl.flock(directory.fd, fcntl.LOCK_UN)
-
-
-def _empty(growing: Directory) -> None:
-    """Remove what a killed export has left. Raises UsageError for a directory or files that are not
-    from an export of this user."""
-    if os.fstat(growing.fd).st_uid != os.geteuid():
-        raise UsageError(f"{growing.path} belongs to somebody else: move it away")
-    for name in growing.names():
-        if name != _INDEX and not _OWN_NAME.fullmatch(name):
-            raise UsageError(f"{growing.path / name} is none of an export's: move it away")
-        growing.unlink(name)
+        growing = place.inside(name)
+        yield growing
+        growing.sync()
+        place.rename(name, target.name)  # from now on, readers see a complete directory
+        place.sync()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            place.remove(name)
+        raise
 
 
 @contextlib.contextmanager
@@ -580,13 +477,6 @@ def _write_text(directory: Directory, name: str, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _publish(growing: Directory, target: Path) -> None:
-    growing.sync()
-    place = Directory.opened(target.parent)
-    place.rename(growing.path.name, target.name)  # from now on, readers see a complete directory
-    place.sync()
 
 
 def _why(error: OSError, target: Path, files: list[_File]) -> str:

@@ -140,9 +140,6 @@ def _library() -> Any:
 
 
 def _print(id: StepId, told: Exported, dtype: str | None) -> None:
-    if told.found:
-        output.echo(f"{told.path}: step {id} was exported there before; it was not verified again")
-        return
     files = "1 file" if len(told.files) == 1 else f"{len(told.files)} files"
     output.echo(
         f"{told.path}: step {id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
