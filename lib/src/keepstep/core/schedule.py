@@ -142,19 +142,13 @@ def stands_in(step: int, *, before: int, commits: Container[int], every: int) ->
     return before < due < step and due not in commits
 
 
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Seconds between checkpoints that waste the least time, to first order: sqrt(2 C M) (Young
-    1974)."""
-    return math.sqrt(2.0 * cost_s * mtbf_s)
-
-
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Seconds of work between two checkpoints that waste the least time, to higher order (Daly
-    2006, eq. 37)."""
+    2006, eq. 37): sqrt(2 C M) (Young 1974) and two corrections."""
     if cost_s >= 2.0 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2.0 * mtbf_s)
-    return young(cost_s, mtbf_s) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost_s
+    return math.sqrt(2.0 * cost_s * mtbf_s) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,9 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             data = extras.encode({"dcp": items.read_values(planner)})
             taken = self._filled(items, planner, len(data))
             session.stage(taken, agreed, data)
-        return _done(_results(items, data))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(_results(items, data))
+        return written
 
     def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Slot:
         """A slot that holds all tensors."""
@@ -178,9 +180,3 @@ def _results(items: Items, extras_bytes: bytes) -> list[WriteResult]:
     return [
         WriteResult(index=index, size_in_bytes=size, storage_data=None) for index, size in indices
     ]
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

@@ -303,10 +303,6 @@ def seal_for_disk(
     return table, sealed.to_bytes()
 
 
-def _digest_in(table: bytes | memoryview, chunk: int) -> bytes:
-    return bytes(table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
-
-
 # --- verifying ---------------------------------------------------------------------------------
 
 
@@ -456,7 +452,7 @@ class Manifest:
 
     def digest(self, chunk: int) -> bytes:
         """The digest of a chunk, from the table."""
-        return _digest_in(self.table, chunk)
+        return bytes(self.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
 
     def check(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
         """Check that `data` is this chunk. Raises DigestError, naming `path`."""

@@ -334,15 +334,9 @@ class Plan:
         """The rows as objects, made on demand."""
         for rows in self.columns.split(4096):
             for row in rows.tolist():
-                yield self._piece(row)
-
-    def _piece(self, row: list[int]) -> Piece:
-        dims = len(self.wants[row[2]].box.sizes)
-        parts = (
-            tuple(row[3 + (part + 1) * self.dims - dims : 3 + (part + 1) * self.dims])
-            for part in range(4)
-        )
-        return Piece(row[0], row[1], row[2], *parts)
+                dims = len(self.wants[row[2]].box.sizes)
+                ends = [3 + (part + 1) * self.dims for part in range(4)]
+                yield Piece(*row[:3], *(tuple(row[end - dims : end]) for end in ends))
 
 
 def make(
@@ -415,14 +409,14 @@ class _Planner:
             return
         only = saved.only(want.box)
         if only is not None and not self._nearness[only[0]]:
-            sizes = want.box.sizes
-            at = (0,) * len(sizes)
-            self.wholes.append(Piece(*only, number, sizes, at, sizes, at))
+            whole, at = want.box.sizes, (0,) * len(want.box.sizes)
+            self.wholes.append(Piece(*only, number, whole, at, whole, at))
             return
         hit, lows, highs = intersect(saved, want.box)
         order = (self._own_order if want.own else self._order)[saved.ranks[hit]]
         keep = _distinct(saved, hit, order)
-        if len(keep) != 1 or not _fills(lows[keep], highs[keep], want.box):
+        sizes = torch.tensor(want.box.sizes, dtype=torch.int64)
+        if len(keep) != 1 or not bool((highs[keep][0] - lows[keep][0] == sizes).all()):
             checked = self._check(saved, want.box, hit, lows, highs, keep)
             if checked is None:
                 return
@@ -480,11 +474,6 @@ def _distinct(saved: Saved, hit: Tensor, order: Tensor) -> Tensor:
     first = torch.full((int(groups.max()) + 1,), len(hit), dtype=torch.int64)
     first.scatter_reduce_(0, groups, torch.arange(len(hit)), "amin")
     return ordered[first.sort().values]
-
-
-def _fills(lows: Tensor, highs: Tensor, box: Box) -> bool:
-    size = torch.tensor(box.sizes, dtype=torch.int64)
-    return bool((highs[0] - lows[0] == size).all())
 
 
 def _needed(found: Coverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tensor:

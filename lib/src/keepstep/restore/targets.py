@@ -409,9 +409,11 @@ class Tensors:
         if other is None or one.name == other.name:
             return False
         here, there = _spans(one), _spans(other)
-        return not all(
-            self._same_bytes(rank, here[rank], there[rank]) for rank in here.keys() & there.keys()
-        )
+        for rank in here.keys() & there.keys():
+            flat = self._images.flat(rank)
+            if flat is None or not torch.equal(flat[here[rank]], flat[there[rank]]):
+                return True
+        return False
 
     def _were_two(self, one: Saved, other: Saved | None) -> bool:
         """The same of what is no module's, which may be two again: equal bytes do not make it one,
@@ -419,10 +421,6 @@ class Tensors:
         if other is None or one.name == other.name:
             return False
         return not _spans(one).keys().isdisjoint(_spans(other)) or self._are_two(one, other)
-
-    def _same_bytes(self, rank: int, one: slice, other: slice) -> bool:
-        flat = self._images.flat(rank)
-        return flat is not None and torch.equal(flat[one], flat[other])
 
     def elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
         """What another saved rank has under this key of a component; None if none has it."""

@@ -496,7 +496,10 @@ class Agent:
         while not (self.closed and self.pending is None):
             # how long until the sidecar may be asked again; None if it may be asked now
             left_s = self._retry_at - time.monotonic()
-            self._changed.wait_for(self._is_due, timeout_s=left_s if left_s > 0 else None)
+            self._changed.wait_for(
+                lambda: self.closed or self._next() is not None,
+                timeout_s=left_s if left_s > 0 else None,
+            )
             task = self._next()
             if task is None:
                 continue
@@ -509,9 +512,6 @@ class Agent:
         if self.closed:
             self.session.close(goodbye=True)  # the loop ended, so no image is on its way
             self._client.close()
-
-    def _is_due(self) -> bool:
-        return self.closed or self._next() is not None
 
     def _next(self) -> Callable[[], None] | None:
         """The most urgent thing to do, or None to sleep."""

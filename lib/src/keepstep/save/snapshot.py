@@ -358,11 +358,6 @@ def sampled(tensor: Tensor) -> tuple[Tensor, int]:
     return flat.view(_BITS[size])[::stride], stride
 
 
-def _is_sampled_whole(tensor: Tensor) -> bool:
-    """Whether a fingerprint has every element of the tensor."""
-    return may_wait(tensor) and of_bits(tensor).numel() < 2 * _SAMPLES
-
-
 class Fingerprint:
     """Sample positions of a set of dense tensors; `take` reads them, and they must lie where they
     lay.
@@ -545,7 +540,11 @@ class _Aside:
         fingerprint_over: Callable[[Sequence[TensorLeaf]], Fingerprint],
     ) -> None:
         # a fingerprint has all elements of small tensors, and reads those of many at once
-        small = [leaf for leaf in leaves if _is_sampled_whole(leaf.tensor)]
+        small = [
+            leaf
+            for leaf in leaves
+            if may_wait(leaf.tensor) and of_bits(leaf.tensor).numel() < 2 * _SAMPLES
+        ]
         self._small = fingerprint_over(small)
         names = {leaf.name for leaf in small}
         rest = [leaf for leaf in leaves if leaf.name not in names]

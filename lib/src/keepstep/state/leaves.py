@@ -404,7 +404,13 @@ def build(
         return tensor(node[1])
     if kind == "v":
         made = value(node[1])
-        return _again(made, shared) if type(made) is SharedAgain else made
+        if type(made) is not SharedAgain:
+            return made
+        if made.number not in shared:
+            raise FormatError(
+                f"the tree of this image names object {made.number} before it is there"
+            )
+        return shared[made.number]
     if kind == "x":
         form = value(node[1])
         made = _formed(form, build(node[2], tensor, value, shared))
@@ -415,12 +421,6 @@ def build(
         return {key: build(child, tensor, value, shared) for key, child in node[1]}
     children = [build(child, tensor, value, shared) for child in node[1]]
     return children if kind == "l" else tuple(children)
-
-
-def _again(form: SharedAgain, shared: dict[int, Any]) -> Any:
-    if form.number not in shared:
-        raise FormatError(f"the tree of this image names object {form.number} before it is there")
-    return shared[form.number]
 
 
 def _formed(form: Any, plain: Any) -> Any:

@@ -146,7 +146,8 @@ def _suits(live: Any, saved: Any) -> bool:
     if type(live) is deque:
         return type(saved) is deque and saved.maxlen == live.maxlen
     if _has_fields(saved):
-        return type(live) is type(saved) and not _is_frozen(saved)
+        parameters = getattr(type(saved), "__dataclass_params__", None)
+        return type(live) is type(saved) and not (parameters is not None and parameters.frozen)
     return type(live) is list and type(saved) is list
 
 
@@ -167,11 +168,6 @@ def _children(live: Any, saved: Any) -> Iterable[tuple[Any, Any]]:
 def _has_fields(value: Any) -> bool:
     kind = type(value)
     return codecs.is_namespace(kind) or dataclasses.is_dataclass(kind)
-
-
-def _is_frozen(value: Any) -> bool:
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    return parameters is not None and bool(parameters.frozen)
 
 
 def pair_generators(
