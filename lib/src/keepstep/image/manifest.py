@@ -279,7 +279,7 @@ def _pieces(
         for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             first, last = chunk_bounds(layout, chunk)
             if begin <= first and last <= end:
-                yield _digest_in(table, chunk)
+                yield table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             else:
                 yield xxh3_128(view[max(begin, first) : min(end, last)])
 
