@@ -1,4 +1,4 @@
-"""Who is whose buddy, and which copies may go."""
+"""Who is whose buddy, which copies may go, and which others may still have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from keepstep.core.retention import crowded_out, superseded
 from keepstep.leader.buddies import Spot
 from keepstep.leader.buddies import buddies as assigned
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep.wire.reports import Peer
+from keepstep_sidecar.tiers.peer.members import Directory
+from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
 _STEPS = st.builds(
@@ -94,3 +96,18 @@ def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
     for rank, left in _left(held, gone).items():
         known = {id for id in held[rank] if rank in committed and id <= committed[rank]}
         assert left == ({max(known)} if known else held[rank])
+
+
+def test_what_was_seen_at_a_silent_machine_counts_until_its_place_is_taken() -> None:
+    directory = Directory(complete=True)
+    old, new = (Peer(node_rank=1, address=f"10.0.0.{host}:9465") for host in (1, 2))
+    directory.peers_are((old,), own="")
+    assert directory.may_hold(old.address)
+    directory.heard(old.address, Listing(run="gpt"))
+    assert not directory.may_hold(old.address), "it says itself what it holds"
+    directory.heard(old.address, None, "no answer in time")
+    assert directory.may_hold(old.address)
+    directory.peers_are((), own="", complete=False)  # its pod is gone
+    assert directory.may_hold(old.address)
+    directory.peers_are((new,), own="", complete=False)
+    assert not directory.may_hold(old.address)

@@ -6,7 +6,7 @@ They are known from the leader of the run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -49,18 +49,18 @@ class Known:
 @dataclass(kw_only=True)
 class Directory:
     """The other pods. `complete`: all of them are known. `liars`: (address, step, rank) of copies
-    with wrong bytes. `awaits`: what the leader is making reachable, '' for nothing. `replaced`: the
-    addresses of pods whose node rank another pod has now."""
+    with wrong bytes. `awaits`: what the leader is making reachable, '' for nothing. `places`: the
+    node rank of each address that was ever named."""
 
     complete: bool
     awaits: str = ""
     known: dict[str, Known] = field(default_factory=dict)
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
-    replaced: set[str] = field(default_factory=set)
+    places: dict[str, int] = field(default_factory=dict)
 
     def peers_are(
         self,
-        peers: Collection[Peer],
+        peers: tuple[Peer, ...],
         *,
         own: str,
         agents: Mapping[str, str] = MappingProxyType({}),
@@ -81,9 +81,7 @@ class Directory:
             known = before.get(address) or Known(address=address)
             known.node_rank, known.buddy, known.node = None, False, node
             self.known[address] = known
-        named = {one.node_rank for one in peers}
-        left = (one for one in before.values() if one.node_rank in named)
-        self.replaced = self.replaced.union(one.address for one in left) - self.known.keys()
+        self.places |= {one.address: one.node_rank for one in peers}
 
     def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
         """Record a pod's answer, or why it did not answer."""
@@ -93,8 +91,10 @@ class Directory:
     def may_hold(self, address: str) -> bool:
         """Whether what was last seen at this address may still be there: it has not answered since,
         and its pod was not replaced."""
-        one = self.known.get(address)
-        return _silent(one) if one is not None else address not in {*self.replaced, OWN}
+        if (one := self.known.get(address)) is not None:
+            return _silent(one)
+        taken = {self.places.get(known) for known in self.known}
+        return address != OWN and self.places.get(address, -1) not in taken
 
     def inventory(self, kept: Iterable[Shard]) -> Inventory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
