@@ -98,16 +98,16 @@ def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
         assert left == ({max(known)} if known else held[rank])
 
 
-def test_what_was_seen_at_a_silent_machine_counts_until_its_place_is_taken() -> None:
+def test_what_was_seen_counts_at_a_silent_agent_and_at_no_machine_that_votes_itself() -> None:
     directory = Directory(complete=True)
-    old, new = (Peer(node_rank=1, address=f"10.0.0.{host}:9465") for host in (1, 2))
-    directory.peers_are((old,), own="")
-    assert directory.may_hold(old.address)
-    directory.heard(old.address, Listing(run="gpt"))
-    assert not directory.may_hold(old.address), "it says itself what it holds"
-    directory.heard(old.address, None, "no answer in time")
-    assert directory.may_hold(old.address)
-    directory.peers_are((), own="", complete=False)  # its pod is gone
-    assert directory.may_hold(old.address)
-    directory.peers_are((new,), own="", complete=False)
-    assert not directory.may_hold(old.address)
+    machine, agent = Peer(node_rank=1, address="10.0.0.1:9465"), "10.0.0.9:9465"
+    directory.peers_are((machine,), own="", agents={"node-9": agent})
+    assert directory.may_hold(agent)
+    directory.heard(agent, Listing(run="gpt"))
+    assert not directory.may_hold(agent), "it says itself what it holds"
+    directory.heard(agent, None, "no answer in time")
+    assert directory.may_hold(agent)
+    assert not directory.may_hold(machine.address)
+    directory.peers_are((), own="", complete=False)
+    assert directory.may_hold(agent)
+    assert not directory.may_hold(machine.address)

@@ -49,18 +49,18 @@ class Known:
 @dataclass(kw_only=True)
 class Directory:
     """The other pods. `complete`: all of them are known. `liars`: (address, step, rank) of copies
-    with wrong bytes. `awaits`: what the leader is making reachable, '' for nothing. `places`: the
-    node rank of each address that was ever named."""
+    with wrong bytes. `awaits`: what the leader is making reachable, '' for nothing. `agents`: the
+    address of each agent that was ever named."""
 
     complete: bool
     awaits: str = ""
     known: dict[str, Known] = field(default_factory=dict)
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
-    places: dict[str, int] = field(default_factory=dict)
+    agents: set[str] = field(default_factory=set)
 
     def peers_are(
         self,
-        peers: tuple[Peer, ...],
+        peers: Iterable[Peer],
         *,
         own: str,
         agents: Mapping[str, str] = MappingProxyType({}),
@@ -81,7 +81,7 @@ class Directory:
             known = before.get(address) or Known(address=address)
             known.node_rank, known.buddy, known.node = None, False, node
             self.known[address] = known
-        self.places |= {one.address: one.node_rank for one in peers}
+        self.agents |= {*agents.values()}
 
     def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
         """Record a pod's answer, or why it did not answer."""
@@ -89,12 +89,10 @@ class Directory:
             one.listing, one.reason = listing, reason
 
     def may_hold(self, address: str) -> bool:
-        """Whether what was last seen at this address may still be there: it has not answered since,
-        and its pod was not replaced."""
-        if (one := self.known.get(address)) is not None:
-            return _silent(one)
-        taken = {self.places.get(known) for known in self.known}
-        return address != OWN and self.places.get(address, -1) not in taken
+        """Whether what was last seen at this address still counts: an agent's does until it answers
+        again. A machine of the run that is there shows what it holds by its own vote."""
+        one = self.known.get(address)
+        return address in self.agents if one is None else bool(one.node) and _silent(one)
 
     def inventory(self, kept: Iterable[Shard]) -> Inventory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""

@@ -198,8 +198,7 @@ class PeerTier(RemoteTier):
         return found
 
     def may_hold(self, shard: RemoteShard) -> bool:
-        """See `RemoteTier`. A machine that was replaced, or that has answered, holds no more than
-        it says."""
+        """See `RemoteTier`."""
         return any(map(self._directory.may_hold, shard.key or ()))
 
     def refuse(self, source: ShardSource) -> None:
