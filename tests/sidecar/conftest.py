@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,23 +34,23 @@ def trainers() -> Iterator[Callable[..., FakeTrainer]]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Callable[[int], Run]]:
+def run(
+    tmp_path: Path, memory_dir: Path, trainers: Callable[..., FakeTrainer]
+) -> Iterator[Callable[[int], Run]]:
     """Makes a run of some machines (not started); kills their sidecars at the end."""
-    memory = Path(tempfile.mkdtemp(prefix="keepstep-machines-", dir="/dev/shm"))
     made: list[Machine] = []
 
     def make(nodes: int) -> Run:
         leader = f"127.0.0.1:{free_port()}"
         for rank in range(nodes):
             name = str(len(made))
-            places = {"memory": memory / name, "home": tmp_path / name}
+            places = {"memory": memory_dir / name, "home": tmp_path / name}
             made.append(Machine(rank, **places, leader=leader))
         return Run(made[-nodes:], trainers)
 
     yield make
     for one in made:
         one.end()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 @pytest.fixture
@@ -81,24 +79,25 @@ def operator(operators: Callable[..., OperatorHost]) -> OperatorHost:
 
 @pytest.fixture
 def pods(
-    tmp_path: Path, identity: Identity, operators: Callable[..., OperatorHost]
+    tmp_path: Path,
+    memory_dir: Path,
+    identity: Identity,
+    operators: Callable[..., OperatorHost],
 ) -> Iterator[Callable[[str], list[Pod]]]:
     """Makes the two pods of a run (not started); kills their sidecars at the end, before
     `operators` end."""
-    memory = Path(tempfile.mkdtemp(prefix="keepstep-pods-", dir="/dev/shm"))
     made: list[Pod] = []
     leader = free_port()
 
     def make(url: str) -> list[Pod]:
         for node in range(2):
-            places = {"memory": memory / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
+            places = {"memory": memory_dir / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
             made.append(Pod(node, **places, url=url, ca=identity.pem, leader=leader))
         return made
 
     yield make
     for one in made:
         one.end()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 @pytest.fixture
