@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from keepstep.core.shard import MOST_RANKS
 from keepstep.errors import ImageError
 from keepstep.image import Layout
 from keepstep.wire.trainer import PROTOCOL, LeaseRequest
@@ -172,10 +173,6 @@ class Leases:
 # --- what a trainer says first ---------------------------------------------------------------
 
 
-LARGEST_WORLD = 65536
-"""The operator accepts the same limit in a report."""
-
-
 def check_protocol(request: LeaseRequest) -> None:
     """Raises SidecarError `protocol` for a library that speaks another protocol."""
     if request.protocol != PROTOCOL:
@@ -189,11 +186,11 @@ def check_protocol(request: LeaseRequest) -> None:
 def check_rank(request: LeaseRequest) -> None:
     """Raises SidecarError `bad-request` for a rank that no world can have. Directories and images
     are named by the rank."""
-    if not 0 <= request.rank < request.world <= LARGEST_WORLD:
+    if not 0 <= request.rank < request.world <= MOST_RANKS:
         raise refuse(
             "bad-request",
             f"rank {request.rank} of {request.world} cannot be: ranks begin at 0 and end below the"
-            f" world size, which is at most {LARGEST_WORLD}",
+            f" world size, which is at most {MOST_RANKS}",
         )
 
 

@@ -20,7 +20,7 @@ Run = tuple[int, int, int]
 MOST_RUNS: Final = 64
 """The most runs of a set that is sent as runs. A set of more runs is not sent."""
 MOST_RANKS: Final = 1 << 16
-"""A set that is sent as runs contains only ranks below this one."""
+"""Ranks are numbered below this one, in a world and in a set that is sent as runs."""
 _KEPT: Final = 1024
 """How many bitmaps are remembered: enough for the different sets of a world in which FSDP spans
 this many ranks. The images of one rank have the same twins, and so one bitmap."""
