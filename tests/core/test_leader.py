@@ -119,6 +119,13 @@ def test_a_member_of_another_world_changes_nothing(run: Run) -> None:
     assert run.leader.missing() == [1]
 
 
+@pytest.mark.parametrize(("number", "world"), [(-1, 2), (2, 2), (0, 1 << 17)])
+def test_a_rank_that_no_world_has_is_refused(run: Run, number: int, world: int) -> None:
+    with pytest.raises(UsageError, match=f"rank {number} of {world} cannot be"):
+        run.reports(1, ReportedRank(rank=number, world=world, alive=True))
+    assert run.leader.missing() == [0, 1]
+
+
 def test_machines_are_named_to_each_other_once_all_are_known(run: Run) -> None:
     assert run.reports(0, rank(0)).reply.peers == ()
     told = run.reports(1, rank(1)).reply

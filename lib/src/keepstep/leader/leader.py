@@ -141,7 +141,7 @@ class Leader:
         run has: nothing has changed then."""
         member, report = self._member(node_rank, told), told.report
         for one in report.ranks:  # what is held of a step is one bit for each
-            if not 0 <= one.rank < MOST_RANKS or one.world > MOST_RANKS:
+            if not 0 <= one.rank < one.world <= MOST_RANKS:
                 raise UsageError(f"rank {one.rank} of {one.world} cannot be")
         self._members[node_rank] = member
         member.connected, member.leaving = True, told.leaving
