@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -124,6 +124,19 @@ def test_a_rank_that_no_world_has_is_refused(run: Run, number: int, world: int) 
     with pytest.raises(UsageError, match=f"rank {number} of {world} cannot be"):
         run.reports(1, ReportedRank(rank=number, world=world, alive=True))
     assert run.leader.missing() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"size_bytes": 1 << 63}, {"size_bytes": -1}, {"rank": 0}, {"alike": Ranks.of([0])}],
+    ids=str,
+)
+def test_an_image_that_cannot_be_changes_nothing(run: Run, wrong: dict[str, object]) -> None:
+    run.reports(1, rank(1, 1))
+    lie = ReportedTier.of((replace(Shard(step_id=at(2), rank=1, world=2, root="r"), **wrong),))
+    with pytest.raises(UsageError, match="rank 1 tells of an image that cannot be"):
+        run.reports(1, replace(rank(1), tiers={Tier.LOCAL: lie}))
+    assert run.leader.ledger.local(1) == {at(1)}
 
 
 def test_machines_are_named_to_each_other_once_all_are_known(run: Run) -> None:

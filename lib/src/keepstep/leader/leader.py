@@ -137,12 +137,11 @@ class Leader:
 
     def take(self, node_rank: int, told: MemberReport, *, at: float) -> tuple[Alarm, ...]:
         """Take in a member's report. Returns what a person should look at; an operator learns of it
-        from `history`. Raises UsageError for one that is no member, or that names ranks which no
-        run has: nothing has changed then."""
+        from `history`. Raises UsageError for one that is no member, or that tells of ranks or
+        images which cannot be: nothing has changed then."""
         member, report = self._member(node_rank, told), told.report
-        for one in report.ranks:  # what is held of a step is one bit for each
-            if not 0 <= one.rank < one.world <= MOST_RANKS:
-                raise UsageError(f"rank {one.rank} of {one.world} cannot be")
+        for one in report.ranks:
+            _check(one)
         self._members[node_rank] = member
         member.connected, member.leaving = True, told.leaving
         self._reported.add(node_rank)
@@ -436,6 +435,16 @@ class Leader:
             named = repr((served, ring)).encode()
             self._peers = of, Peers(served, ring, blake2b(named, digest_size=12).hexdigest())
         return self._peers[1]
+
+
+def _check(one: ReportedRank) -> None:
+    """Raises UsageError for what cannot be: the ledger keeps a bit for each rank, and 64 for the
+    size of an image."""
+    if not 0 <= one.rank < one.world <= MOST_RANKS:
+        raise UsageError(f"rank {one.rank} of {one.world} cannot be")
+    for image in one.shards():
+        if image.rank != one.rank or not image.is_possible or not 0 <= image.size_bytes < 1 << 62:
+            raise UsageError(f"rank {one.rank} tells of an image that cannot be: {image}"[:200])
 
 
 def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:
