@@ -84,8 +84,7 @@ class Slurm:
             self._start(_CONTROLLER, "slurmctld", "-D")
             for node in self.nodes:
                 self._start(node, "slurmd", "-D", "-N", node)
-            idle = f"{len(self.nodes)} idle"
-            eventually(lambda: self._sinfo() == idle, what=lambda: f"{idle}: {self.logs()}")
+            eventually(self.idle, what=lambda: f"all nodes are idle: {self.logs()}")
         except BaseException:
             self._undo.close()
             raise
@@ -111,6 +110,10 @@ class Slurm:
     def state(self, job: str) -> str:
         """RUNNING, COMPLETED and so on."""
         return self._field(job, "JobState")
+
+    def idle(self) -> bool:
+        """Whether no node runs a job or still ends one."""
+        return self._sinfo() == f"{len(self.nodes)} idle"
 
     def restarts(self, job: str) -> int:
         """How often a job was requeued."""

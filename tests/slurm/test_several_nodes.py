@@ -60,7 +60,9 @@ def _submitted(slurm: Slurm, tmp_path: Path, *, steps: int) -> str:
     return job
 
 
-def test_a_job_of_two_nodes_whose_time_is_up_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_of_two_nodes_whose_time_is_up_goes_on_without_a_lost_step(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     job = _submitted(slurm, tmp_path, steps=_FOR_EVER)
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal is due
     eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job), within_s=120)
@@ -70,7 +72,8 @@ def test_a_job_of_two_nodes_whose_time_is_up_loses_no_step(slurm: Slurm, tmp_pat
     eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: slurm.story(job), within_s=90)
     slurm.command("scancel", job)
     (from_step,) = {int(step) for _, step in _starts(slurm, job)[2:]}
-    assert from_step >= finished, slurm.story(job)
+    story = f"but for the step that SIGTERM met: {finished}, {slurm.story(job)}"
+    assert from_step >= finished - 1, story
 
 
 @pytest.mark.parametrize("lost", ["n1", "n2"], ids=["the-leaders", "another"])
@@ -94,6 +97,7 @@ def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
     """A job that was sent back into the queue comes to its end. `lost`: the node whose drive is
     empty by then."""
     eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job))
+    eventually(slurm.idle, what=lambda: f"no node ends a job any more: {slurm.story(job)}")
     shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
     slurm.begin_soon(job)
     eventually(
