@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -406,6 +407,6 @@ def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
         id = two.stage(step)
         waited = [one.wait(id, "committed", flush=True, timeout_s=5.0) for one in two.ranks]
         committed += [step] if all(one.reached for one in waited) else []
-    assert len(committed) >= 20, "there may be no room for a step while copies come in"
-    assert committed[-1] >= 27
+    missed = max(after - before for before, after in pairwise([-1, *committed, 30])) - 1
+    assert missed <= 5, "there may be no room for a step while copies come in"
     assert '"evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"
