@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 
 import keepstep
 from keepstep.integrations.megatron import components
@@ -173,47 +175,48 @@ def state(optimizer: Any) -> list[Any]:
     return found
 
 
-def checkpoint(model: Any, optimizer: Any, scheduler: Any, progress: Any, *, load: str = "") -> Any:
-    """By Megatron's own checkpoint: saved at OUT, or loaded from `load`."""
-    inner = model.module.module
-    tensors = inner.sharded_state_dict()
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"} if DISTRIBUTED else {}
-    kept = {
-        "model": tensors,
-        "optimizer": optimizer.sharded_state_dict(
-            tensors, is_loading=bool(load), metadata=metadata
-        ),
-        "scheduler": scheduler.state_dict(),
-        "progress": dict(progress),
-    }
+def own_checkpoint(parts: Any, progress: dict[str, int], *, load: bool) -> None:
+    """Save by Megatron's own checkpoint, or load it, in whatever layout it was saved."""
+    model, optimizer, scheduler = parts
+    inner, path = unwrap_model(model), str(OUT.parent / "own")
+    weights = inner.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    moments = optimizer.sharded_state_dict(weights, is_loading=load, metadata=metadata)
+    rest = {"scheduler": scheduler.state_dict(), "progress": progress}
     if not load:
-        (OUT / "own").mkdir(exist_ok=True)
-        return dist_checkpointing.save(kept, str(OUT / "own"))
-    read = dist_checkpointing.load(kept, load)
+        Path(path).mkdir(exist_ok=True)
+        dist_checkpointing.save({"model": weights, "optimizer": moments, **rest}, path)
+        return
+    read = dist_checkpointing.load({"model": weights, "optimizer": moments}, path)
     inner.load_state_dict(read["model"])
     optimizer.load_state_dict(read["optimizer"])
     scheduler.load_state_dict(read["scheduler"])
-    return progress.update(read["progress"])
+    progress.update(read["progress"])
 
 
 def main() -> None:
-    model, optimizer, scheduler = made()
+    (OUT / f"losses-{RANK}").touch()  # a stage that is not the last has none
+    model, optimizer, scheduler = parts = made()
     progress = {"iteration": 0, "samples": 0, "skipped": 0}
     checkpointer, save = None, lambda _: None
     if not SETTINGS.get("bare"):
         kept = components([model], optimizer, scheduler)
         checkpointer = keepstep.Checkpointer({**kept, "progress": progress})
         try:
-            at = checkpointer.restore()
+            checkpointer.restore()
         except keepstep.MismatchError as error:
             (OUT / f"refused-{RANK}").write_text(str(error))
             return
-        if at is not None:
-            (OUT / f"restored-{RANK}").write_text(digest(list(model.parameters())))
         save = checkpointer.save
+    elif SETTINGS.get("own"):
+        own_checkpoint(parts, progress, load=True)
+    if progress["iteration"]:
+        found = [list(model.parameters()), state(optimizer)]
+        (OUT / f"restored-{RANK}").write_text(digest(found))
     train(model, optimizer, scheduler, progress, save)
     if checkpointer is not None:
         checkpointer.close()
+        own_checkpoint(parts, progress, load=False)
     write(
         {
             "weights": digest(list(model.parameters())),

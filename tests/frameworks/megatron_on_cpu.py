@@ -41,5 +41,7 @@ torch.cuda.manual_seed = torch.manual_seed
 torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
 
 from megatron.core.tensor_parallel import random  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+moe_utils.te_general_gemm = None  # which it asks for, and forgets to set without Transformer Engine
