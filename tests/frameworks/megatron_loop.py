@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -78,7 +81,10 @@ def configuration() -> TransformerConfig:
 
 
 def made() -> tuple[Any, Any, Any]:
-    torch.distributed.init_process_group("gloo")
+    one = "MASTER_PORT" not in os.environ  # not started by torchrun
+    store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True) if one else None
+    rank = {"store": store, "rank": 0, "world_size": 1} if one else {}
+    torch.distributed.init_process_group("gloo", **rank)
     mpu.initialize_model_parallel(TP, PP, expert_model_parallel_size=EP)
     torch.manual_seed(SETTINGS.get("seed", 1))
     model_parallel_cuda_manual_seed(SETTINGS.get("seed", 1))
@@ -171,7 +177,30 @@ def state(optimizer: Any) -> list[Any]:
     found = []
     for one in optimizer.chained_optimizers:
         for group in one.optimizer.param_groups:
-            found += [(main, one.optimizer.state.get(main)) for main in group["params"]]
+            for main in group["params"]:
+                found += [main, sorted(one.optimizer.state.get(main, {}).items())]
+    return found
+
+
+def parts_of_parameters(model: Any, optimizer: Any) -> dict[str, Any]:
+    """What this rank's distributed optimizer has: by the name in the whole model, where it begins
+    there, and main parameter and moments."""
+    names = {one: name for name, one in unwrap_model(model).named_parameters()}
+    layers = {f"layers.{at}.": one for at, one in enumerate(unwrap_model(model).decoder.layers)}
+    found = {}
+    (only,) = optimizer.chained_optimizers
+    for models, mains in zip(
+        only.model_float16_groups, only.shard_fp32_from_float16_groups, strict=True
+    ):
+        for parameter, main in zip(models, mains, strict=True):
+            name = names[parameter]
+            for local, layer in layers.items():
+                if local in name:
+                    name = name.replace(local, f"layers.{layer.layer_number - 1}.")
+                    break
+            begin = only._get_model_param_range_map(parameter)["param"].start
+            moments = only.optimizer.state[main]
+            found[name] = begin, torch.stack([main, moments["exp_avg"], moments["exp_avg_sq"]])
     return found
 
 
@@ -194,6 +223,33 @@ def own_checkpoint(parts: Any, progress: dict[str, int], *, load: bool) -> None:
     progress.update(read["progress"])
 
 
+def refusals() -> None:
+    """What components() says of trainings that keepstep cannot keep; it goes into OUT."""
+    model, optimizer, _ = made()
+    config, said = unwrap_model(model).config, {}
+    for name, place, attribute, value in (
+        ("fsdp", model.ddp_config, "use_megatron_fsdp", True),
+        ("fp8", config, "fp8", "hybrid"),
+        ("hook", DistributedOptimizer, "_get_model_param_range_map", None),
+    ):
+        before = getattr(place, attribute)
+        if value is None:
+            delattr(place, attribute)
+        else:
+            setattr(place, attribute, value)
+        said[name] = refusal([model], optimizer)
+        setattr(place, attribute, before)
+    said["bare model"] = refusal([unwrap_model(model)], optimizer)
+    (OUT / "refusals").write_text(json.dumps(said))
+
+
+def refusal(chunks: Any, optimizer: Any) -> str:
+    try:
+        return f"taken: {sorted(components(chunks, optimizer))}"
+    except keepstep.UsageError as error:
+        return str(error)
+
+
 def main() -> None:
     (OUT / f"losses-{RANK}").touch()  # a stage that is not the last has none
     model, optimizer, scheduler = parts = made()
@@ -213,10 +269,20 @@ def main() -> None:
     if progress["iteration"]:
         found = [list(model.parameters()), state(optimizer)]
         (OUT / f"restored-{RANK}").write_text(digest(found))
+    if torch.distributed.get_world_size() == 1:
+        named = unwrap_model(model).sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        weights = {
+            one.key: one.data for one in named.values() if isinstance(one.data, torch.Tensor)
+        }
+        torch.save(weights, OUT / "weights.pt")
+    if DISTRIBUTED and EP == 1 and progress["iteration"]:
+        torch.save(parts_of_parameters(model, optimizer), OUT / f"began-with-{RANK}.pt")
     train(model, optimizer, scheduler, progress, save)
     if checkpointer is not None:
         checkpointer.close()
         own_checkpoint(parts, progress, load=False)
+    if DISTRIBUTED and EP == 1 and PRECISION == "bf16":
+        torch.save(parts_of_parameters(model, optimizer), OUT / f"ended-with-{RANK}.pt")
     write(
         {
             "weights": digest(list(model.parameters())),
@@ -231,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    refusals() if SETTINGS.get("refusals") else main()

@@ -44,15 +44,6 @@ from keepstep.state import sharding
 from keepstep.state.sharding import Sharing
 from keepstep.state.wrappers import Flat, copy_options
 
-_HOOKS = {
-    DistributedOptimizer: (
-        "_get_model_param_range_map",
-        "_copy_main_params_to_model_params",
-    ),
-    Float16OptimizerWithFloat16Params: ("_copy_main_params_to_model_params",),
-}
-"""What is private and needed of each class."""
-
 
 def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict[str, Any]:
     """The components of a training, for `Checkpointer`: `model`, `optimizer` (and `optimizer_1` and
@@ -66,14 +57,16 @@ def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     _refuse(chunks, parts)
-    boxes = _boxes(chunks)
+    models = [_inside(one) for one in chunks]
+    names = [_Names(one, f"chunk.{at}." if at else "") for at, one in enumerate(models)]
+    boxes = _boxes(names)
     pieces: dict[Tensor, _Piece] = {}
     for one in parts:
         for main, parameter, begin in _mains(one):
             box = boxes[parameter]
             pieces[main] = _Piece(box, main) if begin is None else _rows(box, main, begin)
     frozen = [_Piece(box, one) for one, box in boxes.items() if not one.requires_grad]
-    found: dict[str, Any] = {"model": _Model(chunks, [*pieces.values(), *frozen])}
+    found: dict[str, Any] = {"model": _Model(names, [*pieces.values(), *frozen])}
     shards = [_Shards(one.optimizer, pieces) for one in parts]
     for at, one in enumerate(shards):
         found[f"optimizer_{at}" if at else "optimizer"] = one
@@ -116,23 +109,31 @@ class _Box(NamedTuple):
         return self.offsets[0] * math.prod(self.sizes[1:]) if self.sizes else 0
 
 
-def _boxes(chunks: Sequence[nn.Module]) -> dict[Tensor, _Box]:
+class _Names:
+    """The names in the whole model of what is in a chunk of it. `prefix`: before the names that
+    Megatron does not give."""
+
+    def __init__(self, model: Any, prefix: str) -> None:
+        self.model, self._prefix = model, prefix
+        self.sharded = model.sharded_state_dict(metadata={"singleton_local_shards": True})
+
+    def __getitem__(self, local: str) -> str:
+        one = self.sharded.get(local)
+        return str(one.key) if hasattr(one, "key") else self._prefix + local
+
+
+def _boxes(chunks: Sequence[_Names]) -> dict[Tensor, _Box]:
     """The box of each parameter. A collective."""
     told = _ranks()
     found: dict[Tensor, _Box] = {}
-    names: set[str] = set()
-    for number, chunk in enumerate(chunks):
-        inner = _inside(chunk)
-        sharded = inner.sharded_state_dict(metadata={"singleton_local_shards": True})
-        for local, parameter in inner.named_parameters():
+    for names in chunks:
+        for local, parameter in names.model.named_parameters():
             here = told[bool(getattr(parameter, "allreduce", True))]
-            box = _box(sharded.get(local), parameter, here)
-            if box is None or box.name in names:
-                name = local if len(chunks) == 1 else f"chunk.{number}.{local}"
+            box = _box(names.sharded.get(local), parameter, here)
+            if box is None:
                 shape = tuple(parameter.shape)
                 whole = (shape, shape, (0,) * len(shape), shape)
-                box = _Box(name, *whole, here.replicas, here.replicas, (0, 1))
-            names.add(box.name)
+                box = _Box(names[local], *whole, here.replicas, here.replicas, (0, 1))
             found[parameter] = box
     return found
 
@@ -293,7 +294,7 @@ def _is_distributed(part: Any) -> bool:
 class _Model(Flat):
     """The parameters of all chunks in full precision, and whatever else their state dicts have."""
 
-    def __init__(self, chunks: Sequence[Any], pieces: Sequence[_Piece]) -> None:
+    def __init__(self, chunks: list[_Names], pieces: Sequence[_Piece]) -> None:
         super().__init__(
             {one.box.name: one.shape for one in pieces if one.shape != tuple(one.vector.shape)}
         )
@@ -301,38 +302,29 @@ class _Model(Flat):
         if len(vectors) < len(pieces):
             raise UsageError("two parameters of this model have the same name")
         self._parameters.update(vectors)  # past the check for a Parameter
-        self._chunks = [  # in a tuple, so that no chunk becomes a submodule
-            (_inside(one), "" if len(chunks) == 1 else f"chunk.{at}.", _names(_inside(one)))
-            for at, one in enumerate(chunks)
-        ]
+        self._chunks = chunks  # in a list, so that no chunk becomes a submodule
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        for chunk, prefix, names in self._chunks:
-            for local, one in chunk.named_buffers(*args, **options):
-                yield names.get(local, prefix + local), one
+        for names in self._chunks:
+            for local, one in names.model.named_buffers(*args, **options):
+                yield names[local], one
 
     def _rest(self) -> Iterator[tuple[str, Any, str, Any]]:
         """What the chunks have beside parameters: name, chunk, name in the chunk, value."""
-        for chunk, prefix, names in self._chunks:
-            parameters = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
-            for local, value in chunk.state_dict().items():
+        for names in self._chunks:
+            parameters = {name for name, _ in names.model.named_parameters(remove_duplicate=False)}
+            for local, value in names.model.state_dict().items():
                 if local not in parameters:
-                    yield names.get(local, prefix + local), chunk, local, value
+                    yield names[local], names.model, local, value
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         return {**{name: value for name, _, _, value in self._rest()}, **self._parameters}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """Load what is no parameter. These are filled in place."""
-        for name, chunk, local, value in self._rest():
+        for name, model, local, value in self._rest():
             if value is not None and name in state_dict:
-                chunk.load_state_dict({local: state_dict[name]}, strict=False)
-
-
-def _names(chunk: Any) -> dict[str, str]:
-    """The names in the whole model of what is in a chunk."""
-    sharded = chunk.sharded_state_dict(metadata={"singleton_local_shards": True})
-    return {local: one.key for local, one in sharded.items() if hasattr(one, "key")}
+                model.load_state_dict({local: state_dict[name]}, strict=False)
 
 
 class _Shards(torch.optim.Optimizer):
@@ -411,7 +403,7 @@ class _State:
             for shards in self._shards:
                 shards.settle()
             for part in self._parts:
-                if hasattr(part, "_copy_main_params_to_model_params"):
+                if not isinstance(part, FP32Optimizer):
                     part._copy_main_params_to_model_params()
             if any(map(_is_distributed, self._parts)):
                 for chunk in self._chunks:
@@ -448,12 +440,14 @@ def _refuse(chunks: Sequence[Any], parts: Sequence[Any]) -> None:
                 f"a {type(one).__name__} was never tried: components() takes what"
                 " get_megatron_optimizer() makes for Adam or SGD"
             )
-        for hook in _HOOKS.get(type(one), ()):
-            if not hasattr(one, hook):
-                raise UsageError(
-                    f"this megatron-core has no {type(one).__name__}.{hook}, which keepstep needs:"
-                    " take megatron-core 0.16"
-                )
+        needed = [] if type(one) is FP32Optimizer else ["_copy_main_params_to_model_params"]
+        if _is_distributed(one):
+            needed += ["_get_model_param_range_map", "shard_fp32_from_float16_groups"]
+        if missing := [hook for hook in needed if not hasattr(one, hook)]:
+            raise UsageError(
+                f"this megatron-core has no {', '.join(missing)} in its {type(one).__name__}, which"
+                " keepstep needs: take megatron-core 0.16"
+            )
         if one.is_stub_optimizer:
             raise UsageError("a rank whose parameters are all frozen was never tried")
         require_torch(one.optimizer)
@@ -468,9 +462,8 @@ def _unsupported(chunks: Sequence[Any], parts: Sequence[Any]) -> Iterator[tuple[
             yield f"a {type(chunk).__name__}", "wrap it in Megatron's DistributedDataParallel"
         elif getattr(chunk.ddp_config, "use_megatron_fsdp", False):
             yield "use_megatron_fsdp", "take use_distributed_optimizer"
-        if getattr(_inside(chunk).config, "fp8", None) or getattr(
-            _inside(chunk).config, "fp4", None
-        ):
+        config = _inside(chunk).config
+        if getattr(config, "fp8", None) or getattr(config, "fp4", None):
             yield "weights in FP8 or FP4", "take bf16"
     for part in parts:
         if getattr(part.config, "use_precision_aware_optimizer", False):
