@@ -115,11 +115,19 @@ class _Names:
 
     def __init__(self, model: Any, prefix: str) -> None:
         self.model, self._prefix = model, prefix
+        named = model.named_parameters(remove_duplicate=False)
+        self._parameters = {name for name, _ in named}
         self.sharded = model.sharded_state_dict(metadata={"singleton_local_shards": True})
 
     def __getitem__(self, local: str) -> str:
         one = self.sharded.get(local)
         return str(one.key) if hasattr(one, "key") else self._prefix + local
+
+    def rest(self) -> Iterator[tuple[str, str, Any]]:
+        """What its state dict has beside parameters: name, name in the chunk, value."""
+        for local, value in self.model.state_dict().items():
+            if local not in self._parameters:
+                yield self[local], local, value
 
 
 def _boxes(chunks: Sequence[_Names]) -> dict[Tensor, _Box]:
@@ -309,22 +317,17 @@ class _Model(Flat):
             for local, one in names.model.named_buffers(*args, **options):
                 yield names[local], one
 
-    def _rest(self) -> Iterator[tuple[str, Any, str, Any]]:
-        """What the chunks have beside parameters: name, chunk, name in the chunk, value."""
-        for names in self._chunks:
-            parameters = {name for name, _ in names.model.named_parameters(remove_duplicate=False)}
-            for local, value in names.model.state_dict().items():
-                if local not in parameters:
-                    yield names[local], names.model, local, value
-
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        return {**{name: value for name, _, _, value in self._rest()}, **self._parameters}
+        rest = {name: value for one in self._chunks for name, _, value in one.rest()}
+        return {**rest, **self._parameters}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """Load what is no parameter. These are filled in place."""
-        for name, model, local, value in self._rest():
-            if value is not None and name in state_dict:
-                model.load_state_dict({local: state_dict[name]}, strict=False)
+        for names in self._chunks:
+            rest = {
+                local: state_dict[name] for name, local, _ in names.rest() if name in state_dict
+            }
+            names.model.load_state_dict(rest, strict=False)
 
 
 class _Shards(torch.optim.Optimizer):
