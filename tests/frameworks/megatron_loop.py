@@ -163,6 +163,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, progress: dict[str, int], 
             seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
         )  # fmt: skip
         maybe_kill(progress["iteration"])
+        torch.distributed.barrier()  # with a killed rank, no other begins the next step
         stepped, _, _ = optimizer.step()
         if stepped:
             scheduler.step(increment=4)

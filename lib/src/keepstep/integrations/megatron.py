@@ -65,8 +65,9 @@ def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict
         for main, parameter, begin in _mains(one):
             box = boxes[parameter]
             pieces[main] = _Piece(box, main) if begin is None else _rows(box, main, begin)
-    frozen = [_Piece(box, one) for one, box in boxes.items() if not one.requires_grad]
-    found: dict[str, Any] = {"model": _Model(names, [*pieces.values(), *frozen])}
+    trained = {id(parameter) for one in parts for parameter in _parameters(one)}
+    others = [_Piece(box, one) for one, box in boxes.items() if id(one) not in trained]
+    found: dict[str, Any] = {"model": _Model(names, [*pieces.values(), *others])}
     shards = [_Shards(one.optimizer, pieces) for one in parts]
     for at, one in enumerate(shards):
         found[f"optimizer_{at}" if at else "optimizer"] = one
@@ -221,7 +222,7 @@ def _inside(chunk: Any) -> Any:
 
 
 class _Piece:
-    """A tensor that an optimizer changes, or a parameter that does not train: `vector` is a DTensor
+    """A tensor that an optimizer changes, or a parameter that none changes: `vector` is a DTensor
     over it. `shape`: that of the whole parameter, if the vector does not have it."""
 
     def __init__(self, box: _Box, main: Tensor, sharing: Sharing | None = None) -> None:
@@ -290,6 +291,15 @@ def _mains(part: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
             yield from ((one, of, None) for one, of in zip(mains, parameters, strict=True))
         for parameters in part.fp32_from_fp32_groups:
             yield from ((one, one, None) for one in parameters)
+
+
+def _parameters(part: Any) -> Iterator[Tensor]:
+    """The parameters that an optimizer changes, on whatever rank."""
+    if _is_distributed(part):
+        for buffer in part.buffers:
+            yield from buffer.param_index_map
+    else:
+        yield from (parameter for _, parameter, _ in _mains(part))
 
 
 def _is_distributed(part: Any) -> bool:
