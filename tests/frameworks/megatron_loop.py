@@ -281,7 +281,8 @@ def main() -> None:
     train(model, optimizer, scheduler, progress, save)
     if checkpointer is not None:
         checkpointer.close()
-        own_checkpoint(parts, progress, load=False)
+        if SETTINGS.get("keep_own"):
+            own_checkpoint(parts, progress, load=False)
     if DISTRIBUTED and EP == 1 and PRECISION == "bf16":
         torch.save(parts_of_parameters(model, optimizer), OUT / f"ended-with-{RANK}.pt")
     write(

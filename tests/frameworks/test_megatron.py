@@ -56,7 +56,7 @@ def test_killed_and_gone_on_with_bit_by_bit(loop, layout):
 
 @pytest.mark.parametrize(("before", "after"), [("tp", "pp"), ("pp", "tp")])
 def test_another_layout_gets_what_megatrons_own_checkpoint_gives_it(loop, tmp_path, before, after):
-    loop.kept(ranks=2, **{before: 2}, steps=4, out="before")
+    loop.kept(ranks=2, **{before: 2}, steps=4, out="before", keep_own=True)
     own = loop.undisturbed(ranks=2, **{after: 2}, own=True, steps=4, seed=2)
     kept, _ = loop.kept(ranks=2, **{after: 2}, steps=4, seed=2, out="after")
     for rank in range(2):
