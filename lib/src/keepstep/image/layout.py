@@ -372,8 +372,8 @@ def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
     whole = _sizes_in(row, "global_shape", name)
     box = _box(name, shape, offsets, shape if whole is None else whole)
     unflattened = _sizes_in(row, "unflattened_shape", name)
-    if unflattened is not None and (math.prod(unflattened),) != (box[1] or shape):
-        raise FormatError(f"{quoted(name)}: no vector that {quoted(unflattened)} can be made of")
+    if unflattened is not None and math.prod(unflattened) != math.prod(box[1] or shape):
+        raise FormatError(f"{quoted(name)}: {quoted(unflattened)} cannot be made of it")
     tensor = row.get("tensor")
     return TensorSpec(
         name,

@@ -51,8 +51,8 @@ class TensorSpec(NamedTuple):
     of a matrix; None for a dense one. In the image itself a tensor is always row-major. `device`:
     where the tensor was: `cpu`, `cuda` (the process's own device) or `cuda:1`; None if the image
     does not say.
-    `unflattened`: for a vector, the shape with which it is used, in row-major order; None for a
-    tensor that is used as it is. `tensor`: the name of the tensor, where it is not the entry's,
+    `unflattened`: the shape with which the tensor is used, in row-major order; None if it is used
+    as it is. `tensor`: the name of the tensor, where it is not the entry's,
     because one rank has several boxes of it.
     """
 

@@ -49,6 +49,10 @@ class Sharing(NamedTuple):
     members: tuple[int, ...]
 
 
+_GIVEN = "_keepstep_sharing"
+"""The attribute of a DTensor that `placed` has made."""
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor. Does not import DTensor, so a script without DTensors need not wait
     for the import."""
@@ -69,6 +73,9 @@ def local_of(tensor: Any) -> Tensor:
 
 def sharing_of(tensor: Any, name: str) -> Sharing:
     """The box of a DTensor. Raises UsageError for placements that have none."""
+    given: Sharing | None = getattr(tensor, _GIVEN, None)
+    if given is not None:
+        return given
     shape = tuple(tensor.shape)
     placements = tuple(tensor.placements)
     try:
@@ -96,6 +103,23 @@ def like(pattern: Any, local: Tensor) -> Tensor:
         shape=pattern.shape,
         stride=pattern.stride(),
     )
+    if (given := getattr(pattern, _GIVEN, None)) is not None:
+        setattr(made, _GIVEN, given)
+    return made
+
+
+def placed(local: Tensor, mesh: Any, sharing: Sharing) -> Tensor:
+    """A DTensor over `local`, of which a framework says by itself which box it is. The placements
+    that it has on `mesh`, whatever that is, say nothing."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    shape = torch.Size(sharing.global_shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placements = [Replicate()] * mesh.ndim
+    made: Tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    setattr(made, _GIVEN, sharing)
     return made
 
 

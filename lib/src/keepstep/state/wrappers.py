@@ -35,8 +35,9 @@ class Replicated(nn.Module):
 
 
 class Flat(nn.Module):
-    """A module whose parameters are vectors of which each rank has a part. An adapter makes it for
-    another module. `shapes`: the shapes that the parameters have in that module, by name."""
+    """A module whose parameters are tensors of which each rank has a part, such as vectors. An
+    adapter makes it for another module. `shapes`: the shapes that the parameters have in that
+    module, by name, where they are others."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
