@@ -37,7 +37,26 @@ from keepstep.integrations import require, require_torch
 from keepstep.state import sharding
 from keepstep.state.wrappers import Flat, Replicated, copy_options
 
-require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
+require(
+    "deepspeed",
+    importlib.metadata.version("deepspeed"),
+    tested=("0.19", "0.19"),
+    hooks={
+        "deepspeed.runtime.engine:DeepSpeedEngine": (
+            *("global_steps", "global_samples", "micro_steps", "skipped_steps", "param_names"),
+            *("_is_gradient_accumulation_boundary", "mp_world_size", "seq_data_parallel_group"),
+        ),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+            *("round_robin_bit16_groups", "round_robin_bit16_offsets", "round_robin_bit16_meta"),
+            "loss_scaler",
+        ),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+            *("fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id"),
+            *("grad_position", "get_param_id", "persistent_parameters"),
+            *("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
+        ),
+    },
+)
 
 _OPTIMIZERS = (
     "DeepSpeedZeroOptimizer",

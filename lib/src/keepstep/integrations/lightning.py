@@ -56,9 +56,35 @@ def _package_of(trainer: Any) -> str:
     return str(type(trainer.fit_loop).__module__.rpartition(".loops.")[0])
 
 
+_CONNECTORS = "trainer.connectors"
+_HOOKS = {
+    "loops.fit_loop:_FitLoop": (
+        *("on_advance_start", "on_advance_end", "epoch_loop", "_combined_loader"),
+        *("_load_combined_loader_states", "_combined_loader_states_to_load"),
+        *("_last_train_dl_reload_epoch", "_restarting", "_resuming_from_checkpoint"),
+    ),
+    "loops.training_epoch_loop:_TrainingEpochLoop": (
+        *("reset", "on_run_start(data_fetcher)", "on_advance_end(data_fetcher)", "_results"),
+    ),
+    "loops.evaluation_loop:_EvaluationLoop": ("setup_data",),
+    f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": (
+        *("_restore_modules_and_callbacks", "restore_training_state"),
+    ),
+    f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector": (
+        *("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter"),
+    ),
+    f"{_CONNECTORS}.logger_connector.result:": (
+        *("_Metadata(fx, name, reduce_fx)", "_Sync(_should, fn, rank_zero_only)"),
+        "_ResultMetric(metadata, is_tensor)",
+    ),
+}
+"""What the callback calls, replaces or reads, by owner within the package."""
+
+
 def _require(package: str) -> None:
     version = importlib.import_module(package).__version__
-    require(package.partition(".")[0], version, at_least="2.6", below="2.7")
+    hooks = {f"{package}.{owner}": names for owner, names in _HOOKS.items()}
+    require(package.partition(".")[0], version, tested=("2.6", "2.6"), hooks=hooks)
 
 
 _lightning: Any = _package()
