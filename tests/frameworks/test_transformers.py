@@ -106,6 +106,41 @@ def test_two_ranks(trainer):
     assert_same(plain, kept, kills=2, ranks=2)
 
 
+ZERO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": True},
+    "zero_force_ds_cpu_optimizer": False,  # no operator is built here
+}
+OFFLOADED = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "accumulate"),
+    [
+        pytest.param({"stage": 1}, 1, id="1"),
+        pytest.param({"stage": 2, "offload_optimizer": OFFLOADED}, 3, id="2-offloaded"),
+        pytest.param({"stage": 3}, 1, id="3"),
+        pytest.param({"stage": 3, "offload_optimizer": OFFLOADED}, 3, id="3-offloaded"),
+    ],
+)
+def test_two_ranks_by_deepspeed(trainer, monkeypatch, zero, accumulate):
+    """With accumulation an epoch ends on a remainder of micro-batches."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
+    arguments = {
+        "use_cpu": False,
+        "bf16": True,
+        "gradient_accumulation_steps": accumulate,
+        "num_train_epochs": accumulate + 1,
+        "deepspeed": {**ZERO, "zero_optimization": zero},
+    }
+    plain = trainer.undisturbed(ranks=2, arguments=arguments)
+    kill = drawn(range(1, 5), range(5, 8), range(9, 12))
+    kept, _ = trainer.kept(ranks=2, arguments=arguments, kill=kill)
+    assert_same(plain, kept, kills=3, ranks=2)
+
+
 def test_two_ranks_whose_sampler_has_a_generator_of_its_own(trainer):
     arguments = {
         "num_train_epochs": 3,

@@ -27,6 +27,9 @@ from transformers.trainer_callback import ExportableState
 from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
 from tests.frameworks.script import OUT, SETTINGS, digest, maybe_kill, random_states, record, write
 
+if not SETTINGS.get("arguments", {}).get("use_cpu", True):
+    from tests.frameworks import accelerate_on_cpu  # noqa: F401
+
 TIMES = ("runtime", "per_second")
 ROWS = 60
 
@@ -81,8 +84,10 @@ def recorded(kind: Any) -> Any:
     """The same Trainer, which writes its losses."""
 
     class Recorded(kind):  # type: ignore[misc]
-        def training_step(self, *args: Any, **options: Any) -> Any:
-            loss = super().training_step(*args, **options)
+        def training_step(self, model: Any, *args: Any, **options: Any) -> Any:
+            if self.is_deepspeed_enabled and "step" not in vars(model):
+                kill_before_its_step(model)
+            loss = super().training_step(model, *args, **options)
             record(self.state.global_step, loss)
             return loss
 
@@ -91,6 +96,40 @@ def recorded(kind: Any) -> Any:
             super().log({**logs, **note}, *args, **options)
 
     return Recorded
+
+
+def state(trainer: Any) -> dict[str, str]:
+    if trainer.is_deepspeed_enabled:
+        return divided(trainer.model_wrapped)
+    return {
+        "weights": digest(trainer.model.state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+    }
+
+
+def divided(engine: Any) -> dict[str, str]:
+    """The weights, and this rank's part of what DeepSpeed divides."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        weights = digest([one.detach().clone() for one in parameters])
+    states = engine.optimizer.optimizer.state.items()
+    counts = [engine.global_steps, engine.global_samples, engine.micro_steps]
+    return {"weights": weights, "optimizer": digest([[*one] for one in states] + counts)}
+
+
+def kill_before_its_step(engine: Any) -> None:
+    """DeepSpeed's engine steps within `backward`, before the callback that kills elsewhere. The loss
+    of that micro-batch is not written then, so the step must have no other."""
+    step = engine.step
+
+    def killing(*args: Any, **options: Any) -> Any:
+        if engine.global_steps % 2 and engine.gradient_accumulation_steps() == 1:
+            maybe_kill(engine.global_steps)
+        return step(*args, **options)
+
+    engine.step = killing
 
 
 def made() -> Any:
@@ -146,8 +185,7 @@ def main() -> None:
         "progress": [output.global_step, trainer.state.epoch],
         "train_loss": output.training_loss.hex(),
         "log": log,
-        "weights": digest(trainer.model.state_dict()),
-        "optimizer": digest(trainer.optimizer.state_dict()),
+        **state(trainer),
         "schedule": trainer.lr_scheduler.get_last_lr(),
         "flos": trainer.state.total_flos,
         "best": [trainer.state.best_metric, trainer.state.best_global_step],

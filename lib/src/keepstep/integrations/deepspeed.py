@@ -186,12 +186,15 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
     parameter without a master is not trained."""
     zero = engine.optimizer
     flats = zero.fp32_partitioned_groups_flat
-    mesh, parts = _mesh(engine, flats[0]), {}
+    meshes: dict[str, DeviceMesh] = {}  # offloaded, what is trained is on another device
+    parts = {}
     for one in engine.module.parameters():
         flat, begin = one.ds_tensor, 0
         if (place := zero.grad_position.get(zero.get_param_id(one))) is not None:
             flat, begin = flats[place[0]], place[1]
-        parts[one] = _Part(flat, (one.ds_numel,), mesh, begin)
+        if flat.device.type not in meshes:
+            meshes[flat.device.type] = _mesh(engine, flat)
+        parts[one] = _Part(flat, (one.ds_numel,), meshes[flat.device.type], begin)
     return parts
 
 
@@ -276,10 +279,11 @@ class _Counters:
             optimizer, "loss_scale_config", None
         )
         self._parameters = _digest(engine)
+        self._restored_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         engine = self._engine
-        if not stepped(engine):
+        if not stepped(engine) and engine.micro_steps != self._restored_at:
             raise WithinStepError(
                 "gradients are being accumulated, which no step holds: save where"
                 " keepstep.integrations.deepspeed.stepped(engine) is true"
@@ -305,11 +309,12 @@ class _Counters:
             )
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, state[name])
-        # another world may accumulate over another number of batches; a step begins at its
-        # multiples
-        engine.micro_steps = (
-            state["micro_steps"] // state["accumulation"] * engine.gradient_accumulation_steps()
-        )
+        engine.micro_steps, accumulation = state["micro_steps"], engine.gradient_accumulation_steps()
+        if accumulation != state["accumulation"]:
+            # another world may accumulate over another number of batches; a step begins at its
+            # multiples
+            engine.micro_steps = state["micro_steps"] // state["accumulation"] * accumulation
+        self._restored_at = engine.micro_steps
         for name, value in state["scaler"].items():
             setattr(self._scaler, name, value)
         self._then()
@@ -423,10 +428,13 @@ def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
         yield "tensor, expert or pipeline parallelism", "use data parallelism over all ranks"
     if engine.has_moe_layers:
         yield "MoE layers", "use a dense model"
-    for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(engine, f"zero_{name}")()
-        if offload is not None and offload.device != "none":
-            yield f"zero_optimization.{name}", f"leave {name} out of the configuration"
+    optimizer, parameters = engine.zero_offload_optimizer(), engine.zero_offload_param()
+    if optimizer is not None and optimizer.device not in ("none", "cpu"):
+        yield "zero_optimization.offload_optimizer to a drive", 'set its device to "cpu"'
+    if optimizer is not None and optimizer.device == "cpu" and optimizer.ratio != 1.0:
+        yield "zero_optimization.offload_optimizer.ratio", "set it to 1.0"
+    if parameters is not None and parameters.device != "none":
+        yield "zero_optimization.offload_param", "leave offload_param out of the configuration"
     if engine.zero_hpz_partition_size() > 1:
         yield "zero_hpz_partition_size", "leave it out of the configuration"
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):

@@ -353,11 +353,16 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """The components to keep, by name, once everything is prepared.
 
         Override it to add anything else that the next step depends on. Raises UsageError for an
-        optimizer that is not a torch optimizer.
+        optimizer that is not a torch optimizer, and for what keepstep cannot keep of DeepSpeed.
         """
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
-        require_torch(optimizer)
-        components = {"model": kept_part(self.model_wrapped), "optimizer": optimizer}
+        if self.is_deepspeed_enabled:
+            from keepstep.integrations import deepspeed
+
+            components = deepspeed.components(self.model_wrapped)
+        else:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # AcceleratedOptimizer
+            require_torch(optimizer)
+            components = {"model": kept_part(self.model_wrapped), "optimizer": optimizer}
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
@@ -366,7 +371,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             ),
             "own": own if (own := _OwnState(self)).names else None,
         }
-        return components | {name: one for name, one in others.items() if one is not None}
+        return {name: one for name, one in others.items() if one is not None} | components
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
 
@@ -669,13 +674,10 @@ def _refuse(trainer: Any) -> None:
         own = {f"{one.__module__}:{one.__name__}": TRL.get(one.__name__, ()) for one in trls}
         version = importlib.metadata.version("trl")
         require("trl", version, tested=("1.16", "1.16"), hooks=own)
-    if trainer.is_deepspeed_enabled:
+    if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and is_quantized(trainer.model):
         raise UsageError(
-            "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
-            " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
+            "keepstep keeps quantised models without FSDP and DeepSpeed only: use one rank, or DDP"
         )
-    if trainer.is_fsdp_enabled and is_quantized(trainer.model):
-        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
