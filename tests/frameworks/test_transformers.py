@@ -106,39 +106,52 @@ def test_two_ranks(trainer):
     assert_same(plain, kept, kills=2, ranks=2)
 
 
-ZERO = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "bf16": {"enabled": True},
-    "zero_force_ds_cpu_optimizer": False,  # no operator is built here
-}
-OFFLOADED = {"device": "cpu"}
+def by_zero(stage: int, **options: object) -> dict[str, object]:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": True},
+        "zero_force_ds_cpu_optimizer": False,  # no operator is built here
+        "zero_optimization": {"stage": stage, **options},
+    }
+    return {"deepspeed": config, "bf16": True}
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}}
+
+
+@pytest.fixture
+def dividing(lives, monkeypatch) -> Lives:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
+    return lives("trainer.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
 
 
 @pytest.mark.parametrize(
-    ("zero", "accumulate"),
+    ("divided", "accumulate", "lora"),
     [
-        pytest.param({"stage": 1}, 1, id="1"),
-        pytest.param({"stage": 2, "offload_optimizer": OFFLOADED}, 3, id="2-offloaded"),
-        pytest.param({"stage": 3}, 1, id="3"),
-        pytest.param({"stage": 3, "offload_optimizer": OFFLOADED}, 3, id="3-offloaded"),
+        pytest.param(by_zero(1), 1, False, id="zero-1"),
+        pytest.param(by_zero(2, **OFFLOADED), 3, False, id="zero-2-offloaded"),
+        pytest.param(by_zero(3, stage3_param_persistence_threshold=20), 1, False, id="zero-3"),
+        pytest.param(by_zero(3, **OFFLOADED), 3, True, id="zero-3-offloaded-lora"),
+        pytest.param(FSDP2, 3, False, id="fsdp2"),
+        pytest.param(FSDP2, 1, True, id="fsdp2-lora"),
     ],
 )
-def test_two_ranks_by_deepspeed(trainer, monkeypatch, zero, accumulate):
+def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, lora):
     """With accumulation an epoch ends on a remainder of micro-batches."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
     arguments = {
         "use_cpu": False,
-        "bf16": True,
         "gradient_accumulation_steps": accumulate,
         "num_train_epochs": accumulate + 1,
-        "deepspeed": {**ZERO, "zero_optimization": zero},
+        **divided,
     }
-    plain = trainer.undisturbed(ranks=2, arguments=arguments)
+    plain = dividing.undisturbed(ranks=2, arguments=arguments, lora=lora)
     kill = drawn(range(1, 5), range(5, 8), range(9, 12))
-    kept, _ = trainer.kept(ranks=2, arguments=arguments, kill=kill)
+    kept, _ = dividing.kept(ranks=2, arguments=arguments, lora=lora, kill=kill)
     assert_same(plain, kept, kills=3, ranks=2)
+    assert result(kept).get("sharded", True)
 
 
 def test_two_ranks_whose_sampler_has_a_generator_of_its_own(trainer):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
@@ -98,10 +99,17 @@ def recorded(kind: Any) -> Any:
     return Recorded
 
 
-def state(trainer: Any) -> dict[str, str]:
+def flos(trainer: Any) -> float | None:
+    """Of ZeRO-3, Trainer counts those parameters that happen to be gathered."""
+    divides = trainer.is_deepspeed_enabled and trainer.model_wrapped.zero_optimization_stage() == 3
+    return None if divides else trainer.state.total_flos
+
+
+def state(trainer: Any) -> dict[str, Any]:
     if trainer.is_deepspeed_enabled:
         return divided(trainer.model_wrapped)
     return {
+        "sharded": any(isinstance(one, DTensor) for one in trainer.model.parameters()),
         "weights": digest(trainer.model.state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict()),
     }
@@ -168,6 +176,10 @@ def made() -> Any:
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     )
+    if SETTINGS.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
     trainer = recorded(Trainer)(model=model, args=TrainingArguments(**options), **common)
     return trainer if SETTINGS.get("bare") else attach(trainer)
 
@@ -176,8 +188,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     trainer = made()
     output = trainer.train(resume_from_checkpoint=SETTINGS.get("resume"))
+    unlike = (*TIMES, "total_flos") if flos(trainer) is None else TIMES
     log = [
-        {key: value for key, value in entry.items() if not key.endswith(TIMES)}
+        {key: value for key, value in entry.items() if not key.endswith(unlike)}
         for entry in trainer.state.log_history
     ]
     (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Losses))
@@ -187,7 +200,7 @@ def main() -> None:
         "log": log,
         **state(trainer),
         "schedule": trainer.lr_scheduler.get_last_lr(),
-        "flos": trainer.state.total_flos,
+        "flos": flos(trainer),
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
         "callbacks": [callback.evaluations, callback.steps],
         "random": random_states(),
