@@ -26,7 +26,16 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
-from tests.frameworks.script import OUT, SETTINGS, digest, maybe_kill, random_states, record, write
+from tests.frameworks.script import (
+    OUT,
+    SETTINGS,
+    digest,
+    divided,
+    maybe_kill,
+    random_states,
+    record,
+    write,
+)
 
 if not SETTINGS.get("arguments", {}).get("use_cpu", True):
     from tests.frameworks import accelerate_on_cpu  # noqa: F401
@@ -113,18 +122,6 @@ def state(trainer: Any) -> dict[str, Any]:
         "weights": digest(trainer.model.state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict()),
     }
-
-
-def divided(engine: Any) -> dict[str, str]:
-    """The weights, and this rank's part of what DeepSpeed divides."""
-    import deepspeed
-
-    parameters = list(engine.module.parameters())
-    with deepspeed.zero.GatheredParameters(parameters):
-        weights = digest([one.detach().clone() for one in parameters])
-    states = engine.optimizer.optimizer.state.items()
-    counts = [engine.global_steps, engine.global_samples, engine.micro_steps]
-    return {"weights": weights, "optimizer": digest([[*one] for one in states] + counts)}
 
 
 def kill_before_its_step(engine: Any) -> None:

@@ -91,15 +91,10 @@ _lightning: Any = _package()
 _require(_lightning.__name__)
 
 _REFUSED = {
-    "DeepSpeedStrategy": "keepstep cannot keep DeepSpeed's partitions in Lightning: use"
-    " ModelParallelStrategy (FSDP2) or DDP there; in a loop of your own it keeps them"
-    " (docs/frameworks.md#deepspeed)",
     "FSDPStrategy": "keepstep keeps FSDP2, not FSDP1: use ModelParallelStrategy, and fully_shard in"
     " configure_model()",
-    "WeightAveraging": "WeightAveraging has weights of its own, which keepstep cannot follow: keep"
-    " an average in a module of your model",
     "StochasticWeightAveraging": "StochasticWeightAveraging has weights of its own, which keepstep"
-    " cannot follow: train without it",
+    " cannot follow: use WeightAveraging",
     "ModelPruning": "ModelPruning changes the model while it trains, which keepstep cannot follow:"
     " prune it afterwards",
     "LearningRateFinder": "LearningRateFinder trains within a training, which keepstep cannot"
@@ -134,12 +129,20 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         """The components to keep, by name, once everything is prepared.
 
         Override it to add anything else that the next step depends on. Raises UsageError for an
-        optimizer that is not a torch optimizer.
+        optimizer that is not a torch optimizer, and for what keepstep cannot keep of DeepSpeed.
         """
-        components: dict[str, Any] = {"model": kept_part(trainer.strategy.model)}
-        for at, optimizer in enumerate(trainer.strategy.optimizers):
-            require_torch(optimizer)
-            components[f"optimizer{at or ''}"] = optimizer
+        components: dict[str, Any] = {}
+        if "DeepSpeedStrategy" in _kinds(trainer.strategy):
+            from keepstep.integrations import deepspeed
+
+            components = deepspeed.components(trainer.strategy.model)
+        else:
+            components["model"] = kept_part(trainer.strategy.model)
+            for at, optimizer in enumerate(trainer.strategy.optimizers):
+                require_torch(optimizer)
+                components[f"optimizer{at or ''}"] = optimizer
+        for at, one in enumerate(_averages(trainer)):
+            components[f"average{at or ''}"] = one._average_model
         for at, config in enumerate(trainer.lr_scheduler_configs):
             components[f"scheduler{at or ''}"] = config.scheduler
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -261,7 +264,12 @@ class _Fit(Training):
             self.kept["begun"] = {}
             self._keep()
 
+        def end_first(original: Callable[..., Any], *args: Any) -> Any:
+            self.end()
+            original(*args)
+
         for owner, name, around in (
+            *((one, "on_train_end", end_first) for one in _averages(self.trainer)),
             (connector, "_restore_modules_and_callbacks", leave_alone),
             (connector, "restore_training_state", restore),
             (loop, "_load_combined_loader_states", load_states),
@@ -287,6 +295,9 @@ class _Fit(Training):
             else:
                 self._note()  # with --stage-every, `close` may stage the last step only now
             checkpointer.close()
+            if self.at is not None:
+                for one in _averages(self.trainer):  # Lightning does not call it
+                    one.on_train_end(self.trainer, self.trainer.lightning_module)
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable."""
@@ -521,7 +532,8 @@ def _arguments(trainer: Any) -> dict[str, Any]:
     }
     for at, optimizer in enumerate(trainer.strategy.optimizers):
         found[f"optimizer{at or ''}"] = type(optimizer).__name__
-        found |= {f"optimizer{at or ''}.{key}": one for key, one in optimizer.defaults.items()}
+        defaults = getattr(optimizer, "defaults", {})  # DeepSpeed's have none
+        found |= {f"optimizer{at or ''}.{key}": one for key, one in defaults.items()}
     given = dict(getattr(trainer.lightning_module, "hparams", {}))
     return found | {f"hparams.{key}": one for key, one in given.items()}
 
@@ -537,6 +549,11 @@ def _restarting(loop: Any, value: bool) -> None:
 
 def _loaders_in(loop: Any) -> list[Any]:
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def _averages(trainer: Any) -> list[Any]:
+    """The callbacks that average the weights. At the end they write the average into the model."""
+    return [one for one in trainer.callbacks if "WeightAveraging" in _kinds(one)]
 
 
 def _has_length(loader: Any) -> bool:
