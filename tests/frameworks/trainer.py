@@ -125,8 +125,10 @@ def state(trainer: Any) -> dict[str, Any]:
 
 
 def kill_before_its_step(engine: Any) -> None:
-    """DeepSpeed's engine steps within `backward`, before the callback that kills elsewhere. The loss
-    of that micro-batch is not written then, so the step must have no other."""
+    """DeepSpeed's engine steps within `backward`, before the callback that kills elsewhere.
+
+    The loss of that micro-batch is not written then, so the step must have no other.
+    """
     step = engine.step
 
     def killing(*args: Any, **options: Any) -> Any:

@@ -309,7 +309,8 @@ class _Counters:
             )
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, state[name])
-        engine.micro_steps, accumulation = state["micro_steps"], engine.gradient_accumulation_steps()
+        accumulation = engine.gradient_accumulation_steps()
+        engine.micro_steps = state["micro_steps"]
         if accumulation != state["accumulation"]:
             # another world may accumulate over another number of batches; a step begins at its
             # multiples

@@ -268,8 +268,7 @@ class _Fit(Training):
             self.end()
             original(*args)
 
-        for owner, name, around in (
-            *((one, "on_train_end", end_first) for one in _averages(self.trainer)),
+        wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
             (connector, "_restore_modules_and_callbacks", leave_alone),
             (connector, "restore_training_state", restore),
             (loop, "_load_combined_loader_states", load_states),
@@ -279,7 +278,9 @@ class _Fit(Training):
             (epoch.val_loop, "setup_data", begin_validation),
             (epoch, "on_advance_end", end_step),
             (loop, "on_advance_end", end_epoch),
-        ):
+        ]
+        wrapped += [(one, "on_train_end", end_first) for one in _averages(self.trainer)]
+        for owner, name, around in wrapped:
             setattr(owner, name, functools.partial(around, getattr(owner, name)))
             self.undo.append((owner, name))
 
