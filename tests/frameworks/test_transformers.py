@@ -129,17 +129,18 @@ def dividing(lives, monkeypatch) -> Lives:
 
 
 @pytest.mark.parametrize(
-    ("divided", "accumulate", "lora"),
+    ("divided", "accumulate", "model"),
     [
-        pytest.param(by_zero(1), 1, False, id="zero-1"),
-        pytest.param(by_zero(2, **OFFLOADED), 3, False, id="zero-2-offloaded"),
-        pytest.param(by_zero(3, stage3_param_persistence_threshold=20), 1, False, id="zero-3"),
-        pytest.param(by_zero(3, **OFFLOADED), 3, True, id="zero-3-offloaded-lora"),
-        pytest.param(FSDP2, 3, False, id="fsdp2"),
-        pytest.param(FSDP2, 1, True, id="fsdp2-lora"),
+        pytest.param(by_zero(1), 3, {"lora": True}, id="zero-1-lora"),
+        pytest.param(by_zero(2, **OFFLOADED), 1, {}, id="zero-2-offloaded"),
+        pytest.param(by_zero(3, stage3_param_persistence_threshold=20), 1, {}, id="zero-3"),
+        pytest.param(by_zero(3, **OFFLOADED), 3, {"lora": True}, id="zero-3-offloaded-lora"),
+        pytest.param(FSDP2, 3, {"lora": True}, id="fsdp2-lora"),
+        pytest.param({}, 1, {"divides": {"tp_size": 2}}, id="tensor-parallel"),
+        pytest.param({}, 1, {"divides": {"fsdp_size": 2}}, id="fsdp2-at-load"),
     ],
 )
-def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, lora):
+def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, model):
     """With accumulation an epoch ends on a remainder of micro-batches."""
     arguments = {
         "use_cpu": False,
@@ -147,10 +148,10 @@ def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, lora):
         "num_train_epochs": accumulate + 1,
         **divided,
     }
-    plain = dividing.undisturbed(ranks=2, arguments=arguments, lora=lora)
-    kill = drawn(range(1, 5), range(5, 8), range(9, 12))
-    kept, _ = dividing.kept(ranks=2, arguments=arguments, lora=lora, kill=kill)
-    assert_same(plain, kept, kills=3, ranks=2)
+    plain = dividing.undisturbed(ranks=2, arguments=arguments, **model)
+    kill = drawn(range(1, 6), range(7, 12))
+    kept, _ = dividing.kept(ranks=2, arguments=arguments, kill=kill, **model)
+    assert_same(plain, kept, kills=2, ranks=2)
     assert result(kept).get("sharded", True)
 
 

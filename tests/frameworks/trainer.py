@@ -15,6 +15,8 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -28,6 +30,7 @@ from transformers.trainer_callback import ExportableState
 from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
 from tests.frameworks.script import (
     OUT,
+    RANK,
     SETTINGS,
     digest,
     divided,
@@ -139,6 +142,24 @@ def kill_before_its_step(engine: Any) -> None:
     engine.step = killing
 
 
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+
+
+def divided_at_load() -> Any:
+    """A model that transformers divides as it is loaded: by tensors, or by FSDP2."""
+    from transformers.distributed import DistributedConfig
+
+    small = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
+    )  # fmt: skip
+    place = OUT / f"llama-{RANK}"
+    LlamaForCausalLM(small).save_pretrained(place)
+    divides = DistributedConfig(**SETTINGS["divides"])
+    return LlamaForCausalLM.from_pretrained(place, distributed_config=divides)
+
+
 def made() -> Any:
     torch.manual_seed(0)
     wanted = SETTINGS.get("arguments", {})
@@ -170,11 +191,9 @@ def made() -> Any:
         if not SETTINGS.get("bare"):
             bases = (KeepstepTrainerMixin, *bases)
         kind = type("Mine", bases, {})
-        model: Any = T5ForConditionalGeneration(small)
-        return kind(model=model, args=Seq2SeqTrainingArguments(**options), **common)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
-    )
+        t5 = T5ForConditionalGeneration(small)
+        return kind(model=t5, args=Seq2SeqTrainingArguments(**options), **common)
+    model: Any = divided_at_load() if SETTINGS.get("divides") else gpt2()
     if SETTINGS.get("lora"):
         from peft import LoraConfig, get_peft_model
 
