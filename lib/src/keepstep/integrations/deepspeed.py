@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
+from keepstep.integrations._trainings import is_quantized
 from keepstep.state import sharding
 from keepstep.state.wrappers import Flat, Replicated, copy_options
 
@@ -427,6 +428,8 @@ def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
     ranks = distributed.get_world_size(engine.seq_data_parallel_group)
     if ranks != distributed.get_world_size() or engine.mp_world_size > 1:
         yield "tensor, expert or pipeline parallelism", "use data parallelism over all ranks"
+    if is_quantized(engine.module):
+        yield "the quantised layers of bitsandbytes", "use one rank, or DDP"
     if engine.has_moe_layers:
         yield "MoE layers", "use a dense model"
     optimizer, parameters = engine.zero_offload_optimizer(), engine.zero_offload_param()

@@ -674,10 +674,8 @@ def _refuse(trainer: Any) -> None:
         own = {f"{one.__module__}:{one.__name__}": TRL.get(one.__name__, ()) for one in trls}
         version = importlib.metadata.version("trl")
         require("trl", version, tested=("1.16", "1.16"), hooks=own)
-    if (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and is_quantized(trainer.model):
-        raise UsageError(
-            "keepstep keeps quantised models without FSDP and DeepSpeed only: use one rank, or DDP"
-        )
+    if trainer.is_fsdp_enabled and is_quantized(trainer.model):
+        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
