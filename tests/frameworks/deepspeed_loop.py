@@ -171,7 +171,7 @@ def refusals() -> None:
     began()
     deepspeed.init_distributed("gloo")
     plain = {"model": net(), "optimizer": torch.optim.AdamW, "config": config()}
-    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    offload = {"stage": 3, "offload_param": {"device": "cpu"}}
     pipeline = PipelineModule(layers=[nn.Linear(8, 8)], num_stages=1)
     engines = {
         "offload": {**plain, "config": config() | {"zero_optimization": offload}},

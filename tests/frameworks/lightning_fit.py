@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
@@ -18,6 +21,7 @@ from tests.frameworks.script import (
     RANK,
     SETTINGS,
     digest,
+    divided,
     maybe_kill,
     random_states,
     record,
@@ -121,6 +125,14 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
             }
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
         return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+
+
+class Sharded(Model):
+    """By FSDP2."""
+
+    def configure_model(self) -> None:
+        for one in (self.net[0], self.net[3], self.net):
+            fully_shard(one, mesh=self.device_mesh["data_parallel"])
 
 
 class Two(Model):
@@ -234,12 +246,40 @@ class Count(lightning.Callback):  # type: ignore[misc]
         self.validations += not trainer.sanity_checking
 
 
+def by_zero(config: dict[str, Any]) -> Any:
+    """DeepSpeed's strategy, which takes a GPU only."""
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+
+    class OnCpu(lightning.strategies.DeepSpeedStrategy):  # type: ignore[misc]
+        root_device = torch.device("cpu", 0)
+
+        def setup_environment(self) -> None:
+            super(lightning.strategies.DDPStrategy, self).setup_environment()
+            self.setup_distributed()
+
+        def setup_distributed(self) -> None:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    return OnCpu(config={"zero_allow_untested_optimizer": True, **config})
+
+
+def strategy(ranks: int) -> Any:
+    if zero := SETTINGS.get("zero"):
+        return by_zero(zero)
+    if SETTINGS.get("fsdp2"):
+        return lightning.strategies.ModelParallelStrategy(ranks, 1)
+    return "ddp" if ranks > 1 else "auto"
+
+
 def main() -> None:
     lightning.seed_everything(0, verbose=False)
     count = Count()
     callbacks: list[Any] = [count]
     if SETTINGS.get("patience"):
         callbacks.append(lightning.callbacks.EarlyStopping("val", patience=SETTINGS["patience"]))
+    if SETTINGS.get("average"):
+        callbacks.append(lightning.callbacks.EMAWeightAveraging(decay=0.9))
     if SETTINGS.get("tuned"):
         callbacks.append(lightning.callbacks.LearningRateFinder())
     if SETTINGS.get("finetune") == "bias":
@@ -267,7 +307,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
+        strategy=strategy(ranks),
         logger=[Log()],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -275,7 +315,8 @@ def main() -> None:
         default_root_dir=str(OUT),
         **options,
     )
-    kind = Two if SETTINGS.get("two") else Backbone if SETTINGS.get("finetune") else Model
+    kinds = {"two": Two, "finetune": Backbone, "fsdp2": Sharded}
+    kind = next((kinds[one] for one in kinds if SETTINGS.get(one)), Model)
     model = kind()
     data = Data()
     trainer.fit(model, datamodule=data, ckpt_path=SETTINGS.get("resume"))
@@ -285,9 +326,15 @@ def main() -> None:
         json.dumps([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     )
     metrics = {name: float(one).hex() for name, one in trainer.callback_metrics.items()}
-    result = {
+    state = {
         "weights": digest(model.state_dict()),
         "optimizer": digest([one.state_dict() for one in trainer.optimizers]),
+    }
+    if SETTINGS.get("zero"):
+        state = divided(trainer.strategy.model)
+    result = {
+        **state,
+        "sharded": any(isinstance(one, DTensor) for one in model.parameters()),
         "progress": [trainer.global_step, trainer.current_epoch],
         "metrics": metrics,
         "callbacks": count.state_dict(),

@@ -56,6 +56,18 @@ def digest(state: Any) -> str:
     return hashed.hexdigest()
 
 
+def divided(engine: Any) -> dict[str, str]:
+    """The weights, and this rank's part of what DeepSpeed divides."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        weights = digest([one.detach().clone() for one in parameters])
+    states = engine.optimizer.optimizer.state.items()
+    counts = [engine.global_steps, engine.global_samples, engine.micro_steps]
+    return {"weights": weights, "optimizer": digest([[*one] for one in states] + counts)}
+
+
 def random_states() -> str:
     """Of the generators of this process."""
     kept = numpy.random.get_state()  # of the global one, which people still use

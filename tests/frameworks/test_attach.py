@@ -50,7 +50,6 @@ def test_a_loop_of_its_own_is_refused(tmp_path, name):
 @pytest.mark.parametrize(
     ("attribute", "value", "text"),
     [
-        ("is_deepspeed_enabled", True, "DeepSpeed"),
         ("is_fsdp_enabled", True, "fsdp_version: 2"),
         ("args.auto_find_batch_size", True, "auto_find_batch_size"),
     ],

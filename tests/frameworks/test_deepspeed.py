@@ -129,7 +129,7 @@ def test_without_zero_a_save_within_accumulation_is_left_out(loop):
 def test_what_cannot_be_followed_is_refused_by_name(loop):
     out = loop.undisturbed(stage=1, refusals=True, config=OFFLOADS)
     said = json.loads((out / "refusals").read_text())
-    assert "zero_optimization.offload_optimizer: leave offload_optimizer out" in said["offload"]
+    assert "zero_optimization.offload_param: leave offload_param out" in said["offload"]
     assert "data_efficiency: leave it out of the configuration" in said["data"]
     assert "a PipelineEngine was never tried" in said["pipeline"]
     assert "this engine has no optimizer" in said["no optimizer"]

@@ -134,3 +134,38 @@ def test_a_loader_that_begins_anew_within_the_epoch_is_told_of(fit):
 def test_what_cannot_be_followed_is_refused(fit):
     _, said = fit.kept(tuned=True, code=1)
     assert "LearningRateFinder trains within a training" in said
+
+
+def test_an_average_of_the_weights(fit):
+    """Which takes their place in a validation, and at the end."""
+    plain = fit.undisturbed(average=True)
+    kept, _ = fit.kept(average=True, kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
+    assert_same_log(plain, kept, kills=2)
+    assert result(plain)["weights"] != result(fit.undisturbed(out="without"))["weights"]
+    again, _ = fit.kept(average=True, out="again")
+    assert result(again)["weights"] == result(plain)["weights"]
+
+
+@pytest.fixture
+def dividing(lives, monkeypatch) -> Lives:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
+    modules = ("lightning.pytorch", "torchdata.stateful_dataloader", "deepspeed")
+    return lives("lightning_fit.py", *modules)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "options"),
+    [
+        pytest.param(1, {"fsdp2": True}, id="fsdp2"),
+        pytest.param(2, {"zero": {"zero_optimization": {"stage": 2}}}, id="zero-2"),
+        pytest.param(1, {"zero": {"zero_optimization": {"stage": 3}}}, id="zero-3"),
+    ],
+)
+def test_two_ranks_that_divide_a_model(dividing, accumulate, options):
+    options = {**options, "arguments": {"accumulate_grad_batches": accumulate}}
+    plain = dividing.undisturbed(ranks=2, **options)
+    steps = 16 // accumulate
+    kill = drawn(range(1, steps // 2), range(steps // 2, steps - 1))
+    kept, _ = dividing.kept(ranks=2, **options, kill=kill)
+    assert_same_log(plain, kept, kills=2, ranks=2)
+    assert result(kept)["sharded"] == ("fsdp2" in options)

@@ -165,12 +165,11 @@ def test_the_last_step_is_whole_where_not_every_step_is_staged(
     assert trainer.global_step == 4, "what is over is not trained again"
 
 
-@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy"])
-def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch, name):
+def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path):
     trainer = made(tmp_path, KeepstepCallback())
-    kind = type(name, (type(trainer.strategy),), {})
+    kind = type("FSDPStrategy", (type(trainer.strategy),), {})
     trainer.strategy.__class__ = type("Mine", (kind,), {})
-    with pytest.raises(keepstep.UsageError, match=r"keepstep (cannot keep DeepSpeed|keeps FSDP2)"):
+    with pytest.raises(keepstep.UsageError, match="keepstep keeps FSDP2"):
         trainer.fit(Model())
 
 

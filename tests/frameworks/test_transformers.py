@@ -106,6 +106,55 @@ def test_two_ranks(trainer):
     assert_same(plain, kept, kills=2, ranks=2)
 
 
+def by_zero(stage: int, **options: object) -> dict[str, object]:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": True},
+        "zero_force_ds_cpu_optimizer": False,  # no operator is built here
+        "zero_optimization": {"stage": stage, **options},
+    }
+    return {"deepspeed": config, "bf16": True}
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}}
+
+
+@pytest.fixture
+def dividing(lives, monkeypatch) -> Lives:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
+    return lives("trainer.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
+
+
+@pytest.mark.parametrize(
+    ("divided", "accumulate", "model"),
+    [
+        pytest.param(by_zero(1), 3, {"lora": True}, id="zero-1-lora"),
+        pytest.param(by_zero(2, **OFFLOADED), 1, {}, id="zero-2-offloaded"),
+        pytest.param(by_zero(3, stage3_param_persistence_threshold=20), 1, {}, id="zero-3"),
+        pytest.param(by_zero(3, **OFFLOADED), 3, {"lora": True}, id="zero-3-offloaded-lora"),
+        pytest.param(FSDP2, 3, {"lora": True}, id="fsdp2-lora"),
+        pytest.param({}, 1, {"divides": {"tp_size": 2}}, id="tensor-parallel"),
+        pytest.param({}, 1, {"divides": {"fsdp_size": 2}}, id="fsdp2-at-load"),
+    ],
+)
+def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, model):
+    """With accumulation an epoch ends on a remainder of micro-batches."""
+    arguments = {
+        "use_cpu": False,
+        "gradient_accumulation_steps": accumulate,
+        "num_train_epochs": accumulate + 1,
+        **divided,
+    }
+    plain = dividing.undisturbed(ranks=2, arguments=arguments, **model)
+    kill = drawn(range(1, 6), range(7, 12))
+    kept, _ = dividing.kept(ranks=2, arguments=arguments, kill=kill, **model)
+    assert_same(plain, kept, kills=2, ranks=2)
+    assert result(kept).get("sharded", True)
+
+
 def test_two_ranks_whose_sampler_has_a_generator_of_its_own(trainer):
     arguments = {
         "num_train_epochs": 3,

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -25,7 +28,20 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from keepstep.integrations.transformers import KeepstepTrainerMixin, attach
-from tests.frameworks.script import OUT, SETTINGS, digest, maybe_kill, random_states, record, write
+from tests.frameworks.script import (
+    OUT,
+    RANK,
+    SETTINGS,
+    digest,
+    divided,
+    maybe_kill,
+    random_states,
+    record,
+    write,
+)
+
+if not SETTINGS.get("arguments", {}).get("use_cpu", True):
+    from tests.frameworks import accelerate_on_cpu  # noqa: F401
 
 TIMES = ("runtime", "per_second")
 ROWS = 60
@@ -81,8 +97,10 @@ def recorded(kind: Any) -> Any:
     """The same Trainer, which writes its losses."""
 
     class Recorded(kind):  # type: ignore[misc]
-        def training_step(self, *args: Any, **options: Any) -> Any:
-            loss = super().training_step(*args, **options)
+        def training_step(self, model: Any, *args: Any, **options: Any) -> Any:
+            if self.is_deepspeed_enabled and "step" not in vars(model):
+                kill_before_its_step(model)
+            loss = super().training_step(model, *args, **options)
             record(self.state.global_step, loss)
             return loss
 
@@ -91,6 +109,55 @@ def recorded(kind: Any) -> Any:
             super().log({**logs, **note}, *args, **options)
 
     return Recorded
+
+
+def flos(trainer: Any) -> float | None:
+    """Of ZeRO-3, Trainer counts those parameters that happen to be gathered."""
+    divides = trainer.is_deepspeed_enabled and trainer.model_wrapped.zero_optimization_stage() == 3
+    return None if divides else trainer.state.total_flos
+
+
+def state(trainer: Any) -> dict[str, Any]:
+    if trainer.is_deepspeed_enabled:
+        return divided(trainer.model_wrapped)
+    return {
+        "sharded": any(isinstance(one, DTensor) for one in trainer.model.parameters()),
+        "weights": digest(trainer.model.state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+    }
+
+
+def kill_before_its_step(engine: Any) -> None:
+    """DeepSpeed's engine steps within `backward`, before the callback that kills elsewhere.
+
+    The loss of that micro-batch is not written then, so the step must have no other.
+    """
+    step = engine.step
+
+    def killing(*args: Any, **options: Any) -> Any:
+        if engine.global_steps % 2 and engine.gradient_accumulation_steps() == 1:
+            maybe_kill(engine.global_steps)
+        return step(*args, **options)
+
+    engine.step = killing
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+
+
+def divided_at_load() -> Any:
+    """A model that transformers divides as it is loaded: by tensors, or by FSDP2."""
+    from transformers.distributed import DistributedConfig
+
+    small = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
+    )  # fmt: skip
+    place = OUT / f"llama-{RANK}"
+    LlamaForCausalLM(small).save_pretrained(place)
+    divides = DistributedConfig(**SETTINGS["divides"])
+    return LlamaForCausalLM.from_pretrained(place, distributed_config=divides)
 
 
 def made() -> Any:
@@ -124,11 +191,13 @@ def made() -> Any:
         if not SETTINGS.get("bare"):
             bases = (KeepstepTrainerMixin, *bases)
         kind = type("Mine", bases, {})
-        model: Any = T5ForConditionalGeneration(small)
-        return kind(model=model, args=Seq2SeqTrainingArguments(**options), **common)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=1, n_head=2)
-    )
+        t5 = T5ForConditionalGeneration(small)
+        return kind(model=t5, args=Seq2SeqTrainingArguments(**options), **common)
+    model: Any = divided_at_load() if SETTINGS.get("divides") else gpt2()
+    if SETTINGS.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
     trainer = recorded(Trainer)(model=model, args=TrainingArguments(**options), **common)
     return trainer if SETTINGS.get("bare") else attach(trainer)
 
@@ -137,8 +206,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     trainer = made()
     output = trainer.train(resume_from_checkpoint=SETTINGS.get("resume"))
+    unlike = (*TIMES, "total_flos") if flos(trainer) is None else TIMES
     log = [
-        {key: value for key, value in entry.items() if not key.endswith(TIMES)}
+        {key: value for key, value in entry.items() if not key.endswith(unlike)}
         for entry in trainer.state.log_history
     ]
     (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Losses))
@@ -146,10 +216,9 @@ def main() -> None:
         "progress": [output.global_step, trainer.state.epoch],
         "train_loss": output.training_loss.hex(),
         "log": log,
-        "weights": digest(trainer.model.state_dict()),
-        "optimizer": digest(trainer.optimizer.state_dict()),
+        **state(trainer),
         "schedule": trainer.lr_scheduler.get_last_lr(),
-        "flos": trainer.state.total_flos,
+        "flos": flos(trainer),
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
         "callbacks": [callback.evaluations, callback.steps],
         "random": random_states(),

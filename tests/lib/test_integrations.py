@@ -25,10 +25,48 @@ def test_importing_keepstep_imports_no_integration():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("version", ["5.18.9", "4.60.0", "5.24.0.dev0", "6.0"])
-def test_a_version_outside_of_the_range_is_refused_and_the_range_is_named(version):
-    with pytest.raises(keepstep.UsageError, match=rf"x {version} was never .*x >= 5.19, < 5.24"):
-        require("x", version, at_least="5.19", below="5.24")
+class Framework:
+    """What an adapter may need of a framework."""
+
+    def train(self, model, *, epoch=0):
+        self._step = epoch
+
+
+HERE = f"{__name__}:Framework"
+
+
+def needed(version, *hooks, owner=HERE):
+    require(f"x{hooks}", version, tested=("5.19", "5.23"), hooks={owner: hooks})
+
+
+@pytest.mark.parametrize(
+    "missing", ["fit", "train(model, batches)", "_loss", "train(epoch, step, model)"]
+)
+def test_a_version_that_lacks_a_hook_is_refused_whatever_its_number(missing):
+    for version in ("4.60.0", "5.20.1", "6.0"):
+        with pytest.raises(keepstep.UsageError, match=r"install .* 5.19 to 5.23") as error:
+            needed(version, "train", missing, "_step")
+        assert f"lacks what keepstep needs of it: Framework.{missing};" in str(error.value)
+
+
+@pytest.mark.parametrize("owner", ["no_such_module:Framework", f"{__name__}:Other"])
+def test_a_class_that_is_gone_is_a_hook_that_is_missing(owner):
+    with pytest.raises(keepstep.UsageError, match=rf"{owner.partition(':')[2]}.train; install"):
+        needed("5.20", "train", owner=owner)
+
+
+def test_a_version_that_was_never_tested_is_tried_with_one_warning(caplog):
+    hooks = ("train(model, epoch)", "_step")
+    for version in ("5.19.0", "5.20.1", "5.23.9", "5.19.0rc1"):
+        needed(version, *hooks)
+    assert not caplog.messages
+    for version in ("5.18.9", "5.24.0.dev0", "6.0"):
+        for _ in range(2):
+            needed(version, *hooks)
+        (said,) = caplog.messages
+        assert f" {version} was never tested" in said
+        assert "tested with 5.19 to 5.23: it has all that keepstep needs of it" in said
+        caplog.clear()
 
 
 def test_batches_that_are_no_component_are_refused_before_an_epoch_is_done_twice(sidecar):

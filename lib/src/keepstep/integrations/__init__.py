@@ -1,35 +1,105 @@
 """keepstep in frameworks that own the training loop: one module each, imported only by its users.
 
 No other part of keepstep imports these modules, or a framework. They rely on private parts of the
-frameworks, which change. So each module supports the range of versions that its tests ran with, and
-refuses other versions.
+frameworks, which change. So each module names the parts that it needs. A version that lacks one of
+them is refused; a version that was never tested and has them all is tried, with a warning.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import importlib.metadata
+import inspect
+import logging
+import os
+import pkgutil
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import distributed
 from torch.optim import Optimizer
 
-from keepstep.errors import UsageError
+from keepstep.errors import UsageError, few
+
+log = logging.getLogger("keepstep")
+
+_SHOWN = 8
 
 
-def require(package: str, version: str, *, at_least: str, below: str) -> None:
-    """Raise UsageError for a version that was never tested."""
-    if not _numbers(at_least) <= _numbers(version) < _numbers(below):
+def require(
+    package: str, version: str, *, tested: tuple[str, str], hooks: Mapping[str, Iterable[str]]
+) -> None:
+    """Raise UsageError if this version of a package lacks a hook; warn once if it was never tested.
+
+    `tested`: the lowest and the highest release that was, as "5.19". `hooks`: what the adapter
+    calls, replaces or reads, by owner (`module:Class`, or `module:`): `method`,
+    `method(parameter, parameter)`, or an attribute that the code of the class assigns.
+    """
+    lowest, highest = tested
+    missing = [
+        f"{owner.partition(':')[2] or owner}.{one}"
+        for owner, names in hooks.items()
+        for one in names
+        if not _exists(owner, one)
+    ]
+    if missing:
         raise UsageError(
-            f"{package} {version} was never tested with this keepstep: it takes {package}"
-            f" >= {at_least}, < {below}; install one of those, or another keepstep"
+            f"{package} {version} lacks what keepstep needs of it: {few(missing, _SHOWN)}; install"
+            f" {package} {lowest} to {highest}, which were tested, or another keepstep"
+        )
+    if not _numbers(lowest) <= _numbers(version) <= _numbers(highest):
+        _warn_untested(package, version, lowest, highest)
+
+
+@functools.cache
+def _warn_untested(package: str, version: str, lowest: str, highest: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(
+            "keepstep: %s %s was never tested with this keepstep, which was tested with %s to %s:"
+            " it has all that keepstep needs of it, so it is tried",
+            *(package, version, lowest, highest),
         )
 
 
+def _exists(owner: str, hook: str) -> bool:
+    name, _, parameters = hook.removesuffix(")").partition("(")
+    try:
+        within = pkgutil.resolve_name(owner)
+    except (ImportError, AttributeError):
+        return False
+    if not hasattr(within, name):
+        return isinstance(within, type) and any(name in assigned(one) for one in within.__mro__)
+    taken = inspect.signature(getattr(within, name)).parameters if parameters else {}
+    return all(one in taken for one in parameters.split(", ") if one)
+
+
+@functools.cache
+def assigned(kind: type) -> frozenset[str]:
+    """The names of the attributes that the code of a class, without its bases, assigns."""
+    functions = [one for one in vars(kind).values() if hasattr(one, "__code__")]
+    return frozenset(
+        each.argval
+        for one in functions
+        for each in dis.get_instructions(one)
+        if each.opname == "STORE_ATTR"
+    )
+
+
 def require_accelerate() -> None:
-    """Raise UsageError for a version of accelerate that was never tested."""
-    version = importlib.metadata.version("accelerate")
-    require("accelerate", version, at_least="1.15", below="1.16")
+    """Raise UsageError for a version of accelerate that the adapters cannot follow."""
+    require(
+        "accelerate",
+        importlib.metadata.version("accelerate"),
+        tested=("1.15", "1.15"),
+        hooks={
+            "accelerate.state:AcceleratorState": ["distributed_type"],
+            "accelerate.data_loader:DataLoaderAdapter": ["base_dataloader"],
+            "accelerate.data_loader:DataLoaderShard": ["iteration"],
+            "accelerate.data_loader:": ["DataLoaderDispatcher"],
+        },
+    )
 
 
 def require_torch(optimizer: object) -> None:

@@ -34,10 +34,30 @@ from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
+from keepstep.integrations._trainings import is_quantized
 from keepstep.state import sharding
 from keepstep.state.wrappers import Flat, Replicated, copy_options
 
-require("deepspeed", importlib.metadata.version("deepspeed"), at_least="0.19", below="0.20")
+require(
+    "deepspeed",
+    importlib.metadata.version("deepspeed"),
+    tested=("0.19", "0.19"),
+    hooks={
+        "deepspeed.runtime.engine:DeepSpeedEngine": (
+            *("global_steps", "global_samples", "micro_steps", "skipped_steps", "param_names"),
+            *("_is_gradient_accumulation_boundary", "mp_world_size", "seq_data_parallel_group"),
+        ),
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+            *("round_robin_bit16_groups", "round_robin_bit16_offsets", "round_robin_bit16_meta"),
+            "loss_scaler",
+        ),
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+            *("fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id"),
+            *("grad_position", "get_param_id", "persistent_parameters"),
+            *("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
+        ),
+    },
+)
 
 _OPTIMIZERS = (
     "DeepSpeedZeroOptimizer",
@@ -167,12 +187,15 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
     parameter without a master is not trained."""
     zero = engine.optimizer
     flats = zero.fp32_partitioned_groups_flat
-    mesh, parts = _mesh(engine, flats[0]), {}
+    meshes: dict[str, DeviceMesh] = {}  # offloaded, what is trained is on another device
+    parts = {}
     for one in engine.module.parameters():
         flat, begin = one.ds_tensor, 0
         if (place := zero.grad_position.get(zero.get_param_id(one))) is not None:
             flat, begin = flats[place[0]], place[1]
-        parts[one] = _Part(flat, (one.ds_numel,), mesh, begin)
+        if flat.device.type not in meshes:
+            meshes[flat.device.type] = _mesh(engine, flat)
+        parts[one] = _Part(flat, (one.ds_numel,), meshes[flat.device.type], begin)
     return parts
 
 
@@ -257,10 +280,11 @@ class _Counters:
             optimizer, "loss_scale_config", None
         )
         self._parameters = _digest(engine)
+        self._restored_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         engine = self._engine
-        if not stepped(engine):
+        if not stepped(engine) and engine.micro_steps != self._restored_at:
             raise WithinStepError(
                 "gradients are being accumulated, which no step holds: save where"
                 " keepstep.integrations.deepspeed.stepped(engine) is true"
@@ -286,11 +310,13 @@ class _Counters:
             )
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, state[name])
-        # another world may accumulate over another number of batches; a step begins at its
-        # multiples
-        engine.micro_steps = (
-            state["micro_steps"] // state["accumulation"] * engine.gradient_accumulation_steps()
-        )
+        accumulation = engine.gradient_accumulation_steps()
+        engine.micro_steps = state["micro_steps"]
+        if accumulation != state["accumulation"]:
+            # another world may accumulate over another number of batches; a step begins at its
+            # multiples
+            engine.micro_steps = state["micro_steps"] // state["accumulation"] * accumulation
+        self._restored_at = engine.micro_steps
         for name, value in state["scaler"].items():
             setattr(self._scaler, name, value)
         self._then()
@@ -402,12 +428,17 @@ def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
     ranks = distributed.get_world_size(engine.seq_data_parallel_group)
     if ranks != distributed.get_world_size() or engine.mp_world_size > 1:
         yield "tensor, expert or pipeline parallelism", "use data parallelism over all ranks"
+    if is_quantized(engine.module):
+        yield "the quantised layers of bitsandbytes", "use one rank, or DDP"
     if engine.has_moe_layers:
         yield "MoE layers", "use a dense model"
-    for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(engine, f"zero_{name}")()
-        if offload is not None and offload.device != "none":
-            yield f"zero_optimization.{name}", f"leave {name} out of the configuration"
+    optimizer, parameters = engine.zero_offload_optimizer(), engine.zero_offload_param()
+    if optimizer is not None and optimizer.device not in ("none", "cpu"):
+        yield "zero_optimization.offload_optimizer to a drive", 'set its device to "cpu"'
+    if optimizer is not None and optimizer.device == "cpu" and optimizer.ratio != 1.0:
+        yield "zero_optimization.offload_optimizer.ratio", "set it to 1.0"
+    if parameters is not None and parameters.device != "none":
+        yield "zero_optimization.offload_param", "leave offload_param out of the configuration"
     if engine.zero_hpz_partition_size() > 1:
         yield "zero_hpz_partition_size", "leave it out of the configuration"
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):

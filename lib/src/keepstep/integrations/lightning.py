@@ -56,24 +56,45 @@ def _package_of(trainer: Any) -> str:
     return str(type(trainer.fit_loop).__module__.rpartition(".loops.")[0])
 
 
+_CONNECTORS = "trainer.connectors"
+_HOOKS = {
+    "loops.fit_loop:_FitLoop": (
+        *("on_advance_start", "on_advance_end", "epoch_loop", "_combined_loader"),
+        *("_load_combined_loader_states", "_combined_loader_states_to_load"),
+        *("_last_train_dl_reload_epoch", "_restarting", "_resuming_from_checkpoint"),
+    ),
+    "loops.training_epoch_loop:_TrainingEpochLoop": (
+        *("reset", "on_run_start(data_fetcher)", "on_advance_end(data_fetcher)", "_results"),
+    ),
+    "loops.evaluation_loop:_EvaluationLoop": ("setup_data",),
+    f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": (
+        *("_restore_modules_and_callbacks", "restore_training_state"),
+    ),
+    f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector": (
+        *("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter"),
+    ),
+    f"{_CONNECTORS}.logger_connector.result:": (
+        *("_Metadata(fx, name, reduce_fx)", "_Sync(_should, fn, rank_zero_only)"),
+        "_ResultMetric(metadata, is_tensor)",
+    ),
+}
+"""What the callback calls, replaces or reads, by owner within the package."""
+
+
 def _require(package: str) -> None:
     version = importlib.import_module(package).__version__
-    require(package.partition(".")[0], version, at_least="2.6", below="2.7")
+    hooks = {f"{package}.{owner}": names for owner, names in _HOOKS.items()}
+    require(package.partition(".")[0], version, tested=("2.6", "2.6"), hooks=hooks)
 
 
 _lightning: Any = _package()
 _require(_lightning.__name__)
 
 _REFUSED = {
-    "DeepSpeedStrategy": "keepstep cannot keep DeepSpeed's partitions in Lightning: use"
-    " ModelParallelStrategy (FSDP2) or DDP there; in a loop of your own it keeps them"
-    " (docs/frameworks.md#deepspeed)",
     "FSDPStrategy": "keepstep keeps FSDP2, not FSDP1: use ModelParallelStrategy, and fully_shard in"
     " configure_model()",
-    "WeightAveraging": "WeightAveraging has weights of its own, which keepstep cannot follow: keep"
-    " an average in a module of your model",
     "StochasticWeightAveraging": "StochasticWeightAveraging has weights of its own, which keepstep"
-    " cannot follow: train without it",
+    " cannot follow: use WeightAveraging",
     "ModelPruning": "ModelPruning changes the model while it trains, which keepstep cannot follow:"
     " prune it afterwards",
     "LearningRateFinder": "LearningRateFinder trains within a training, which keepstep cannot"
@@ -108,12 +129,20 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         """The components to keep, by name, once everything is prepared.
 
         Override it to add anything else that the next step depends on. Raises UsageError for an
-        optimizer that is not a torch optimizer.
+        optimizer that is not a torch optimizer, and for what keepstep cannot keep of DeepSpeed.
         """
-        components: dict[str, Any] = {"model": kept_part(trainer.strategy.model)}
-        for at, optimizer in enumerate(trainer.strategy.optimizers):
-            require_torch(optimizer)
-            components[f"optimizer{at or ''}"] = optimizer
+        components: dict[str, Any] = {}
+        if "DeepSpeedStrategy" in _kinds(trainer.strategy):
+            from keepstep.integrations import deepspeed
+
+            components = deepspeed.components(trainer.strategy.model)
+        else:
+            components["model"] = kept_part(trainer.strategy.model)
+            for at, optimizer in enumerate(trainer.strategy.optimizers):
+                require_torch(optimizer)
+                components[f"optimizer{at or ''}"] = optimizer
+        for at, one in enumerate(_averages(trainer)):
+            components[f"average{at or ''}"] = one._average_model
         for at, config in enumerate(trainer.lr_scheduler_configs):
             components[f"scheduler{at or ''}"] = config.scheduler
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -235,7 +264,11 @@ class _Fit(Training):
             self.kept["begun"] = {}
             self._keep()
 
-        for owner, name, around in (
+        def end_first(original: Callable[..., Any], *args: Any) -> Any:
+            self.end()
+            original(*args)
+
+        wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
             (connector, "_restore_modules_and_callbacks", leave_alone),
             (connector, "restore_training_state", restore),
             (loop, "_load_combined_loader_states", load_states),
@@ -245,7 +278,9 @@ class _Fit(Training):
             (epoch.val_loop, "setup_data", begin_validation),
             (epoch, "on_advance_end", end_step),
             (loop, "on_advance_end", end_epoch),
-        ):
+        ]
+        wrapped += [(one, "on_train_end", end_first) for one in _averages(self.trainer)]
+        for owner, name, around in wrapped:
             setattr(owner, name, functools.partial(around, getattr(owner, name)))
             self.undo.append((owner, name))
 
@@ -261,6 +296,9 @@ class _Fit(Training):
             else:
                 self._note()  # with --stage-every, `close` may stage the last step only now
             checkpointer.close()
+            if self.at is not None:
+                for one in _averages(self.trainer):  # Lightning does not call it
+                    one.on_train_end(self.trainer, self.trainer.lightning_module)
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable."""
@@ -495,7 +533,8 @@ def _arguments(trainer: Any) -> dict[str, Any]:
     }
     for at, optimizer in enumerate(trainer.strategy.optimizers):
         found[f"optimizer{at or ''}"] = type(optimizer).__name__
-        found |= {f"optimizer{at or ''}.{key}": one for key, one in optimizer.defaults.items()}
+        defaults = getattr(optimizer, "defaults", {})  # DeepSpeed's have none
+        found |= {f"optimizer{at or ''}.{key}": one for key, one in defaults.items()}
     given = dict(getattr(trainer.lightning_module, "hparams", {}))
     return found | {f"hparams.{key}": one for key, one in given.items()}
 
@@ -511,6 +550,11 @@ def _restarting(loop: Any, value: bool) -> None:
 
 def _loaders_in(loop: Any) -> list[Any]:
     return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def _averages(trainer: Any) -> list[Any]:
+    """The callbacks that average the weights. At the end they write the average into the model."""
+    return [one for one in trainer.callbacks if "WeightAveraging" in _kinds(one)]
 
 
 def _has_length(loader: Any) -> bool:

@@ -36,8 +36,8 @@ class Batches:
 
     `epoch`: the epoch whose remaining batches `left` yields. Pass a wrapped loader (of accelerate
     or Fabric) as it is. If it has already begun an epoch, that epoch is dropped. Raises UsageError
-    for a version of accelerate that was never tested, and for accelerate's DeepSpeed, Megatron-LM
-    and FSDP1.
+    for a version of accelerate that lacks what this needs, and for accelerate's DeepSpeed,
+    Megatron-LM and FSDP1.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -37,7 +37,17 @@ from keepstep.integrations._trainings import Training
 
 log = logging.getLogger("keepstep")
 
-require("torchtitan", importlib.metadata.version("torchtitan"), at_least="0.3", below="0.4")
+require(
+    "torchtitan",
+    importlib.metadata.version("torchtitan"),
+    tested=("0.3", "0.3"),
+    hooks={
+        "torchtitan.components.checkpointer:CheckpointManager": (
+            *("_load(step)", "_save(curr_step, last_step)", "_should_save(curr_step, last_step)"),
+            *("_close", "states", "exclude_from_loading", "load_only"),
+        )
+    },
+)
 
 
 class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to a checker: Any

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import dis
 import functools
 import importlib.metadata
 import json
@@ -38,6 +37,7 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError, few
 from keepstep.image import extras
 from keepstep.integrations import (
+    assigned,
     loaders,
     require,
     require_accelerate,
@@ -225,23 +225,32 @@ def _library(one: Any) -> str:
 @functools.cache
 def _trainers_own() -> frozenset[str]:
     """The attributes that Trainer's own code assigns."""
-    functions = [
-        one
-        for kind in (Trainer, Seq2SeqTrainer)
-        for one in vars(kind).values()
-        if hasattr(one, "__code__")
-    ]
-    return frozenset(
-        each.argval
-        for one in functions
-        for each in dis.get_instructions(one)
-        if each.opname == "STORE_ATTR"
-    ) | {"_keepstep", "keepstep_options", "callback_handler"}
+    own = {"_keepstep", "keepstep_options", "callback_handler"}
+    return assigned(Trainer) | assigned(Seq2SeqTrainer) | own
 
 
 T = TypeVar("T", bound=Trainer)
 
-require("transformers", transformers.__version__, at_least="5.19", below="5.24")
+require(
+    "transformers",
+    transformers.__version__,
+    tested=("5.19", "5.23"),
+    hooks={
+        "transformers:Trainer": (
+            "set_initial_training_values(args, dataloader)",
+            "_inner_training_loop",
+            "_init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs,"
+            " resume_from_checkpoint, trial)",
+            "_prepare_for_training(resume_from_checkpoint)",
+            "_run_epoch(epoch, train_dataloader, epochs_trained, resume_from_checkpoint,"
+            " steps_trained_in_current_epoch, num_update_steps_per_epoch)",
+            *("_evaluate", "_load_rng_state(checkpoint)", "_maybe_log_save_evaluate"),
+            "_finalize_training(trial, num_train_samples, start_time)",
+            *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos"),
+            "_initial_global_step",
+        )
+    },
+)
 require_accelerate()
 
 _PROGRESS = (
@@ -344,11 +353,16 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """The components to keep, by name, once everything is prepared.
 
         Override it to add anything else that the next step depends on. Raises UsageError for an
-        optimizer that is not a torch optimizer.
+        optimizer that is not a torch optimizer, and for what keepstep cannot keep of DeepSpeed.
         """
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in AcceleratedOptimizer
-        require_torch(optimizer)
-        components = {"model": kept_part(self.model_wrapped), "optimizer": optimizer}
+        if self.is_deepspeed_enabled:
+            from keepstep.integrations import deepspeed
+
+            components = deepspeed.components(self.model_wrapped)
+        else:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # AcceleratedOptimizer
+            require_torch(optimizer)
+            components = {"model": kept_part(self.model_wrapped), "optimizer": optimizer}
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
@@ -357,7 +371,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             ),
             "own": own if (own := _OwnState(self)).names else None,
         }
-        return components | {name: one for name, one in others.items() if one is not None}
+        return {name: one for name, one in others.items() if one is not None} | components
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
 
@@ -656,13 +670,10 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
-    if any(one.__module__.partition(".")[0] == "trl" for one in kind.__mro__):
-        require("trl", importlib.metadata.version("trl"), at_least="1.16", below="1.17")
-    if trainer.is_deepspeed_enabled:
-        raise UsageError(
-            "keepstep cannot keep DeepSpeed's partitions in Trainer: use FSDP2 (fsdp_version: 2) or"
-            " DDP there; in a loop of your own it keeps them (docs/frameworks.md#deepspeed)"
-        )
+    if trls := [one for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl"]:
+        own = {f"{one.__module__}:{one.__name__}": TRL.get(one.__name__, ()) for one in trls}
+        version = importlib.metadata.version("trl")
+        require("trl", version, tested=("1.16", "1.16"), hooks=own)
     if trainer.is_fsdp_enabled and is_quantized(trainer.model):
         raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
