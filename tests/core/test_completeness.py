@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.commit_rule import Completeness, RankReport, RankUnion, ReportedTier, bits
+from keepstep.core.commit_rule import (
+    Completeness,
+    RankReport,
+    RankUnion,
+    ReportedTier,
+    bits,
+    of_ranks,
+)
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
 
@@ -58,7 +65,7 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
     for node, change in changes:
         if isinstance(change, dict):
             reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
-            copies.replace(node, reports)
+            copies.replace(node, of_ranks(reports))
         else:
             copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
         for id in copies.steps:

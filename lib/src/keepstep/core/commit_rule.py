@@ -20,12 +20,12 @@ import operator
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 Place = tuple[int, Tier, int]
@@ -115,18 +115,17 @@ class Holding:
         """In the order of ranks: the numbers of both digests, and the bytes of the image."""
         self._twins: dict[int, int] = {}
 
-    def add(self, shards: Mapping[int, Shard]) -> None:
+    def add(self, images: Mapping[int, _Image], *, written_at: float) -> None:
         """Add the image of each of these ranks, which may have none here yet."""
-        roots, params, sizes = self._columns
-        for before, rank in enumerate(sorted(shards)):
-            shard, at = shards[rank], _index(self.ranks, rank) + before
-            roots.insert(at, _number_of(shard.root))
-            params.insert(at, _number_of(shard.params_digest))
-            sizes.insert(at, shard.size_bytes)
-            self.written_at = max(self.written_at, shard.written_at or 0.0)
-            if shard.alike and (group := shard.alike.bits):
+        for before, rank in enumerate(sorted(images)):
+            *numbers, group = images[rank]
+            at = _index(self.ranks, rank) + before
+            for column, number in zip(self._columns, numbers, strict=True):
+                column.insert(at, number)
+            if group:
                 self._twins[group] = self._twins.get(group, 0) | 1 << rank
-        self.ranks |= bitmap(shards)
+        self.written_at = max(self.written_at, written_at)
+        self.ranks |= bitmap(images)
 
     def remove(self, ranks: int) -> None:
         """Remove the images of these ranks. Each of them must have one here."""
@@ -141,16 +140,20 @@ class Holding:
         kept = {group: told & ~ranks for group, told in self._twins.items()}
         self._twins = {group: told for group, told in kept.items() if told}
 
-    def is_of(self, rank: int, shard: Shard) -> bool:
-        """Whether the image of this rank that is held here is `shard`."""
-        if not self.ranks >> rank & 1 or self.doubled >> rank & 1:
-            return False
-        at = _index(self.ranks, rank)
-        return (
-            tuple(column[at] for column in self._columns) == _numbers(shard)
-            and (shard.written_at or 0.0) <= self.written_at
-            and self._group_of(rank) == shard.alike.bits
-        )
+    def unlike(self, images: Mapping[int, _Image], *, written_at: float) -> Mapping[int, _Image]:
+        """Those of these images that are not held here."""
+        here = self.ranks & ~self.doubled
+        if written_at > self.written_at or not here & bitmap(images):
+            return images
+        return {
+            rank: image
+            for rank, image in images.items()
+            if not here >> rank & 1 or image != self._image(rank)
+        }
+
+    def _image(self, rank: int) -> _Image:
+        root, params, size = (column[_index(self.ranks, rank)] for column in self._columns)
+        return _Image(root, params, size, self._group_of(rank))
 
     @property
     def has_digests(self) -> bool:
@@ -183,8 +186,27 @@ class Holding:
         return next((group for group, told in self._twins.items() if told >> rank & 1), 0)
 
 
-def _numbers(shard: Shard) -> tuple[int, int, int]:
-    return _number_of(shard.root), _number_of(shard.params_digest), shard.size_bytes
+class _Image(NamedTuple):
+    """What is kept of an image: the numbers of both digests, its bytes, and the bitmap of its rank
+    and twins (0: it has none)."""
+
+    root: int
+    params: int
+    size_bytes: int
+    twins: int
+
+
+def _images(ranks: Sequence[int], shards: StepShards) -> Iterator[tuple[int, _Image]]:
+    """The image of each rank. `ranks`: ascending."""
+    without = [0] * len(ranks)
+    rows = zip(
+        map(_number_of, shards.roots) if shards.roots else without,
+        map(_number_of, shards.params_digests) if shards.params_digests else without,
+        shards.sizes or without,
+        [twins.bits for twins in shards.alike] or without,
+        strict=True,
+    )
+    return zip(ranks, map(_Image._make, rows), strict=True)
 
 
 def _number_of(digest: str | None) -> int:
@@ -298,21 +320,84 @@ def at_least(tier: Tier) -> tuple[Tier, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedTier:
-    """What a tier of one node holds of one rank. `gone`: the removed steps, if `shards` lists only
-    what was added since the last report; None: `shards` lists everything."""
+    """What a tier of one node holds of one rank, or of several of which it holds the same steps.
+    `gone`: the removed steps, if `shards` lists only what was added since the last report; None:
+    `shards` lists everything."""
 
     answer: Answer
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[StepShards, ...] = ()
     gone: tuple[StepId, ...] | None = None
 
     @classmethod
-    def of(cls, shards: tuple[Shard, ...], *, nothing: Answer = Answer.NONE) -> ReportedTier:
-        """All that the tier holds. `nothing`: the answer if that is nothing."""
-        return cls(answer=Answer.STEPS if shards else nothing, shards=shards)
+    def of(cls, shards: Iterable[Shard], *, nothing: Answer = Answer.NONE) -> ReportedTier:
+        """All that the tier holds of one rank. `nothing`: the answer if that is nothing."""
+        listed = tuple(map(StepShards.of, shards))
+        return cls(answer=Answer.STEPS if listed else nothing, shards=listed)
+
+    @property
+    def says(self) -> object:
+        """What ranks must have in common to be reported together."""
+        return self.answer, self.gone, tuple((one.step_id, one.world) for one in self.shards)
+
+    @classmethod
+    def joined(cls, each: Sequence[ReportedTier]) -> ReportedTier:
+        """What it holds of all these ranks, from that of each rank alone, in ascending order."""
+        columns = zip(*(one.shards for one in each), strict=True)
+        return replace(each[0], shards=tuple(map(StepShards.joined, columns)))
+
+    def at(self, index: int) -> ReportedTier:
+        """What it holds of one of the ranks alone."""
+        return replace(self, shards=tuple(one.at(index) for one in self.shards))
 
 
 RankReport = Mapping[Tier, ReportedTier]
 """What one node has of one rank. A tier that is not named is left as it was."""
+Told = TypeVar("Told", bound="RanksReport")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksReport:
+    """What one node has of these ranks, each of which has the same steps on the same tiers: one
+    entry for all ranks of a machine, as nearly always. A tier that is not named is left as it
+    was."""
+
+    ranks: Ranks
+    tiers: RankReport = field(default_factory=dict)
+
+    @property
+    def says(self) -> object:
+        """What ranks must have in common to be reported together."""
+        return tuple((tier, told.says) for tier, told in self.tiers.items())
+
+    def each(self: Told) -> Iterator[tuple[int, Told]]:
+        """Each rank, with what is said of it alone."""
+        for index, rank in enumerate(self.ranks):
+            tiers = {tier: told.at(index) for tier, told in self.tiers.items()}
+            yield rank, replace(self, ranks=Ranks.of((rank,)), tiers=tiers)
+
+
+def together(each: Iterable[Told]) -> tuple[Told, ...]:
+    """The same reports, with one entry for all ranks of which the same is said. Each of `each` is
+    of one rank."""
+    alike: dict[object, list[Told]] = {}
+    for one in each:
+        alike.setdefault(one.says, []).append(one)
+    return tuple(map(_joined, alike.values()))
+
+
+def _joined(each: list[Told]) -> Told:
+    if len(each) == 1:
+        return each[0]
+    each = sorted(each, key=lambda one: one.ranks.last)
+    tiers = {tier: ReportedTier.joined([one.tiers[tier] for one in each]) for tier in each[0].tiers}
+    return replace(each[0], ranks=Ranks.of(one.ranks.last for one in each), tiers=tiers)
+
+
+def of_ranks(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
+    """The reports of these ranks, together."""
+    return together(
+        RanksReport(ranks=Ranks.of((rank,)), tiers=tiers) for rank, tiers in reports.items()
+    )
 
 
 _PART: Final = 64
@@ -439,14 +524,14 @@ class Completeness:
 
     # --- changing ------------------------------------------------------------------------
 
-    def replace(self, node_rank: int, reports: Mapping[int, RankReport]) -> None:
-        """Take in what this node reports of these ranks, for each tier that a rank's report names.
-        All ranks are taken in at once, because they have the same steps.
+    def replace(self, node_rank: int, reports: Iterable[RanksReport]) -> None:
+        """Take in what this node reports of these ranks, for each tier that a report names. No
+        rank may be in two of the reports.
 
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = {rank: tiers[tier] for rank, tiers in reports.items() if tier in tiers}
+            told = [(one.ranks, one.tiers[tier]) for one in reports if tier in one.tiers]
             if told:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, told)
@@ -455,42 +540,45 @@ class Completeness:
                 if tier is Tier.MEMORY:
                     self._in_memory.put(node_rank, held)
 
-    def _take_in(self, at: int, tier: Tier, told: Mapping[int, ReportedTier]) -> None:
-        images: dict[_Key, list[tuple[int, Shard]]] = {}
+    def _take_in(self, at: int, tier: Tier, told: Iterable[tuple[Ranks, ReportedTier]]) -> None:
+        images: dict[_Key, list[tuple[Ranks, StepShards]]] = {}
         whole, gone = 0, dict[StepId, int]()
-        for rank, one in told.items():
-            for shard in one.shards:
-                images.setdefault((shard.step_id, shard.world), []).append((rank, shard))
-            bit = 1 << rank
+        for ranks, one in told:
+            for shards in one.shards:
+                images.setdefault((shards.step_id, shards.world), []).append((ranks, shards))
             for id in one.gone or ():
-                gone[id] = gone.get(id, 0) | bit
-            whole |= bit if one.gone is None else 0
+                gone[id] = gone.get(id, 0) | ranks.bits
+            whole |= ranks.bits if one.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         for key, held in list(there.items()):
             unnamed = whole & held.ranks
-            if unnamed:
-                unnamed &= ~bitmap(rank for rank, _ in images.get(key, ()))
+            for ranks, _ in images.get(key, ()) if unnamed else ():
+                unnamed &= ~ranks.bits
             self._take_out(held, unnamed | gone.get(key[0], 0))
-        for key, shards in images.items():
-            self._put(at, tier, key, shards)
+        for key, listed in images.items():
+            self._put(at, tier, key, listed)
 
-    def _put(self, at: int, tier: Tier, key: _Key, shards: Iterable[tuple[int, Shard]]) -> None:
+    def _put(
+        self, at: int, tier: Tier, key: _Key, listed: Iterable[tuple[Ranks, StepShards]]
+    ) -> None:
         """Take in images of one step at this place. Of two different images of one rank, the first
         is held, and the rank is `doubled`."""
         id, world = key
-        first, doubled = dict[int, Shard](), 0
-        for rank, shard in shards:
-            known = first.setdefault(rank, shard)
-            if known.root != shard.root and None not in (known.root, shard.root):
-                doubled |= 1 << rank
+        first, doubled, written_at = dict[int, _Image](), 0, 0.0
+        for ranks, shards in listed:
+            written_at = max(written_at, shards.written_at or 0.0)
+            for rank, image in _images([*ranks], shards):
+                known = first.setdefault(rank, image)
+                if known.root != image.root and known.root and image.root:
+                    doubled |= 1 << rank
         here = self._held.setdefault((at, tier), {})
         held = here.get(key) or Holding(id, (at, tier, world))
-        new = {rank: shard for rank, shard in first.items() if not held.is_of(rank, shard)}
+        new = held.unlike(first, written_at=written_at)
         if not (new or doubled):
             return
         coming = bitmap(new)
         held.remove(held.ranks & coming)
-        held.add(new)
+        held.add(new, written_at=written_at)
         held.doubled |= doubled
         tally = self._of_step.get(id)
         if tally is None:
@@ -543,16 +631,18 @@ class Completeness:
                 del self._epochs_held[id.epoch]
 
     def _hear(
-        self, node_rank: int, tier: Tier, told: Mapping[int, ReportedTier], *, held: int
+        self, node_rank: int, tier: Tier, told: Iterable[tuple[Ranks, ReportedTier]], *, held: int
     ) -> None:
         said = self._answers.setdefault((node_rank, tier), _nothing_said())
-        before, others = dict(said), ~bitmap(told)
-        for answer in said:
-            said[answer] &= others
-        for rank, one in told.items():
+        before = dict(said)
+        for ranks, one in told:
+            of = ranks.bits
             # a report that lists steps cannot mean NONE
-            lists = held >> rank & 1 and one.answer is not Answer.UNKNOWN
-            said[Answer.STEPS if lists else one.answer] |= 1 << rank
+            lists = held & of if one.answer is not Answer.UNKNOWN else 0
+            for answer in said:
+                said[answer] &= ~of
+            said[Answer.STEPS] |= lists
+            said[one.answer] |= of & ~lists
         if said != before:
             self._merged.pop(tier, None)
 
