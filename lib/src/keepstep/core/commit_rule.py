@@ -115,17 +115,46 @@ class Holding:
         """In the order of ranks: the numbers of both digests, and the bytes of the image."""
         self._twins: dict[int, int] = {}
 
-    def add(self, images: Mapping[int, _Image], *, written_at: float) -> None:
-        """Add the image of each of these ranks, which may have none here yet."""
-        for before, rank in enumerate(sorted(images)):
-            *numbers, group = images[rank]
-            at = _index(self.ranks, rank) + before
-            for column, number in zip(self._columns, numbers, strict=True):
-                column.insert(at, number)
-            if group:
-                self._twins[group] = self._twins.get(group, 0) | 1 << rank
-        self.written_at = max(self.written_at, written_at)
-        self.ranks |= bitmap(images)
+    def put(self, ranks: Ranks, shards: StepShards) -> int:
+        """Hold these images of these ranks in place of those that are held. Returns the bitmap of
+        the ranks whose images have changed, which may be more than really did."""
+        of, below = ranks.bits, (1 << ranks.first) - 1
+        there = self.ranks & ((2 << ranks.last) - 1) & ~below
+        if there & ~of:  # images of other ranks lie between, as in the archive
+            each = (self.put(Ranks.of((one,)), shards.at(at)) for at, one in enumerate(ranks))
+            return functools.reduce(operator.or_, each, 0)
+        begin = (self.ranks & below).bit_count()
+        at, none = slice(begin, begin + there.bit_count()), bytes(4 * len(ranks))
+        columns = (
+            array("i", map(_number_of, shards.roots) if shards.roots else none),
+            array("i", map(_number_of, shards.params_digests) if shards.params_digests else none),
+            array("q", shards.sizes or 2 * none),
+        )
+        twins = self._twins_without(of)
+        for rank, alike in zip(ranks, shards.alike, strict=False):
+            if alike:
+                twins[alike.bits] = twins.get(alike.bits, 0) | 1 << rank
+        written_at = max(self.written_at, shards.written_at or 0.0)
+        if (
+            (there, self.doubled & of) == (of, 0)
+            and (twins, written_at) == (self._twins, self.written_at)
+            and all(held[at] == now for held, now in zip(self._columns, columns, strict=True))
+        ):
+            return 0
+        for held, now in zip(self._columns, columns, strict=True):
+            held[at] = now
+        self._twins, self.written_at = twins, written_at
+        self.ranks |= of
+        self.doubled &= ~of
+        return of
+
+    def doubt(self, rank: int, root: str | None) -> int:
+        """There is another image of this rank, which is held here. Returns the bitmap of the rank
+        if it is a different one."""
+        known, number = self.root(rank), _number_of(root)
+        found = 1 << rank if known and number and known != number else 0
+        self.doubled |= found
+        return found
 
     def remove(self, ranks: int) -> None:
         """Remove the images of these ranks. Each of them must have one here."""
@@ -137,23 +166,11 @@ class Holding:
                     column.pop(at)
         self.ranks &= ~ranks
         self.doubled &= ~ranks
-        kept = {group: told & ~ranks for group, told in self._twins.items()}
-        self._twins = {group: told for group, told in kept.items() if told}
+        self._twins = self._twins_without(ranks)
 
-    def unlike(self, images: Mapping[int, _Image], *, written_at: float) -> Mapping[int, _Image]:
-        """Those of these images that are not held here."""
-        here = self.ranks & ~self.doubled
-        if written_at > self.written_at or not here & bitmap(images):
-            return images
-        return {
-            rank: image
-            for rank, image in images.items()
-            if not here >> rank & 1 or image != self._image(rank)
-        }
-
-    def _image(self, rank: int) -> _Image:
-        root, params, size = (column[_index(self.ranks, rank)] for column in self._columns)
-        return _Image(root, params, size, self._group_of(rank))
+    def _twins_without(self, ranks: int) -> dict[int, int]:
+        """The ranks that have twins, without these."""
+        return {group: left for group, told in self._twins.items() if (left := told & ~ranks)}
 
     @property
     def has_digests(self) -> bool:
@@ -181,32 +198,6 @@ class Holding:
     def with_twins(self) -> int:
         """Bitmap of the ranks held here, and of the ranks that have a twin among them."""
         return functools.reduce(operator.or_, self._twins, self.ranks)
-
-    def _group_of(self, rank: int) -> int:
-        return next((group for group, told in self._twins.items() if told >> rank & 1), 0)
-
-
-class _Image(NamedTuple):
-    """What is kept of an image: the numbers of both digests, its bytes, and the bitmap of its rank
-    and twins (0: it has none)."""
-
-    root: int
-    params: int
-    size_bytes: int
-    twins: int
-
-
-def _images(ranks: Sequence[int], shards: StepShards) -> Iterator[tuple[int, _Image]]:
-    """The image of each rank. `ranks`: ascending."""
-    without = [0] * len(ranks)
-    rows = zip(
-        map(_number_of, shards.roots) if shards.roots else without,
-        map(_number_of, shards.params_digests) if shards.params_digests else without,
-        shards.sizes or without,
-        [twins.bits for twins in shards.alike] or without,
-        strict=True,
-    )
-    return zip(ranks, map(_Image._make, rows), strict=True)
 
 
 def _number_of(digest: str | None) -> int:
@@ -363,6 +354,11 @@ class RanksReport:
 
     ranks: Ranks
     tiers: RankReport = field(default_factory=dict)
+
+    @cached_property
+    def bits(self) -> int:
+        """The ranks as a bitmap."""
+        return self.ranks.bits
 
     @property
     def says(self) -> object:
@@ -531,7 +527,7 @@ class Completeness:
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = [(one.ranks, one.tiers[tier]) for one in reports if tier in one.tiers]
+            told = [(one, one.tiers[tier]) for one in reports if tier in one.tiers]
             if told:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, told)
@@ -540,54 +536,51 @@ class Completeness:
                 if tier is Tier.MEMORY:
                     self._in_memory.put(node_rank, held)
 
-    def _take_in(self, at: int, tier: Tier, told: Iterable[tuple[Ranks, ReportedTier]]) -> None:
-        images: dict[_Key, list[tuple[Ranks, StepShards]]] = {}
+    def _take_in(
+        self, at: int, tier: Tier, told: Iterable[tuple[RanksReport, ReportedTier]]
+    ) -> None:
+        images: dict[_Key, list[tuple[RanksReport, StepShards]]] = {}
         whole, gone = 0, dict[StepId, int]()
-        for ranks, one in told:
+        for of, one in told:
             for shards in one.shards:
-                images.setdefault((shards.step_id, shards.world), []).append((ranks, shards))
+                images.setdefault((shards.step_id, shards.world), []).append((of, shards))
             for id in one.gone or ():
-                gone[id] = gone.get(id, 0) | ranks.bits
-            whole |= ranks.bits if one.gone is None else 0
+                gone[id] = gone.get(id, 0) | of.bits
+            whole |= of.bits if one.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         for key, held in list(there.items()):
             unnamed = whole & held.ranks
-            for ranks, _ in images.get(key, ()) if unnamed else ():
-                unnamed &= ~ranks.bits
+            for of, _ in images.get(key, ()) if unnamed else ():
+                unnamed &= ~of.bits
             self._take_out(held, unnamed | gone.get(key[0], 0))
         for key, listed in images.items():
             self._put(at, tier, key, listed)
 
     def _put(
-        self, at: int, tier: Tier, key: _Key, listed: Iterable[tuple[Ranks, StepShards]]
+        self, at: int, tier: Tier, key: _Key, listed: Iterable[tuple[RanksReport, StepShards]]
     ) -> None:
         """Take in images of one step at this place. Of two different images of one rank, the first
         is held, and the rank is `doubled`."""
         id, world = key
-        first, doubled, written_at = dict[int, _Image](), 0, 0.0
-        for ranks, shards in listed:
-            written_at = max(written_at, shards.written_at or 0.0)
-            for rank, image in _images([*ranks], shards):
-                known = first.setdefault(rank, image)
-                if known.root != image.root and known.root and image.root:
-                    doubled |= 1 << rank
         here = self._held.setdefault((at, tier), {})
         held = here.get(key) or Holding(id, (at, tier, world))
-        new = held.unlike(first, written_at=written_at)
-        if not (new or doubled):
+        changed = listed_before = 0
+        for of, shards in listed:
+            if not listed_before & of.bits:
+                changed |= held.put(of.ranks, shards)
+            else:
+                for rank, root in zip(of.ranks, shards.roots, strict=False):
+                    changed |= held.doubt(rank, root)
+            listed_before |= of.bits
+        if not changed:
             return
-        coming = bitmap(new)
-        held.remove(held.ranks & coming)
-        held.add(new, written_at=written_at)
-        held.doubled |= doubled
         tally = self._of_step.get(id)
         if tally is None:
             tally = self._of_step[id] = Tally()
             insort(self._steps, id)
             self._epochs_held[id.epoch] += 1
-        if key not in here:
-            here[key] = held
-        tally.came(held, coming | doubled)
+        here[key] = held
+        tally.came(held, changed)
         self._note(id, tally)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
@@ -631,12 +624,17 @@ class Completeness:
                 del self._epochs_held[id.epoch]
 
     def _hear(
-        self, node_rank: int, tier: Tier, told: Iterable[tuple[Ranks, ReportedTier]], *, held: int
+        self,
+        node_rank: int,
+        tier: Tier,
+        told: Iterable[tuple[RanksReport, ReportedTier]],
+        *,
+        held: int,
     ) -> None:
         said = self._answers.setdefault((node_rank, tier), _nothing_said())
         before = dict(said)
-        for ranks, one in told:
-            of = ranks.bits
+        for reports, one in told:
+            of = reports.bits
             # a report that lists steps cannot mean NONE
             lists = held & of if one.answer is not Answer.UNKNOWN else 0
             for answer in said:

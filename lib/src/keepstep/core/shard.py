@@ -71,6 +71,11 @@ class Ranks:
         return any(rank in range(first, last + 1, step) for first, last, step in self.runs)
 
     @property
+    def first(self) -> int:
+        """The lowest rank. Raises IndexError if the set is empty."""
+        return self.runs[0][0]
+
+    @property
     def last(self) -> int:
         """The highest rank; -1 if the set is empty."""
         return self.runs[-1][1] if self.runs else -1

@@ -202,7 +202,7 @@ class Leader:
     def _of(self, node_rank: int, told: ReportedRanks) -> Iterable[ReportedRanks]:
         """What to believe of this entry; of each rank alone where not everything is believed."""
         owners = {self._owners.get(rank, node_rank) for rank in told.ranks} - {node_rank}
-        training = {owner: self._training(owner) & told.ranks.bits for owner in owners}
+        training = {owner: self._training(owner) & told.bits for owner in owners}
         listed = [one for tier in told.tiers if not tier.shared for one in told.shards(tier)]
         if not any(
             ranks & ~self._known(owner, one) for owner, ranks in training.items() for one in listed
@@ -219,7 +219,7 @@ class Leader:
         """Without the images of this rank that its owner has not written."""
         tiers = dict(one.tiers)
         for tier, told in one.tiers.items():
-            known = (held for held in told.shards if one.ranks.bits & self._known(owner, held))
+            known = (held for held in told.shards if one.bits & self._known(owner, held))
             tiers[tier] = told if tier.shared else replace(told, shards=tuple(known))
         return replace(one, tiers=tiers)
 
@@ -451,9 +451,9 @@ def _check(report: Report) -> None:
         ranks, runs = one.ranks, f"{one.ranks.runs}"[:100]
         if not ranks or not ranks.is_short or not ranks.last < one.world <= MOST_RANKS:
             raise UsageError(f"ranks {runs} of {one.world} cannot be")
-        if named & ranks.bits:
+        if named & one.bits:
             raise UsageError(f"ranks {runs} are told of twice")
-        named |= ranks.bits
+        named |= one.bits
         for image in one.shards():
             if not image.is_possible(ranks):
                 raise UsageError(f"ranks {runs} tell of images that cannot be: {image}"[:300])

@@ -50,7 +50,7 @@ class RankSets:
         archive, states = dict(self.archive), dict(self.states)
         here, copies = held[Tier.MEMORY] | held[Tier.LOCAL], held[Tier.PEER]
         for one in told:
-            ranks = one.ranks.bits
+            ranks = one.bits
             _move(states, ranks, (one.world, one.alive, one.staged))
             if (listed := one.tiers.get(Tier.ARCHIVE)) is not None:
                 _move(archive, ranks, listed.answer)

@@ -406,20 +406,21 @@ class RunLedger:
         """`durability.sole_nodes` over what the node ranks are called that have a copy: where twins
         count, because ranks lend each other images, and where they do not. `lenders`: the node
         ranks whose twins count; None: all."""
-        by_twins: dict[str, int] = {}
+        lent: dict[str, int] = {}
         own: dict[str, int] = {}
         world = 0
         for held in self._on_drives(id):
             node_rank, _, saved = held.place
             if (name := names.get(node_rank)) is not None:
                 world = world or saved
-                lent = held.with_twins() if lenders is None or node_rank in lenders else held.ranks
-                by_twins[name] = by_twins.get(name, 0) | lent
                 own[name] = own.get(name, 0) | held.ranks
+                if held.has_twins and (lenders is None or node_rank in lenders):
+                    lent[name] = lent.get(name, 0) | held.with_twins()
         if not world:
             return None, None
-        sole = sole_nodes(by_twins, world=world)
-        return sole, sole if own == by_twins else sole_nodes(own, world=world)
+        sole = sole_nodes(own, world=world)
+        by_twins = {name: ranks | lent.get(name, 0) for name, ranks in own.items()}
+        return sole_nodes(by_twins, world=world) if lent else sole, sole
 
     def _on_drives(self, id: StepId) -> Iterator[Holding]:
         """Each copy of the step on a drive."""

@@ -159,7 +159,7 @@ class Report:
     @property
     def named(self) -> int:
         """The ranks that it tells of, as a bitmap."""
-        return functools.reduce(operator.or_, (one.ranks.bits for one in self.ranks), 0)
+        return functools.reduce(operator.or_, (one.bits for one in self.ranks), 0)
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this node rank,
