@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.commit_rule import ReportedTier, together
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.errors import UsageError
@@ -91,6 +91,14 @@ def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
     assert run.reports(1, rank(1, 1, 2), lie).reply.committed[str(Tier.LOCAL)] == at(2)
 
 
+def test_of_ranks_that_are_told_of_together_each_is_believed_alone(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    run.reports(1, rank(1, 1))
+    (both,) = together(rank(one, 1, 2, alive=False) for one in (0, 1))
+    run.reports(1, both)
+    assert run.leader.ledger.core.holders(at(2), Tier.LOCAL) == 0b10
+
+
 def test_changes_to_a_report_that_never_came_are_not_taken(run: Run) -> None:
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))
@@ -142,6 +150,7 @@ def test_a_rank_that_is_told_of_twice_is_refused(run: Run) -> None:
     [
         {"sizes": (1 << 63,)},
         {"sizes": (-1,)},
+        {"sizes": ()},
         {"roots": ("r", "r")},
         {"params_digests": ("p", "p")},
         {"alike": (Ranks.of([0]),)},

@@ -128,7 +128,7 @@ class Holding:
         columns = (
             array("i", map(_number_of, shards.roots) if shards.roots else none),
             array("i", map(_number_of, shards.params_digests) if shards.params_digests else none),
-            array("q", shards.sizes or 2 * none),
+            array("q", shards.sizes),
         )
         twins = self._twins_without(of)
         for rank, alike in zip(ranks, shards.alike, strict=False):

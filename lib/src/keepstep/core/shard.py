@@ -154,13 +154,14 @@ MOST_BYTES: Final = 1 << 62
 class StepShards:
     """The shards of one step, of some ranks of one world. Who has it knows which ranks.
 
-    `sizes`, `roots`, `params_digests` and `alike` have one value for each of these ranks, in
-    ascending order, or none at all if no rank has one; see `Shard`. `written_at`: of the last.
+    `sizes` has one value for each of these ranks, in ascending order, so that a message of few
+    bytes never stands for many images. The same goes for `roots`, `params_digests` and `alike`,
+    which are empty if no rank has one; see `Shard`. `written_at`: of the last.
     """
 
     step_id: StepId
     world: int
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...]
     roots: tuple[str | None, ...] = ()
     params_digests: tuple[str | None, ...] = ()
     alike: tuple[Ranks, ...] = ()
@@ -172,7 +173,7 @@ class StepShards:
         return cls(
             step_id=shard.step_id,
             world=shard.world,
-            sizes=(shard.size_bytes,) if shard.size_bytes else (),
+            sizes=(shard.size_bytes,),
             roots=() if shard.root is None else (shard.root,),
             params_digests=() if shard.params_digest is None else (shard.params_digest,),
             alike=(shard.alike,) if shard.alike and shard.alike.is_short else (),
@@ -185,7 +186,7 @@ class StepShards:
         return cls(
             step_id=each[0].step_id,
             world=each[0].world,
-            sizes=_column([one.sizes for one in each], 0),
+            sizes=tuple(one.sizes[0] for one in each),
             roots=_column([one.roots for one in each], None),
             params_digests=_column([one.params_digests for one in each], None),
             alike=_column([one.alike for one in each], NOBODY),
@@ -205,12 +206,12 @@ class StepShards:
     def is_possible(self, ranks: Ranks) -> bool:
         """Whether a message may name it for these ranks: they are of its world, and each has one
         value in each column, which can be."""
-        columns = self.sizes, self.roots, self.params_digests, self.alike
+        columns = self.roots, self.params_digests, self.alike
         return (
-            len(ranks) > 0
+            len(self.sizes) == len(ranks) > 0
             and ranks.last < self.world <= MOST_RANKS
             and {len(column) for column in columns} <= {0, len(ranks)}
-            and (not self.sizes or (min(self.sizes) >= 0 and max(self.sizes) < MOST_BYTES))
+            and 0 <= min(self.sizes) <= max(self.sizes) < MOST_BYTES
             and all(
                 not twins or (twins.is_short and twins.last < self.world and rank in twins)
                 for rank, twins in zip(ranks, self.alike, strict=False)
