@@ -304,6 +304,7 @@ def trace(
 NO_NODE = -1
 
 
+@functools.cache
 def at_least(tier: Tier) -> tuple[Tier, ...]:
     """This tier and the stronger ones."""
     return NEAREST_FIRST[NEAREST_FIRST.index(tier) :]
@@ -631,8 +632,8 @@ class Completeness:
         *,
         held: int,
     ) -> None:
-        said = self._answers.setdefault((node_rank, tier), _nothing_said())
-        before = dict(said)
+        before = self._answers.get((node_rank, tier)) or _nothing_said()
+        said = self._answers[node_rank, tier] = dict(before)
         for reports, one in told:
             of = reports.bits
             # a report that lists steps cannot mean NONE
