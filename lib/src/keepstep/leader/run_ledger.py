@@ -419,8 +419,10 @@ class RunLedger:
         if not world:
             return None, None
         sole = sole_nodes(own, world=world)
+        if not lent:
+            return sole, sole
         by_twins = {name: ranks | lent.get(name, 0) for name, ranks in own.items()}
-        return sole_nodes(by_twins, world=world) if lent else sole, sole
+        return sole_nodes(by_twins, world=world), sole
 
     def _on_drives(self, id: StepId) -> Iterator[Holding]:
         """Each copy of the step on a drive."""
