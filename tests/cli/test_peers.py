@@ -178,3 +178,15 @@ def test_machines_without_a_secret_are_refused_before_anything_starts(
     shown = keepstep("run", *several, "--", sys.executable, "-V", code=2)
     assert "keepstep secret FILE" in " ".join(shown.stderr.split())
     assert keepstep.sidecars() == []
+
+
+def test_a_sidecar_that_has_another_secret_is_replaced_by_start(
+    keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = ("--run", "one", "--nodes", "2", "--leader", f"127.0.0.1:{free_port()}")
+    found = []
+    for secret in ("first", "first", "second"):
+        monkeypatch.setenv("KEEPSTEP_SECRET", secret * 8)
+        keepstep("start", *several)
+        found.append(keepstep.sidecar().pid)
+    assert found[0] == found[1] != found[2]

@@ -33,7 +33,7 @@ class Lives:
     def _python(self) -> str:
         return warm.python((*self._modules, *warm.TRAINER))
 
-    def _command(self, out: str, settings: dict[str, Any], ranks: int) -> list[str]:
+    def command(self, out: str, settings: dict[str, Any], ranks: int) -> list[str]:
         (self._home / out).mkdir(exist_ok=True)
         python = self._python
         words = [str(self._script), out, json.dumps(settings)]
@@ -45,9 +45,9 @@ class Lives:
     def undisturbed(self, *, ranks: int = 1, out: str = "plain", **settings: Any) -> Path:
         """Without keepstep, or with `bare=False` without a sidecar. Returns its folder."""
         done = subprocess.run(
-            self._command(out, {"bare": True, **settings}, ranks),
+            self.command(out, {"bare": True, **settings}, ranks),
             cwd=self._home,
-            env=self._variables(),
+            env=self.variables(),
             capture_output=True,
             text=True,
             timeout=200,
@@ -58,9 +58,9 @@ class Lives:
     def resumed(self, *, kill: int, **settings: Any) -> Path:
         """Without keepstep, killed once, and gone on with by what the framework has for that: from
         `resume`, the newest of its checkpoints below the folder. Returns its folder."""
-        options: dict[str, Any] = {"cwd": self._home, "env": self._variables(), "timeout": 200}
+        options: dict[str, Any] = {"cwd": self._home, "env": self.variables(), "timeout": 200}
         resume = settings.pop("resume")
-        command = self._command("own", {"bare": True, "kill": [kill], **settings}, 1)
+        command = self.command("own", {"bare": True, "kill": [kill], **settings}, 1)
         assert subprocess.run(command, capture_output=True, **options).returncode == -9
         (newest,) = sorted((self._home / "own").glob(resume))[-1:]
         return self.undisturbed(out="own", resume=str(newest), **settings)
@@ -69,14 +69,14 @@ class Lives:
         self, *, ranks: int = 1, out: str = "kept", code: int = 0, **settings: Any
     ) -> tuple[Path, str]:
         """Under `keepstep run`. Returns its folder, and what was said."""
-        command = self._command(out, settings, ranks)
+        command = self.command(out, settings, ranks)
         # into a file: whoever else came to hold a pipe would keep its end from being seen
         log = self._home / f"{out}.log"
         with (
             log.open("w") as file,
             self.keepstep.start(
                 *("run", "--run", "trainer", "--restarts", "3", "--", *command),
-                env=self._variables(),
+                env=self.variables(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
             ) as process,
@@ -86,7 +86,7 @@ class Lives:
         assert process.returncode == code, said[-5000:]
         return self._home / out, said
 
-    def _variables(self) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
         mark = {"KEEPSTEP_TEST_CLI": str(self._home)}
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         found = {"PYTHONPATH": paths, "PYTHON_EXEC": self._python}  # the latter for torchrun

@@ -180,6 +180,8 @@ def test_many_numbers_come_back_exactly(numbers: Any) -> None:
         b'{"!view":["float32",0,[1],[]]}',
         b'{"!view":["os",0,[1],[1]]}',
         b'{"!shared":"a"}',
+        b'{"!subclass":["builtins","int",null,[1],[1]]}',
+        b'{"!subclass":["torch","Tensor",null,[1],[1]]}',
         b'{"!class":["os","path"]}',
         b'{"!class":["builtins","int"]}',
         b'{"!random.Random":[3,{"!bytes":""},null]}',

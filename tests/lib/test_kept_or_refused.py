@@ -75,7 +75,6 @@ REFUSED = {
         lambda: around(TwoTensor(torch.ones(1).expand(4), torch.ones(1).expand(4))),
         r"st\.weight\.a: .*expanded",
     ),
-    "a wrapper around tensors in a dict": (lambda: {"a": {"z": two()}}, r"st\.a\.z: a TwoTensor"),
     "a masked tensor": (
         lambda: {"z": masked()},
         r"st\.z: .*no memory",
@@ -177,12 +176,12 @@ def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(side
     state = {"n": 1, "t": torch.ones(2)}
     with begun({"st": state}) as checkpointer:
         assert checkpointer.save(0)
-        state["t"] = two()
+        state["t"] = quantized()
         with caplog.at_level(logging.WARNING, logger="keepstep"):
             assert [checkpointer.save(step) for step in (1, 2, 3)] == [False] * 3
         said = [one.getMessage() for one in caplog.records if "is not kept" in one.getMessage()]
         assert len(said) == 1
-        assert "st.t: a TwoTensor" in said[0]
+        assert "st.t: a quantized tensor" in said[0]
         assert checkpointer.stats.skipped == 3
         state["t"] = torch.ones(2)
         assert checkpointer.save(4)
@@ -278,6 +277,62 @@ def test_a_module_of_wrapped_tensors_is_filled_where_it_is(sidecar, own):
     assert type(other.weight) is TwoTensor
     scale = 2 if own else 1
     assert torch.equal(other.plain.weight, model.plain.weight * scale)
+
+
+def test_wrapped_tensors_outside_of_modules_come_back_as_new_ones(sidecar):
+    nested = TwoTensor(two(), TwoTensor(torch.randn(4), torch.randn(4)))
+    state = {"a": {"z": two()}, "row": [nested], "w": nn.Parameter(two()), "n": 1}
+    with begun({"st": state}) as checkpointer:
+        checkpointer.save(0)
+        state["a"]["z"].a.add_(1)
+        state["n"] = 2
+        checkpointer.save(1)
+        state["a"]["z"].a.add_(1)  # seen by nobody: it was copied already
+    other = {"a": {"z": two()}}
+    assert bring_back({"st": other}).step == 1
+    assert (other["a"]["z"].a - two().a).tolist() == [1, 1, 1, 1]
+    assert other["row"][0].b.a.tolist() == nested.b.a.tolist()
+    assert [type(one) for one in (other["row"][0], other["row"][0].a)] == [TwoTensor] * 2
+    assert isinstance(other["w"], nn.Parameter)
+    assert type(other["w"].data) is TwoTensor
+    assert other["n"] == 2
+
+
+def test_wrapped_state_of_an_optimizer_comes_back(sidecar):
+    class Wrapping(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                seen = self.state[parameter].get("seen")
+                seen = TwoTensor(torch.zeros(4), torch.zeros(4)) if seen is None else seen
+                self.state[parameter]["seen"] = seen + parameter.detach().flatten()[:4]
+
+    def trained(steps):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = Wrapping(model.parameters(), lr=0.1)
+        return model, optimizer, steps(model, optimizer)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return optimizer.state[model.weight]["seen"].a.tolist()
+
+    _, _, undisturbed = trained(lambda *of: [step(*of) for _ in range(3)])
+
+    def killed(model, optimizer):
+        with begun({"m": model, "o": optimizer}) as checkpointer:
+            for at in range(2):
+                step(model, optimizer)
+                checkpointer.save(at)
+
+    def again(model, optimizer):
+        assert bring_back({"m": model, "o": optimizer}).step == 1
+        return step(model, optimizer)
+
+    trained(killed)
+    assert trained(again)[2] == undisturbed[2]
 
 
 SAVES = """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -25,7 +27,7 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
 ) -> None:
     two = run(2).start("--persist-every", "1", "--keep", "1")
     two.reach(0)
-    slowest = 0.0
+    waits = []
     for step in range(1, 8):
         id = two.stage(step)
         for one in two.ranks:
@@ -33,8 +35,8 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
         began = time.monotonic()
         for one in two.ranks:
             assert one.wait(id, "committed").reached
-        slowest = max(slowest, time.monotonic() - began)
-    assert slowest < 0.3
+        waits.append(time.monotonic() - began)
+    assert median(waits) < 2, "at once, and not with the next of the reports that always come"
     eventually(lambda: two.machines[1].steps() == {7}, what="older steps go on all machines")
     eventually(lambda: two.machines[0].steps() == {7}, what="older steps go on all machines")
 
@@ -406,6 +408,6 @@ def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
         id = two.stage(step)
         waited = [one.wait(id, "committed", flush=True, timeout_s=5.0) for one in two.ranks]
         committed += [step] if all(one.reached for one in waited) else []
-    assert len(committed) >= 20, "there may be no room for a step while copies come in"
-    assert committed[-1] >= 27
+    missed = max(after - before for before, after in pairwise([-1, *committed, 30])) - 1
+    assert missed <= 5, "there may be no room for a step while copies come in"
     assert '"evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"

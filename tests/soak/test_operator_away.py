@@ -67,9 +67,11 @@ def _all_go_on(one: Team) -> int:
     own = _beyond("committed", lambda: min(one.published(rank) for rank in range(2)))
     _beyond("copies", lambda: min(_newest(one, rank, copies=True) for rank in range(2)))
     _beyond("archived", lambda: _archived(one))
-    for rank in range(2):
-        found = tiers.shards(one.cluster, one.nodes[rank], one.directory(rank))
-        assert len(found) <= _MOST_SHARDS, "what is retired is deleted"
+    eventually(
+        lambda: max(_shards(one, rank) for rank in range(2)) <= _MOST_SHARDS,
+        within_s=30,
+        what="what is retired is deleted",
+    )
     return own
 
 
@@ -82,6 +84,10 @@ def _beyond(what: str, look: Callable[[], int]) -> int:
 
     found: int = eventually(newer, within_s=120, every_s=1.0, what=f"{what} after step {before}")
     return found
+
+
+def _shards(one: Team, rank: int) -> int:
+    return len(tiers.shards(one.cluster, one.nodes[rank], one.directory(rank)))
 
 
 def _newest(one: Team, rank: int, *, copies: bool) -> int:

@@ -38,15 +38,7 @@ def _torchao(name: str) -> Training:
 
 
 for _name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"):
-    _add(
-        "torchao",
-        _name,
-        _torchao,
-        _name,
-        keepstep=Result.REFUSED_AT_FIRST_SAVE,
-        says="OptimState",
-        reason="a tensor subclass that keeps its values in other tensors: the first save says so",
-    )
+    _add("torchao", _name, _torchao, _name)
 
 
 def _bits(name: str, **options: Any) -> Training:

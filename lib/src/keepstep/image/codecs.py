@@ -688,6 +688,20 @@ class GradForm:
     parameter: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SubclassForm:
+    """The node holds the tensors in which a tensor of this subclass keeps its values.
+
+    `context`: what else the subclass says of itself, as data; `shape`, `stride`: of the whole. See
+    torch.utils._python_dispatch.TensorWithFlatten, the protocol of torch.compile.
+    """
+
+    kind: type
+    context: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 def _to_view(parts: Any) -> ViewForm:
     dtype, offset, shape, stride = parts
     dtype_of(dtype)
@@ -708,6 +722,15 @@ def _to_class(parts: Any) -> ClassForm:
     return ClassForm(class_of_fields(module, name))
 
 
+def _to_subclass(parts: Any) -> SubclassForm:
+    module, name, context, shape, stride = parts
+    kind = _find(module, name)
+    if not issubclass(kind, _class("torch.Tensor")) or not hasattr(kind, "__tensor_unflatten__"):
+        raise ValueError(f"{module}.{name} keeps no values in other tensors")
+    sizes, steps = strictjson.sizes(shape, "shape"), strictjson.sizes(stride, "stride")
+    return SubclassForm(kind, context, sizes, steps)
+
+
 def _to_shared(value: Any) -> SharedForm:
     if type(value) is not int:
         raise TypeError("not a number")
@@ -724,6 +747,10 @@ def _array_parts(form: ArrayForm) -> list[Any]:
 
 def _view_parts(form: ViewForm) -> list[Any]:
     return [form.dtype, form.offset_bytes, list(form.shape), list(form.stride)]
+
+
+def _subclass_parts(form: SubclassForm) -> list[Any]:
+    return [*name_of(form.kind), form.context, list(form.shape), list(form.stride)]
 
 
 def _timedelta(value: Any) -> list[int]:
@@ -755,6 +782,7 @@ KINDS = (
     Kind("!grad", _OWN + "GradForm", attrgetter("parameter"), _to_grad),
     Kind("!shared", _OWN + "SharedForm", attrgetter("number"), _to_shared),
     Kind("!again", _OWN + "SharedAgain", attrgetter("number"), _to_again),
+    Kind("!subclass", _OWN + "SubclassForm", _subclass_parts, _to_subclass),
     Kind("!class", _OWN + "ClassForm", lambda form: list(name_of(form.kind)), _to_class),
     Kind("!datetime", "datetime.datetime", _clock, partial(_to_clock, datetime.datetime)),
     Kind("!time", "datetime.time", _clock, partial(_to_clock, datetime.time)),

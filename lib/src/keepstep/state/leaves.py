@@ -31,6 +31,7 @@ from keepstep.image.codecs import (
     GradForm,
     SharedAgain,
     SharedForm,
+    SubclassForm,
     ViewForm,
     dtype_of,
 )
@@ -434,6 +435,8 @@ def _formed(form: Any, plain: Any) -> Any:
         return view_of(plain, form)
     if type(form) is GradForm and isinstance(plain, Tensor):
         return _with_gradient(plain, form)
+    if type(form) is SubclassForm and type(plain) is dict:
+        return _of_subclass(form, plain)
     if type(form) is ClassForm:
         try:
             return codecs.of_fields(form.kind, plain)
@@ -459,6 +462,17 @@ def _with_gradient(plain: Tensor, form: GradForm) -> Tensor:
         raise FormatError(f"the tree of this image asks for a gradient of {plain.dtype}")
     tensor = plain.detach()
     return nn.Parameter(tensor) if form.parameter else tensor.requires_grad_()
+
+
+def _of_subclass(form: SubclassForm, parts: dict[str, Any]) -> Any:
+    """A tensor of a subclass; None if a part is missing. Raises FormatError."""
+    if None in parts.values():
+        return None
+    kind: Any = form.kind
+    try:
+        return kind.__tensor_unflatten__(parts, form.context, form.shape, form.stride)
+    except Exception as error:  # the subclass's own code
+        raise FormatError(f"the tree of this image makes no {kind.__name__}: {error!r}") from error
 
 
 def view_of(base: Tensor, form: ViewForm) -> Tensor:

@@ -35,6 +35,7 @@ from keepstep.image.codecs import (
     GradForm,
     SharedAgain,
     SharedForm,
+    SubclassForm,
     ViewForm,
 )
 from keepstep.image.extras import MAX_DEPTH
@@ -378,9 +379,7 @@ class Walker:
     def _branch(self, tree: Any, path: str) -> Node | None:
         """A node if there is a tensor at or below `tree`, else None."""
         if isinstance(tree, Tensor):
-            if self._module and is_wrapper(tree):
-                return self._parts(tree, path)
-            leaf = ("t", self._tensor(tree, path))
+            leaf = self._parts(tree, path) if is_wrapper(tree) else ("t", self._tensor(tree, path))
             if not (self._formed and tree.requires_grad):
                 return leaf
             return self._in_form(GradForm(isinstance(tree, nn.Parameter)), leaf)
@@ -421,14 +420,18 @@ class Walker:
 
     def _parts(self, tree: Any, path: str) -> Node:
         """The tensors in which a wrapper keeps its values. They are copied at once, because torch
-        does not move their version counters."""
+        does not move their version counters. A restore makes a new wrapper of them, but not in a
+        module, where it fills them."""
         was, self._wrapped = self._wrapped, True
-        if not was:
+        if self._module and not was:
             self._check_parts(tree, path)
-        names = tree.__tensor_flatten__()[0]
+        names, context = tree.__tensor_flatten__()
         nodes = tuple((one, self._branch(getattr(tree, one), f"{path}.{one}")) for one in names)
         self._wrapped = was
-        return ("d", nodes)
+        if self._module:
+            return ("d", nodes)
+        form = SubclassForm(type(tree), context, tuple(tree.shape), tree.stride())
+        return self._in_form(form, ("d", nodes))
 
     def _check_parts(self, tree: Any, path: str) -> None:
         """Check that the parts are those of the module itself, because a restore fills the
@@ -1108,8 +1111,7 @@ def _check_subclass(tensor: Tensor, name: str) -> None:
         raise UsageError(f"{name}: a {kind} cannot be kept; of sharded tensors DTensor can")
     if hasattr(tensor, "__tensor_flatten__"):
         raise UsageError(
-            f"{name}: a {kind} keeps its values in other tensors, which is kept in a module only;"
-            " keep those tensors"
+            f"{name}: a sharded {kind} keeps its values in other tensors, which cannot be kept"
         )
 
 

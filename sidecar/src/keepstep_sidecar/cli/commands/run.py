@@ -16,7 +16,7 @@ from keepstep_sidecar.cli import calls, inventory, launcher, messages, output, r
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir, make_home
 from keepstep_sidecar.cli.slurm import nodes_of_step
-from keepstep_sidecar.config.sidecar import SETTINGS, options
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, options
 
 _FOR_RUN: Final = [one for one in SETTINGS if one.for_run]
 _NAME: Final = "stem of the first *.py in COMMAND"
@@ -129,16 +129,22 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
             f" {config.stage_every}, and only a staged step can be made durable; for example"
             f" --persist-every {config.persist_base}"
         )
-    if config.nodes > 1:
-        from keepstep_sidecar.tiers.peer.secret import read_secret, secret_id
-
-        given["secret_id"] = secret_id(read_secret(config.secret_file), name)
-        kept = RunDir.of(directory, name, **given)
+    given |= _secret_id(config)
+    kept = RunDir.of(directory, name, **given)
     if config.wish is None:
         return kept
     # the rollback has happened once an epoch newer than this began from its step; forks need none
     newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)
     return RunDir.of(directory, name, **given, restore_since=newest)
+
+
+def _secret_id(config: Config) -> dict[str, str]:
+    """What names the secret of a run of several machines. Raises UsageError."""
+    if config.nodes == 1:
+        return {}
+    from keepstep_sidecar.tiers.peer.secret import read_secret, secret_id
+
+    return {"secret_id": secret_id(read_secret(config.secret_file), config.run)}
 
 
 # --- start -----------------------------------------------------------------------------------
@@ -168,6 +174,7 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
     if given.get("restore_from"):
         raise UsageError("--restore-from goes with `keepstep run`; or call restore(step=) yourself")
     kept = RunDir.of(directory, name, **given)
+    kept = RunDir.of(directory, name, **given, **_secret_id(kept.config))
     # without a sidecar, a trainer may still live: this command then brings the sidecar back
     if launcher.free_removed(kept, orphans=False):
         output.echo(messages.freed_removed(kept), err=True)
