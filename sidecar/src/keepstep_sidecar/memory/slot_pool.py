@@ -68,7 +68,8 @@ class RankSlots:
 
     @property
     def taken_bytes(self) -> int:
-        return sum(slot_set.size_bytes for slot_set in self.slot_sets.values())
+        sizes = (slot_set.size_bytes for slot_set in self.slot_sets.values())
+        return sum(sizes) + self.bases.size_bytes
 
     def refer(self, slot: Slot, control: ControlPage) -> bool:
         """The image in this slot is sealed with `control`. False if the base that it refers to is
@@ -161,7 +162,8 @@ class SlotPool:
             except OSError as error:  # a trainer made the directory for itself
                 warn("slots not adopted", rank=rank, path=str(directory), reason=str(error))
                 continue
-            found = [self._mapped(slots, directory / name) for name in filter(slot_number, names)]
+            slot_names = [name for name in names if slot_number(name) is not None]
+            found = [self._mapped(slots, directory / name) for name in slot_names]
             # bases first: an image is adopted with its base
             for file in sorted(filter(None, found), key=lambda one: not one.layout.is_base):
                 self._adopt(slots, file)
@@ -233,19 +235,25 @@ class SlotPool:
         while (slot := slots.find(id)) is not None:
             file = slot.file
             told = "a trainer could not use it" if str(file.path) in bad else ""
-            if not (why := told or file.ails(id, run=self._run) or self._base_ails(slot)):
+            if not (why := told or file.ails(id, run=self._run) or self._base_ails(slot, bad)):
                 return slot
             warn("image refused", rank=rank, step=str(id), path=str(file.path), reason=why)
             if not (file.lacks() and slot.slot_set.lose(slot.index)):
                 slot.slot_set.table.forget(lambda one: one == id)
         return None
 
-    def _base_ails(self, slot: Slot) -> str:
+    def base_of(self, slot: Slot) -> Slot | None:
+        """The slot with the base to which the image in `slot` refers; None if it has none."""
+        return None if slot.base is None else self.rank(slot.layout.rank).bases.find(slot.base)
+
+    def _base_ails(self, slot: Slot, bad: Collection[str]) -> str:
         """Why the base of this image cannot be used; '' when it can, or there is none."""
         if (ref := slot.base) is None:
             return ""
-        base = self.rank(slot.layout.rank).bases.find(ref)
-        why = "it is gone" if base is None else base.file.ails(ref.step, run=self._run)
+        if (base := self.base_of(slot)) is None:
+            return "its base is gone"
+        told = "a trainer could not use it" if str(base.file.path) in bad else ""
+        why = told or base.file.ails(ref.step, run=self._run)
         return why and f"its base: {why}"
 
     def damaged(self) -> list[RankSlots]:
@@ -528,9 +536,9 @@ class SlotSet:
 
     def forget_base(self, step: StepId) -> None:
         """Images that refer to the base of this step are no candidates any more."""
-        for slot, use in zip(self.table.slots, self.uses, strict=True):
-            if use.base is not None and use.base.step == step:
-                self.table.forget(lambda one, lost=slot.live: one == lost)
+        uses = zip(self.table.slots, self.uses, strict=True)
+        lost = {slot.live for slot, use in uses if use.base and use.base.step == step}
+        self.table.forget(lost.__contains__)
 
     def give_up(self, *, keep: int) -> list[SlotFile]:
         """Give up all slots except those with the newest `keep` images and those in use.
@@ -680,13 +688,14 @@ class BaseSlots:
 
     def give_up_besides(self, refs: Iterable[BaseRef | None]) -> list[SlotFile]:
         """Give up all bases but these and the current one. Returns their files."""
-        kept = {(ref.layout, ref.step) for ref in refs if ref is not None}
+        kept: set[tuple[str, StepId | None]] = {(ref.layout, ref.step) for ref in refs if ref}
         if self.current is not None:
             kept.add((self.current.layout.id, self.step))
         given_up: list[SlotFile] = []
         for key, slot_set in list(self.sets.items()):
             for index, file in list(slot_set.present()):
-                if (key, slot_set.table.slots[index].live) not in kept:
+                slot = slot_set.table.slots[index]
+                if slot.state is not SlotState.LOADING and (key, slot.live) not in kept:
                     slot_set.table.remove(index)
                     given_up.append(file)
             if slot_set is not self.current:
@@ -697,7 +706,7 @@ class BaseSlots:
 
     def drop(self, lost: Callable[[SlotFile], bool]) -> list[StepId]:
         """Give up the bases that `lost` selects. Returns the steps that first referred to them."""
-        steps = []
+        steps: list[StepId] = []
         for slot_set in self.sets.values():
             for index, file in list(slot_set.present()):
                 if lost(file):
