@@ -237,7 +237,7 @@ class Export:
 
     def _made(self, wants: list[plan.Want]) -> plan.Plan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
-        return plan.make(wants, self.index, rank=0, nearness=[1] * self.index.world)
+        return plan.make(wants, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 
 
 def _not_one(names: tuple[str, ...], id: StepId) -> str:

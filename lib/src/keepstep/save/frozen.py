@@ -1,0 +1,304 @@
+"""What of a state never changes, and so is kept once: the frozen parameters of its modules.
+
+They lie in a *base*, an image of its own, to which the images of steps refer (docs/format.md). Only
+what can be told to be unchanged stays in it: a parameter that needs no gradient, stands where it
+stood, and has the version, the address and the fingerprint that it had when it was copied (as for
+lazy copies, `keepstep.save.snapshot`). At each save all of this is compared. A parameter that
+fails is in the image of every later step of this life, and a new base is made without it. So a step
+never refers to other bytes than it had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from keepstep.client import copying
+from keepstep.client.slot import SlotMapping
+from keepstep.errors import ImageError
+from keepstep.image import BaseRef, ControlPage, Layout, Section
+from keepstep.save.snapshot import Fingerprint, Guard, Lot, Watched, may_wait
+from keepstep.state import accelerator, sharding
+from keepstep.state.leaves import Taken, TensorLeaf, plain_tensors
+from keepstep.state.wrappers import unwrap
+from keepstep.steps import Epoch
+
+_LEAST_BYTES = 8 << 20
+"""A base is a file and a slot more. Fewer bytes are not worth it: a drive writes them in
+milliseconds."""
+_LEAST_SHARE = 0.25
+_MOST_BASES = 5
+"""After so many bases, each of which some save found changed, this life makes no other one."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter stands in a module."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def is_frozen(self) -> bool:
+        same = self.parameters.get(self.name) is self.parameter
+        return same and not self.parameter.requires_grad
+
+
+@dataclass(eq=False)
+class Base:
+    """Frozen parameters, and the base image that holds them. `ref`: how images name it; None until
+    one is sealed. `mapping`: where it was seen sealed."""
+
+    layout: Layout
+    leaves: tuple[TensorLeaf, ...]
+    places: tuple[_Place, ...]
+    guard: Guard
+    ref: BaseRef | None = None
+    mapping: SlotMapping | None = None
+    _cache: object = None
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the tensors that it holds."""
+        return frozenset(leaf.name for leaf in self.leaves)
+
+    @cached_property
+    def lot(self) -> Lot:
+        """What to copy into it."""
+        return Lot(self.leaves, self.guard.fingerprint.aliases)
+
+    def holds(self, taken: Taken) -> bool:
+        """Whether the state has these tensors, unchanged."""
+        if self._cache is not taken.cache and self._moved(taken):
+            return False
+        self._cache = taken.cache
+        return all(place.is_frozen for place in self.places) and not self.guard.changed()
+
+    def changed(self, taken: Taken) -> set[str]:
+        """The names of the tensors that the state does not have, or has changed."""
+        places = _frozen(taken)
+        thawed = {id(place.parameter) for place in self.places if not place.is_frozen}
+        frozen = {
+            name
+            for name, found in places.items()
+            if thawed.isdisjoint(id(place.parameter) for place in found)
+        }
+        return self._moved(taken) | self.guard.all_changed() | (self.names - frozen)
+
+    def _moved(self, taken: Taken) -> set[str]:
+        """Those that are not where they were, or another part of a tensor."""
+        now = {leaf.name: leaf for leaf in taken.tensors}
+        return {leaf.name for leaf in self.leaves if _is_other(leaf, now.get(leaf.name))}
+
+    def is_in(self, mapping: SlotMapping) -> bool:
+        """Whether this slot holds it, sealed."""
+        if self.ref is not None and mapping is not self.mapping:
+            try:
+                found = self.ref.names(mapping.control())
+            except ImageError:
+                return False
+            self.mapping = mapping if found else self.mapping
+        return self.ref is not None and mapping is self.mapping
+
+    def fill(self, mapping: SlotMapping, *, run: str, epoch: Epoch, step: int) -> Filling:
+        """Begin to fill an empty slot."""
+        control = ControlPage.staged(
+            self.layout, run=run, epoch=epoch, step=step, extras_bytes=0, staged_at=time.time()
+        )
+        return Filling(self, mapping, control)
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """A base that is copied beside the image that refers to it first, and sealed before it."""
+
+    base: Base
+    mapping: SlotMapping
+    control: ControlPage
+
+    @property
+    def ref(self) -> BaseRef:
+        """How images will name it."""
+        return BaseRef.of(self.control, self.base.layout)
+
+    def transfers(self) -> copying.Transfers:
+        return self.base.lot.transfers(self.mapping)
+
+    def torn(self) -> str:
+        """The name of a tensor whose bytes in the slot are not those of the save, or ''."""
+        guard = self.base.guard
+        return guard.torn(self.mapping, guard.samples)
+
+    def changed(self) -> str:
+        """The name of a tensor that changed, or ''."""
+        return self.base.guard.changed()
+
+    def seal(self) -> None:
+        """All bytes are in place: from now on images may refer to it."""
+        self.mapping.seal(self.control)
+        self.base.ref, self.base.mapping = self.ref, self.mapping
+
+
+class Frozen:
+    """Says at each save which base the image refers to. `base`: the newest; None if there is
+    none."""
+
+    def __init__(self, base: Base | None = None) -> None:
+        """`base`: the restored one."""
+        self.base = base
+        self.left_bytes = 0
+        """Bytes of frozen parameters that a base could hold, if there may be none."""
+        self._changing: set[str] = set()
+        self._made_bases = 0
+        self._seen: object = None
+        self._watched: tuple[tuple[TensorLeaf, ...], Guard] | None = None
+
+    def watch(self, taken: Taken) -> None:
+        """Take note of what a base might hold, long before the first save: averages of weights
+        need no gradient, but change at each step."""
+        leaves = self._candidates(taken)
+        if self.base is None and leaves:
+            fingerprint = Fingerprint([leaf.tensor for leaf in leaves])
+            self._watched = leaves, Guard.take(Watched(leaves), fingerprint)
+
+    def of(self, taken: Taken, *, rank: int, world: int, may: bool) -> Base | None:
+        """The base for this state; None if the image must hold all of it. `may`: whether it may
+        refer to one."""
+        if not may:
+            if self._seen is not taken.cache:
+                self._seen = taken.cache
+                self.left_bytes = _worth(self._candidates(taken), taken)
+            return None
+        base = self.base
+        if base is None and self._seen is taken.cache:
+            return None
+        if base is not None and base.holds(taken):
+            return base
+        if base is not None:
+            self._changing |= base.changed(taken)
+        self._seen, self._made_bases = taken.cache, self._made_bases + 1
+        self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
+        return self.base
+
+    def _made(self, taken: Taken, rank: int, world: int) -> Base | None:
+        self._look_back()
+        leaves = self._candidates(taken)
+        return _base_of(leaves, taken, rank, world) if _worth(leaves, taken) else None
+
+    def _look_back(self) -> None:
+        """Leave out what has changed where it lay since `watch`."""
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            leaves, guard = watched
+            stayed = {one.name for one in leaves if one.tensor.data_ptr() == one.mark[0]}
+            self._changing |= stayed & guard.all_changed()
+
+    def _candidates(self, taken: Taken) -> tuple[TensorLeaf, ...]:
+        frozen = _frozen(taken)
+        return tuple(
+            leaf
+            for leaf in taken.tensors
+            if leaf.name in frozen and leaf.name not in self._changing
+        )
+
+
+def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:
+    """The base from which these tensors were just filled, to be referred to again. None if the
+    state could not have it: some of its tensors are trained here, or are not here. What changes
+    from now on is noticed at the next save."""
+    frozen = _frozen(taken)
+    leaves = tuple(leaf for leaf in taken.tensors if leaf.name in image.layout.entries)
+    if len(leaves) < len(image.layout.entries) or any(leaf.name not in frozen for leaf in leaves):
+        return None
+    entries = image.layout.entries
+    if any(tuple(leaf.tensor.shape) != entries[leaf.name].spec.shape for leaf in leaves):
+        return None
+    base = _over(image.layout, leaves, frozen)
+    samples = base.guard.fingerprint.in_image(image.memory)
+    return Base(base.layout, leaves, base.places, base.guard._replace(samples=samples), ref)
+
+
+def _frozen(taken: Taken) -> dict[str, list[_Place]]:
+    """Where the parameters stand that need no gradient, by the names of their tensors; without
+    those of which a change could go unnoticed."""
+    leaves = {
+        leaf.whole.data_ptr(): leaf
+        for leaf in taken.tensors
+        if leaf.section is Section.PARAMS and not leaf.fresh and leaf.whole.numel()
+    }
+    places: dict[str, list[_Place]] = {}
+    trained: set[str] = set()
+    for component in taken.components.values():
+        if not isinstance(inner := unwrap(component), nn.Module):
+            continue
+        for module in inner.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                for leaf in _leaves_of(parameter, name, leaves):
+                    places.setdefault(leaf.name, []).append(
+                        _Place(module._parameters, name, parameter)
+                    )
+                    if parameter.requires_grad or not _is_watchable(leaf.tensor):
+                        trained.add(leaf.name)
+    return {name: one for name, one in places.items() if name not in trained}
+
+
+def _leaves_of(
+    parameter: nn.Parameter, name: str, leaves: Mapping[int, TensorLeaf]
+) -> list[TensorLeaf]:
+    found = []
+    for _, plain in plain_tensors(parameter, name):
+        local: Tensor = sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+        if not accelerator.has_memory(local):
+            continue
+        if (leaf := leaves.get(local.data_ptr())) is not None:
+            found.append(leaf)
+    return found
+
+
+def _is_watchable(tensor: Tensor) -> bool:
+    # what an accelerator holds is compared when it comes to the fence: too late to choose a base
+    return may_wait(tensor) and accelerator.here().device_of(tensor) is None
+
+
+def _is_other(leaf: TensorLeaf, now: TensorLeaf | None) -> bool:
+    if now is None or leaf.mark != now.mark or leaf.name != now.name:
+        return True
+    return (leaf.offsets, leaf.global_shape) != (now.offsets, now.global_shape)
+
+
+def _worth(leaves: tuple[TensorLeaf, ...], taken: Taken) -> int:
+    """The bytes of these tensors, if they are worth a base; else 0."""
+    if any(accelerator.here().device_of(leaf.tensor) is not None for leaf in taken.tensors):
+        return 0
+    frozen = sum(leaf.tensor.nbytes for leaf in leaves)
+    total = sum(leaf.tensor.nbytes for leaf in taken.tensors)
+    return frozen if frozen >= max(_LEAST_BYTES, _LEAST_SHARE * total) else 0
+
+
+def _base_of(leaves: tuple[TensorLeaf, ...], taken: Taken, rank: int, world: int) -> Base:
+    names = {leaf.name for leaf in leaves}
+    layout = Layout.build(
+        [spec for spec in taken.specs if spec.name in names],
+        rank=rank,
+        world=world,
+        aliases={alias: name for alias, name in taken.aliases.items() if name in names},
+        twins=taken.twins,
+        is_base=True,
+    )
+    return _over(layout, leaves, _frozen(taken))
+
+
+def _over(
+    layout: Layout, leaves: tuple[TensorLeaf, ...], frozen: Mapping[str, list[_Place]]
+) -> Base:
+    places = tuple(place for leaf in leaves for place in frozen[leaf.name])
+    begins = [layout.entries[leaf.name].begin for leaf in leaves]
+    fingerprint = Fingerprint([leaf.tensor for leaf in leaves], begins)
+    return Base(layout, leaves, places, Guard.take(Watched(leaves), fingerprint))
