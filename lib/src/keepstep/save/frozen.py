@@ -28,7 +28,7 @@ from keepstep.state.leaves import Taken, TensorLeaf, plain_tensors
 from keepstep.state.wrappers import unwrap
 from keepstep.steps import Epoch
 
-_LEAST_BYTES = 8 << 20
+_LEAST_BYTES = 4 << 20
 """A base is a file and a slot more. Fewer bytes are not worth it: a drive writes them in
 milliseconds."""
 _LEAST_SHARE = 0.25
