@@ -818,8 +818,7 @@ class Checkpointer:
 
     def _base(self, agent: Agent, taken: Taken) -> Base | None:
         """The base to which this state's image refers."""
-        granted = agent.session.granted
-        whole = "" if granted is None else granted.whole
+        whole = agent.session.whole
         base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole)
         if whole and self._frozen.left_bytes:
             agent.warn(

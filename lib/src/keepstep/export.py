@@ -107,8 +107,9 @@ class Export:
     ) -> None:
         """`layouts`: of all saved ranks, ascending, then of their bases. `only`: the component to
         export; None for the only one with parameters, or the one named `model`. `shard_bytes`:
-        the maximum size of a file, unless a single tensor is larger. `lowest_rank`: of tensors that each rank has for
-        itself, take the lowest rank's even if the values of other ranks differ.
+        the maximum size of a file, unless a single tensor is larger. `lowest_rank`: of tensors
+        that each rank has for itself, take the lowest rank's even if the values of other ranks
+        differ.
 
         Raises UsageError for a component that does not exist or a dtype that safetensors lacks, and
         FormatError or CoverageError if the images do not make up the component's tensors.

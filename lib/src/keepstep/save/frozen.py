@@ -14,8 +14,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from keepstep.client import copying
@@ -33,7 +34,8 @@ _LEAST_BYTES = 4 << 20
 milliseconds."""
 _LEAST_SHARE = 0.25
 _MOST_BASES = 5
-"""After so many bases, each of which some save found changed, this life makes no other one."""
+"""After so many bases, in each of which something changed that was frozen still, this life makes no
+other one."""
 
 
 class _Place(NamedTuple):
@@ -52,7 +54,8 @@ class _Place(NamedTuple):
 @dataclass(eq=False)
 class Base:
     """Frozen parameters, and the base image that holds them. `ref`: how images name it; None until
-    one is sealed. `mapping`: where it was seen sealed."""
+    one is sealed. `mapping`: where it was seen sealed. `apart`: whether what a device holds has
+    changed, as the devices that were asked at the last save will know. `doubted`: one said so."""
 
     layout: Layout
     leaves: tuple[TensorLeaf, ...]
@@ -60,6 +63,8 @@ class Base:
     guard: Guard
     ref: BaseRef | None = None
     mapping: SlotMapping | None = None
+    apart: tuple[Tensor, ...] = ()
+    doubted: bool = False
     _cache: object = None
 
     @cached_property
@@ -68,16 +73,31 @@ class Base:
         return frozenset(leaf.name for leaf in self.leaves)
 
     @cached_property
-    def lot(self) -> Lot:
-        """What to copy into it."""
-        return Lot(self.leaves, self.guard.fingerprint.aliases)
+    def lots(self) -> dict[torch.device | None, Lot]:
+        """What to copy into it, by device; None: from memory of the host."""
+        device_of, places = accelerator.here().device_of, dict[Any, list[int]]()
+        for at, leaf in enumerate(self.leaves):
+            places.setdefault(device_of(leaf.tensor), []).append(at)
+        aliases = self.guard.fingerprint.aliases
+        return {
+            place: Lot([self.leaves[at] for at in some], [aliases[at] for at in some])
+            for place, some in places.items()
+        }
 
     def holds(self, taken: Taken) -> bool:
-        """Whether the state has these tensors, unchanged."""
+        """Whether the state has these tensors, unchanged; of what devices hold, see `apart`."""
         if self._cache is not taken.cache and self._moved(taken):
             return False
         self._cache = taken.cache
-        return all(place.is_frozen for place in self.places) and not self.guard.changed()
+        if not all(place.is_frozen for place in self.places) or self.guard.moved():
+            return False
+        if self.doubted and self.guard.changed():
+            return False
+        self.doubted = False
+        differences = self.guard.differences()
+        device_of = accelerator.here().device_of
+        self.apart = tuple(one for one in differences if device_of(one) is not None)
+        return not any(map(bool, (one for one in differences if device_of(one) is None)))
 
     def changed(self, taken: Taken) -> set[str]:
         """The names of the tensors that the state does not have, or has changed."""
@@ -126,17 +146,15 @@ class Filling:
         """How images will name it."""
         return BaseRef.of(self.control, self.base.layout)
 
+    @property
+    def guard(self) -> Guard:
+        """What must be the same before and after the copy."""
+        return self.base.guard
+
     def transfers(self) -> copying.Transfers:
-        return self.base.lot.transfers(self.mapping)
-
-    def torn(self) -> str:
-        """The name of a tensor whose bytes in the slot are not those of the save, or ''."""
-        guard = self.base.guard
-        return guard.torn(self.mapping, guard.samples)
-
-    def changed(self) -> str:
-        """The name of a tensor that changed, or ''."""
-        return self.base.guard.changed()
+        """Copies of what lies in memory of the host."""
+        lot = self.base.lots.get(None)
+        return copying.Transfers() if lot is None else lot.transfers(self.mapping)
 
     def seal(self) -> None:
         """All bytes are in place: from now on images may refer to it."""
@@ -180,8 +198,10 @@ class Frozen:
         if base is not None and base.holds(taken):
             return base
         if base is not None:
-            self._changing |= base.changed(taken)
-        self._seen, self._made_bases = taken.cache, self._made_bases + 1
+            changed = base.changed(taken)
+            self._changing |= changed
+            self._made_bases += not changed.isdisjoint(_frozen(taken))
+        self._seen = taken.cache
         self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
         return self.base
 
@@ -219,7 +239,12 @@ def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:
     if any(tuple(leaf.tensor.shape) != entries[leaf.name].spec.shape for leaf in leaves):
         return None
     base = _over(image.layout, leaves, frozen)
-    samples = base.guard.fingerprint.in_image(image.memory)
+    samples = [
+        one.to(there.device)
+        for one, there in zip(
+            base.guard.fingerprint.in_image(image.memory), base.guard.samples, strict=True
+        )
+    ]
     return Base(base.layout, leaves, base.places, base.guard._replace(samples=samples), ref)
 
 
@@ -244,7 +269,7 @@ def _frozen(taken: Taken) -> dict[str, list[_Place]]:
                     places.setdefault(leaf.name, []).append(
                         _Place(module._parameters, name, parameter)
                     )
-                    if parameter.requires_grad or not _is_watchable(leaf.tensor):
+                    if parameter.requires_grad or not may_wait(leaf.tensor):
                         trained.add(leaf.name)
     return {name: one for name, one in places.items() if name not in trained}
 
@@ -262,11 +287,6 @@ def _leaves_of(
     return found
 
 
-def _is_watchable(tensor: Tensor) -> bool:
-    # what an accelerator holds is compared when it comes to the fence: too late to choose a base
-    return may_wait(tensor) and accelerator.here().device_of(tensor) is None
-
-
 def _is_other(leaf: TensorLeaf, now: TensorLeaf | None) -> bool:
     if now is None or leaf.mark != now.mark or leaf.name != now.name:
         return True
@@ -275,8 +295,6 @@ def _is_other(leaf: TensorLeaf, now: TensorLeaf | None) -> bool:
 
 def _worth(leaves: tuple[TensorLeaf, ...], taken: Taken) -> int:
     """The bytes of these tensors, if they are worth a base; else 0."""
-    if any(accelerator.here().device_of(leaf.tensor) is not None for leaf in taken.tensors):
-        return 0
     frozen = sum(leaf.tensor.nbytes for leaf in leaves)
     total = sum(leaf.tensor.nbytes for leaf in taken.tensors)
     return frozen if frozen >= max(_LEAST_BYTES, _LEAST_SHARE * total) else 0

@@ -167,6 +167,8 @@ class Pending:
     of the guard, in host memory once the copies are done. `thread`: the thread that trains.
     `fenced`: of an image of an accelerator, whether its copies are done and the devices were asked
     to compare. `filling`: the base that is copied beside it, if it is the first to refer to it.
+    `base`: the one to which it refers. `apart`: whether that has changed on a device until the
+    save, as that will know.
     """
 
     slot: Slot
@@ -176,7 +178,10 @@ class Pending:
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     told: dict[torch.device, Tensor] = field(default_factory=dict)
+    base: Base | None = None
+    apart: tuple[Tensor, ...] = ()
     filling: Filling | None = None
+    filling_samples: list[Tensor] = field(default_factory=list)
     reads: tuple[Lot, ...] = ()
     samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
@@ -235,11 +240,12 @@ class Pending:
             copying.run(self.transfers(), threads=copying.default_threads())
         if (filling := self.filling) is not None:
             copying.run(filling.transfers(), threads=copying.default_threads())
-            self._torn = filling.torn()
         if not devices_are_done():  # the slot may still hold another image
             return
         for write in self.late:
             write()
+        if filling is not None:
+            self._torn = filling.guard.torn(filling.mapping, self.filling_samples)
         if (guard := self.guard) is not None:
             self._torn = self._torn or guard.torn(mapping, self.samples)
         self.copy_s += time.perf_counter() - started
@@ -254,9 +260,11 @@ class Pending:
         device = accelerator.here()
         if not self.fenced.is_set():
             self._await_devices()
-            self.culprit, self._differences = guard.moved(), []
+            guards, self._differences = self._guards(), []
+            self.culprit = next(filter(None, (one.moved() for one in guards)), "")
             if not self.culprit:
-                for differs in guard.differences():
+                differences = [differs for one in guards for differs in one.differences()]
+                for differs in (*self.apart, *differences):
                     if device.device_of(differs) is not None:
                         self._differences.append(device.tell(differs.to(torch.uint8) + _SAME))
                     elif differs:
@@ -270,19 +278,26 @@ class Pending:
     def judge(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
         sound."""
-        guard, filling = self.guard, self.filling
-        self._decide(
-            lambda: (
-                (guard.changed() if guard is not None else "")
-                or (filling.changed() if filling is not None else "")
-            )
-        )
+        guards = self._guards()
+
+        def culprit() -> str:
+            found = next(filter(None, (one.changed() for one in guards)), "")
+            return found or ("?" if any(map(bool, self.apart)) else "")
+
+        self._decide(culprit)
+
+    def _guards(self) -> list[Guard]:
+        filling = self.filling
+        guards = (self.guard, None if filling is None else filling.guard)
+        return [one for one in guards if one is not None]
 
     def _decide(self, culprit: Callable[[], str]) -> None:
         with self._lock:
             if self.verdict is Verdict.OPEN:
                 self.culprit = self._torn or culprit()
                 self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+                if self.culprit and self.base is not None:
+                    self.base.doubted = True
         self.judged.set()
 
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
@@ -292,7 +307,7 @@ class Pending:
             return
         if self.done:
             # a write through `.data` may still be queued on the device: only the fence can tell
-            while not self.fenced.wait(1.0) and not give_up():
+            while not (self.fenced.wait(1.0) or self.judged.is_set() or give_up()):
                 pass
             if self.fenced.is_set():
                 self._judge_fenced(give_up)
@@ -330,7 +345,8 @@ class Pending:
     def finish(self, verdict: Verdict, reason: str = "") -> None:
         """End this image with any verdict, and let go of all tensors."""
         self.verdict, self.reason = verdict, reason or self.reason
-        self.guard = self.filling = None
+        self.guard = self.filling = self.base = None
+        self.apart = ()
         self.transfers, self.late, self._differences = None, [], []
         self._let_go()
         self.judged.set()
@@ -690,15 +706,20 @@ class Snapshots:
         )
         guard = divided.guard()
         samples = list(guard.samples) if guard else []
-        pending = Pending(slot, control, guard, samples=samples, filling=filling)
-        if divided.urgent or divided.patient:
+        pending = Pending(slot, control, guard, samples=samples, filling=filling, base=self.base)
+        if self.base is not None:
+            pending.apart = self.base.apart
+        if filling is not None:
+            pending.filling_samples = list(filling.guard.samples)
+        devices = divided.urgent or divided.patient
+        if devices or (filling is not None and filling.base.lots.keys() - {None}):
             self._queue(pending, divided, extras)
         else:
             mapping.erase()
             mapping.write_extras(extras)
             copying.run(divided.now.transfers(mapping), threads=copying.default_threads())
             pending.transfers = functools.partial(divided.later.transfers, mapping)
-            pending.reads = (divided.later, *([filling.base.lot] if filling else []))
+            pending.reads = (divided.later, *(filling.base.lots.values() if filling else ()))
         return pending
 
     def _filling(self, slot: Slot, epoch: Epoch, step: int) -> Filling | None:
@@ -735,14 +756,16 @@ class Snapshots:
         if divided.aside is not None:
             pending.late.append(functools.partial(divided.aside.take(), mapping))
         urgent, patient = divided.urgent, divided.patient
-        places = list(urgent | patient)
+        filling = pending.filling
+        frozen = {} if filling is None else {p: one for p, one in filling.base.lots.items() if p}
+        places = list(urgent | patient | frozen)
         first = device.copying(places[0])
         for place in places:
             first.wait_stream(device.computing(place))
         self._erase(mapping, places[0], first)
         for place in places[1:]:
             device.copying(place).wait_stream(first)
-        pending.reads = (*urgent.values(), *patient.values())
+        pending.reads = (*urgent.values(), *patient.values(), *frozen.values())
         for place in places:
             self._copy(mapping, place, urgent.get(place))
             # the next forward pass changes buffers in the computing stream, which waits for these
@@ -750,22 +773,25 @@ class Snapshots:
             device.computing(place).wait_stream(device.copying(place))
         for place in places:
             self._copy(mapping, place, patient.get(place))
-            self._bring_samples(pending, place)
+            if filling is not None:
+                self._copy(filling.mapping, place, frozen.get(place))
+            for samples in (pending.samples, pending.filling_samples):
+                self._bring_samples(samples, place)
             pending.done[place] = device.copying(place).record_event()
             with device.on(device.copying(place)):
                 if place not in self._ones:
                     self._ones[place] = device.zeros(1, place) + 1
                 pending.told[place] = device.tell(self._ones[place])
 
-    def _bring_samples(self, pending: Pending, place: torch.device) -> None:
+    def _bring_samples(self, all_samples: list[Tensor], place: torch.device) -> None:
         """Queue copies of what the fingerprint read on a device, for the agent thread."""
         device, stream = accelerator.here(), accelerator.here().copying(place)
-        for at, samples in enumerate(pending.samples):
+        for at, samples in enumerate(all_samples):
             if device.device_of(samples) != place:
                 continue
             with device.on(stream):
-                pending.samples[at] = device.pinned_zeros_like(samples)
-                pending.samples[at].copy_(samples, non_blocking=True)
+                all_samples[at] = device.pinned_zeros_like(samples)
+                all_samples[at].copy_(samples, non_blocking=True)
                 device.keep(samples, stream)
 
     def _erase(self, mapping: SlotMapping, place: torch.device, stream: torch.Stream) -> None:

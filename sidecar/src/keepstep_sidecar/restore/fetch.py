@@ -125,6 +125,7 @@ class Prefetcher:
     agreed: dict[int, StepId] = field(default_factory=dict)
     """For each rank, the step that all ranks have agreed to restore."""
     _loading: dict[tuple[int, StepId], asyncio.Task[None]] = field(default_factory=dict)
+    _bases: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._restart = self.committer.restart
@@ -180,8 +181,11 @@ class Prefetcher:
 
     async def _load_base(self, slots: RankSlots, source: ShardSource, ref: BaseRef) -> None:
         """Bring the base to which the image of `source` refers, if it is not in memory."""
-        if slots.bases.find(ref) is not None:
-            return
+        async with self._bases:  # several images refer to one
+            if slots.bases.find(ref) is None:
+                await self._read_base(slots, source, ref)
+
+    async def _read_base(self, slots: RankSlots, source: ShardSource, ref: BaseRef) -> None:
         id, number = source.shard.step_id, source.shard.rank + source.shard.world
         places = self.fetcher.origins(id, number)
         if not places:
