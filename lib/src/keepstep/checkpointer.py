@@ -52,7 +52,7 @@ from keepstep.restore.restore import PartialRestore, Restore, without_collection
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.frozen import Base, Frozen
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
-from keepstep.save.snapshot import Guard, Snapshots
+from keepstep.save.snapshot import Guard, Snapshots, Verdict
 from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
@@ -763,7 +763,8 @@ class Checkpointer:
             if not lazy:
                 pending.copy()
                 pending.judge()
-                pending.seal()
+                if pending.verdict is Verdict.VALID:
+                    pending.seal()
             pending.thread = agent.trains or pending.thread
             pending.blocked_s = time.perf_counter() - started
             agent.submit(pending)
@@ -819,7 +820,8 @@ class Checkpointer:
     def _base(self, agent: Agent, taken: Taken) -> Base | None:
         """The base to which this state's image refers."""
         whole = agent.session.whole
-        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole)
+        lazy = self._lazy and not agent.copies_eagerly
+        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole, lazy=lazy)
         if whole and self._frozen.left_bytes:
             agent.warn(
                 "whole",

@@ -84,16 +84,17 @@ class Base:
             for place, some in places.items()
         }
 
-    def holds(self, taken: Taken) -> bool:
-        """Whether the state has these tensors, unchanged; of what devices hold, see `apart`."""
+    def holds(self, taken: Taken, *, lazy: bool) -> bool:
+        """Whether the state has these tensors, unchanged. If `lazy`, of what devices hold only
+        `apart` tells."""
         if self._cache is not taken.cache and self._moved(taken):
             return False
         self._cache = taken.cache
         if not all(place.is_frozen for place in self.places) or self.guard.moved():
             return False
-        if self.doubted and self.guard.changed():
-            return False
-        self.doubted = False
+        if self.doubted or not lazy:  # wait for the devices
+            self.apart, self.doubted = (), bool(self.guard.changed())
+            return not self.doubted
         differences = self.guard.differences()
         device_of = accelerator.here().device_of
         self.apart = tuple(one for one in differences if device_of(one) is not None)
@@ -184,9 +185,11 @@ class Frozen:
             fingerprint = Fingerprint([leaf.tensor for leaf in leaves])
             self._watched = leaves, Guard.take(Watched(leaves), fingerprint)
 
-    def of(self, taken: Taken, *, rank: int, world: int, may: bool) -> Base | None:
+    def of(
+        self, taken: Taken, *, rank: int, world: int, may: bool, lazy: bool = True
+    ) -> Base | None:
         """The base for this state; None if the image must hold all of it. `may`: whether it may
-        refer to one."""
+        refer to one. `lazy`: see `Base.holds`."""
         if not may:
             if self._seen is not taken.cache:
                 self._seen = taken.cache
@@ -195,7 +198,7 @@ class Frozen:
         base = self.base
         if base is None and self._seen is taken.cache:
             return None
-        if base is not None and base.holds(taken):
+        if base is not None and base.holds(taken, lazy=lazy):
             return base
         if base is not None:
             changed = base.changed(taken)
