@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
 from keepstep.errors import RestoreError
+from tests import warm
 from tests.frozen.models import equal, made, train
 from tests.harness import eventually, flip
 from tests.lib.training import begun
@@ -291,3 +293,35 @@ def test_a_step_that_is_the_only_one_is_an_error_that_names_its_base(sidecar):
     sidecar.start()
     with pytest.raises(RestoreError, match=r"quarantine|base-00000-of-00001"):
         begun(components(*made(1)))
+
+
+def test_lives_that_are_killed_at_any_moment_make_the_losses_of_an_undisturbed_one(
+    sidecars, tmp_path
+):
+    def life(sidecar, out):
+        words = [str(Path(__file__).with_name("train.py")), "25", str(out)]
+        variables = {**os.environ, "KEEPSTEP_SOCKET": str(sidecar.socket), "OMP_NUM_THREADS": "1"}
+        with (tmp_path / "trainer.log").open("ab") as log:
+            return warm.Process(words, stdout=log, env=variables)
+
+    def losses(out):
+        return [line.split() for line in out.read_text().splitlines()] if out.exists() else []
+
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    undisturbed = sidecars("other", memory=tmp_path / "memory").start()
+    assert life(undisturbed, quiet).wait(60) == 0
+    sidecar = sidecars().start()
+    for lines in (3, 11, 12, 20):
+        one = life(sidecar, killed)
+        eventually(lambda lines=lines: len(losses(killed)) >= lines, every_s=0.001)
+        one.kill()
+        one.wait()
+        if lines == 11:
+            sidecar.kill()
+            sidecar.lose_memory()
+            sidecar.start()
+    assert life(sidecar, killed).wait(60) == 0, (tmp_path / "trainer.log").read_text()
+    seen = losses(killed)
+    assert dict(seen) == dict(losses(quiet)), "the last loss of each step"
+    assert all(loss == dict(losses(quiet))[step] for step, loss in seen)
+    assert len(inodes(sidecar)) == 1
