@@ -325,3 +325,25 @@ def test_lives_that_are_killed_at_any_moment_make_the_losses_of_an_undisturbed_o
     assert dict(seen) == dict(losses(quiet)), "the last loss of each step"
     assert all(loss == dict(losses(quiet))[step] for step, loss in seen)
     assert len(inodes(sidecar)) == 1
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_change_that_nothing_tells_comes_back_if_the_script_says_so(sidecar, times):
+    model, optimizer = made()
+    weight = model.layers[2].base.weight
+    with begun(components(model, optimizer), strict=True) as checkpointer:
+        checkpointer.save(0)
+        for step in range(1, 1 + times):
+            with checkpointer.mutating():
+                weight.data[0, 100 + step] = 7.0  # between the samples of the fingerprint
+            checkpointer.save(step)
+            checkpointer.wait(step, "staged")
+    other, fresh = made(1)
+    with begun(components(other, fresh), strict=True):
+        assert equal(model, other)
+        assert (other.layers[2].base.weight[0, 101 : 101 + times] == 7).all()
+
+
+def test_a_script_that_copies_at_once_has_no_base(sidecar):
+    lives(sidecar, 0, lazy=False)
+    assert not inodes(sidecar)

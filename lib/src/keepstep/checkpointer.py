@@ -819,7 +819,7 @@ class Checkpointer:
 
     def _base(self, agent: Agent, taken: Taken) -> Base | None:
         """The base to which this state's image refers."""
-        whole = agent.session.whole
+        whole = agent.session.whole if self._lazy else "lazy=False copies all that may change"
         lazy = self._lazy and not agent.copies_eagerly
         base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole, lazy=lazy)
         if whole and self._frozen.left_bytes:
@@ -931,6 +931,7 @@ class Checkpointer:
     def mutating(self) -> Iterator[None]:
         """Wrap code that changes parameters or optimizer state outside `optimizer.step()`."""
         self.fence()
+        self._frozen.mutated()
         yield
 
     # --- wait and close ----------------------------------------------------------------------

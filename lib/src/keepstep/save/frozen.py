@@ -38,6 +38,11 @@ _MOST_BASES = 5
 other one."""
 
 
+_MOST_MUTATIONS = 3
+"""So often all bytes are compared because the script said that it changes tensors. A script that
+says so more often may do it at each step: then each image holds everything."""
+
+
 class _Place(NamedTuple):
     """Where a parameter stands in a module."""
 
@@ -99,6 +104,19 @@ class Base:
         device_of = accelerator.here().device_of
         self.apart = tuple(one for one in differences if device_of(one) is not None)
         return not any(map(bool, (one for one in differences if device_of(one) is None)))
+
+    def differing(self) -> set[str]:
+        """The names of the tensors of which some byte is not that of the base: reads all of them.
+        All names if it was not seen sealed yet."""
+        if (mapping := self.mapping) is None:
+            return set(self.names)
+        entries = mapping.layout.entries
+        with torch.no_grad():
+            return {
+                leaf.name
+                for leaf in self.leaves
+                if not torch.equal(mapping.view(entries[leaf.name]), leaf.tensor.cpu())
+            }
 
     def changed(self, taken: Taken) -> set[str]:
         """The names of the tensors that the state does not have, or has changed."""
@@ -174,6 +192,7 @@ class Frozen:
         """Bytes of frozen parameters that a base could hold, if there may be none."""
         self._changing: set[str] = set()
         self._made_bases = 0
+        self._mutations, self._in_doubt = 0, False
         self._seen: object = None
         self._watched: tuple[tuple[TensorLeaf, ...], Guard] | None = None
 
@@ -185,12 +204,16 @@ class Frozen:
             fingerprint = Fingerprint([leaf.tensor for leaf in leaves])
             self._watched = leaves, Guard.take(Watched(leaves), fingerprint)
 
+    def mutated(self) -> None:
+        """The script says that it changes tensors, perhaps in ways that nothing tells."""
+        self._mutations, self._in_doubt = self._mutations + 1, self.base is not None
+
     def of(
         self, taken: Taken, *, rank: int, world: int, may: bool, lazy: bool = True
     ) -> Base | None:
         """The base for this state; None if the image must hold all of it. `may`: whether it may
         refer to one. `lazy`: see `Base.holds`."""
-        if not may:
+        if not may or self._mutations > _MOST_MUTATIONS:
             if self._seen is not taken.cache:
                 self._seen = taken.cache
                 self.left_bytes = _worth(self._candidates(taken), taken)
@@ -198,8 +221,11 @@ class Frozen:
         base = self.base
         if base is None and self._seen is taken.cache:
             return None
-        if base is not None and base.holds(taken, lazy=lazy):
+        different = base.differing() if base is not None and self._in_doubt else set[str]()
+        self._in_doubt = False
+        if base is not None and not different and base.holds(taken, lazy=lazy):
             return base
+        self._changing |= different
         if base is not None:
             changed = base.changed(taken)
             self._changing |= changed
