@@ -434,9 +434,8 @@ def test_no_schedule_tears_an_image_stands_still_or_erases_a_slot_early(actions,
         trainer.end()
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_what_a_device_holds_frozen_is_copied_once_until_it_changes(lazy):
-    with training(lazy=lazy) as trainer:
+def test_what_a_device_holds_frozen_is_copied_once_until_it_changes():
+    with training() as trainer:
         held = []
         for action in ["wait", "change_frozen_in_place", "unfreeze"]:
             for act in [action, "save", "drain", "train", "save", "drain", "train"]:
