@@ -195,7 +195,7 @@ class Device(TorchDispatchMode):
             return args[0] if name == "copy_" else None
         assert len(places) == 1, f"{func} of tensors on {places}"
         place = places.pop()
-        if name in ("equal", "_local_scalar_dense"):
+        if name in ("equal", "_local_scalar_dense", "nonzero"):
             self._finish(self.computing(place))
             return func(*args, **kwargs)
         if func._schema.is_mutable:

@@ -36,6 +36,7 @@ from keepstep.client import copying, session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout, Section, TensorSpec
+from keepstep.save import frozen
 from keepstep.save.agent import Agent
 from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
@@ -48,11 +49,13 @@ _PLACES = (torch.device("cuda", 0), torch.device("cuda", 1))
 class Slots:
     """What a sidecar knows of the slots of one rank: the session and the client of an agent."""
 
-    connected, lease, run, rank, path, archive = True, "lease", "run", 0, "", False
+    connected, lease, run, rank, path, archive, whole = True, "lease", "run", 0, "", False, ""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.mappings: dict[str, SlotMapping] = {}
+        self.bases: dict[Any, SlotMapping] = {}
+        self.base = ""
         self.images: dict[str, int] = {}
         self.generation = 0
         self.expected: dict[int, dict[str, bytes]] = {}
@@ -89,12 +92,41 @@ class Slots:
             if not path.exists():
                 path.write_bytes(header.ljust(layout.size_bytes, b"\0"))
             self.mappings[slot] = SlotMapping(str(path), layout)
+        self._lay_out_base(request)
         return LayoutAccepted(layout=layout.id, slots=2, slot_bytes=layout.size_bytes)
+
+    def _lay_out_base(self, request: Any) -> None:
+        self.base = ""
+        if not request.base:
+            return
+        header = base64.b64decode(request.base)
+        layout = Layout.parse(memoryview(header))
+        # filled already, or a new one
+        number = len(self.bases) if request.base_step is None else request.base_step.step
+        path = self._directory / f"base-{number}-{layout.id}"
+        if request.base_step is None:
+            path.write_bytes(header.ljust(layout.size_bytes, b"\0"))
+        else:
+            path = Path(self.bases[layout.id, number].path)
+        self.base = str(path)
+        self._mapped_base = SlotMapping(self.base, layout)
 
     def _grant(self) -> SlotGranted:
         slot = min(self.mappings, key=lambda one: self.images.get(one, -1))
         self.generation += 1
-        return SlotGranted(slot=slot, path=self.mappings[slot].path, generation=self.generation)
+        path = self.mappings[slot].path
+        return SlotGranted(slot=slot, path=path, generation=self.generation, base=self.base)
+
+    def _base_of(self, mapping: SlotMapping) -> SlotMapping | None:
+        """The sealed base to which a sealed image refers."""
+        if (ref := mapping.control().base) is None:
+            return None
+        key = ref.layout, ref.step.step
+        if key not in self.bases:
+            self.bases[key] = self._mapped_base
+        if not ref.names(self.bases[key].control()):
+            self.wrong.append(f"{ref} is no base that is sealed")
+        return self.bases[key]
 
     def close(self, *_: object, **__: object) -> None:
         pass
@@ -117,9 +149,13 @@ class Slots:
                 values = held.partition(b',"metadata"')[0].removesuffix(b"}")
                 if not values.endswith(b",%d]" % step):
                     self.wrong.append(f"step {step} is sealed with other values: {held!r}")
+                base = self._base_of(mapping)
                 for name, data in self.expected[step].items():
-                    entry = mapping.layout.entries[name]
-                    if mapping.memory[entry.begin : entry.end] != data:
+                    holder = mapping
+                    if base is not None and name in base.layout.entries:
+                        holder = base
+                    entry = holder.layout.entries[name]
+                    if holder.memory[entry.begin : entry.end] != data:
                         self.wrong.append(f"step {step} is sealed, and {name} is torn")
             elif slot in self.images and self.reached.get(self.taken[slot], 0) < len(_PLACES):
                 self.wrong.append(
@@ -136,6 +172,9 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ParameterList(
             [torch.zeros(8), torch.zeros(16, 4).t(), torch.zeros(4), torch.zeros(())]
+        )
+        self.frozen = nn.ParameterList(
+            [nn.Parameter(torch.zeros(64), requires_grad=False) for _ in range(3)]
         )
         for at in range(2):
             self.register_buffer(f"seen{at}", torch.zeros(4))
@@ -165,12 +204,12 @@ class Trainer:
         kept = [*self.model.parameters(), *self.model.buffers(), *state]
         for at, one in enumerate([*kept, self.extra["on"], self.extra["wave"]]):
             device.made(one, _PLACES[at % 2])
-        for parameter in self.model.parameters():
+        for parameter in self.model.layers:
             device.made(parameter.grad, device.place(parameter))
         for at, one in enumerate(state):
             device.made(one, device.place(self.model.layers[at]))
         parts = {"model": self.model, "optimizer": self.optimizers[0], "extra": self.extra}
-        self.checkpointer = keepstep.Checkpointer(parts, lazy=lazy, rng=False)
+        self.checkpointer = keepstep.Checkpointer(parts, lazy=lazy, rng=False, frozen_once=True)
         self.checkpointer._epoch = Epoch(EpochId(1, "00c0ffee"), None)
         agent = self.agent = self.checkpointer._agent
         agent.session = agent._client = slots
@@ -195,9 +234,9 @@ class Trainer:
         device.turns.joined(agent._thread)
 
     def _optimizer(self, model: Model) -> torch.optim.Optimizer:
-        for parameter in model.parameters():
+        for parameter in model.layers:
             parameter.grad = torch.full_like(parameter, -1.0)
-        return torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0, foreach=False)
+        return torch.optim.SGD(model.layers, lr=1.0, momentum=1.0, foreach=False)
 
     # --- what a script does --------------------------------------------------------------------
 
@@ -267,6 +306,20 @@ class Trainer:
         for model in (self.model, self.twin):
             model.layers[0].data.add_(1)
 
+    def change_frozen(self) -> None:
+        """Something that needs no gradient, past the version counter."""
+        for model in (self.model, self.twin):
+            model.frozen[self.step % 3].data.add_(1)
+
+    def change_frozen_in_place(self) -> None:
+        for model in (self.model, self.twin):
+            with torch.no_grad():
+                model.frozen[self.step % 3].add_(1)
+
+    def unfreeze(self) -> None:
+        for model in (self.model, self.twin):
+            model.frozen[0].requires_grad_(True)
+
     def there_and_back(self) -> None:
         """Other weights are swapped in, past the version counters, and back."""
         for add in (1, -1):
@@ -330,6 +383,7 @@ ACTIONS = [
     *["train", "train", "train", "save", "save", "save", "wait", "train_beside", "drain", "mutate"],
     *["change", "change_data", "offload", "save_without_memory", "save_interrupted"],
     *["train_in_forks", "there_and_back"],
+    *["change_frozen", "change_frozen_in_place", "unfreeze"],
 ]
 
 
@@ -344,6 +398,8 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         slots = Slots(Path(folder))
         device = Device(chance.randrange, slots.watch, pace)
         patch.setattr(accelerator, "_HERE", Simulated(device))
+        patch.setattr(frozen, "_LEAST_BYTES", 1)
+        patch.setattr(frozen, "_LEAST_SHARE", 0.0)
         patch.setattr(
             session.Changes,
             "wait_for",
@@ -376,6 +432,17 @@ def test_no_schedule_tears_an_image_stands_still_or_erases_a_slot_early(actions,
         for action in actions:
             getattr(trainer, action)()
         trainer.end()
+
+
+def test_what_a_device_holds_frozen_is_copied_once_until_it_changes():
+    with training() as trainer:
+        held = []
+        for action in ["wait", "change_frozen_in_place", "unfreeze"]:
+            for act in [action, "save", "drain", "train", "save", "drain", "train"]:
+                getattr(trainer, act)()
+            held.append((len(trainer.slots.bases), len(trainer.checkpointer._frozen.base.leaves)))
+    assert held == [(1, 3), (2, 2), (3, 1)]
+    assert trainer.slots.staged == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("lazy", [True, False])

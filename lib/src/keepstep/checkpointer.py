@@ -50,8 +50,9 @@ from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
 from keepstep.restore.restore import PartialRestore, Restore, without_collections
 from keepstep.save.agent import Agent, Stats
+from keepstep.save.frozen import Base, Frozen
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
-from keepstep.save.snapshot import Guard, Snapshots
+from keepstep.save.snapshot import Guard, Snapshots, Verdict
 from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
@@ -127,6 +128,7 @@ class Checkpointer:
         rng: bool = True,
         trusted: bool = False,
         replicated: str = "PerNode",
+        frozen_once: bool = False,
         dir: str | os.PathLike[str] | None = None,
         run: str | None = None,
         **named: Any,
@@ -145,6 +147,9 @@ class Checkpointer:
           (DistributedDataParallel, the replicas of a mesh). With "PerNode", the ranks of each node
           stage them in parts, so that every node has a whole copy. With "Spread", all ranks share
           the parts: each stages fewer bytes, but the loss of a node loses its parts.
+        - `frozen_once`: keep parameters that need no gradient once, beside the steps. It is for a
+          machine alone, without an archive; elsewhere each step holds them. A write of few elements
+          past torch's version counters (`p.data[i] = x`) stays unseen: wrap it in `mutating()`.
         - `dir`: if no sidecar was started for this process (by `keepstep run`, or in its pod),
           start one on this machine. It keeps the run below this directory, is started again when it
           dies, and ends when it has had no trainer for five minutes. The environment holds its
@@ -157,6 +162,7 @@ class Checkpointer:
         if replicated not in ("PerNode", "Spread"):
             raise UsageError(f'replicated={replicated!r}: it is "PerNode" or "Spread"')
         options = {"lazy": lazy, "strict": strict, "rng": rng, "trusted": trusted}
+        options["frozen_once"] = frozen_once
         for option, value in options.items():
             if isinstance(value, dict) or hasattr(value, "state_dict"):
                 raise UsageError(
@@ -175,6 +181,7 @@ class Checkpointer:
         self._rank, self._world = _rank_and_world()
         self._agent: Agent | None = None
         self._snapshots: Snapshots | None = None
+        self._frozen_once, self._frozen = frozen_once, Frozen()
         self._replicas: Replicas | None = None
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
@@ -341,10 +348,14 @@ class Checkpointer:
         if restoring is not None:
             self._rng_later = None if self._rng_later is None else restoring.rng
             layout = restoring.layout
+            if self._frozen_once:
+                self._frozen = Frozen(restoring.base)
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._compare_replicas(agreed.epoch)
         self._taken, self._restored = probed and _without_values(probed), layout
+        if probed is not None and self._frozen_once:
+            self._frozen.watch(probed)
         self._order_slots()
         self._stage_every = agreed.stage_every
         if parent is not None and restoring is not None:
@@ -559,7 +570,7 @@ class Checkpointer:
         if self._agent is None:
             return
         if self._restored is not None:
-            self._agent.use_layout(self._restored)
+            self._agent.use_layout(self._restored, self._frozen.base)
             return
         # a foreign object is not asked for its state before the first save: a loader may begin then
         for one in self._components.values():
@@ -759,7 +770,8 @@ class Checkpointer:
             if not lazy:
                 pending.copy()
                 pending.judge()
-                pending.seal()
+                if pending.verdict is Verdict.VALID:
+                    pending.seal()
             pending.thread = agent.trains or pending.thread
             pending.blocked_s = time.perf_counter() - started
             agent.submit(pending)
@@ -778,7 +790,7 @@ class Checkpointer:
         data, before = self._encode(taken), self._snapshots
         found: dict[str, str] = {}
         if before is not None and not before.fits(taken, len(data)):
-            found = layout_changes(before.layout, taken)
+            found = layout_changes(before.joined, taken)
         self._layout_changes = self._layout_changes + 1 if found else 0
         if self._layout_changes >= _MOST_CHANGES:
             loose = self._loose | loose_places(found, taken)
@@ -799,15 +811,33 @@ class Checkpointer:
     def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
         removed, or changed their shape."""
-        snapshots = self._snapshots
-        if snapshots is None or not snapshots.fits(taken, extras_bytes):
+        base, snapshots = self._base(agent, taken), self._snapshots
+        fits = snapshots is not None and snapshots.fits(taken, extras_bytes)
+        if snapshots is None or not fits or snapshots.base is not base:
             self._tell_changes(agent, taken)
-            options = self._layout_options(taken, extras_bytes)
-            layout = Layout.build(taken.specs, before=self._restored, **options)
+            options = self._layout_options(taken, extras_bytes, base)
+            specs = [one for one in taken.specs if base is None or one.name not in base.names]
+            layout = Layout.build(specs, before=self._restored, **options)
             self._restored = None
-            snapshots = self._snapshots = Snapshots(layout, taken, run=agent.session.run)
-            agent.use_layout(layout)
+            snapshots = Snapshots(layout, taken, run=agent.session.run, base=base)
+            self._snapshots = snapshots
+            agent.use_layout(layout, base)
         return snapshots
+
+    def _base(self, agent: Agent, taken: Taken) -> Base | None:
+        """The base to which this state's image refers."""
+        if not self._frozen_once:
+            return None
+        whole = agent.session.whole if self._lazy else "lazy=False copies all that may change"
+        lazy = self._lazy and not agent.copies_eagerly
+        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole, lazy=lazy)
+        if whole and self._frozen.left_bytes:
+            agent.warn(
+                "whole",
+                f"each image holds {self._frozen.left_bytes:,} bytes of frozen parameters, which"
+                f" could be kept once: {whole}",
+            )
+        return base
 
     def _tell_changes(self, agent: Agent, taken: Taken) -> None:
         """Name what a restart could not restore unless the script builds it first."""
@@ -825,12 +855,18 @@ class Checkpointer:
                 *(self._rank, few(said, 4)),
             )
 
-    def _layout_options(self, taken: Taken, extras_bytes: int) -> dict[str, Any]:
-        """The arguments of a layout other than the tensors."""
+    def _layout_options(
+        self, taken: Taken, extras_bytes: int, base: Base | None = None
+    ) -> dict[str, Any]:
+        """The arguments of a layout other than the tensors. `base`: what names tied tensors in the
+        place of the layout."""
+        elsewhere: frozenset[str] = frozenset() if base is None else base.names
         return {
             "rank": self._rank,
             "world": self._world,
-            "aliases": taken.aliases,
+            "aliases": {
+                alias: name for alias, name in taken.aliases.items() if name not in elsewhere
+            },
             "skeleton": text_of(taken.skeleton),
             "extras_capacity_bytes": extras.capacity_for(extras_bytes),
             "twins": taken.twins,
@@ -904,6 +940,7 @@ class Checkpointer:
     def mutating(self) -> Iterator[None]:
         """Wrap code that changes parameters or optimizer state outside `optimizer.step()`."""
         self.fence()
+        self._frozen.mutated()
         yield
 
     # --- wait and close ----------------------------------------------------------------------

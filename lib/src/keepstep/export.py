@@ -105,20 +105,23 @@ class Export:
         shard_bytes: int,
         lowest_rank: bool = False,
     ) -> None:
-        """`layouts`: of all saved ranks, ascending. `only`: the component to export; None for the
-        only one with parameters, or the one named `model`. `shard_bytes`: the maximum size of a
-        file, unless a single tensor is larger. `lowest_rank`: of tensors that each rank has for
-        itself, take the lowest rank's even if the values of other ranks differ.
+        """`layouts`: of all saved ranks, ascending, then of their bases. `only`: the component to
+        export; None for the only one with parameters, or the one named `model`. `shard_bytes`:
+        the maximum size of a file, unless a single tensor is larger. `lowest_rank`: of tensors
+        that each rank has for itself, take the lowest rank's even if the values of other ranks
+        differ.
 
         Raises UsageError for a component that does not exist or a dtype that safetensors lacks, and
         FormatError or CoverageError if the images do not make up the component's tensors.
         """
         components: dict[str, _Component] = {}
-        index = None
-        for layout in layouts:
+        index, found = None, list(layouts)
+        bases = {layout.rank: layout for layout in found if layout.is_base}
+        for layout in found:
             index = index or IndexBuilder(layout.world)
             index.add(layout)
-            _collect(components, layout)
+            if not layout.is_base:
+                _collect(components, layout.joined(bases.get(layout.rank)))
         if index is None:
             raise UsageError(f"step {id} has no image")
         self.index = index.build()
@@ -237,7 +240,7 @@ class Export:
 
     def _made(self, wants: list[plan.Want]) -> plan.Plan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
-        return plan.make(wants, self.index, rank=0, nearness=[1] * self.index.world)
+        return plan.make(wants, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 
 
 def _not_one(names: tuple[str, ...], id: StepId) -> str:

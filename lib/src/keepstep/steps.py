@@ -162,3 +162,8 @@ class Answer(StrEnum):
 def shard_name(rank: int, world: int) -> str:
     """File name of a rank's shard inside a step's directory."""
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def base_name(rank: int, world: int) -> str:
+    """File name of the base of a rank's shard, beside it."""
+    return f"base-{rank:05d}-of-{world:05d}.safetensors"

@@ -121,10 +121,12 @@ class SlotMapping:
 
 
 class Slot(NamedTuple):
-    """A slot that the sidecar granted for filling, and its mapped memory."""
+    """A slot that the sidecar granted for filling, and its mapped memory. `base`: the memory of the
+    base to which its image refers; None if it is whole."""
 
     grant: SlotGranted
     mapping: SlotMapping
+    base: SlotMapping | None = None
 
 
 def let_go(held: list[object]) -> None:

@@ -72,7 +72,7 @@ from keepstep.restore.plan import (
     make,
 )
 from keepstep.state.leaves import DTYPE_OF
-from keepstep.steps import NEAREST_FIRST, StepId, Tier, shard_name
+from keepstep.steps import NEAREST_FIRST, StepId, Tier, base_name, shard_name
 
 log = logging.getLogger("keepstep")
 
@@ -102,26 +102,30 @@ class Folder:
                     f"{path}: torch's own FileSystemWriter wrote it: load it with FileSystemReader"
                 )
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
-        shards = sorted(
-            ((_manifest(one), one) for one in files), key=lambda one: one[0].layout.rank
-        )
-        for manifest, file in shards:
-            _check_alike(manifest, file, *shards[0])
-        self._manifests = [manifest for manifest, _ in shards]
-        self._files = [file for _, file in shards]
+        found = [(_manifest(one), one) for one in files]
+        shards = sorted(found, key=lambda one: one[0].layout.number)
+        images = [one for one in shards if not one[0].layout.is_base]
+        if not images:
+            raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
+        for manifest, file in images:
+            _check_alike(manifest, file, *images[0])
+        self._manifests = {manifest.layout.number: manifest for manifest, _ in shards}
+        self._files = {manifest.layout.number: file for manifest, file in shards}
         self._verified: set[tuple[int, int]] = set()
         self._mapped: dict[int, tuple[Tensor, memoryview]] = {}
-        _check_complete(path, self._manifests)
-        self.id: StepId = self._manifests[0].control.id
-        builder = IndexBuilder(len(shards))
-        for one in self._manifests:
+        _check_complete(path, [manifest for manifest, _ in images])
+        for manifest, _ in images:
+            _check_base(path, manifest, self._manifests.get(manifest.layout.rank + len(images)))
+        self.id: StepId = images[0][0].control.id
+        builder = IndexBuilder(len(images))
+        for one in self._manifests.values():
             builder.add(one.layout)
         self.index: Index = builder.build()
 
     @property
     def nearness(self) -> list[int]:
         """All shards are equally near."""
-        return [0] * len(self._files)
+        return [0] * (2 * self.index.world)
 
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
@@ -237,6 +241,16 @@ def _check_complete(path: Path, shards: list[Manifest]) -> None:
         raise RestoreError(
             f"{path}: step {shards[0].control.id} is incomplete,"
             f" {few(missing, 4)} missing: bring it back, or load another step"
+        )
+
+
+def _check_base(path: Path, shard: Manifest, base: Manifest | None) -> None:
+    ref, layout = shard.control.base, shard.layout
+    if ref is not None and (base is None or not ref.names(base.control)):
+        name = base_name(layout.rank, layout.world)
+        raise RestoreError(
+            f"{path}: {name}, to which {shard_name(layout.rank, layout.world)} refers, is"
+            f" {'missing' if base is None else 'another one'}: bring it back, or load another step"
         )
 
 

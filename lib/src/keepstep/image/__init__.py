@@ -11,6 +11,7 @@ from keepstep.image.layout import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from keepstep.image.layout import PAGE_BYTES as PAGE_BYTES
 from keepstep.image.layout import Entry as Entry
 from keepstep.image.layout import Layout as Layout
+from keepstep.image.manifest import BaseRef as BaseRef
 from keepstep.image.manifest import ControlPage as ControlPage
 from keepstep.image.manifest import check_control as check_control
 from keepstep.image.manifest import chunk_bounds as chunk_bounds

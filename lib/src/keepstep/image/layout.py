@@ -79,7 +79,7 @@ class Header:
     tensors. `twins`: ranks of the same world whose images have the very same boxes (the same part
     of a replica on another node), ascending, so that any of them can stand for this one.
     `parameters`: the parameters of each optimizer, by the name of its component; empty if the image
-    does not name them.
+    does not name them. `is_base`: the image is a base, to which the images of steps refer.
     """
 
     rank: int
@@ -91,6 +91,13 @@ class Header:
     digests_bytes: int
     twins: tuple[int, ...] = ()
     parameters: Mapping[str, Parameters] = field(default_factory=dict, repr=False)
+    is_base: bool = False
+
+    @property
+    def number(self) -> int:
+        """The number of this image among all images of a step: the rank; for a base, the rank
+        beyond the world."""
+        return self.rank + self.world if self.is_base else self.rank
 
     def render(self) -> bytes:
         """The header's bytes: length, JSON, and spaces up to a whole number of pages."""
@@ -109,7 +116,8 @@ class Header:
 
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_capacity_bytes, self.digests_bytes, PAGE_BYTES)
-        for name, size in zip(reserved_names(self.rank), sizes, strict=True):
+        names = reserved_names(self.rank, is_base=self.is_base)
+        for name, size in zip(names, sizes, strict=True):
             yield TensorSpec(name, "U8", (size,), Section.REST)
 
     def _metadata(self) -> dict[str, str]:
@@ -125,6 +133,8 @@ class Header:
             ours["twins"] = self.twins
         if self.parameters:
             ours["parameters"] = dict(self.parameters)
+        if self.is_base:
+            ours["base"] = True
         return {
             "format": "pt",
             "DCP_VERSION": "1.0",
@@ -155,10 +165,14 @@ def digest_of(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
-def reserved_names(rank: int) -> tuple[str, str, str]:
+def reserved_names(rank: int, *, is_base: bool = False) -> tuple[str, str, str]:
     """Names of the three regions at the end of an image. They contain the rank, so that the names
-    in two shards differ."""
-    return f"keepstep.extras.{rank}", f"keepstep.digests.{rank}", f"keepstep.control.{rank}"
+    in two files of a step differ."""
+    kind = "base." if is_base else ""
+    extras, digests, control = (
+        f"keepstep.{kind}{region}.{rank}" for region in ("extras", "digests", "control")
+    )
+    return extras, digests, control
 
 
 def round_up(size: int) -> int:
@@ -192,8 +206,10 @@ def parse_header(header: bytes) -> Header:
     check_version(ours.get("format_version"))
     world = strictjson.integer(ours.get("world"), "world", 1, _MAX_WORLD)
     rank = strictjson.integer(ours.get("rank"), "rank", 0, world - 1)
+    if not isinstance(is_base := ours.get("base", False), bool):
+        raise FormatError(f"base: {quoted(is_base)} is neither true nor false")
     names = list(tree)
-    if tuple(names[-3:]) != reserved_names(rank):
+    if tuple(names[-3:]) != reserved_names(rank, is_base=is_base):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
     check_names(names[:-3])
     *specs, extras, digests, _ = _specs(tree, texts.pop("DCP_SHARDING_INFO"))
@@ -207,6 +223,7 @@ def parse_header(header: bytes) -> Header:
         digests_bytes=digests.size_bytes,
         twins=_twins(ours.get("twins", []), rank=rank, world=world),
         parameters=MappingProxyType(ours.get("parameters", {})),
+        is_base=is_base,
     )
 
 
@@ -299,7 +316,7 @@ def _parameters(reader: Reader) -> Parameters:
     return tuple(rows)
 
 
-_SINGLE = ("format_version", "rank", "world", "twins")
+_SINGLE = ("format_version", "rank", "world", "twins", "base")
 
 
 # --- what it means -------------------------------------------------------------------------------
@@ -481,6 +498,17 @@ class Layout(Header):
         """The rank and its twins; no ranks if it has no twins."""
         return Ranks.of((self.rank, *self.twins)) if self.twins else NOBODY
 
+    def joined(self, base: Layout | None) -> Layout:
+        """What this image and its base hold together, to be asked for names and boxes; the places
+        are those in either file."""
+        if base is None:
+            return self
+        return replace(
+            self,
+            entries=MappingProxyType({**self.entries, **base.entries}),
+            aliases=MappingProxyType({**self.aliases, **base.aliases}),
+        )
+
     @property
     def digests_begin(self) -> int:
         """Where the digest table begins. The bytes that it covers end here."""
@@ -534,7 +562,10 @@ class Layout(Header):
         room = self.extras_capacity_bytes - header.extras_capacity_bytes
         return 0 <= room < HUGE_PAGE_BYTES and all(
             getattr(self, name) == getattr(header, name)
-            for name in ("rank", "world", "skeleton", "aliases", "twins", "parameters", "specs")
+            for name in (
+                *("rank", "world", "skeleton", "aliases", "twins", "parameters", "specs"),
+                "is_base",
+            )
         )
 
     @classmethod
@@ -583,6 +614,7 @@ def header_of(
     extras_capacity_bytes: int = PAGE_BYTES,
     twins: Iterable[int] = (),
     parameters: Mapping[str, Parameters] = MappingProxyType({}),
+    is_base: bool = False,
 ) -> Header:
     """The header of an image that holds `tensors`.
 
@@ -606,6 +638,7 @@ def header_of(
         digests_bytes=PAGE_BYTES,
         twins=tuple(sorted(twins)),
         parameters=parameters,
+        is_base=is_base,
     )
 
 

@@ -61,12 +61,62 @@ def _seal_of(text: bytes) -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BaseRef:
+    """How the image of a step names the base that holds the rest of its rank's state.
+
+    `step`: the first step that referred to it; the base's own control page says the same. `layout`:
+    the id of the base's layout. `size_bytes`: of the base. `root`: its root; None in an image that
+    was only staged.
+    """
+
+    step: StepId
+    layout: str
+    size_bytes: int
+    root: str | None = None
+
+    @classmethod
+    def of(cls, control: ControlPage, layout: Layout) -> BaseRef:
+        """How to name this base."""
+        return cls(
+            step=control.id, layout=layout.id, size_bytes=layout.size_bytes, root=control.root
+        )
+
+    def names(self, control: ControlPage | None) -> bool:
+        """Whether this is the control page of the base; its root is compared if both have one."""
+        if control is None or (control.id, control.layout) != (self.step, self.layout):
+            return False
+        return None in (self.root, control.root) or self.root == control.root
+
+    def to_tree(self) -> dict[str, Any]:
+        """As in the control page of a step's image."""
+        return {
+            "step": str(self.step),
+            "layout": self.layout,
+            "bytes": self.size_bytes,
+            "root": self.root,
+        }
+
+    @classmethod
+    def from_tree(cls, value: object) -> BaseRef | None:
+        """Inverse of `to_tree`; None is none. Raises FormatError, KeyError, ValueError."""
+        if value is None:
+            return None
+        tree = strictjson.mapping(value, "base")
+        return cls(
+            step=StepId.parse(strictjson.text(tree["step"], "base")),
+            layout=strictjson.digest(tree["layout"], "base"),
+            size_bytes=_count(tree, "bytes"),
+            root=None if tree["root"] is None else strictjson.digest(tree["root"], "base"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControlPage:
     """What an image is. Times in unix seconds; digests in hex.
 
     `layout`: the layout's id. `root`: the digest of the digest table. `sections`: a digest for each
     section, see `keepstep.image.manifest.section_digests`. Both are None in an image that was only
-    staged.
+    staged. `base`: the base of this image; None if the image is whole, or is a base itself.
     """
 
     run: str
@@ -81,6 +131,7 @@ class ControlPage:
     written_at: float | None = None
     root: str | None = None
     sections: Mapping[str, str] | None = None
+    base: BaseRef | None = None
 
     @classmethod
     def staged(
@@ -92,6 +143,7 @@ class ControlPage:
         step: int,
         extras_bytes: int,
         staged_at: float,
+        base: BaseRef | None = None,
     ) -> ControlPage:
         """The control page of a staged image of this layout, without digests."""
         return cls(
@@ -103,6 +155,7 @@ class ControlPage:
             step=step,
             extras_bytes=extras_bytes,
             staged_at=staged_at,
+            base=base,
         )
 
     @property
@@ -129,6 +182,7 @@ class ControlPage:
                 "written_at": self.written_at,
                 "root": self.root,
                 "sections": None if self.sections is None else dict(self.sections),
+                **({} if self.base is None else {"base": self.base.to_tree()}),
             },
             separators=(",", ":"),
             allow_nan=False,
@@ -187,6 +241,7 @@ def _from_tree(tree: dict[str, Any]) -> ControlPage:
         sections=None
         if sections is None
         else {name: strictjson.digest(one, name) for name, one in dict.items(sections)},
+        base=BaseRef.from_tree(tree.get("base")),
     )
 
 
@@ -338,7 +393,8 @@ def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
     """Names of the tensors (and of the extras) that have bytes in a chunk, in the order of the
     bytes."""
     first, last = chunk_bounds(layout, chunk)
-    extras = (reserved_names(layout.rank)[0], layout.extras_begin, layout.digests_begin)
+    reserved = reserved_names(layout.rank, is_base=layout.is_base)
+    extras = (reserved[0], layout.extras_begin, layout.digests_begin)
     places = [(name, one.begin, one.end) for name, one in layout.entries.items()]
     return tuple(
         name for name, begin, end in [*places, extras] if max(begin, first) < min(end, last)
@@ -407,7 +463,8 @@ class Manifest:
                 f"holds rank {control.rank} of {control.world}, not rank {shard.rank} of"
                 f" {shard.world}"
             )
-        if control.root is None or control.sections is None:
+        unnamed = control.base is not None and control.base.root is None
+        if control.root is None or control.sections is None or unnamed:
             raise TornError("sealed in memory only: it has no digests")
         if shard is not None and shard.root not in (None, control.root):
             raise DigestError(f"its root is {control.root}, but {shard.root} was promised")

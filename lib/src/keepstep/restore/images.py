@@ -120,13 +120,13 @@ class Images:
         link: Session,
         found: Sources,
         timeout_s: float = CHUNKS_S,
-        own: SlotMapping | None = None,
+        own: Sequence[SlotMapping] = (),
     ) -> None:
         """Map what can be mapped, and read all headers.
 
-        `timeout_s`: for one half of the window. `own`: see `alone`. Raises CoverageError if there
-        is no image at all, SidecarError, and KeepstepError for a mapped file that is not the
-        expected image (`find` then asks for another copy).
+        `timeout_s`: for one half of the window. `own`: see `alone`, mapped already. Raises
+        CoverageError if there is no image at all, SidecarError, and KeepstepError for a mapped file
+        that is not the expected image (`find` then asks for another copy).
         """
         if not found.sources:
             raise CoverageError(f"step {found.id}: no image of it was found by this rank's sidecar")
@@ -134,7 +134,7 @@ class Images:
         self.found = {one.rank: one for one in found.sources}
         self._id = found.id
         self._link = link
-        self._own = own
+        self._own = {one.layout.number: one for one in own}
         self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._skeletons: dict[int, str] = {}
@@ -145,30 +145,42 @@ class Images:
         builder = IndexBuilder(found.world)
         for layout in self._layouts():
             builder.add(layout)
+            self._extras_begin[layout.number] = layout.extras_begin
+            if layout.is_base:
+                continue
             self._skeletons[layout.rank] = layout.skeleton
-            self._extras_begin[layout.rank] = layout.extras_begin
             # most ranks have equal parameters, so one object serves all of them
             last = last if last == layout.parameters else layout.parameters
             self._parameters[layout.rank] = last
         self.index: Index = builder.build(found.left_out)
 
     @classmethod
-    def of_slot(cls, link: Session, slot: SlotMapping, control: ControlPage) -> Images:
-        """Only this rank's own image, in a slot that was already checked."""
-        layout = slot.layout
-        source = Source(
-            rank=layout.rank,
-            tier=Tier.MEMORY,
-            bytes=layout.size_bytes,
-            extras_bytes=control.extras_bytes,
-            path=slot.path,
+    def of_slot(
+        cls,
+        link: Session,
+        slot: SlotMapping,
+        control: ControlPage,
+        base: SlotMapping | None = None,
+    ) -> Images:
+        """Only this rank's own image, in a slot that was already checked, and the base to which it
+        refers."""
+        own = (slot,) if base is None else (slot, base)
+        sources = tuple(
+            Source(
+                rank=one.layout.number,
+                tier=Tier.MEMORY,
+                bytes=one.layout.size_bytes,
+                extras_bytes=control.extras_bytes if one is slot else 0,
+                path=one.path,
+            )
+            for one in own
         )
-        return cls(link, Sources(id=control.id, world=layout.world, sources=(source,)), own=slot)
+        return cls(link, Sources(id=control.id, world=slot.layout.world, sources=sources), own=own)
 
     @property
     def alone(self) -> bool:
         """Whether there is only this rank's own image, because it has everything that is needed."""
-        return self._own is not None
+        return bool(self._own)
 
     @classmethod
     def find(
@@ -204,7 +216,7 @@ class Images:
     @property
     def nearness(self) -> list[int]:
         """Per saved rank, for the planner: a mapped image is nearest."""
-        near = [0] * self.index.world
+        near = [0] * (2 * self.index.world)  # images, then their bases
         for rank, source in self.found.items():
             near[rank] = _MAPPED if source.path else _NEARNESS[source.tier]
         return near
@@ -220,7 +232,7 @@ class Images:
         if rank in self.found:
             return rank
         twins = (one.rank for one in self.found.values() if rank in one.twins)
-        return next(twins, min(self.found))
+        return next(twins, min(self.found))  # never a base: the ranks come first
 
     def skeleton(self, rank: int) -> str:
         """The tree of a saved rank's state."""
@@ -297,7 +309,7 @@ class Images:
     def close(self) -> None:
         """Release the window and the mapped images. Nothing can be read afterwards."""
         self._mapped.clear()
-        self._window = self._own = None
+        self._window, self._own = None, {}
 
     def _layouts(self) -> Iterator[Layout]:
         distant = [one.rank for one in self.found.values() if not one.path]
@@ -308,14 +320,16 @@ class Images:
             yield from self._headers(distant[at : at + _HEADERS_AT_ONCE])
 
     def _map(self, source: Source) -> Layout:
-        if self._own is not None:
-            self._mapped[source.rank] = torch.frombuffer(self._own.memory, dtype=torch.uint8)
-            return self._own.layout
+        if (own := self._own.get(source.rank)) is not None:
+            self._mapped[source.rank] = torch.frombuffer(own.memory, dtype=torch.uint8)
+            return own.layout
         try:
             flat, view = map_image(source.path)
             layout = Layout.parse(view, size_bytes=len(view))
             control = ControlPage.from_bytes(view[layout.control_begin :])
-            check_control(control, layout, id=self._id, path=source.path)
+            # a base is of the step that first referred to it
+            id = None if layout.is_base else self._id
+            check_control(control, layout, id=id, path=source.path)
             self._check_rank(layout, source.rank)
         except (ImageError, OSError) as error:
             raise _UnusableError(source.path, error) from error
@@ -331,9 +345,9 @@ class Images:
             yield layout
 
     def _check_rank(self, layout: Layout, rank: int) -> None:
-        if layout.rank != rank:
+        if layout.number != rank:
             raise FormatError(
-                f"step {self._id}: the image of rank {layout.rank} was given as that of {rank}"
+                f"step {self._id}: the image of rank {layout.number} was given as that of {rank}"
             )
 
 
@@ -603,7 +617,7 @@ class LentImages(Images):
     @property
     def nearness(self) -> list[int]:
         """All are equally far: none is mapped here."""
-        return [1] * self.index.world
+        return [1] * (2 * self.index.world)
 
     def extras(self, rank: int) -> bytes:
         """The bytes of everything in a saved rank's image that is not a tensor."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from keepstep.errors import CoverageError, few
 from keepstep.image import Layout
-from keepstep.steps import shard_name
+from keepstep.steps import base_name, shard_name
 
 MAX_CELLS = 1 << 24
 """Coverage is counted on the grid of all cuts. A step whose boxes need a finer grid is refused."""
@@ -127,7 +127,7 @@ class IndexBuilder:
 
     def add(self, layout: Layout) -> None:
         """Add the image of one saved rank."""
-        self._present.add(layout.rank)
+        self._present.add(layout.number)
         self._aliases.update(layout.aliases)
         tensors = self._tensors
         for entry in layout.entries.values():
@@ -135,7 +135,7 @@ class IndexBuilder:
             name = spec.name if spec.tensor is None else spec.tensor
             shape = spec.shape if spec.global_shape is None else spec.global_shape
             at = spec.offsets or (0,) * len(shape)
-            row = array("q", (layout.rank, entry.begin, *at, *spec.shape))
+            row = array("q", (layout.number, entry.begin, *at, *spec.shape))
             saved = tensors.get(name)
             if saved is None:
                 how = spec.dim_order, spec.device, spec.strides
@@ -143,7 +143,7 @@ class IndexBuilder:
             elif (saved.dtype, saved.shape) == (spec.dtype, shape):
                 saved.numbers.extend(row)
             else:
-                self._conflict(saved, spec.dtype, shape, layout.rank)
+                self._conflict(saved, spec.dtype, shape, layout.number)
 
     def build(self, left_out: tuple[int, ...] = ()) -> Index:
         """The index. Nothing may be added afterwards."""
@@ -158,13 +158,18 @@ class IndexBuilder:
 
     def _conflict(self, saved: Saved, dtype: str, shape: tuple[int, ...], rank: int) -> None:
         meanings = [
-            f"{dtype}{list(shape)} in {shard_name(rank, self._world)}"
+            f"{dtype}{list(shape)} in {file_name(rank, self._world)}"
             for dtype, shape, rank in (
                 (saved.dtype, saved.shape, saved.numbers[0]),
                 (dtype, shape, rank),
             )
         ]
         self._conflicts.setdefault(saved.name, " but ".join(meanings))
+
+
+def file_name(number: int, world: int) -> str:
+    """The name of the file with an image (`Layout.number`), for messages."""
+    return shard_name(number, world) if number < world else base_name(number - world, world)
 
 
 class Box(NamedTuple):
@@ -388,7 +393,7 @@ class _Planner:
     def _order(self) -> Tensor:
         """For each saved rank, its priority: the lowest is read."""
         world = self._index.world
-        turn = (torch.arange(world, dtype=torch.int64) - self._reader) % world
+        turn = (torch.arange(len(self._nearness), dtype=torch.int64) - self._reader) % world
         return torch.tensor(self._nearness, dtype=torch.int64) * world + turn
 
     @cached_property
@@ -458,7 +463,7 @@ class _Planner:
         low = torch.tensor(box.offsets, dtype=torch.int64)
         inside = keep[((lows[keep] <= low) & (low < highs[keep])).all(1)]
         ranks = saved.ranks[hit[inside]].tolist()
-        files = " and ".join(shard_name(one, self._index.world) for one in ranks[:_RANKS_SHOWN])
+        files = " and ".join(file_name(one, self._index.world) for one in ranks[:_RANKS_SHOWN])
         self._problems.append(f"{saved.name}: {_named(box)} is in {files}: these boxes overlap")
 
 

@@ -39,6 +39,7 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images, Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
+from keepstep.save.frozen import Base, restored
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
@@ -72,7 +73,8 @@ class Restore:
 
     `stages` run in this order; each gets what all ranks returned from the stage before. `tier`:
     where the image came from; of several images, the farthest tier. `bytes`: what was copied.
-    `rng`: the random states of this rank, {} if the step has none.
+    `rng`: the random states of this rank, {} if the step has none. `base`: the base from which
+    frozen parameters came, if this rank may refer to it again.
     """
 
     def __init__(
@@ -112,6 +114,9 @@ class Restore:
         self._rng_later = rng_later
         self._partial, self._reader = partial, reader
         self._slot: SlotMapping | None = None
+        self._under: SlotMapping | None = None
+        self.base: Base | None = None
+        self._taken: Taken
         self._control: ControlPage
         self._loader: Loader
         self._kept: dict[str, Any] = {}
@@ -125,8 +130,11 @@ class Restore:
 
     @property
     def layout(self) -> Layout | None:
-        """That of this rank's own image, until `release`; None if it went on from others."""
-        return None if self._slot is None else self._slot.layout
+        """That of this rank's own image, until `release`; None if it went on from others, or if
+        its base cannot be used again."""
+        if self._slot is None or (self._under is None) is not (self.base is None):
+            return None
+        return self._slot.layout
 
     def _open(self, _: Sequence[Any]) -> None:
         if not self._direct:
@@ -140,7 +148,7 @@ class Restore:
             opened = self._link.call("/v1/restore", request, Opened, timeout_s=within_s)
             self.tier = opened.tier
             try:
-                self._map(opened.path)
+                self._map(opened.path, opened.base)
             except (ImageError, OSError) as error:
                 failures += 1
                 if failures > _BAD_SLOTS:
@@ -165,14 +173,15 @@ class Restore:
 
     def release(self) -> None:
         """Unmap the image; see `let_go`."""
-        held: list[object] = [self._slot, self._loader, self._shows, self._lending]
-        self._slot = self._shows = self._lending = None
+        held: list[object] = [self._slot, self._under, self._loader, self._shows, self._lending]
+        self._slot = self._under = self._shows = self._lending = None
         del self._loader
         let_go(held)
 
     @without_collections()
-    def _map(self, path: str) -> None:
-        """Map a slot and read everything in it that is not a tensor.
+    def _map(self, path: str, base: str) -> None:
+        """Map a slot, and the `base` to which its image refers, and read everything in it that is
+        not a tensor.
 
         Raises ImageError or OSError if it is not the expected image, MismatchError for an image of
         `keepstep.dcp`.
@@ -187,21 +196,27 @@ class Restore:
         text = bytes(slot.memory[begin : begin + control.extras_bytes])
         self._kept = extras.decode(text, trusted=self._trusted)
         values_of(self._kept)
-        self._control, self._slot = control, slot
+        under = SlotMapping(base) if base else None
+        if control.base is not None and (under is None or not control.base.names(under.control())):
+            raise ForeignError("its base is another one", path=path)
+        self._control, self._slot, self._under = control, slot, under
 
     @without_collections()
     def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
         """Plan this rank's copies. Returns the saved names for which this rank has no place, and
         the chunks that other ranks are to lend it."""
-        taken = self._take()
-        slot = self._slot if self._slot is not None and fits(self._slot.layout, taken) else None
+        taken = self._taken = self._take()
+        slot = self._slot
+        if slot is not None:
+            under = None if self._under is None else self._under.layout
+            slot = slot if fits(slot.layout.joined(under), taken) else None
         if self._lenders:
             self._lending = Lending(shown, rank=self._rank, own=self._shows)
         if self._lent:
             images: Images = LentImages(self._link, self._id, shown)
             self._refuse_dcp(images)
         elif slot is not None:
-            images = Images.of_slot(self._link, slot, self._control)
+            images = Images.of_slot(self._link, slot, self._control, self._under)
         else:
             images = self._all_images()
         try:
@@ -260,6 +275,8 @@ class Restore:
                 check_unused(unused)
             self._partial.begin(self._loader.targets)
             self.bytes = self._loader.copy(chunks)
+            if self._under is not None and self._control.base is not None:
+                self.base = restored(self._taken, self._under, self._control.base)
         finally:
             for _ in chunks:  # the other ranks are waiting, whatever went wrong here
                 pass

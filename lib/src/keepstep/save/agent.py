@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -47,6 +47,9 @@ from keepstep.wire.trainer import (
     SlotRequest,
     StagedRequest,
 )
+
+if TYPE_CHECKING:
+    from keepstep.save.frozen import Base
 
 log = logging.getLogger("keepstep")
 
@@ -163,6 +166,7 @@ class Agent:
         )
         self._client = Client(socket_path)
         self._layout: Layout | None = None
+        self._base: Base | None = None
         self._registered: Layout | None = None
         self.refusal = ""
         self._refused_at = 0.0
@@ -240,12 +244,13 @@ class Agent:
         """Whether the next image must be copied at once, because tensors change without a fence."""
         return self.eager_next or self._eager
 
-    def use_layout(self, layout: Layout) -> None:
-        """Use this layout for all images from now on; its slots are made in the background."""
+    def use_layout(self, layout: Layout, base: Base | None = None) -> None:
+        """Use this layout for all images from now on; its slots are made in the background. `base`:
+        to what they refer."""
         with self._lock:
-            if self._layout is not None and self._layout.id == layout.id:
+            if self._layout is not None and self._layout.id == layout.id and self._base is base:
                 return
-            self._layout = layout
+            self._layout, self._base, self._registered = layout, base, None
             self._device = accelerator.here().current_device()
             self.refusal = ""
             self._drop_ready()
@@ -676,11 +681,12 @@ class Agent:
 
     def _keep(self, granted: SlotGranted) -> None:
         """Map a granted slot and put it at hand."""
-        layout = self._layout
+        layout, base = self._layout, self._base
         if granted.slot is None or layout is None:
             return
         try:
             mapping = self._mapped(granted.path, layout)
+            under = None if base is None else self._mapped(granted.base, base.layout)
         except (OSError, FormatError) as error:
             if self._registered is not self._layout:
                 # granted for the previous layout; registration of the new layout comes next
@@ -688,10 +694,12 @@ class Agent:
                 return
             raise SidecarError(f"slot {granted.path} cannot be mapped: {error}") from error
         with self._lock:
-            if self._layout is not layout:
+            if self._layout is not layout or self._base is not base:
                 return  # the training thread changed it while the slot was mapped
             self._mappings[granted.path] = mapping
-            self._held = Held(Slot(granted, mapping))
+            if under is not None:
+                self._mappings[granted.base] = under
+            self._held = Held(Slot(granted, mapping, under))
             self._patient = self._served = True
         self._failures, self._retry_at = 0, 0.0
         self._changed.ring()
@@ -734,11 +742,15 @@ class Agent:
             self._preparing.start()
 
     def _register(self) -> None:
-        layout = self._layout
+        layout, base = self._layout, self._base
         assert layout is not None
-        header = base64.b64encode(layout.header).decode()
-        filling = self._held is not None
-        request = LayoutRequest(lease=self.session.lease, header=header, filling=filling)
+        request = LayoutRequest(
+            lease=self.session.lease,
+            header=base64.b64encode(layout.header).decode(),
+            filling=self._held is not None,
+            base="" if base is None else base64.b64encode(base.layout.header).decode(),
+            base_step=None if base is None or base.ref is None else base.ref.step,
+        )
         try:
             accepted = self._client.call("/v1/layout", request, LayoutAccepted)
         except NoMemoryError as error:
@@ -751,7 +763,9 @@ class Agent:
             return
         if accepted.warning:
             self.warn(accepted.warning, accepted.warning)
-        self._registered, self.refusal = layout, ""
+        with self._lock:
+            if self._base is base:
+                self._registered, self.refusal = layout, ""
 
     def _tell_skips(self) -> None:
         with self._lock:

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +47,9 @@ from keepstep.state import accelerator
 from keepstep.state.accelerator import Copies, check_memory
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import Epoch
+
+if TYPE_CHECKING:
+    from keepstep.save.frozen import Base, Filling
 
 _SAME, _DIFFERS = 1, 2
 """What a device tells of a comparison; 0 is nothing yet."""
@@ -88,6 +91,16 @@ class Watched:
                 return self.name(next(at for at, one in enumerate(marks) if one != before[at]))
         return ""
 
+    def all_moved(self, versions: list[int]) -> list[str]:
+        """The names of all such tensors."""
+        now = self.versions(), list(map(Tensor.data_ptr, self._tensors))
+        return [
+            self.name(at)
+            for marks, before in zip(now, (versions, self._addresses), strict=True)
+            for at, one in enumerate(marks)
+            if one != before[at]
+        ]
+
     def name(self, at: int) -> str:
         """The name of the tensor of a version, or of the tensor of this number."""
         return self._names[at]
@@ -114,6 +127,16 @@ class Guard(NamedTuple):
     def moved(self) -> str:
         """The name of a tensor whose version or address changed, or ''. Waits for no device."""
         return self.watched.moved(self.versions)
+
+    def all_changed(self) -> set[str]:
+        """The names of all tensors that changed."""
+        found = set(self.watched.all_moved(self.versions))
+        for group, (one, other) in enumerate(
+            zip(self.fingerprint.take(), self.samples, strict=True)
+        ):
+            for sample in torch.ne(one, other).nonzero().flatten().tolist():
+                found.add(self.watched.name(self.fingerprint.tensor_of(group, sample)))
+        return found
 
     def differences(self) -> list[Tensor]:
         """Whether the fingerprints differ: a truth value per group, where its samples are."""
@@ -143,7 +166,9 @@ class Pending:
     into the slot that must wait for them. `samples`: those
     of the guard, in host memory once the copies are done. `thread`: the thread that trains.
     `fenced`: of an image of an accelerator, whether its copies are done and the devices were asked
-    to compare.
+    to compare. `filling`: the base that is copied beside it, if it is the first to refer to it.
+    `base`: the one to which it refers. `apart`: whether that has changed on a device until the
+    save, as that will know.
     """
 
     slot: Slot
@@ -153,7 +178,11 @@ class Pending:
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     told: dict[torch.device, Tensor] = field(default_factory=dict)
-    reads: tuple[_Lot, ...] = ()
+    base: Base | None = None
+    apart: tuple[Tensor, ...] = ()
+    filling: Filling | None = None
+    filling_samples: list[Tensor] = field(default_factory=list)
+    reads: tuple[Lot, ...] = ()
     samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     copied: Gate = field(default_factory=Gate)
@@ -209,12 +238,16 @@ class Pending:
             # as its latest thread, so taking one whole core costs twice as much as taking half of
             # two.
             copying.run(self.transfers(), threads=copying.default_threads())
+        if (filling := self.filling) is not None:
+            copying.run(filling.transfers(), threads=copying.default_threads())
         if not devices_are_done():  # the slot may still hold another image
             return
         for write in self.late:
             write()
+        if filling is not None:
+            self._torn = filling.guard.torn(filling.mapping, self.filling_samples)
         if (guard := self.guard) is not None:
-            self._torn = guard.torn(mapping, self.samples)
+            self._torn = self._torn or guard.torn(mapping, self.samples)
         self.copy_s += time.perf_counter() - started
         self.copied.set()
 
@@ -227,9 +260,11 @@ class Pending:
         device = accelerator.here()
         if not self.fenced.is_set():
             self._await_devices()
-            self.culprit, self._differences = guard.moved(), []
+            guards, self._differences = self._guards(), []
+            self.culprit = next(filter(None, (one.moved() for one in guards)), "")
             if not self.culprit:
-                for differs in guard.differences():
+                differences = [differs for one in guards for differs in one.differences()]
+                for differs in (*self.apart, *differences):
                     if device.device_of(differs) is not None:
                         self._differences.append(device.tell(differs.to(torch.uint8) + _SAME))
                     elif differs:
@@ -243,24 +278,36 @@ class Pending:
     def judge(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
         sound."""
-        guard = self.guard
-        self._decide(lambda: guard.changed() if guard is not None else "")
+        guards = self._guards()
+
+        def culprit() -> str:
+            found = next(filter(None, (one.changed() for one in guards)), "")
+            return found or ("?" if any(map(bool, self.apart)) else "")
+
+        self._decide(culprit)
+
+    def _guards(self) -> list[Guard]:
+        filling = self.filling
+        guards = (self.guard, None if filling is None else filling.guard)
+        return [one for one in guards if one is not None]
 
     def _decide(self, culprit: Callable[[], str]) -> None:
         with self._lock:
             if self.verdict is Verdict.OPEN:
                 self.culprit = self._torn or culprit()
                 self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+                if self.culprit and self.base is not None:
+                    self.base.doubted = True
         self.judged.set()
 
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
         """Judge as soon as the training thread has been seen to make progress (agent thread)."""
-        if self.guard is None:
+        if self.guard is None and self.filling is None:
             self.judge()
             return
         if self.done:
             # a write through `.data` may still be queued on the device: only the fence can tell
-            while not self.fenced.wait(1.0) and not give_up():
+            while not (self.fenced.wait(1.0) or self.judged.is_set() or give_up()):
                 pass
             if self.fenced.is_set():
                 self._judge_fenced(give_up)
@@ -280,6 +327,8 @@ class Pending:
 
     def seal(self) -> None:
         """Write the control page: from here on, the image is complete."""
+        if self.filling is not None:
+            self.filling.seal()
         self.slot.mapping.seal(self.control)
         self.sealed = True
 
@@ -296,7 +345,8 @@ class Pending:
     def finish(self, verdict: Verdict, reason: str = "") -> None:
         """End this image with any verdict, and let go of all tensors."""
         self.verdict, self.reason = verdict, reason or self.reason
-        self.guard = None
+        self.guard = self.filling = self.base = None
+        self.apart = ()
         self.transfers, self.late, self._differences = None, [], []
         self._let_go()
         self.judged.set()
@@ -478,7 +528,7 @@ def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
     return places
 
 
-class _Lot:
+class Lot:
     """Leaves that are copied together, with the memory that they have; and their copies into each
     slot, which are made once."""
 
@@ -548,7 +598,7 @@ class _Aside:
         self._small = fingerprint_over(small)
         names = {leaf.name for leaf in small}
         rest = [leaf for leaf in leaves if leaf.name not in names]
-        self._rest = _Lot(rest, [leaf.tensor for leaf in rest])
+        self._rest = Lot(rest, [leaf.tensor for leaf in rest])
 
     def take(self) -> Callable[[SlotMapping], None]:
         """Take the values. Returns what writes them into a slot."""
@@ -594,8 +644,8 @@ class _Divided:
                 (patient if waits else urgent).setdefault(place, []).append(leaf)
         self.fingerprint = fingerprint_of(later) if later else None
         self.watched = Watched(later)
-        self.now = _Lot(now, [leaf.tensor for leaf in now])
-        self.later = _Lot(later, self.fingerprint.aliases if self.fingerprint else [])
+        self.now = Lot(now, [leaf.tensor for leaf in now])
+        self.later = Lot(later, self.fingerprint.aliases if self.fingerprint else [])
         self.aside = _Aside(host, fingerprint_over) if host and (urgent or patient) else None
         self.urgent = {place: _lot(some) for place, some in urgent.items()}
         self.patient = {place: _lot(some) for place, some in patient.items()}
@@ -605,15 +655,16 @@ class _Divided:
         return Guard.take(self.watched, self.fingerprint) if self.fingerprint else None
 
 
-def _lot(leaves: Sequence[TensorLeaf]) -> _Lot:
-    return _Lot(leaves, [leaf.tensor.detach() for leaf in leaves])
+def _lot(leaves: Sequence[TensorLeaf]) -> Lot:
+    return Lot(leaves, [leaf.tensor.detach() for leaf in leaves])
 
 
 class Snapshots:
-    """Makes images of one layout."""
+    """Makes images of one layout, which refer to `base` if there is one."""
 
-    def __init__(self, layout: Layout, taken: Taken, *, run: str) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, taken: Taken, *, run: str, base: Base | None = None) -> None:
+        self.layout, self.base = layout, base
+        self.joined = layout.joined(None if base is None else base.layout)
         self._run = run
         self._signature = taken.signature()
         self._fingerprint: tuple[list[int], Fingerprint] | None = None
@@ -643,6 +694,7 @@ class Snapshots:
         mapping = slot.mapping
         assert mapping.layout.id == self.layout.id, "a slot of another layout"
         divided = self._divided(taken, lazy=lazy)
+        filling = self._filling(slot, epoch, step)
         control = ControlPage.staged(
             self.layout,
             run=self._run,
@@ -650,18 +702,34 @@ class Snapshots:
             step=step,
             extras_bytes=len(extras),
             staged_at=time.time(),
+            base=filling.ref if filling else self.base.ref if self.base else None,
         )
         guard = divided.guard()
-        pending = Pending(slot, control, guard, samples=list(guard.samples) if guard else [])
-        if divided.urgent or divided.patient:
+        samples = list(guard.samples) if guard else []
+        pending = Pending(slot, control, guard, samples=samples, filling=filling, base=self.base)
+        if self.base is not None:
+            pending.apart = self.base.apart
+        if filling is not None:
+            pending.filling_samples = list(filling.guard.samples)
+        devices = divided.urgent or divided.patient
+        if devices or (filling is not None and filling.base.lots.keys() - {None}):
             self._queue(pending, divided, extras)
         else:
             mapping.erase()
             mapping.write_extras(extras)
             copying.run(divided.now.transfers(mapping), threads=copying.default_threads())
             pending.transfers = functools.partial(divided.later.transfers, mapping)
-            pending.reads = (divided.later,)
+            pending.reads = (divided.later, *(filling.base.lots.values() if filling else ()))
         return pending
+
+    def _filling(self, slot: Slot, epoch: Epoch, step: int) -> Filling | None:
+        """What fills the base, unless it is filled."""
+        if self.base is None:
+            return None
+        assert slot.base is not None, "a slot without the base of its layout"
+        if self.base.is_in(slot.base):
+            return None
+        return self.base.fill(slot.base, run=self._run, epoch=epoch, step=step)
 
     def _divided(self, taken: Taken, *, lazy: bool) -> _Divided:
         # the layout says where a tensor's samples are in an image
@@ -669,7 +737,9 @@ class Snapshots:
         divided: _Divided | None = taken.cache.get(key)
         if divided is None:
             ways = self._fingerprint_of, self._fingerprint_over
-            divided = _Divided(taken.tensors, *ways, lazy=lazy)
+            elsewhere = frozenset[str]() if self.base is None else self.base.names
+            leaves = tuple(leaf for leaf in taken.tensors if leaf.name not in elsewhere)
+            divided = _Divided(leaves, *ways, lazy=lazy)
             taken.cache[key] = divided
         return divided
 
@@ -686,14 +756,16 @@ class Snapshots:
         if divided.aside is not None:
             pending.late.append(functools.partial(divided.aside.take(), mapping))
         urgent, patient = divided.urgent, divided.patient
-        places = list(urgent | patient)
+        filling = pending.filling
+        frozen = {} if filling is None else {p: one for p, one in filling.base.lots.items() if p}
+        places = list(urgent | patient | frozen)
         first = device.copying(places[0])
         for place in places:
             first.wait_stream(device.computing(place))
         self._erase(mapping, places[0], first)
         for place in places[1:]:
             device.copying(place).wait_stream(first)
-        pending.reads = (*urgent.values(), *patient.values())
+        pending.reads = (*urgent.values(), *patient.values(), *frozen.values())
         for place in places:
             self._copy(mapping, place, urgent.get(place))
             # the next forward pass changes buffers in the computing stream, which waits for these
@@ -701,22 +773,25 @@ class Snapshots:
             device.computing(place).wait_stream(device.copying(place))
         for place in places:
             self._copy(mapping, place, patient.get(place))
-            self._bring_samples(pending, place)
+            if filling is not None:
+                self._copy(filling.mapping, place, frozen.get(place))
+            for samples in (pending.samples, pending.filling_samples):
+                self._bring_samples(samples, place)
             pending.done[place] = device.copying(place).record_event()
             with device.on(device.copying(place)):
                 if place not in self._ones:
                     self._ones[place] = device.zeros(1, place) + 1
                 pending.told[place] = device.tell(self._ones[place])
 
-    def _bring_samples(self, pending: Pending, place: torch.device) -> None:
+    def _bring_samples(self, all_samples: list[Tensor], place: torch.device) -> None:
         """Queue copies of what the fingerprint read on a device, for the agent thread."""
         device, stream = accelerator.here(), accelerator.here().copying(place)
-        for at, samples in enumerate(pending.samples):
+        for at, samples in enumerate(all_samples):
             if device.device_of(samples) != place:
                 continue
             with device.on(stream):
-                pending.samples[at] = device.pinned_zeros_like(samples)
-                pending.samples[at].copy_(samples, non_blocking=True)
+                all_samples[at] = device.pinned_zeros_like(samples)
+                all_samples[at].copy_(samples, non_blocking=True)
                 device.keep(samples, stream)
 
     def _erase(self, mapping: SlotMapping, place: torch.device, stream: torch.Stream) -> None:
@@ -728,7 +803,7 @@ class Snapshots:
         with device.on(stream):
             device.copy([control], [self._zero_pages[place]])
 
-    def _copy(self, mapping: SlotMapping, place: torch.device, lot: _Lot | None) -> None:
+    def _copy(self, mapping: SlotMapping, place: torch.device, lot: Lot | None) -> None:
         if lot is not None:
             device = accelerator.here()
             with device.on(device.copying(place)), torch.no_grad():
@@ -750,7 +825,7 @@ class Snapshots:
         return self._fingerprint[1]
 
     def _fingerprint_over(self, leaves: Sequence[TensorLeaf]) -> Fingerprint:
-        begins = [self.layout.entries[leaf.name].begin for leaf in leaves]
+        begins = [self.joined.entries[leaf.name].begin for leaf in leaves]
         return Fingerprint([leaf.tensor for leaf in leaves], begins)
 
 

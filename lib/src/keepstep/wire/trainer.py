@@ -109,7 +109,7 @@ class LeaseGranted(Message):
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
     also go to an archive. `huge_pages_dir`: a directory on huge pages in which slots may be; '':
-    there is none.
+    there is none. `whole`: why images may have no base; '': they may.
     """
 
     lease: str
@@ -118,6 +118,7 @@ class LeaseGranted(Message):
     stage_every: int = 1
     held: tuple[str, ...] = ()
     archive: bool = False
+    whole: str = "this sidecar knows no bases"
 
 
 class LeaseNews(Message):
@@ -143,10 +144,14 @@ class UnseenRequest(OfLease):
 class LayoutRequest(OfLease):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
     bytes). `filling`: an image of the former layout is still on its way. If not, a slot of that
-    layout that this trainer was given is free."""
+    layout that this trainer was given is free. `base`: the header of the base to which they refer;
+    '': none. `base_step`: the first step that referred to it; None: this trainer has still to fill
+    it."""
 
     header: str
     filling: bool = True
+    base: str = ""
+    base_step: StepId | None = None
 
 
 class LayoutAccepted(Message):
@@ -169,12 +174,14 @@ class SlotRequest(OfLease):
 class SlotGranted(Message):
     """`slot` None: no slot became free in time. `path`: the slot's file. `generation`: a number for
     this use of the slot. `others`: the files of the layout's other slots, which may be granted
-    later."""
+    later. `base`: the file of the base to which the image is to refer. Unless it is sealed, the
+    trainer fills it first."""
 
     slot: str | None
     path: str = ""
     generation: int = 0
     others: tuple[str, ...] = ()
+    base: str = ""
 
 
 class StagedRequest(OfLease):
@@ -267,10 +274,11 @@ class OpenRequest(OfLease):
 
 class Opened(Message):
     """The verified image is in the slot at `path`, which is pinned until `RestoredRequest`. `tier`:
-    where the image came from."""
+    where the image came from. `base`: the file of the base to which it refers; '': none."""
 
     path: str
     tier: Tier
+    base: str = ""
 
 
 class RestoredRequest(OfLease):
@@ -300,6 +308,8 @@ class SourcesRequest(OfLease):
 
 class Source(Message):
     """The sealed image of `rank`, one of the ranks that saved the step (not of those that run now).
+    The base to which the image of rank r of n refers has the number n + r, here and in the
+    requests for headers and chunks.
 
     `path`: the slot's file if the image is in this machine's shared memory, to be mapped read-only;
     '': ask for its chunks. `extras_bytes`: as in its control page. `twins`: ranks whose images hold

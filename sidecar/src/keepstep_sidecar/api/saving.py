@@ -121,7 +121,14 @@ class Saving:
             stage_every=self.config.stage_every,
             held=held,
             archive=self.config.archive is not None,
+            whole=self._why_whole(),
         )
+
+    def _why_whole(self) -> str:
+        """Why every image must hold the frozen parameters, too; '' where a base may hold them."""
+        if beyond := ", ".join(map(str, self.committer.remotes.tiers)):
+            return f"steps also go to {beyond}, where each image stands for itself"
+        return "" if self.config.alone else "other machines may ask for single images"
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
         """Find out which slots this trainer fills, and take back those that its predecessor
@@ -141,6 +148,8 @@ class Saving:
                 self.allocator.fill(filling.slot_set)
         if before is not None:
             self.leases.unwatch(before)
+        if before is not None and not same:
+            self.slots.unlink(slots.bases.drop_unsealed())
         slots.world = self.slots.world = lease.world
         held = self.slots.settle(
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
@@ -216,17 +225,25 @@ class Saving:
                 f"a layout of rank {layout.rank} of {layout.world}, but this lease is for rank"
                 f" {lease.rank} of {lease.world}",
             )
+        base = parse_layout(request.base) if request.base else None
+        if layout.is_base or (
+            base and (base.number, base.world) != (lease.rank + lease.world, lease.world)
+        ):
+            raise refuse("bad-image", f"no base of rank {lease.rank} of {lease.world}")
         slots = self.slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
         filling = slots.filling()
         if filling is not None and filling.slot_set is not slot_set and not request.filling:
             self._take_back(lease.rank)
+        lacking = slots.bases.use(base, request.base_step)
         try:
             slots.warning = self.allocator.fit(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
             self.changes.ring()
             raise
+        if lacking is not None:
+            self.allocator.fill(lacking)
         if slots.current is not None and slots.current is not slot_set:
             slots.current.wanted = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
@@ -257,8 +274,10 @@ class Saving:
             return granted.slot is not None
 
         await self.changes.until(given, timeout_s=request.timeout_s)
-        if granted.slot is None and slots.current.failure:
-            raise refuse("no-memory", slots.current.failure)
+        sets = (slots.current, slots.bases.current)
+        failure = next((one.failure for one in sets if one is not None and one.failure), "")
+        if granted.slot is None and failure:
+            raise refuse("no-memory", failure)
         return granted
 
     def _next(self, slots: RankSlots) -> SlotGranted:
@@ -268,6 +287,9 @@ class Saving:
             return SlotGranted(slot=None)
         if filling is not None and filling.slot_set is not slot_set:
             self._take_back(slots.rank)  # a slot of the former layout: the trainer has moved on
+        base = slots.bases.granted()
+        if base is None and slots.bases.current is not None:
+            return SlotGranted(slot=None)  # it is being made
         assigned = slot_set.assigned() or slot_set.assign()
         if assigned is None:
             return SlotGranted(slot=None)
@@ -279,6 +301,7 @@ class Saving:
             path=str(file.path),
             generation=assigned.generation,
             others=tuple(str(one.path) for _, one in slot_set.present() if one is not file),
+            base="" if base is None else str(base.path),
         )
 
     def staged(self, request: StagedRequest) -> SlotGranted:
@@ -307,6 +330,8 @@ class Saving:
         control = slot.file.control()
         if control is None or control.id != id or control.run != self.config.run:
             raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
+        if not slots.refer(slot, control):
+            raise refuse("bad-image", f"the base that step {id} refers to is not here")
         return slot
 
     def _seal(self, slots: RankSlots, request: StagedRequest, slot: Slot) -> None:
@@ -325,6 +350,7 @@ class Saving:
         self.committer.feed(Sealed(slots.rank, id))
         self.unequal_steps.staged(slots.rank, id, time.monotonic())
         self.compare_steps()
+        self.slots.unlink(slots.free_bases())
         if self.slots.holds_old_layouts(slots):
             alive = [rank for rank in self.slots.ranks if self.leases.of(rank)]
             common, moved = self._node.common(), self.slots.moved

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
 from keepstep_sidecar.volume.directories import LocalShard
-from keepstep_sidecar.volume.volume import CUT_OFF, VolumeSet, Written
+from keepstep_sidecar.volume.volume import CUT_OFF, SealedImage, VolumeSet, Written
 
 # --- steps on the volumes --------------------------------------------------------------------
 
@@ -181,7 +181,8 @@ class ImageWriter:
                 raise UsageError(CUT_OFF)
             if slot is None or control is None or control.id != write.id:
                 return None
-            written = await self._write_with_room(slot, control)
+            base = self._base_of(slot, control)
+            written = await self._write_with_room(slot, control, base)
             if slot.file.control() == control:
                 self._count(written)
                 return written
@@ -194,10 +195,22 @@ class ImageWriter:
             self.trouble, self.failed = str(error), write.id
         return None
 
-    async def _write_with_room(self, slot: Slot, control: ControlPage) -> Written:
+    def _base_of(self, slot: Slot, control: ControlPage) -> SealedImage | None:
+        """The base of an image, which stays as long as the image does. Raises UsageError."""
+        if control.base is None:
+            return None
+        found = self.slots.rank(control.rank).bases.find(control.base)
+        sealed = None if found is None else found.file.control()
+        if found is None or sealed is None or found.file.cut_off:
+            raise UsageError(f"the base of step {control.id} in memory is damaged")
+        return SealedImage(view=found.file.view, layout=found.layout, control=sealed)
+
+    async def _write_with_room(
+        self, slot: Slot, control: ControlPage, base: SealedImage | None
+    ) -> Written:
         volumes = self.local.volumes
-        write = functools.partial(volumes.write, slot.file.view, slot.layout, control)
-        size_bytes = slot.layout.size_bytes
+        write = functools.partial(volumes.write, slot.file.view, slot.layout, control, base=base)
+        size_bytes = slot.layout.size_bytes + (base.layout.size_bytes if base else 0)
         while True:
             retired = self.directories.retired
             try:
@@ -208,13 +221,13 @@ class ImageWriter:
 
     def _count(self, written: Written) -> None:
         self.trouble = ""
-        self.totals.bytes += written.shard.size_bytes
+        self.totals.bytes += written.bytes or written.shard.size_bytes
         self.totals.seconds += written.seconds
         say(
             "durable",
             rank=written.shard.rank,
             step=str(written.shard.step_id),
-            bytes=written.shard.size_bytes,
+            bytes=written.bytes,
             seconds=round(written.seconds, 4),
             level=logging.DEBUG,
         )
@@ -414,10 +427,12 @@ class Committer:
         await self.directories.carry_out(self.feed(self.copies.beyond()))
         self._changes.ring()
 
-    async def reject(self, source: ShardSource, error: Exception) -> None:
+    async def reject(
+        self, source: ShardSource, error: Exception, *, id: StepId | None = None
+    ) -> None:
         """This copy could not be used. If it was on a volume, it was quarantined, and the volumes
-        are scanned anew."""
-        rank, id = source.shard.rank, source.shard.step_id
+        are scanned anew. `id`: of the step whose base it is; None if it is an image."""
+        rank, id = source.shard.rank, id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
             self.remotes.reject(source, error)
             self.feed(Reported(ranks=of_ranks({rank: self.remotes.report(rank)})))
@@ -504,9 +519,15 @@ class Committer:
         """What remote tiers compare their lists with. A published step counts as a commit even if
         the leader's newest reply no longer names it."""
         shards, is_dead = self.local_shards.shards, self.node.is_dead
-        alive = {id: dict(held) for id, held in shards.items() if not is_dead(id)}
+        alive = {id: _whole(held) for id, held in shards.items() if not is_dead(id)}
         commits = self.local_shards.ever_published().union(self.node.commits())
-        return LocalInventory(shards=alive, commits=frozenset(alive) & commits)
+        whole = {id: held for id, held in alive.items() if held}
+        return LocalInventory(shards=whole, commits=frozenset(whole) & commits)
+
+
+def _whole(held: Mapping[int, LocalShard]) -> dict[int, LocalShard]:
+    """Those that refer to no base: it would not be sent with them."""
+    return {rank: one for rank, one in held.items() if one.base_ref is None}
 
 
 def _log(alarm: Alarm) -> None:

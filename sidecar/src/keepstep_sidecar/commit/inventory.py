@@ -499,7 +499,13 @@ class Copies:
     # --- where copies are --------------------------------------------------------------------
 
     def origins(self, id: StepId, rank: int) -> list[ShardSource]:
-        """The copies of the saved rank's shard beyond memory, nearest first."""
+        """The copies of the saved rank's shard beyond memory, nearest first; for the number of a
+        base (`Layout.number`), those of the base."""
+        world = self.world_of(id) or 0
+        if 0 < world <= rank:
+            shard = self._local.holds(rank - world, id)
+            base = None if shard is None else shard.base
+            return [] if base is None else [local_source(self._local.volumes, base)]
         local, beyond = self._local.holds(rank, id), self._remotes.of(id).get(rank, ())
         if local is None:
             return list(beyond)

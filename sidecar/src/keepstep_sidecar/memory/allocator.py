@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.errors import NoMemoryError
+from keepstep.image import Layout
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
@@ -31,7 +32,7 @@ from keepstep_sidecar.memory.slot_file import (
     slot_name,
     slot_number,
 )
-from keepstep_sidecar.memory.slot_pool import RankSlots, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 
 _MOST_THREADS = 4
 _FIRST_HUGE = 100_000_000
@@ -187,7 +188,8 @@ class Allocator:
         total_bytes = self._total_bytes(size_bytes)
 
         def affordable(beside: list[SlotSet]) -> int:
-            left = self._share_bytes(lease, total_bytes) - sum(one.size_bytes for one in beside)
+            taken_bytes = sum(one.size_bytes for one in beside) + slots.bases.size_bytes
+            left = self._share_bytes(lease, total_bytes) - taken_bytes
             return max(0, min(wanted, left // size_bytes))
 
         count = affordable(others)
@@ -198,6 +200,7 @@ class Allocator:
             for other in others:
                 if keep or newest not in other.table.sealed():
                     self.pool.unlink(other.give_up(keep=keep))
+            self.pool.unlink(slots.free_bases())
             if lease.training or keep == _KEPT_OF_GONE:
                 self._give_up_gone(lease, keep=keep)
             count = affordable(others)
@@ -238,6 +241,27 @@ class Allocator:
         if slot_set.count >= slot_set.wanted and slot_set.wanted < most:
             slot_set.wanted += 1
             self.fill(slot_set)
+
+    async def base_slot(self, slots: RankSlots, layout: Layout) -> Slot:
+        """A new slot to read a base of this layout into. Raises NoMemoryError."""
+        size_bytes = layout.size_bytes
+        slot_set = slots.bases.sets.setdefault(layout.id, SlotSet(layout))
+        if self._total_bytes(size_bytes) - self.pool.made_bytes < size_bytes:
+            text = f"rank {slots.rank}: {size_bytes} bytes for its base do not fit beside what is"
+            raise NoMemoryError(f"{text} there; raise --memory-limit", code="no-slot")
+        slot_set.wanted, slot_set.failure = slot_set.count + 1, ""
+        self.fill(slot_set)
+        index: int | None = None
+
+        def reserved() -> bool:
+            nonlocal index
+            index = slot_set.table.reserve()
+            return index is not None or bool(slot_set.failure)
+
+        await self.changes.until(reserved, timeout_s=600.0)
+        if index is None:
+            raise NoMemoryError(slot_set.failure or "no base was made in time", code="no-slot")
+        return Slot(slot_set, index)
 
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
         """How many slots this set may have for a restore: one more than usual, if it fits."""

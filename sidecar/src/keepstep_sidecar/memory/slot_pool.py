@@ -10,13 +10,13 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotState, SlotTable
-from keepstep.image import ControlPage, Layout
+from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.directories import SlotDirectories, entered
@@ -35,6 +35,7 @@ class RankSlots:
     rank: int
     world: int = 0
     slot_sets: dict[str, SlotSet] = field(default_factory=dict)
+    bases: BaseSlots = field(default_factory=lambda: BaseSlots())
     current: SlotSet | None = None
     settled: bool = False
     warning: str = ""
@@ -67,7 +68,26 @@ class RankSlots:
 
     @property
     def taken_bytes(self) -> int:
-        return sum(slot_set.size_bytes for slot_set in self.slot_sets.values())
+        sizes = (slot_set.size_bytes for slot_set in self.slot_sets.values())
+        return sum(sizes) + self.bases.size_bytes
+
+    def refer(self, slot: Slot, control: ControlPage) -> bool:
+        """The image in this slot is sealed with `control`. False if the base that it refers to is
+        not here."""
+        if control.base is not None and self.bases.find(control.base) is None:
+            return False
+        slot.slot_set.uses[slot.index] = replace(slot.slot_set.uses[slot.index], base=control.base)
+        return True
+
+    def free_bases(self) -> list[SlotFile]:
+        """Give up the bases to which no image refers any more, but not the one to which the
+        trainer's next image will. Returns their files."""
+        return self.bases.give_up_besides(
+            use.base
+            for slot_set in self.slot_sets.values()
+            for use, slot in zip(slot_set.uses, slot_set.table.slots, strict=True)
+            if slot.state is not SlotState.REMOVED
+        )
 
 
 class SlotPool:
@@ -121,7 +141,7 @@ class SlotPool:
 
     def files(self) -> Iterator[SlotFile]:
         for slots in self.ranks.values():
-            for slot_set in slots.slot_sets.values():
+            for slot_set in (*slots.slot_sets.values(), *slots.bases.sets.values()):
                 yield from slot_set.all()
 
     # --- start and end -----------------------------------------------------------------------
@@ -142,24 +162,38 @@ class SlotPool:
             except OSError as error:  # a trainer made the directory for itself
                 warn("slots not adopted", rank=rank, path=str(directory), reason=str(error))
                 continue
-            for name in names:
-                if slot_number(name) is not None:
-                    self._adopt(slots, directory / name)
+            slot_names = [name for name in names if slot_number(name) is not None]
+            found = [self._mapped(slots, directory / name) for name in slot_names]
+            # bases first: an image is adopted with its base
+            for file in sorted(filter(None, found), key=lambda one: not one.layout.is_base):
+                self._adopt(slots, file)
+            self.unlink(slots.free_bases())
 
-    def _adopt(self, slots: RankSlots, path: Path) -> None:
+    def _mapped(self, slots: RankSlots, path: Path) -> SlotFile | None:
         try:
             file = SlotFile.adopt(path)
         except Exception as error:  # any error of a parser means that it is not a slot
             warn("slot refused", rank=slots.rank, path=str(path), reason=str(error))
             with contextlib.suppress(OSError), entered(path.parent) as fd:
                 _remove(path.name, fd)
-            return
-        layout, control = file.layout, file.control()
-        if layout.rank != slots.rank:
+            return None
+        if file.layout.rank != slots.rank:
             warn("slot refused", rank=slots.rank, path=str(path), reason="of another rank")
             file.unlink()
-            return
+            return None
+        return file
+
+    def _adopt(self, slots: RankSlots, file: SlotFile) -> None:
+        layout, control = file.layout, file.control()
         if control is not None and (control.run != self._run or control.layout != layout.id):
+            file.erase()
+            control = None
+        if layout.is_base:
+            if not slots.bases.adopt(file, control):
+                file.unlink()  # a trainer that was filling it will fill another one
+            return
+        if control is not None and control.base and slots.bases.find(control.base) is None:
+            warn("slot refused", rank=slots.rank, slot=file.name, reason="its base is gone")
             file.erase()
             control = None
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
@@ -201,12 +235,26 @@ class SlotPool:
         while (slot := slots.find(id)) is not None:
             file = slot.file
             told = "a trainer could not use it" if str(file.path) in bad else ""
-            if not (why := told or file.ails(id, run=self._run)):
+            if not (why := told or file.ails(id, run=self._run) or self._base_ails(slot, bad)):
                 return slot
             warn("image refused", rank=rank, step=str(id), path=str(file.path), reason=why)
             if not (file.lacks() and slot.slot_set.lose(slot.index)):
                 slot.slot_set.table.forget(lambda one: one == id)
         return None
+
+    def base_of(self, slot: Slot) -> Slot | None:
+        """The slot with the base to which the image in `slot` refers; None if it has none."""
+        return None if slot.base is None else self.rank(slot.layout.rank).bases.find(slot.base)
+
+    def _base_ails(self, slot: Slot, bad: Collection[str]) -> str:
+        """Why the base of this image cannot be used; '' when it can, or there is none."""
+        if (ref := slot.base) is None:
+            return ""
+        if (base := self.base_of(slot)) is None:
+            return "its base is gone"
+        told = "a trainer could not use it" if str(base.file.path) in bad else ""
+        why = told or base.file.ails(ref.step, run=self._run)
+        return why and f"its base: {why}"
 
     def damaged(self) -> list[RankSlots]:
         """Ranks of which the directory, or the name or bytes of a slot, were removed by others.
@@ -215,7 +263,11 @@ class SlotPool:
             slots
             for slots in self.ranks.values()
             if self.directories.lacks(slots.rank)
-            or any(self._lacks(file) for each in slots.slot_sets.values() for file in each.all())
+            or any(
+                self._lacks(file)
+                for each in (*slots.slot_sets.values(), *slots.bases.sets.values())
+                for file in each.all()
+            )
         ]
 
     def _lacks(self, file: SlotFile) -> str:
@@ -241,6 +293,9 @@ class SlotPool:
                 slot_set.lose(index)
             for file in slot_set.drop_orphans(lost):
                 file.unlink()
+        for lost_step in slots.bases.drop(lost):
+            for slot_set in slots.slot_sets.values():
+                slot_set.forget_base(lost_step)
 
     # --- changes -----------------------------------------------------------------------------
 
@@ -254,6 +309,8 @@ class SlotPool:
             return None
         control = filling.file.control()
         keep = control.id if control is not None and control.run == self._run else None
+        if control is not None and keep is not None and not slots.refer(filling, control):
+            keep = None
         if keep is None:
             filling.file.erase()
         filling.release(keep=keep)
@@ -291,6 +348,7 @@ class SlotPool:
                     slot_set.wanted = 0
                     self.unlink([*slot_set.files, *slot_set.drop_orphans()])
                     freed = True
+            self.unlink(slots.free_bases())
         return freed
 
     def unlink(self, files: list[SlotFile]) -> None:
@@ -305,6 +363,7 @@ class SlotPool:
             for slot_set in slots.slot_sets.values():
                 slot_set.wanted = 0
                 self.unlink([*slot_set.files, *slot_set.orphans.values()])
+            self.unlink([file for one in slots.bases.sets.values() for file in one.files])
             self.directories.remove(slots.rank)
         self.ranks.clear()
 
@@ -329,10 +388,12 @@ _generations = itertools.count(1)
 @dataclass(frozen=True)
 class Use:
     """What a slot is used for now. `generation` None: the slot was assigned before this sidecar
-    started, so any generation is accepted. `tier`: where its image came from."""
+    started, so any generation is accepted. `tier`: where its image came from. `base`: to what the
+    image refers that the slot holds or, while it is filled, held."""
 
     generation: int | None = 0
     tier: Tier = Tier.MEMORY
+    base: BaseRef | None = None
 
 
 @dataclass(frozen=True)
@@ -382,6 +443,11 @@ class Slot:
         return self.slot_set.table.slots[self.index].live
 
     @property
+    def base(self) -> BaseRef | None:
+        """The base to which its image refers, if it does."""
+        return self.slot_set.uses[self.index].base
+
+    @property
     def assigned(self) -> bool:
         """Whether the trainer fills this slot."""
         return self.slot_set.table.assigned == self.index
@@ -393,7 +459,7 @@ class Slot:
     def seal(self, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
         """The image is complete. `tier`: where the image came from."""
         uses = self.slot_set.uses
-        uses[self.index] = Use(uses[self.index].generation, tier)
+        uses[self.index] = replace(uses[self.index], tier=tier)
         self.slot_set.table.seal(self.index, id)
 
     def release(self, *, keep: StepId | None = None) -> None:
@@ -434,7 +500,9 @@ class SlotSet:
         if control is None:
             self.orphans[file.name] = file
         else:
-            self.table.adopt(self.add(file), control.id)
+            index = self.add(file)
+            self.table.adopt(index, control.id)
+            self.uses[index] = Use(base=control.base)
 
     def admit_orphans(self) -> None:
         """Use the orphans: no trainer can be filling them."""
@@ -466,6 +534,12 @@ class SlotSet:
         self.files[index].unlink()
         return True
 
+    def forget_base(self, step: StepId) -> None:
+        """Images that refer to the base of this step are no candidates any more."""
+        uses = zip(self.table.slots, self.uses, strict=True)
+        lost = {slot.live for slot, use in uses if use.base and use.base.step == step}
+        self.table.forget(lost.__contains__)
+
     def give_up(self, *, keep: int) -> list[SlotFile]:
         """Give up all slots except those with the newest `keep` images and those in use.
 
@@ -487,7 +561,7 @@ class SlotSet:
         if (index := self.table.assign(growing=self.count < self.wanted)) is None:
             return None
         generation = next(_generations)
-        self.uses[index] = Use(generation)
+        self.uses[index] = Use(generation, base=self.uses[index].base)
         return Assigned(index, generation, self.table.slots[index].id)
 
     def assigned(self) -> Assigned | None:
@@ -514,7 +588,7 @@ class SlotSet:
             return False
         if assigned is None:
             self.table.hold(index)
-            self.uses[index] = Use(None)
+            self.uses[index] = Use(None, base=self.uses[index].base)
         return True
 
     # --- asking ------------------------------------------------------------------------------
@@ -548,3 +622,110 @@ class SlotSet:
         """The files of all slots, orphans included."""
         yield from (file for _, file in self.present())
         yield from self.orphans.values()
+
+
+# --- bases -----------------------------------------------------------------------------------
+#
+# A base is filled once, sealed, and never filled again: images refer to it. So its slot is free or
+# sealed, and is given up as soon as neither an image nor the trainer's next one refers to it.
+
+
+class BaseSlots:
+    """The bases of one rank, by layout id. The trainer's images refer to `current`: to the base of
+    `step` there, or, if that is None, to one that the trainer has still to fill."""
+
+    def __init__(self) -> None:
+        self.sets: dict[str, SlotSet] = {}
+        self.current: SlotSet | None = None
+        self.step: StepId | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that they take once all wanted ones are made."""
+        return sum(one.size_bytes for one in self.sets.values())
+
+    def use(self, layout: Layout | None, step: StepId | None) -> SlotSet | None:
+        """From now on the trainer's images refer to a base of this layout, or to none. `step`: the
+        one that it has filled. Returns the set in which a slot must be made, if one must."""
+        self.current, self.step = None, None
+        if layout is None:
+            return None
+        slot_set = self.current = self.sets.setdefault(layout.id, SlotSet(layout))
+        if step is not None and slot_set.table.holds(step) is not None:
+            self.step = step
+        elif self._empty(slot_set) is None:
+            slot_set.wanted, slot_set.failure = slot_set.count + 1, ""
+            return slot_set
+        return None
+
+    def granted(self) -> SlotFile | None:
+        """The file of the base to which the trainer's next image refers; None while it is made."""
+        if self.current is None:
+            return None
+        empty, step = self._empty(self.current), self.step
+        index = empty if step is None else self.current.table.holds(step)
+        return None if index is None else self.current.files[index]
+
+    def find(self, ref: BaseRef) -> Slot | None:
+        """The slot with this base, which its trainer may just have sealed."""
+        if (slot_set := self.sets.get(ref.layout)) is None:
+            return None
+        if (index := slot_set.table.holds(ref.step)) is None:
+            index = self._empty(slot_set)
+            if index is None or not ref.names(slot_set.files[index].control()):
+                return None
+            slot_set.table.adopt(index, ref.step)
+            if slot_set is self.current:
+                self.step = ref.step
+        return Slot(slot_set, index)
+
+    def adopt(self, file: SlotFile, control: ControlPage | None) -> bool:
+        """Take over a base that existed when the sidecar started; False if it is not sealed."""
+        if control is None:
+            return False
+        self.sets.setdefault(file.layout.id, SlotSet(file.layout)).adopt(file, control)
+        return True
+
+    def give_up_besides(self, refs: Iterable[BaseRef | None]) -> list[SlotFile]:
+        """Give up all bases but these and the current one. Returns their files."""
+        kept: set[tuple[str, StepId | None]] = {(ref.layout, ref.step) for ref in refs if ref}
+        if self.current is not None:
+            kept.add((self.current.layout.id, self.step))
+        given_up: list[SlotFile] = []
+        for key, slot_set in list(self.sets.items()):
+            for index, file in list(slot_set.present()):
+                slot = slot_set.table.slots[index]
+                if slot.state is not SlotState.LOADING and (key, slot.live) not in kept:
+                    slot_set.table.remove(index)
+                    given_up.append(file)
+            if slot_set is not self.current:
+                slot_set.wanted = slot_set.count
+                if not slot_set.count:
+                    del self.sets[key]
+        return given_up
+
+    def drop(self, lost: Callable[[SlotFile], bool]) -> list[StepId]:
+        """Give up the bases that `lost` selects. Returns the steps that first referred to them."""
+        steps: list[StepId] = []
+        for slot_set in self.sets.values():
+            for index, file in list(slot_set.present()):
+                if lost(file):
+                    steps += filter(None, [slot_set.table.slots[index].live])
+                    slot_set.table.remove(index)
+                    file.unlink()
+        return steps
+
+    def drop_unsealed(self) -> list[SlotFile]:
+        """The trainer that was to fill it has died: give it up. Returns the files."""
+        self.current = self.step = None
+        given_up = []
+        for slot_set in self.sets.values():
+            while (index := self._empty(slot_set)) is not None:
+                slot_set.table.remove(index)
+                given_up.append(slot_set.files[index])
+            slot_set.wanted = slot_set.count
+        return given_up
+
+    def _empty(self, slot_set: SlotSet) -> int | None:
+        slots = enumerate(slot_set.table.slots)
+        return next((at for at, slot in slots if slot.state is SlotState.EMPTY), None)

@@ -10,8 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
 from keepstep.core.node import Reading
-from keepstep.errors import ImageError, KeepstepError, NoMemoryError, StorageError
-from keepstep.image import ControlPage, Layout
+from keepstep.errors import ForeignError, ImageError, KeepstepError, NoMemoryError, StorageError
+from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
@@ -53,7 +53,7 @@ class Fetcher:
                 return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self.committer.reject(source, error)
+                await self.committer.reject(source, error, id=id)
         raise failure
 
     async def _next(
@@ -83,6 +83,10 @@ class Fetcher:
             lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
         )
 
+    def origins(self, id: StepId, saved: int) -> list[ShardSource]:
+        """The copies of a saved rank's image, or of a base by its number, nearest first."""
+        return self._copies.origins(id, saved)
+
     async def manifest(self, source: ShardSource) -> Manifest:
         """The manifest, against which each chunk is verified."""
         if (known := self._manifests.known(source)) is not None:
@@ -90,10 +94,18 @@ class Fetcher:
         return await self.read(source, lambda opened: opened.manifest)
 
     async def layout(self, id: StepId, saved: int) -> Layout:
-        """The layout of the saved rank's image. Raises as `ask` does."""
-        if (at := self.pool.find(saved, id)) is not None:
+        """The layout of the saved rank's image, or of a base by its number. Raises as `ask`
+        does."""
+        if (at := self._in_memory(id, saved)) is not None:
             return at.layout
         return (await self.ask(id, saved, self.manifest))[1].layout
+
+    def _in_memory(self, id: StepId, number: int) -> Slot | None:
+        world = self._copies.world_of(id) or 0
+        if not 0 < world <= number:
+            return self.pool.find(number, id)
+        at = self.pool.find(number - world, id)
+        return None if at is None else self.pool.base_of(at)
 
 
 # --- before a trainer asks -------------------------------------------------------------------
@@ -113,6 +125,7 @@ class Prefetcher:
     agreed: dict[int, StepId] = field(default_factory=dict)
     """For each rank, the step that all ranks have agreed to restore."""
     _loading: dict[tuple[int, StepId], asyncio.Task[None]] = field(default_factory=dict)
+    _bases: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._restart = self.committer.restart
@@ -146,12 +159,16 @@ class Prefetcher:
         started = time.monotonic()
         try:
             control = await self.fetcher.load(source, slot.file.view)
+            if control.base is not None:
+                await self._load_base(slots, source, control.base)
         except BaseException:
+            slot.file.erase()
             slot.release()
             raise
         finally:
             self.committer.feed(Reading(id, begins=False))
         slot.seal(control.id, tier=source.tier)
+        slots.refer(slot, control)
         say(
             "loaded",
             rank=source.shard.rank,
@@ -161,6 +178,29 @@ class Prefetcher:
             seconds=round(time.monotonic() - started, 4),
         )
         self.changes.ring()
+
+    async def _load_base(self, slots: RankSlots, source: ShardSource, ref: BaseRef) -> None:
+        """Bring the base to which the image of `source` refers, if it is not in memory."""
+        async with self._bases:  # several images refer to one
+            if slots.bases.find(ref) is None:
+                await self._read_base(slots, source, ref)
+
+    async def _read_base(self, slots: RankSlots, source: ShardSource, ref: BaseRef) -> None:
+        id, number = source.shard.step_id, source.shard.rank + source.shard.world
+        places = self.fetcher.origins(id, number)
+        if not places:
+            raise StorageError(f"step {id}, rank {source.shard.rank}: its base is not in reach")
+        manifest = await self.fetcher.manifest(places[0])
+        if manifest.layout.id != ref.layout:
+            raise ForeignError("another base than the step refers to", path=places[0].where)
+        slot = await self.allocator.base_slot(slots, manifest.layout)
+        try:
+            await self.fetcher.load(places[0], slot.file.view)
+        except BaseException:
+            self.pool.unlink([slot.slot_set.abandon(slot.index)])
+            slot.slot_set.wanted = slot.slot_set.count
+            raise
+        slot.seal(ref.step, tier=places[0].tier)
 
     async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
         """A slot of the shard's layout that holds no candidate. Waits while one is being made."""

@@ -212,7 +212,10 @@ class Restorer:
         assert slot is not None, f"step {id} of rank {slots.rank} is gone"
         slot.pin()
         self._pins[lease.rank] = slot
-        return Opened(path=str(slot.file.path), tier=slot.tier)
+        base = self.pool.base_of(slot)
+        return Opened(
+            path=str(slot.file.path), tier=slot.tier, base=str(base.file.path) if base else ""
+        )
 
     async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
         if not self._copies.origins(id, lease.rank):

@@ -18,6 +18,7 @@ from functools import partial
 from keepstep.core.node import Reading
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import Layout
+from keepstep.image.manifest import Manifest
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
 from keepstep_sidecar.commit.committer import Committer
@@ -26,6 +27,7 @@ from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.tiers.source import ShardSource
 
 _AT_ONCE = 32
 """How many shards are asked for their first or last pages at the same time."""
@@ -48,7 +50,7 @@ class ImageSources:
     leases: Leases
     fetcher: Fetcher
     _readings: dict[int, _Reading] = field(default_factory=dict)
-    _beyond_memory: dict[tuple[StepId, int], Source] = field(default_factory=dict)
+    _beyond_memory: dict[tuple[StepId, int], tuple[Source, ...]] = field(default_factory=dict)
     _headers: dict[tuple[StepId, int], str] = field(default_factory=dict)
     """Headers, kept while a rank reads: all ranks of the node ask for the same ones."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -101,6 +103,15 @@ class ImageSources:
                 path=str(slot.file.path),
                 twins=slot.layout.twins,
             )
+            if (base := self.pool.base_of(slot)) is not None:
+                number = base.layout.number
+                found[number] = Source(
+                    rank=number,
+                    tier=base.tier,
+                    bytes=base.layout.size_bytes,
+                    extras_bytes=0,
+                    path=str(base.file.path),
+                )
         return found
 
     async def _find_beyond(
@@ -123,26 +134,37 @@ class ImageSources:
                 break
             told = await few_at_once([partial(self._told, id, one) for one in asked], most=_AT_ONCE)
             tried = set(asked)
-            found.update((one.rank, one) for one in told if one is not None)
+            found.update((one.rank, one) for some in told for one in some)
             left = [one for one in left if one not in tried]
         return tuple(sorted(left))
 
-    async def _told(self, id: StepId, saved: int) -> Source | None:
-        """The source at the nearest place that can show the shard's control page; else None."""
+    async def _told(self, id: StepId, saved: int) -> tuple[Source, ...]:
+        """The source at the nearest place that can show the shard's control page, and that of its
+        base if it has one; else none."""
         if (known := self._beyond_memory.get((id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):
             source, manifest = await self.fetcher.ask(id, saved, self.fetcher.manifest)
-            self._headers[id, saved] = await _packed(manifest.layout)
-            told = self._beyond_memory[id, saved] = Source(
-                rank=saved,
-                tier=source.tier,
-                bytes=source.shard.size_bytes,
-                extras_bytes=manifest.control.extras_bytes,
-                twins=tuple(one for one in source.shard.alike if one != saved),
-            )
+            told: tuple[Source, ...] = (await self._seen(id, saved, source, manifest),)
+            if manifest.control.base is not None:
+                number = saved + manifest.layout.world
+                at, base = await self.fetcher.ask(id, number, self.fetcher.manifest)
+                told = (*told, await self._seen(id, number, at, base))
+            self._beyond_memory[id, saved] = told
             return told
-        return None
+        return ()
+
+    async def _seen(
+        self, id: StepId, number: int, source: ShardSource, manifest: Manifest
+    ) -> Source:
+        self._headers[id, number] = await _packed(manifest.layout)
+        return Source(
+            rank=number,
+            tier=source.tier,
+            bytes=source.shard.size_bytes,
+            extras_bytes=manifest.control.extras_bytes,
+            twins=tuple(one for one in source.shard.alike if one != number),
+        )
 
     # --- headers -----------------------------------------------------------------------------
 

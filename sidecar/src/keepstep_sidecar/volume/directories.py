@@ -6,6 +6,8 @@ places.
         run.json                                the run's epochs
         history.jsonl                           what happened, shown to people
         <step>/rank-00000-of-00002.safetensors  a committed step: whole, visible to stock readers
+        <step>/base-00000-of-00002.safetensors  what the shard of this rank refers to, if it does;
+                                                steps with the same base have one file (hard links)
         pending/<step>/rank-...                 durable shards of steps not known to be committed
         pending/<step>/.rank-....tmp-<pid>-<n>  a shard being written
         quarantine/<step>.<shard>.<reason>.<n>  files that failed; kept, never read again
@@ -30,9 +32,10 @@ from pathlib import Path
 
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.directory import NoFileError
-from keepstep.errors import FormatError, ImageError, TornError
+from keepstep.errors import ForeignError, FormatError, ImageError, TornError
+from keepstep.image import BaseRef, ControlPage
 from keepstep.image.manifest import Manifest
-from keepstep.steps import StepId
+from keepstep.steps import StepId, base_name
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.files import (
     PAGE_BYTES,
@@ -53,6 +56,7 @@ HISTORY = "history.jsonl"
 
 _NUMBER = r"([0-9]{5}|[1-9][0-9]{5,9})"
 _SHARD = re.compile(rf"rank-{_NUMBER}-of-{_NUMBER}\.safetensors")
+_BASE = re.compile(rf"base-{_NUMBER}-of-{_NUMBER}\.safetensors")
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
 
 
@@ -112,6 +116,11 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
+def is_base(name: str) -> bool:
+    """Is this the name of the base of a shard?"""
+    return _BASE.fullmatch(name) is not None
+
+
 def is_step(name: str) -> bool:
     """Is this the name of a step's directory?"""
     try:
@@ -139,15 +148,31 @@ BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard(Shard):
     """A shard on a volume. `published`: readers can see the step's directory, because the step was
-    committed."""
+    committed. `base_ref`: the base that it refers to, which lies beside it; None if it is whole."""
 
     path: Path = field(compare=False)
     published: bool = field(default=False, compare=False)
+    base_ref: BaseRef | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
         """A shard as the file itself describes it."""
-        return cls(**manifest.shard.facts, path=path, published=published)
+        base = manifest.control.base
+        return cls(**manifest.shard.facts, path=path, published=published, base_ref=base)
+
+    @property
+    def base(self) -> LocalShard | None:
+        """Its base; None if it has none."""
+        if (ref := self.base_ref) is None:
+            return None
+        return LocalShard(
+            step_id=ref.step,
+            rank=self.rank,
+            world=self.world,
+            size_bytes=ref.size_bytes,
+            root=ref.root,
+            path=self.path.with_name(base_name(self.rank, self.world)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +250,11 @@ def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
     found: list[Path] = []
     for directory in step_directories(tree, filesystem):
         found += [directory / name for name in filesystem.names(directory)]
-    return [path for path in found if path.suffix == ".safetensors" and not is_shard(path.name)]
+    return [
+        path
+        for path in found
+        if path.suffix == ".safetensors" and not (is_shard(path.name) or is_base(path.name))
+    ]
 
 
 def _look(
@@ -238,7 +267,9 @@ def _look(
     """
     try:
         with opened(path, filesystem) as fd:
-            return LocalShard.of(path, read_manifest(fd, path, run=run), published=published)
+            manifest = read_manifest(fd, path, run=run)
+        check_base(path, manifest.control, filesystem)
+        return LocalShard.of(path, manifest, published=published)
     except ImageError as error:
         return Refused(path=path, error=error)
     except FileNotFoundError:
@@ -284,7 +315,36 @@ def read_manifest(fd: int, path: Path, *, run: str) -> Manifest:
             raise TornError(f"truncated: it ends before byte {end}")
         return data
 
-    return Manifest.read(read, os.fstat(fd).st_size, run=run, shard=shard, path=path)
+    manifest = Manifest.read(read, os.fstat(fd).st_size, run=run, shard=shard, path=path)
+    if manifest.layout.is_base:
+        raise ForeignError("a base of other steps, no shard", path=path)
+    return manifest
+
+
+def check_base(shard: Path, control: ControlPage, filesystem: Filesystem) -> None:
+    """Check that what a shard refers to lies beside it. As of a shard, the bytes are not read.
+    Raises ImageError, naming the shard; OSError."""
+    if (ref := control.base) is None:
+        return
+    path = shard.with_name(base_name(control.rank, control.world))
+    try:
+        found = base_control(path, filesystem, size_bytes=ref.size_bytes)
+    except FileNotFoundError:
+        raise FormatError(
+            f"{path.name}, which holds its frozen parameters, is gone: use another step", path=shard
+        ) from None
+    except ImageError as error:
+        raise type(error)(f"its base {path.name}: {error.reason}", path=shard) from None
+    if not ref.names(found) or found.run != control.run:
+        raise ForeignError(f"{path.name} is not the base that it names", path=shard)
+
+
+def base_control(path: Path, filesystem: Filesystem, *, size_bytes: int) -> ControlPage:
+    """The control page of a base that must have this size. Raises ImageError, OSError."""
+    with opened(path, filesystem) as fd:
+        if (found := os.fstat(fd).st_size) != size_bytes:
+            raise TornError(f"{found} bytes, not {size_bytes}", path=path)
+        return ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, size_bytes - PAGE_BYTES))
 
 
 # --- moves -----------------------------------------------------------------------------------
@@ -322,21 +382,27 @@ class Directories:
         names: set[str] = set()
         for place in (self.tree.published_step(id), self.tree.pending_step(id)):
             names.update(path.name for path in self.shards_in(place))
+            bases = (path for path in self.entries(place) if is_base(path.name))
+            names.update(path.name for path in bases if self.filesystem.is_file(path))
         return tuple(self.tree.published_step(id) / name for name in sorted(names))
 
     def used_bytes(self, *, besides: Collection[Path]) -> int:
-        """Blocks of all files below the root except `besides`, in bytes."""
+        """Blocks of all files below the root except `besides`, in bytes; of one with several names,
+        once."""
         found = self.filesystem.walk(self.tree.root)
-        return sum(_bytes(one) for path, one in found if path not in besides)
+        files = {(one.st_dev, one.st_ino): one for path, one in found if path not in besides}
+        return sum(map(_bytes, files.values()))
 
     def disk_bytes(self, path: Path) -> int:
-        """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone."""
+        """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone, and for a
+        file that has another name, whose blocks stay."""
         found = self.filesystem.lstat(path)
         if found is None:
             return 0
         if not stat.S_ISDIR(found.st_mode):
             return _bytes(found)
-        return sum(_bytes(one) for _, one in self.filesystem.walk(path))
+        files = (one for _, one in self.filesystem.walk(path))
+        return sum(_bytes(one) for one in files if one.st_nlink == 1)
 
     def shards_in(self, directory: Path) -> list[Path]:
         """The shards in `directory` itself, without links to other volumes."""
@@ -352,6 +418,17 @@ class Directories:
         return len(self.filesystem.names(self.tree.quarantine))
 
     # --- moving ------------------------------------------------------------------------------
+
+    def bases(self, name: str) -> Iterator[Path]:
+        """All files of this name in steps' directories, those of the newest step first."""
+        places = sorted(
+            step_directories(self.tree, self.filesystem),
+            key=lambda place: StepId.parse(place.name),
+            reverse=True,
+        )
+        for path in (place / name for place in places):
+            if self.filesystem.is_file(path):
+                yield path
 
     def make_pending(self, id: StepId) -> Path:
         """Make the directory for a step's new shards. Its name survives a power cut."""
@@ -389,6 +466,9 @@ class Directories:
         self.make(self.tree.pending)
         if self.filesystem.is_directory(pending):
             for path in self.entries(pending):
+                if is_base(path.name):  # to rename one name of a file to another does nothing
+                    with contextlib.suppress(FileNotFoundError):
+                        self.filesystem.unlink(published / path.name)
                 self.filesystem.rename(path, published / path.name)
             self.filesystem.sync_directory(published)
             self.filesystem.remove_directory(pending)
@@ -487,8 +567,17 @@ class Directories:
                 with _said(path):
                     self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
+            self.discard(self._bases_alone(directory))
+        if not any(path.parent == directory for path in keep):
             with contextlib.suppress(OSError):  # not empty is the usual case
                 self.filesystem.remove_directory(directory)
+
+    def _bases_alone(self, directory: Path) -> list[Path]:
+        """The bases of shards that are not there: whoever was to write these was killed, or they
+        lie in quarantine."""
+        names = self.filesystem.names(directory)
+        alone = [name for name in names if is_base(name) and "rank" + name[4:] not in names]
+        return [directory / name for name in alone]
 
     # --- parts -------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ from keepstep.errors import (
     UsageError,
     VersionError,
 )
-from keepstep.image import ControlPage, Layout, check_control
-from keepstep.steps import StepId, shard_name
+from keepstep.image import BaseRef, ControlPage, Layout, check_control
+from keepstep.image.manifest import Manifest
+from keepstep.steps import StepId, base_name, shard_name
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
@@ -41,6 +42,8 @@ from keepstep_sidecar.volume.directories import (
     Scan,
     SpareFiles,
     Tree,
+    base_control,
+    check_base,
     is_step,
     opened,
     read_manifest,
@@ -75,10 +78,21 @@ CUT_OFF = "the slot was truncated; whoever may write to shared memory has done i
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A durable shard. `seconds`: wall clock of the write, 0 when it was already durable."""
+    """A durable shard. `seconds`: wall clock of the write, 0 when it was already durable. `bytes`:
+    what was written, with its base if that was."""
 
     shard: LocalShard
     seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedImage:
+    """A sealed image in memory. `view`: page aligned; it must not change while it is written."""
+
+    view: memoryview
+    layout: Layout
+    control: ControlPage
 
 
 class Unread(StorageError):
@@ -166,9 +180,11 @@ class Volume:
         layout: Layout,
         control: ControlPage,
         *,
+        base: SealedImage | None = None,
         pace: RateLimit | None = None,
     ) -> Written:
-        """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`.
+        """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`, with the
+        `base` that it refers to beside it: as a hard link if another step here has it.
 
         `view` is page aligned and must not change meanwhile (the slot is pinned). `pace` limits the
         rate of all writes that share it. Digests are computed during the write and are stored in
@@ -179,7 +195,8 @@ class Volume:
         if self._ownership is None:
             raise StorageError(self.read_only)
         try:
-            written = self._writer.write(view, layout, control, pace or RateLimit(None))
+            image = SealedImage(view=view, layout=layout, control=control)
+            written = self._writer.write(image, base, pace or RateLimit(None))
         except NoSpaceError:
             raise
         except StorageError as error:
@@ -497,20 +514,56 @@ class Writer:
 
         return made()
 
-    def write(
-        self, view: memoryview, layout: Layout, control: ControlPage, pace: RateLimit
-    ) -> Written:
+    def write(self, image: SealedImage, base: SealedImage | None, pace: RateLimit) -> Written:
         """See `Volume.write`."""
-        _check_arguments(view, layout, control, run=self.run)
+        control = image.control
+        _check_arguments(image, base, run=self.run)
         try:
             if (durable := self._durable(control)) is not None:
                 return durable
         except OSError as error:
             raise StorageError(f"step {control.id}, rank {control.rank}: {error}") from error
-        started = time.perf_counter()
-        with self._reserved(control, layout.size_bytes) as temporary:
+        started, size_bytes = time.perf_counter(), image.layout.size_bytes
+        if base is not None:
+            ref, written_bytes = self._beside(control, base, pace)
+            control, size_bytes = replace(control, base=ref), size_bytes + written_bytes
+        path = self._tree.pending_step(control.id) / shard_name(control.rank, control.world)
+        manifest = self._write(path, replace(image, control=control), control.id, pace)
+        fault_point("write.done")
+        seconds = time.perf_counter() - started
+        return Written(shard=LocalShard.of(path, manifest), seconds=seconds, bytes=size_bytes)
+
+    def _beside(
+        self, control: ControlPage, base: SealedImage, pace: RateLimit
+    ) -> tuple[BaseRef, int]:
+        """Put the base beside the shard that is about to be written, durably once that has its
+        name. Returns how to name it, and the bytes that were written."""
+        ref, name = BaseRef.of(base.control, base.layout), base_name(control.rank, control.world)
+        path = self._tree.pending_step(control.id) / name
+        with self._lock:
+            self.directories.make_pending(control.id)
+            for known in self.directories.bases(name):
+                with contextlib.suppress(OSError, ImageError):
+                    found = base_control(known, self._filesystem, size_bytes=ref.size_bytes)
+                    if ref.names(found) and found.run == self.run:
+                        fault_point("base.link")
+                        self._link(known, path)
+                        return replace(ref, root=found.root), 0
+        manifest = self._write(path, base, control.id, pace)
+        return replace(ref, root=manifest.control.root), base.layout.size_bytes
+
+    def _link(self, known: Path, path: Path) -> None:
+        if known != path:
+            with contextlib.suppress(FileNotFoundError):  # of a shard that was never finished
+                self._filesystem.unlink(path)
+            self._filesystem.link(known, path)
+
+    def _write(self, path: Path, image: SealedImage, id: StepId, pace: RateLimit) -> Manifest:
+        """Write one file of step `id`, durable on return. Raises KeepstepError."""
+        view, layout, control = image.view, image.layout, image.control
+        with self._reserved(path, control, layout.size_bytes) as temporary:
             try:
-                with contextlib.closing(self._create(temporary, control, layout)) as file:
+                with contextlib.closing(self._create(temporary, path, id, layout)) as file:
                     self.with_room(lambda: file.allocate(layout.size_bytes))
                     manifest = file.write_image(
                         view, layout, control, pace=pace, threads=self.threads
@@ -523,9 +576,7 @@ class Writer:
                 with contextlib.suppress(OSError):
                     self._filesystem.unlink(temporary)
                 raise
-        fault_point("write.done")
-        seconds = time.perf_counter() - started
-        return Written(shard=LocalShard.of(file.path, manifest), seconds=seconds)
+        return manifest
 
     def _durable(self, control: ControlPage) -> Written | None:
         """The shard that an earlier write of the same step and rank left, if any.
@@ -538,6 +589,7 @@ class Writer:
         try:
             with opened(path, self._filesystem) as fd:
                 manifest = read_manifest(fd, path, run=self.run)
+            check_base(path, manifest.control, self._filesystem)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:
@@ -547,14 +599,15 @@ class Writer:
         return Written(shard=LocalShard.of(path, manifest))
 
     @contextlib.contextmanager
-    def _reserved(self, control: ControlPage, size_bytes: int) -> Iterator[Path]:
-        """The name of a new temporary file, whose space is reserved while it is written."""
+    def _reserved(self, path: Path, control: ControlPage, size_bytes: int) -> Iterator[Path]:
+        """The name of a new temporary file for `path`; its space is reserved while it is
+        written."""
         with self._lock:
             if self.capacity_bytes is not None:
                 free = self.capacity_bytes - self.used_bytes()
                 if size_bytes > free:
                     raise self._no_space(control, f"{size_bytes} bytes needed, {free} free")
-            temporary = self._new_name(control)
+            temporary = self._new_name(path)
             self._in_progress[temporary] = size_bytes
         try:
             yield temporary
@@ -562,18 +615,16 @@ class Writer:
             with self._lock:
                 del self._in_progress[temporary]
 
-    def _new_name(self, control: ControlPage) -> Path:
+    def _new_name(self, path: Path) -> Path:
         with self._lock:
             self._files_made += 1
-            shard = shard_name(control.rank, control.world)
-            name = temporary_name(shard, pid=os.getpid(), number=self._files_made)
-            return self._tree.pending_step(control.id) / name
+            name = temporary_name(path.name, pid=os.getpid(), number=self._files_made)
+            return path.with_name(name)
 
-    def _create(self, temporary: Path, control: ControlPage, layout: Layout) -> DurableFile:
+    def _create(self, temporary: Path, path: Path, id: StepId, layout: Layout) -> DurableFile:
         """The file to write: a new one, or a spare file of this size."""
         with self._lock:
-            self.directories.make_pending(control.id)
-        path = self._tree.pending_step(control.id) / shard_name(control.rank, control.world)
+            self.directories.make_pending(id)
         file = DurableFile(
             path,
             temporary=temporary,
@@ -582,7 +633,7 @@ class Writer:
             phase="write",
         )
         try:
-            claimed = self._new_name(control)
+            claimed = self._new_name(path)
             if self.spares.replace(file, size_bytes=layout.size_bytes, claimed=claimed):
                 file.reopen()
             else:
@@ -617,15 +668,28 @@ class Writer:
         )
 
 
-def _check_arguments(view: memoryview, layout: Layout, control: ControlPage, *, run: str) -> None:
+def _check_arguments(image: SealedImage, base: SealedImage | None, *, run: str) -> None:
+    control = image.control
+    _check_image(image, control, run=run)
+    if base is not None:
+        _check_image(base, control, run=run)
+    if (control.base is None) != (base is None) or (
+        control.base is not None and base is not None and not control.base.names(base.control)
+    ):
+        raise UsageError(f"step {control.id}, rank {control.rank}: not with the base that it names")
+
+
+def _check_image(image: SealedImage, step: ControlPage, *, run: str) -> None:
+    """`step`: of the image of the step, which is named."""
+    view, layout = image.view, image.layout
     if len(view) != layout.size_bytes:
-        raise UsageError(f"step {control.id}: {len(view)} bytes, not {layout.size_bytes}")
+        raise UsageError(f"step {step.id}: {len(view)} bytes, not {layout.size_bytes}")
     try:
-        check_control(control, layout, run=run)
+        check_control(image.control, layout, run=run)
     except ImageError as error:
-        raise UsageError(f"step {control.id}, rank {control.rank}: {error.reason}") from error
+        raise UsageError(f"step {step.id}, rank {step.rank}: {error.reason}") from error
     if view[: len(layout.header)] != layout.header:
-        raise UsageError(f"step {control.id}, rank {control.rank}: the slot has another header")
+        raise UsageError(f"step {step.id}, rank {step.rank}: the slot has another header")
 
 
 # --- one writer ------------------------------------------------------------------------------
@@ -719,19 +783,26 @@ class VolumeSet:
                 self._homes[rank] = min(turn, key=lambda number: taken[number])
             return self._homes[rank]
 
-    def write(self, view: memoryview, layout: Layout, control: ControlPage) -> Written:
+    def write(
+        self,
+        view: memoryview,
+        layout: Layout,
+        control: ControlPage,
+        *,
+        base: SealedImage | None = None,
+    ) -> Written:
         """`Volume.write` on the volume of `control.rank`; if that is full, on one that is not.
 
         Raises the NoSpaceError of the rank's own volume when all are full.
         """
         home = self.volume_for(control.rank)
         try:
-            return home.write(view, layout, control, pace=self.pace)
+            return home.write(view, layout, control, base=base, pace=self.pace)
         except NoSpaceError as error:
             for other in self.volumes:
                 if other is not home and not other.failed:
                     with contextlib.suppress(NoSpaceError):
-                        written = other.write(view, layout, control, pace=self.pace)
+                        written = other.write(view, layout, control, base=base, pace=self.pace)
                         warn("volume full", reason=str(error), instead=str(other.root))
                         return written
             raise

@@ -131,6 +131,8 @@ def _control_facts(control: ControlPage | ImageError) -> list[tuple[str, str]]:
         ("staged", _moment(control.staged_at)),
         ("extras", f"{control.extras_bytes} bytes"),
     ]
+    if control.base is not None:
+        facts += [("base", f"of step {control.base.step}, {control.base.size_bytes} bytes")]
     if control.root is None:
         return [*facts, ("digests", "none: the image was staged only")]
     written = "" if control.written_at is None else f", written {_moment(control.written_at)}"

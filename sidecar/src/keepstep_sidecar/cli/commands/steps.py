@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,8 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
     """
     kept = run_dir.seen(directory, run)
     began = time.monotonic()
-    shards, problems = _selected(kept, word)
+    selected, problems = _selected(kept, word)
+    shards = [*selected, *_bases(selected)]
     total = sum(shard.size_bytes for shard in shards)
     try:
         for problem in problems:
@@ -108,7 +109,7 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
         output.print_json({"verified": False, **bad})
         raise SystemExit(1) from None
     seconds = time.monotonic() - began
-    steps = sorted({shard.step_id for shard in shards})
+    steps = sorted({shard.step_id for shard in selected})
     if as_json:
         output.print_json({"verified": True, "steps": steps, "bytes": total, "seconds": seconds})
         return
@@ -138,6 +139,19 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
     if not names and not refused:
         raise UsageError(f"run {kept.run!r} has no committed step to verify")
     return [shard for shard in shards if str(shard.step_id) in names], refused
+
+
+def _bases(shards: Iterable[LocalShard]) -> Iterator[LocalShard]:
+    """The bases of these shards; each file once, whatever names it has."""
+    seen: set[tuple[int, int]] = set()
+    for base in (one.base for one in shards):
+        if base is None:
+            continue
+        with contextlib.suppress(OSError):  # its step was retired meanwhile
+            found = base.path.lstat()
+            if (found.st_dev, found.st_ino) not in seen:
+                seen.add((found.st_dev, found.st_ino))
+                yield base
 
 
 def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: str) -> None:

@@ -80,7 +80,9 @@ class Shards:
 
     def _look(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
-            return survey(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
+            found = survey(volume.root, run=self._run, filesystem=volume.filesystem).shards
+            # one that refers to a base would arrive without it
+            return [one for one in found if one.base_ref is None], ""
         except OSError as error:
             return (), str(error)
 

@@ -1,0 +1,351 @@
+"""What of a state never changes, and so is kept once: the frozen parameters of its modules.
+
+They lie in a *base*, an image of its own, to which the images of steps refer (docs/format.md). Only
+what can be told to be unchanged stays in it: a parameter that needs no gradient, stands where it
+stood, and has the version, the address and the fingerprint that it had when it was copied (as for
+lazy copies, `keepstep.save.snapshot`). At each save all of this is compared. A parameter that
+fails is in the image of every later step of this life, and a new base is made without it. So a step
+never refers to other bytes than it had.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from keepstep.client import copying
+from keepstep.client.slot import SlotMapping
+from keepstep.errors import ImageError
+from keepstep.image import BaseRef, ControlPage, Layout, Section
+from keepstep.save.snapshot import Fingerprint, Guard, Lot, Watched, may_wait
+from keepstep.state import accelerator, sharding
+from keepstep.state.leaves import Taken, TensorLeaf, plain_tensors
+from keepstep.state.wrappers import unwrap
+from keepstep.steps import Epoch
+
+_LEAST_BYTES = 4 << 20
+"""A base is a file and a slot more. Fewer bytes are not worth it: a drive writes them in
+milliseconds."""
+_LEAST_SHARE = 0.25
+_MOST_BASES = 5
+"""After so many bases, in each of which something changed that was frozen still, this life makes no
+other one."""
+
+
+_MOST_MUTATIONS = 3
+"""So often all bytes are compared because the script said that it changes tensors. A script that
+says so more often may do it at each step: then each image holds everything."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter stands in a module."""
+
+    parameters: Mapping[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def is_frozen(self) -> bool:
+        same = self.parameters.get(self.name) is self.parameter
+        return same and not self.parameter.requires_grad
+
+
+@dataclass(eq=False)
+class Base:
+    """Frozen parameters, and the base image that holds them. `ref`: how images name it; None until
+    one is sealed. `mapping`: where it was seen sealed. `apart`: whether what a device holds has
+    changed, as the devices that were asked at the last save will know. `doubted`: one said so."""
+
+    layout: Layout
+    leaves: tuple[TensorLeaf, ...]
+    places: tuple[_Place, ...]
+    guard: Guard
+    ref: BaseRef | None = None
+    mapping: SlotMapping | None = None
+    apart: tuple[Tensor, ...] = ()
+    doubted: bool = False
+    _cache: object = None
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the tensors that it holds."""
+        return frozenset(leaf.name for leaf in self.leaves)
+
+    @cached_property
+    def lots(self) -> dict[torch.device | None, Lot]:
+        """What to copy into it, by device; None: from memory of the host."""
+        device_of, places = accelerator.here().device_of, dict[Any, list[int]]()
+        for at, leaf in enumerate(self.leaves):
+            places.setdefault(device_of(leaf.tensor), []).append(at)
+        aliases = self.guard.fingerprint.aliases
+        return {
+            place: Lot([self.leaves[at] for at in some], [aliases[at] for at in some])
+            for place, some in places.items()
+        }
+
+    def holds(self, taken: Taken, *, lazy: bool) -> bool:
+        """Whether the state has these tensors, unchanged. If `lazy`, of what devices hold only
+        `apart` tells."""
+        if self._cache is not taken.cache and self._moved(taken):
+            return False
+        self._cache = taken.cache
+        if not all(place.is_frozen for place in self.places) or self.guard.moved():
+            return False
+        if self.doubted or not lazy:  # wait for the devices
+            self.apart, self.doubted = (), bool(self.guard.changed())
+            return not self.doubted
+        differences = self.guard.differences()
+        device_of = accelerator.here().device_of
+        self.apart = tuple(one for one in differences if device_of(one) is not None)
+        return not any(map(bool, (one for one in differences if device_of(one) is None)))
+
+    def differing(self) -> set[str]:
+        """The names of the tensors of which some byte is not that of the base: reads all of them.
+        All names if it was not seen sealed yet."""
+        if (mapping := self.mapping) is None:
+            return set(self.names)
+        entries = mapping.layout.entries
+        with torch.no_grad():
+            return {
+                leaf.name
+                for leaf in self.leaves
+                if not torch.equal(mapping.view(entries[leaf.name]), leaf.tensor.cpu())
+            }
+
+    def changed(self, taken: Taken) -> set[str]:
+        """The names of the tensors that the state does not have, or has changed."""
+        places = _frozen(taken)
+        thawed = {id(place.parameter) for place in self.places if not place.is_frozen}
+        frozen = {
+            name
+            for name, found in places.items()
+            if thawed.isdisjoint(id(place.parameter) for place in found)
+        }
+        return self._moved(taken) | self.guard.all_changed() | (self.names - frozen)
+
+    def _moved(self, taken: Taken) -> set[str]:
+        """Those that are not where they were, or another part of a tensor."""
+        now = {leaf.name: leaf for leaf in taken.tensors}
+        return {leaf.name for leaf in self.leaves if _is_other(leaf, now.get(leaf.name))}
+
+    def is_in(self, mapping: SlotMapping) -> bool:
+        """Whether this slot holds it, sealed."""
+        if self.ref is not None and mapping is not self.mapping:
+            try:
+                found = self.ref.names(mapping.control())
+            except ImageError:
+                return False
+            self.mapping = mapping if found else self.mapping
+        return self.ref is not None and mapping is self.mapping
+
+    def fill(self, mapping: SlotMapping, *, run: str, epoch: Epoch, step: int) -> Filling:
+        """Begin to fill an empty slot."""
+        control = ControlPage.staged(
+            self.layout, run=run, epoch=epoch, step=step, extras_bytes=0, staged_at=time.time()
+        )
+        return Filling(self, mapping, control)
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """A base that is copied beside the image that refers to it first, and sealed before it."""
+
+    base: Base
+    mapping: SlotMapping
+    control: ControlPage
+
+    @property
+    def ref(self) -> BaseRef:
+        """How images will name it."""
+        return BaseRef.of(self.control, self.base.layout)
+
+    @property
+    def guard(self) -> Guard:
+        """What must be the same before and after the copy."""
+        return self.base.guard
+
+    def transfers(self) -> copying.Transfers:
+        """Copies of what lies in memory of the host."""
+        lot = self.base.lots.get(None)
+        return copying.Transfers() if lot is None else lot.transfers(self.mapping)
+
+    def seal(self) -> None:
+        """All bytes are in place: from now on images may refer to it."""
+        self.mapping.seal(self.control)
+        self.base.ref, self.base.mapping = self.ref, self.mapping
+
+
+class Frozen:
+    """Says at each save which base the image refers to. `base`: the newest; None if there is
+    none."""
+
+    def __init__(self, base: Base | None = None) -> None:
+        """`base`: the restored one."""
+        self.base = base
+        self.left_bytes = 0
+        """Bytes of frozen parameters that a base could hold, if there may be none."""
+        self._changing: set[str] = set()
+        self._made_bases = 0
+        self._mutations, self._in_doubt = 0, False
+        self._seen: object = None
+        self._watched: tuple[tuple[TensorLeaf, ...], Guard] | None = None
+
+    def watch(self, taken: Taken) -> None:
+        """Take note of what a base might hold, long before the first save: averages of weights
+        need no gradient, but change at each step."""
+        leaves = self._candidates(taken)
+        if self.base is None and leaves:
+            fingerprint = Fingerprint([leaf.tensor for leaf in leaves])
+            self._watched = leaves, Guard.take(Watched(leaves), fingerprint)
+
+    def mutated(self) -> None:
+        """The script says that it changes tensors, perhaps in ways that nothing tells."""
+        self._mutations, self._in_doubt = self._mutations + 1, self.base is not None
+
+    def of(
+        self, taken: Taken, *, rank: int, world: int, may: bool, lazy: bool = True
+    ) -> Base | None:
+        """The base for this state; None if the image must hold all of it. `may`: whether it may
+        refer to one. `lazy`: see `Base.holds`."""
+        if not may or self._mutations > _MOST_MUTATIONS:
+            if self._seen is not taken.cache:
+                self._seen = taken.cache
+                self.left_bytes = _worth(self._candidates(taken), taken)
+            return None
+        base = self.base
+        if base is None and self._seen is taken.cache:
+            return None
+        different = base.differing() if base is not None and self._in_doubt else set[str]()
+        self._in_doubt = False
+        if base is not None and not different and base.holds(taken, lazy=lazy):
+            return base
+        self._changing |= different
+        if base is not None:
+            changed = base.changed(taken)
+            self._changing |= changed
+            self._made_bases += not changed.isdisjoint(_frozen(taken))
+        self._seen = taken.cache
+        self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
+        return self.base
+
+    def _made(self, taken: Taken, rank: int, world: int) -> Base | None:
+        self._look_back()
+        leaves = self._candidates(taken)
+        return _base_of(leaves, taken, rank, world) if _worth(leaves, taken) else None
+
+    def _look_back(self) -> None:
+        """Leave out what has changed where it lay since `watch`."""
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            leaves, guard = watched
+            stayed = {one.name for one in leaves if one.tensor.data_ptr() == one.mark[0]}
+            self._changing |= stayed & guard.all_changed()
+
+    def _candidates(self, taken: Taken) -> tuple[TensorLeaf, ...]:
+        frozen = _frozen(taken)
+        return tuple(
+            leaf
+            for leaf in taken.tensors
+            if leaf.name in frozen and leaf.name not in self._changing
+        )
+
+
+def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:
+    """The base from which these tensors were just filled, to be referred to again. None if the
+    state could not have it: some of its tensors are trained here, or are not here. What changes
+    from now on is noticed at the next save."""
+    frozen = _frozen(taken)
+    leaves = tuple(leaf for leaf in taken.tensors if leaf.name in image.layout.entries)
+    if len(leaves) < len(image.layout.entries) or any(leaf.name not in frozen for leaf in leaves):
+        return None
+    entries = image.layout.entries
+    if any(tuple(leaf.tensor.shape) != entries[leaf.name].spec.shape for leaf in leaves):
+        return None
+    base = _over(image.layout, leaves, frozen)
+    samples = [
+        one.to(there.device)
+        for one, there in zip(
+            base.guard.fingerprint.in_image(image.memory), base.guard.samples, strict=True
+        )
+    ]
+    return Base(base.layout, leaves, base.places, base.guard._replace(samples=samples), ref)
+
+
+def _frozen(taken: Taken) -> dict[str, list[_Place]]:
+    """Where the parameters stand that need no gradient, by the names of their tensors; without
+    those of which a change could go unnoticed."""
+    leaves = {
+        leaf.whole.data_ptr(): leaf
+        for leaf in taken.tensors
+        if leaf.section is Section.PARAMS and not leaf.fresh and leaf.whole.numel()
+    }
+    places: dict[str, list[_Place]] = {}
+    trained: set[str] = set()
+    for component in taken.components.values():
+        if not isinstance(inner := unwrap(component), nn.Module):
+            continue
+        for module in inner.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                for leaf in _leaves_of(parameter, name, leaves):
+                    places.setdefault(leaf.name, []).append(
+                        _Place(module._parameters, name, parameter)
+                    )
+                    if parameter.requires_grad or not may_wait(leaf.tensor):
+                        trained.add(leaf.name)
+    return {name: one for name, one in places.items() if name not in trained}
+
+
+def _leaves_of(
+    parameter: nn.Parameter, name: str, leaves: Mapping[int, TensorLeaf]
+) -> list[TensorLeaf]:
+    found = []
+    for _, plain in plain_tensors(parameter, name):
+        local: Tensor = sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+        if not accelerator.has_memory(local):
+            continue
+        if (leaf := leaves.get(local.data_ptr())) is not None:
+            found.append(leaf)
+    return found
+
+
+def _is_other(leaf: TensorLeaf, now: TensorLeaf | None) -> bool:
+    if now is None or leaf.mark != now.mark or leaf.name != now.name:
+        return True
+    return (leaf.offsets, leaf.global_shape) != (now.offsets, now.global_shape)
+
+
+def _worth(leaves: tuple[TensorLeaf, ...], taken: Taken) -> int:
+    """The bytes of these tensors, if they are worth a base; else 0."""
+    frozen = sum(leaf.tensor.nbytes for leaf in leaves)
+    total = sum(leaf.tensor.nbytes for leaf in taken.tensors)
+    return frozen if frozen >= max(_LEAST_BYTES, _LEAST_SHARE * total) else 0
+
+
+def _base_of(leaves: tuple[TensorLeaf, ...], taken: Taken, rank: int, world: int) -> Base:
+    names = {leaf.name for leaf in leaves}
+    layout = Layout.build(
+        [spec for spec in taken.specs if spec.name in names],
+        rank=rank,
+        world=world,
+        aliases={alias: name for alias, name in taken.aliases.items() if name in names},
+        twins=taken.twins,
+        is_base=True,
+    )
+    return _over(layout, leaves, _frozen(taken))
+
+
+def _over(
+    layout: Layout, leaves: tuple[TensorLeaf, ...], frozen: Mapping[str, list[_Place]]
+) -> Base:
+    places = tuple(place for leaf in leaves for place in frozen[leaf.name])
+    begins = [layout.entries[leaf.name].begin for leaf in leaves]
+    fingerprint = Fingerprint([leaf.tensor for leaf in leaves], begins)
+    return Base(layout, leaves, places, Guard.take(Watched(leaves), fingerprint))

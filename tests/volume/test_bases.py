@@ -1,0 +1,113 @@
+"""The base of a shard lies beside it, one file for all steps that refer to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+
+import pytest
+
+from keepstep.errors import ImageError, UsageError
+from keepstep.image import BaseRef, Layout, Section, TensorSpec
+from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.volume import SealedImage
+from tests.volume.images import make_layout, staged, step_id
+
+
+class Unlinked(Filesystem):
+    """A file system without hard links."""
+
+    def link(self, source, target):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def base_of(seed=0):
+    tensors = [TensorSpec("model.frozen", "F32", (3_000_000,), Section.PARAMS)]
+    layout = Layout.build(tensors, rank=0, world=1, is_base=True)
+    slot = staged(layout, 0, seed=seed)
+    control = replace(slot.control, extras_bytes=0)
+    return SealedImage(view=slot.view, layout=layout, control=control)
+
+
+def write(volume, step, base):
+    slot = staged(make_layout(world=1), step)
+    control = replace(slot.control, base=BaseRef.of(base.control, base.layout))
+    return volume.write(slot.view, slot.layout, control, base=base)
+
+
+def test_each_step_has_the_base_and_the_drive_has_it_once(volume):
+    base, shards = base_of(), []
+    for step in range(3):
+        written = write(volume, step, base)
+        shards.append(written.shard)
+        assert (written.bytes > base.layout.size_bytes) == (step == 0)
+        volume.publish(step_id(step))
+    scan = volume.scan()
+    assert [one.base_ref.root for one in scan.shards] == [scan.shards[0].base.root] * 3
+    assert len({one.base.path.stat().st_ino for one in scan.shards}) == 1
+    assert volume.used_bytes() < 1.2 * base.layout.size_bytes
+    for step in range(2):
+        volume.retire(step_id(step))
+    (left,) = volume.scan().shards
+    assert left.base.path.stat().st_nlink == 1
+    volume.retire(step_id(2))
+    assert volume.used_bytes() < 1 << 20
+
+
+def test_where_links_are_impossible_each_step_has_a_base_of_its_own(open_volume):
+    volume = open_volume(filesystem=Unlinked())
+    base = base_of()
+    for step in range(2):
+        assert write(volume, step, base).bytes > base.layout.size_bytes
+    shards = volume.scan().shards
+    assert len({one.base.path.stat().st_ino for one in shards}) == len(shards) == 2
+
+
+def test_another_base_of_the_same_layout_is_not_taken_for_it(volume):
+    write(volume, 0, base_of())
+    other = base_of(seed=1)
+    other = replace(other, control=replace(other.control, step=1))
+    other.view[other.layout.control_begin :] = other.control.to_bytes()
+    assert write(volume, 1, other).bytes > other.layout.size_bytes
+    one, two = volume.scan().shards
+    assert one.base.root != two.base.root
+
+
+def test_a_shard_joins_its_step_again_although_the_base_is_there(volume):
+    base = base_of()
+    write(volume, 0, base)
+    shard = volume.publish(step_id(0)) / "rank-00000-of-00001.safetensors"
+    shard.unlink()
+    write(volume, 0, base)
+    volume.publish(step_id(0))
+    (found,) = volume.scan().shards
+    assert found.published
+    assert found.base.path.exists()
+
+
+@pytest.mark.parametrize("lost", ["base", "shard"])
+def test_half_of_a_pair_is_no_shard_and_leaves_nothing(volume, lost):
+    (shard,) = [write(volume, 0, base_of()).shard]
+    (shard.base.path if lost == "base" else shard.path).unlink()
+    scan = volume.scan()
+    assert not scan.shards
+    if lost == "base":
+        (problem,) = scan.problems
+        assert isinstance(problem.error, ImageError)
+        assert "base-00000-of-00001.safetensors" in str(problem.error)
+        assert problem.moved_to is not None
+    volume.scan()
+    assert not list(volume.root.rglob("base-*"))
+
+
+def test_an_image_is_not_written_with_another_base_or_without(volume):
+    base = base_of()
+    slot = staged(make_layout(world=1), 3)
+    control = replace(slot.control, base=BaseRef.of(base.control, base.layout))
+    with pytest.raises(UsageError, match="base"):
+        volume.write(slot.view, slot.layout, control)
+    other = replace(control, base=replace(control.base, step=step_id(2)))
+    with pytest.raises(UsageError, match="base"):
+        volume.write(slot.view, slot.layout, other, base=base)
+    assert not list(volume.root.rglob("*.safetensors"))
