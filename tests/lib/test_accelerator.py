@@ -702,7 +702,7 @@ def an_agent(tmp_path, late):
         extras_capacity_bytes=100,
         parameters={},
     )
-    table._lay_out(SimpleNamespace(header=base64.b64encode(layout.header)))
+    table._lay_out(SimpleNamespace(header=base64.b64encode(layout.header), base=""))
     paths = [one.path for one in table.mappings.values()]
     agent = Agent("/nowhere", rank=0, world=1)
     agent.use_layout(layout)

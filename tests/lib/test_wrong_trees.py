@@ -24,7 +24,7 @@ def _plan(components, path, values):
     slot = SlotMapping(str(path))
     source = Source(rank=0, tier=Tier.MEMORY, bytes=0, extras_bytes=0, path=slot.path)
     step = Sources(id=StepId(EpochId(1, "00c0ffee"), 0), world=1, sources=(source,))
-    images = Images(None, step, own=slot)  # type: ignore[arg-type]
+    images = Images(None, step, own=(slot,))  # type: ignore[arg-type]
     Loader(components, take(components), images, rank=0, kept={"values": values}).plan()
 
 

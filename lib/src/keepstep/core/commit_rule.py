@@ -434,6 +434,8 @@ class Tally:
             for part in _parts(ranks):
                 self._near.setdefault(part, {})[held.place] = held
             self._compare(ranks)
+        else:  # what was there in its place may have had digests
+            self._compare(ranks & self.contested)
 
     def left(self, held: Holding, ranks: int) -> None:
         """Images of these ranks were removed from this copy."""
