@@ -93,7 +93,7 @@ class Requests:
         elif (pod is None and self.answer.complete) or (pod is not None and pod.over):
             before, stays = self.outlook(), self.policy.outlives_pod
             self._alarmed(self._ledger.pod_gone(place.pod, local_stays=stays), at=at)
-            if pod is None or place.pod in self._leaving:
+            if pod is None or pod.leaving or place.pod in self._leaving:
                 self._lost(place, before, at=at)
             self._leaving.discard(place.pod)
 
