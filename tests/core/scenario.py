@@ -11,9 +11,8 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 
-from keepstep.core.commit_rule import ReportedTier, at_least, bits, is_full, of_ranks
+from keepstep.core.commit_rule import ReportedTier, at_least, bits, is_full
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -148,8 +147,8 @@ class Scenario:
         alike = tuple(int(one) for one in twins.split(",") if one)
         reports = {
             int(rank): {
-                Tier(t): replace(
-                    ReportedTier.of(_held(text, int(rank), int(world), alike)), answer=_answer(text)
+                Tier(t): ReportedTier(
+                    answer=_answer(text), shards=_held(text, int(rank), int(world), alike)
                 )
                 for t, text in tiers.items()
             }
@@ -158,7 +157,7 @@ class Scenario:
         return self._apply(
             Reported(
                 node_rank=int(node),
-                ranks=of_ranks(reports),
+                ranks=reports,
                 epochs=tuple(Epoch(epoch_id(one)) for one in epochs.split(",") if one),
                 sequence=int(sequence),
             )

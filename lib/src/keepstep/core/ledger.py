@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keepstep.core.commit_rule import (
     ALL_RANKS,
@@ -23,7 +23,7 @@ from keepstep.core.commit_rule import (
     Completeness,
     Coverage,
     Lineage,
-    RanksReport,
+    RankReport,
     Standing,
     at_least,
     bitmap,
@@ -63,7 +63,7 @@ class Reported:
     """
 
     node_rank: int = 0
-    ranks: tuple[RanksReport, ...] = ()
+    ranks: Mapping[int, RankReport] = field(default_factory=dict)
     epochs: tuple[Epoch, ...] = ()
     sequence: int = 0
 
