@@ -31,19 +31,19 @@ import socket
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.commit_rule import ReportedTier, together
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank, ReportedVolume
+from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRanks, ReportedVolume
 from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import OWN, Host
@@ -175,7 +175,7 @@ class Machine:
             library="bench",
             pinned="mlock",
             epochs=(Epoch(EPOCH),) if whole else (),
-            ranks=tuple(one for one in ranks if one.tiers),
+            ranks=together(one for one in ranks if one.tiers),
             volumes=(ReportedVolume(name="/nvme", engine="direct", used_bytes=1, free_bytes=2),),
             peer_address=f"10.{self._node_rank >> 8}.{self._node_rank & 255}.1:9465",
             peers_version=self._peers_version,
@@ -190,31 +190,30 @@ class Machine:
 
     def _rank(
         self, rank: int, whole: bool, *, alive: bool, tiers: tuple[Tier, ...]
-    ) -> ReportedRank:
+    ) -> ReportedRanks:
         world = self._clock.machines * RANKS
         told = {}
         for tier in tiers:
             before = set() if whole else self._told[tier]
             if whole or before != self._held[tier]:
-                told[tier] = ReportedTier(
-                    answer=Answer.STEPS if self._held[tier] else Answer.NONE,
-                    shards=tuple(
-                        Shard(
-                            step_id=StepId(EPOCH, step),
-                            rank=rank,
-                            world=world,
-                            size_bytes=16 << 30,
-                            root=None if tier is Tier.MEMORY else f"{step:016x}{rank:016x}",
-                        )
-                        for step in sorted(self._held[tier] - before)
-                    ),
-                    gone=None
-                    if whole
-                    else tuple(StepId(EPOCH, step) for step in sorted(before - self._held[tier])),
+                held = ReportedTier.of(
+                    Shard(
+                        step_id=StepId(EPOCH, step),
+                        rank=rank,
+                        world=world,
+                        size_bytes=16 << 30,
+                        root=None if tier is Tier.MEMORY else f"{step:016x}{rank:016x}",
+                    )
+                    for step in sorted(self._held[tier] - before)
                 )
+                gone = tuple(StepId(EPOCH, step) for step in sorted(before - self._held[tier]))
+                answer = Answer.STEPS if self._held[tier] else Answer.NONE
+                told[tier] = replace(held, answer=answer, gone=None if whole else gone)
         newest = max(self._held[Tier.MEMORY], default=None) if alive else None
         staged = None if newest is None else StepId(EPOCH, newest)
-        return ReportedRank(rank=rank, world=world, alive=alive, staged=staged, tiers=told)
+        return ReportedRanks(
+            ranks=Ranks.of((rank,)), world=world, alive=alive, staged=staged, tiers=told
+        )
 
     def take(self, told: LeaderReply) -> None:
         """A reply of the leader."""

@@ -11,8 +11,9 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from keepstep.core.commit_rule import ReportedTier, at_least, bits, is_full
+from keepstep.core.commit_rule import ReportedTier, at_least, bits, is_full, of_ranks
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -147,8 +148,8 @@ class Scenario:
         alike = tuple(int(one) for one in twins.split(",") if one)
         reports = {
             int(rank): {
-                Tier(t): ReportedTier(
-                    answer=_answer(text), shards=_held(text, int(rank), int(world), alike)
+                Tier(t): replace(
+                    ReportedTier.of(_held(text, int(rank), int(world), alike)), answer=_answer(text)
                 )
                 for t, text in tiers.items()
             }
@@ -157,7 +158,7 @@ class Scenario:
         return self._apply(
             Reported(
                 node_rank=int(node),
-                ranks=reports,
+                ranks=of_ranks(reports),
                 epochs=tuple(Epoch(epoch_id(one)) for one in epochs.split(",") if one),
                 sequence=int(sequence),
             )

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.commit_rule import Completeness, RankReport, RankUnion, ReportedTier, bits
+from keepstep.core.commit_rule import (
+    Completeness,
+    Holding,
+    RankReport,
+    RankUnion,
+    ReportedTier,
+    bits,
+    of_ranks,
+)
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
 
@@ -58,11 +66,32 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
     for node, change in changes:
         if isinstance(change, dict):
             reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
-            copies.replace(node, reports)
+            copies.replace(node, of_ranks(reports))
         else:
             copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
         for id in copies.steps:
             check(copies, id)
+
+
+@given(changes=st.lists(st.tuples(st.integers(0, 1), _REPORTS), max_size=8))
+def test_ranks_may_be_told_of_together_or_one_by_one(
+    changes: list[tuple[int, dict[int, dict[Tier, list[tuple[int, str | None, int]]]]]],
+) -> None:
+    one, all_at_once = Completeness(), Completeness()
+    for node, change in changes:
+        reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
+        all_at_once.replace(node, of_ranks(reports))
+        one.replace(node, [each for rank in reports for each in of_ranks({rank: reports[rank]})])
+        assert one.steps == all_at_once.steps
+        for id in one.steps:
+            assert one.contested(id) == all_at_once.contested(id)
+            assert {each.place: _content(each) for each in one.copies(id)} == {
+                each.place: _content(each) for each in all_at_once.copies(id)
+            }
+
+
+def _content(held: Holding) -> list[tuple[int, int]]:
+    return [(rank, held.root(rank)) for rank in bits(held.ranks)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), max_size=12))

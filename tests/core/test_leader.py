@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.commit_rule import ReportedTier, together
 from keepstep.core.retention import Retention
-from keepstep.core.shard import Ranks, Shard
+from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
-from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import LeaderReply, MemberReport, Pins, Report, ReportedRank
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.wire.reports import LeaderReply, MemberReport, Pins, Report, ReportedRanks
 from keepstep.wire.runs import RunPolicy
 
 EPOCH = Epoch(EpochId(1, "0" * 8))
+LISTED = ReportedTier(answer=Answer.STEPS)
 POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=False, replicas=1, restarts=False)
 
 
@@ -24,12 +25,13 @@ def at(step: int) -> StepId:
     return StepId(EPOCH.id, step)
 
 
-def rank(number: int, *steps: int, tier: Tier = Tier.LOCAL, alive: bool = True) -> ReportedRank:
+def rank(number: int, *steps: int, tier: Tier = Tier.LOCAL, alive: bool = True) -> ReportedRanks:
     held = {Tier.MEMORY: ReportedTier.of(()), Tier.LOCAL: ReportedTier.of(())}
     shards = tuple(Shard(step_id=at(one), rank=number, world=2, root="r") for one in steps)
     staged = at(max(steps)) if steps and alive else None
     tiers = {**held, tier: ReportedTier.of(shards)}
-    return ReportedRank(rank=number, world=2, alive=alive, staged=staged, tiers=tiers)
+    ranks = Ranks.of((number,))
+    return ReportedRanks(ranks=ranks, world=2, alive=alive, staged=staged, tiers=tiers)
 
 
 class Run:
@@ -39,7 +41,7 @@ class Run:
         self.leader = Leader(life="0", nodes=2, policy=POLICY)
         self.sequence = 0
 
-    def report(self, *ranks: ReportedRank, node_rank: int) -> Report:
+    def report(self, *ranks: ReportedRanks, node_rank: int) -> Report:
         self.sequence += 1
         return Report(
             sidecar="test",
@@ -51,7 +53,7 @@ class Run:
             peer_address=f"10.0.0.{node_rank}:9465",
         )
 
-    def reports(self, node_rank: int, *ranks: ReportedRank, **fields: object) -> LeaderReply:
+    def reports(self, node_rank: int, *ranks: ReportedRanks, **fields: object) -> LeaderReply:
         """The answer to a whole report."""
         report = self.report(*ranks, node_rank=node_rank)
         frame = {"life": f"{node_rank}", "nodes": 2, "report": report, **fields}
@@ -89,6 +91,14 @@ def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
     assert run.reports(1, rank(1, 1, 2), lie).reply.committed[str(Tier.LOCAL)] == at(2)
 
 
+def test_of_ranks_that_are_told_of_together_each_is_believed_alone(run: Run) -> None:
+    run.reports(0, rank(0, 1))
+    run.reports(1, rank(1, 1))
+    (both,) = together(rank(one, 1, 2, alive=False) for one in (0, 1))
+    run.reports(1, both)
+    assert run.leader.ledger.core.holders(at(2), Tier.LOCAL) == 0b10
+
+
 def test_changes_to_a_report_that_never_came_are_not_taken(run: Run) -> None:
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))
@@ -119,22 +129,43 @@ def test_a_member_of_another_world_changes_nothing(run: Run) -> None:
     assert run.leader.missing() == [1]
 
 
-@pytest.mark.parametrize(("number", "world"), [(-1, 2), (2, 2), (0, 1 << 17)])
-def test_a_rank_that_no_world_has_is_refused(run: Run, number: int, world: int) -> None:
-    with pytest.raises(UsageError, match=f"rank {number} of {world} cannot be"):
-        run.reports(1, ReportedRank(rank=number, world=world, alive=True))
+@pytest.mark.parametrize(
+    ("ranks", "world"), [((), 2), ((2,), 2), ((0, 2), 2), ((0,), 1 << 17), ((1 << 16,), 1 << 16)]
+)
+def test_a_rank_that_no_world_has_is_refused(run: Run, ranks: tuple[int, ...], world: int) -> None:
+    with pytest.raises(UsageError, match=rf"ranks .* of {world} cannot be"):
+        run.reports(1, ReportedRanks(ranks=Ranks.of(ranks), world=world, alive=True))
+    assert run.leader.missing() == [0, 1]
+
+
+def test_a_rank_that_is_told_of_twice_is_refused(run: Run) -> None:
+    both = replace(rank(0), ranks=Ranks.of((0, 1)))
+    with pytest.raises(UsageError, match="told of twice"):
+        run.reports(1, rank(1, 1), both)
     assert run.leader.missing() == [0, 1]
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"size_bytes": 1 << 63}, {"size_bytes": -1}, {"rank": 0}, {"alike": Ranks.of([0])}],
+    [
+        {"sizes": (1 << 63,)},
+        {"sizes": (-1,)},
+        {"sizes": ()},
+        {"roots": ("r", "r")},
+        {"params_digests": ("p", "p")},
+        {"alike": (Ranks.of([0]),)},
+        {"alike": (Ranks.of([1, 2]),)},
+        {"alike": (Ranks(((0, 1 << 40, 1),)),)},
+        {"world": 1},
+        {"world": 1 << 17},
+    ],
     ids=str,
 )
 def test_an_image_that_cannot_be_changes_nothing(run: Run, wrong: dict[str, object]) -> None:
     run.reports(1, rank(1, 1))
-    lie = ReportedTier.of((replace(Shard(step_id=at(2), rank=1, world=2, root="r"), **wrong),))
-    with pytest.raises(UsageError, match="rank 1 tells of an image that cannot be"):
+    image = StepShards.of(Shard(step_id=at(2), rank=1, world=2, root="r"))
+    lie = replace(LISTED, shards=(replace(image, **wrong),))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"ranks .* tell of images that cannot be"):
         run.reports(1, replace(rank(1), tiers={Tier.LOCAL: lie}))
     assert run.leader.ledger.local(1) == {at(1)}
 
@@ -183,7 +214,7 @@ def test_a_machine_may_keep_any_number_of_steps() -> None:
     leader = Leader(life="0", nodes=1, policy=policy)
     one = replace(rank(0, *range(keep + 2)), world=1)
     local = tuple(replace(held, world=1) for held in one.shards(Tier.LOCAL))
-    one = replace(one, tiers={**one.tiers, Tier.LOCAL: ReportedTier.of(local)})
+    one = replace(one, tiers={**one.tiers, Tier.LOCAL: replace(LISTED, shards=local)})
     report = Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(one,))
     told = MemberReport(life="0", nodes=1, report=replace(report, epochs=(EPOCH,)))
     leader.take(0, told, at=0.0)

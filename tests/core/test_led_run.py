@@ -11,7 +11,7 @@ drives, and what each member has said to each leader last (`Word`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -35,12 +35,12 @@ from keepstep.core.node import (
 from keepstep.core.node import Wrote as WriteEnded
 from keepstep.core.retention import Retention, superseded
 from keepstep.core.schedule import Grid, Write
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRank
+from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRanks
 from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.link import Link
@@ -204,7 +204,7 @@ class LedRun(RuleBasedStateMachine):
             self._feed(one, Listed(ranks=held, shown=one.shown))
 
     def _listed(self, rank: int, ids: Iterable[StepId]) -> ReportedTier:
-        return ReportedTier.of(tuple(self._shards(rank, ids)))
+        return ReportedTier.of(self._shards(rank, ids))
 
     def _shards(self, rank: int, ids: Iterable[StepId]) -> Iterator[Shard]:
         return (Shard(step_id=id, rank=rank, world=self.nodes, root="r") for id in sorted(ids))
@@ -326,11 +326,11 @@ class LedRun(RuleBasedStateMachine):
             Tier.MEMORY: ReportedTier.of(()),
             Tier.LOCAL: held if one.scanned else ReportedTier(answer=Answer.UNKNOWN),
         }
-        ranks: list[ReportedRank] = []
+        ranks: list[ReportedRanks] = []
         if one.alive or (one.scanned and one.shards):
             ranks.append(
-                ReportedRank(
-                    rank=one.number,
+                ReportedRanks(
+                    ranks=Ranks.of((one.number,)),
                     world=self.nodes,
                     alive=one.alive,
                     staged=one.saved,
@@ -351,13 +351,15 @@ class LedRun(RuleBasedStateMachine):
         )
 
     def _speak(
-        self, one: Machine, *, answered: bool = True, lies: Iterable[ReportedRank] = ()
+        self, one: Machine, *, answered: bool = True, lies: Sequence[ReportedRanks] = ()
     ) -> None:
         """A report arrives at its leader. `answered`: so does the answer."""
         if one.to is None:
             return
         report = self._report(one)
-        report = replace(report, ranks=(*report.ranks, *lies))
+        said = {lie.ranks for lie in lies}
+        true = (each for each in report.ranks if each.ranks not in said)
+        report = replace(report, ranks=(*true, *lies))
         told, one.known = changes(one.known, report), None
         word = Word(
             machine=one,
@@ -461,9 +463,13 @@ class LedRun(RuleBasedStateMachine):
         if all(self._is_known(each, one.to) for each in others):
             self._save(one)
             new = {id for id in one.shards if id == one.saved}
-            lie = ReportedRank(rank=one.number, world=self.nodes, alive=False)
             claims = [
-                replace(lie, rank=each.number, tiers={tier: self._listed(each.number, new)})
+                ReportedRanks(
+                    ranks=Ranks.of((each.number,)),
+                    world=self.nodes,
+                    alive=False,
+                    tiers={tier: self._listed(each.number, new)},
+                )
                 for each in others
             ]
             self._speak(one, lies=claims)

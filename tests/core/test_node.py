@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import EpochStarted
@@ -47,8 +48,8 @@ def node(*, alone: bool = False, last: int = 2) -> Node:
 
 def listed(*numbers: int, world: int = 2, shown: Iterable[int] = ()) -> Listed:
     """A listing in which rank 0 has these steps on its drive. `shown`: steps that readers see."""
-    shards = tuple(Shard(step_id=step(one), rank=0, world=world, root="r") for one in numbers)
-    local = ReportedTier(answer=Answer.STEPS, shards=shards)
+    shards = [Shard(step_id=step(one), rank=0, world=world, root="r") for one in numbers]
+    local = replace(ReportedTier.of(shards), answer=Answer.STEPS)
     report = {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}
     return Listed(ranks={0: report}, shown=steps(shown))
 
@@ -165,13 +166,14 @@ def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committe
     one.step(EpochStarted(Epoch(restored.epoch, None)))
     one.step(EpochStarted(Epoch(EPOCH, restored)))
     held = listed(11, 12, 13)
-    shards = (Shard(step_id=restored, rank=0, world=2, root="r"), *held.ranks[0][Tier.LOCAL].shards)
-    local = ReportedTier(answer=Answer.STEPS, shards=shards)
+    older = ReportedTier.of([Shard(step_id=restored, rank=0, world=2, root="r")])
+    shards = (*older.shards, *held.ranks[0][Tier.LOCAL].shards)
+    local = replace(older, shards=shards)
     one.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}}))
     one.step(Serves(frozenset({0}), 4))
     one.step(Wrote(0, step(14)))
     fourth = Shard(step_id=step(14), rank=0, world=2, root="r")
-    local = ReportedTier(answer=Answer.STEPS, shards=(*shards, fourth))
+    local = replace(older, shards=(*shards, *ReportedTier.of([fourth]).shards))
     actions = one.step(Listed(ranks={0: {Tier.LOCAL: local}}), SILENT_AFTER_S + 1)
     gone = [action.id for action in actions if isinstance(action, Retire)]
     assert gone == [step(11), step(12)]

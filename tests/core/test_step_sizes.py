@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.commit_rule import ReportedTier, of_ranks
 from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import Shard
 from keepstep.steps import EpochId, StepId, Tier
@@ -20,7 +20,7 @@ def told(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -
         }
         for rank, size in sizes.items()
     }
-    ledger.apply(Reported(ranks=ranks))
+    ledger.apply(Reported(ranks=of_ranks(ranks)))
     return ledger.size_bytes(STEP)
 
 
@@ -45,6 +45,8 @@ def test_an_image_of_a_rank_that_its_world_does_not_have_ends_nothing() -> None:
     shards = [Shard(step_id=STEP, rank=rank, world=1, params_digest="p") for rank in (0, 5)]
     ledger = Ledger()
     ledger.apply(
-        Reported(ranks={one.rank: {Tier.LOCAL: ReportedTier.of((one,))} for one in shards})
+        Reported(
+            ranks=of_ranks({one.rank: {Tier.LOCAL: ReportedTier.of((one,))} for one in shards})
+        )
     )
     assert ledger.committed(Tier.LOCAL) == (STEP,)

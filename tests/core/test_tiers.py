@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.commit_rule import RankReport, ReportedTier, at_least, bits
+from keepstep.core.commit_rule import RankReport, ReportedTier, at_least, bits, of_ranks
 from keepstep.core.ledger import (
     EpochStarted,
     Gone,
@@ -160,7 +160,7 @@ class Tiers(RuleBasedStateMachine):
         own = range(number * self.per_node, (number + 1) * self.per_node)
         node.told |= {*own, *(rank for shelf in shelves.values() for _, rank in shelf)}
         ranks = {rank: self._rank_report(shelves, rank) for rank in node.told}
-        return Reported(node_rank=number, ranks=ranks)
+        return Reported(node_rank=number, ranks=of_ranks(ranks))
 
     def _rank_report(self, shelves: dict[Tier, set[Image]], rank: int) -> RankReport:
         sealed = {
@@ -391,7 +391,8 @@ class Tiers(RuleBasedStateMachine):
             ledger.apply(EpochStarted(epoch))
         ranks = {rank for shelf in reach.values() for _, rank in shelf}
         shelves = {tier: reach[tier] for tier in self.config.tiers}
-        ledger.apply(Reported(ranks={rank: self._rank_report(shelves, rank) for rank in ranks}))
+        told = {rank: self._rank_report(shelves, rank) for rank in ranks}
+        ledger.apply(Reported(ranks=of_ranks(told)))
         return ledger, reach
 
     def _expected(self) -> tuple[set[StepId], set[StepId]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import keepstep.core.retention
-from keepstep.core.commit_rule import RankReport, ReportedTier
+from keepstep.core.commit_rule import RankReport, ReportedTier, of_ranks, together
 from keepstep.core.ledger import EpochStarted, Ledger, Reported, RestorePlan
 from keepstep.core.node import (
     Died,
@@ -32,13 +32,13 @@ from keepstep.core.node import (
 )
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, Write
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import Candidate, Candidates, choose
 from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import MemberReport, Report, ReportedRank
+from keepstep.wire.reports import MemberReport, Report, ReportedRanks
 from keepstep.wire.runs import RunPolicy
 
 _KEEP = Retention(last=2)
@@ -174,7 +174,7 @@ class WholeRun(RuleBasedStateMachine):
     def _reports(self) -> list[Reported]:
         world = len(self.ranks)
         return [
-            Reported(ranks={number: _report(number, rank, world)})
+            Reported(ranks=of_ranks({number: _report(number, rank, world)}))
             for number, rank in enumerate(self.ranks)
         ]
 
@@ -198,9 +198,9 @@ class WholeRun(RuleBasedStateMachine):
             sequence=self.reports,
             ready=True,
             epochs=tuple(self.epochs_on_disk),
-            ranks=tuple(
-                ReportedRank(
-                    rank=number,
+            ranks=together(
+                ReportedRanks(
+                    ranks=Ranks.of((number,)),
                     world=world,
                     alive=self.epoch is not None,
                     tiers=dict(_report(number, rank, world)),

@@ -326,7 +326,10 @@ LISTING = {
     ],
 }  # fmt: skip
 WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
-_HELD = {"step_id": _ID, "rank": 0, "world": 2, "alike": _RUNS}
+_HELD = {
+    "step_id": _ID, "world": 2, "sizes": [5, 5], "roots": ["0" * 32, None],
+    "alike": [_RUNS, _RUNS], "written_at": 1.0,
+}  # fmt: skip
 _ID = {"epoch": {"number": 1, "nonce": "aaaaaaaa"}, "step": 100}
 RUN_REPORT = {
     "leader": "a1b2", "sequence": 3, "world": 2, "settled": True, "committed": _ID,
@@ -351,7 +354,7 @@ REPORT = {
     "sidecar": "0.1", "started_at": 1.0, "sequence": 1, "ready": True,
     "epochs": [{"id": _EPOCH, "parent": None}],
     "ranks": [{
-        "rank": 0, "world": 2, "alive": True, "staged": _ID,
+        "ranks": _RUNS, "world": 2, "alive": True, "staged": _ID,
         "tiers": {
             "memory": {"answer": "steps", "shards": [_HELD]},
             "local": {"answer": "steps", "shards": [_HELD], "gone": [_ID]},

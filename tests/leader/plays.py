@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from keepstep.core.shard import NOBODY, Ranks, Shard
 from keepstep.leader.leader import Leader
 from keepstep.leader.summary import fitted, summary
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import MemberReport, Report, ReportedRank, ReportedRestore, ReportReply
+from keepstep.wire.reports import MemberReport, Report, ReportedRanks, ReportedRestore, ReportReply
 from keepstep.wire.runs import LARGEST_BYTES, Member, Record, Requested, RunPolicy, RunReport
 from keepstep_operator.reconcile.reports import bounded
 
@@ -31,12 +30,6 @@ def step(number: int, epoch: Epoch = FIRST) -> StepId:
 def later(number: int, parent: int | None, *, after: Epoch = FIRST) -> Epoch:
     """The epoch `number`, which went on from a step of the one before (None: at step 0)."""
     return Epoch(EpochId(number, "bbbbbbbb"), None if parent is None else step(parent, after))
-
-
-def listed(shards: Iterable[Shard]) -> ReportedTier:
-    """A tier that holds these."""
-    found = tuple(shards)
-    return ReportedTier(answer=Answer.STEPS if found else Answer.NONE, shards=found)
 
 
 @dataclass(kw_only=True)
@@ -105,16 +98,16 @@ class Sidecar:
         told = {"life": life, "pod": self.pod, "node": self.node, "heard": self.heard}
         return MemberReport(nodes=0, report=report, leaving=self.leaving, **told)
 
-    def _rank(self) -> ReportedRank:
-        local = listed(self._held(self.local, root=True))
+    def _rank(self) -> ReportedRanks:
+        local = ReportedTier.of(self._held(self.local, root=True))
         tiers = {
-            Tier.MEMORY: listed(self._held(self.memory, root=False)),
+            Tier.MEMORY: ReportedTier.of(self._held(self.memory, root=False)),
             Tier.LOCAL: local if self.ready else replace(local, answer=Answer.UNKNOWN),
         }
         if self.archive is not None:
-            tiers[Tier.ARCHIVE] = listed(self._held(self.archive, root=True))
-        return ReportedRank(
-            rank=self.rank,
+            tiers[Tier.ARCHIVE] = ReportedTier.of(self._held(self.archive, root=True))
+        return ReportedRanks(
+            ranks=Ranks.of((self.rank,)),
             world=self.world,
             alive=self.alive,
             staged=max(self.memory, default=None),

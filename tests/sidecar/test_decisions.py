@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.commit_rule import ReportedTier
-from keepstep.core.shard import Shard
-from keepstep.steps import Answer, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.core.shard import Ranks, Shard
+from keepstep.steps import EpochId, StepId, Tier
+from keepstep.wire.reports import Report, ReportedRanks
 from keepstep.wire.trainer import LeaseRequest
 from keepstep_sidecar.leases import local_world, sees_all
 from keepstep_sidecar.report.report import pressing
@@ -55,20 +55,19 @@ def test_a_broken_connection_is_tried_again_at_once_and_another_replica_is_found
         assert min(one for one in tried_at_s if one >= led_at_s) <= led_at_s + 2.0
 
 
-def told(rank: ReportedRank) -> Report:
+def told(rank: ReportedRanks) -> Report:
     return Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(rank,))
 
 
-def holding(**steps: tuple[int, ...]) -> ReportedRank:
+def holding(**steps: tuple[int, ...]) -> ReportedRanks:
     epoch = EpochId(1, "0" * 8)
     tiers = {
-        Tier(tier): ReportedTier(
-            answer=Answer.STEPS,
-            shards=tuple(Shard(step_id=StepId(epoch, one), rank=0, world=2) for one in held),
+        Tier(tier): ReportedTier.of(
+            Shard(step_id=StepId(epoch, one), rank=0, world=2) for one in held
         )
         for tier, held in steps.items()
     }
-    return ReportedRank(rank=0, world=2, alive=True, tiers=tiers)
+    return ReportedRanks(ranks=Ranks.of((0,)), world=2, alive=True, tiers=tiers)
 
 
 def test_only_what_a_commit_needs_is_pressing() -> None:

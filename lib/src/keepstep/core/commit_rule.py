@@ -20,12 +20,12 @@ import operator
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
 
 Place = tuple[int, Tier, int]
@@ -115,18 +115,46 @@ class Holding:
         """In the order of ranks: the numbers of both digests, and the bytes of the image."""
         self._twins: dict[int, int] = {}
 
-    def add(self, shards: Mapping[int, Shard]) -> None:
-        """Add the image of each of these ranks, which may have none here yet."""
-        roots, params, sizes = self._columns
-        for before, rank in enumerate(sorted(shards)):
-            shard, at = shards[rank], _index(self.ranks, rank) + before
-            roots.insert(at, _number_of(shard.root))
-            params.insert(at, _number_of(shard.params_digest))
-            sizes.insert(at, shard.size_bytes)
-            self.written_at = max(self.written_at, shard.written_at or 0.0)
-            if shard.alike and (group := shard.alike.bits):
-                self._twins[group] = self._twins.get(group, 0) | 1 << rank
-        self.ranks |= bitmap(shards)
+    def put(self, ranks: Ranks, shards: StepShards) -> int:
+        """Hold these images of these ranks in place of those that are held. Returns the bitmap of
+        the ranks whose images have changed, which may be more than really did."""
+        of, below = ranks.bits, (1 << ranks.first) - 1
+        there = self.ranks & ((2 << ranks.last) - 1) & ~below
+        if there & ~of:  # images of other ranks lie between, as in the archive
+            each = (self.put(Ranks.of((one,)), shards.at(at)) for at, one in enumerate(ranks))
+            return functools.reduce(operator.or_, each, 0)
+        begin = (self.ranks & below).bit_count()
+        at, none = slice(begin, begin + there.bit_count()), bytes(4 * len(ranks))
+        columns = (
+            array("i", map(_number_of, shards.roots) if shards.roots else none),
+            array("i", map(_number_of, shards.params_digests) if shards.params_digests else none),
+            array("q", shards.sizes),
+        )
+        twins = self._twins_without(of)
+        for rank, alike in zip(ranks, shards.alike, strict=False):
+            if alike:
+                twins[alike.bits] = twins.get(alike.bits, 0) | 1 << rank
+        written_at = max(self.written_at, shards.written_at or 0.0)
+        if (
+            (there, self.doubled & of) == (of, 0)
+            and (twins, written_at) == (self._twins, self.written_at)
+            and all(held[at] == now for held, now in zip(self._columns, columns, strict=True))
+        ):
+            return 0
+        for held, now in zip(self._columns, columns, strict=True):
+            held[at] = now
+        self._twins, self.written_at = twins, written_at
+        self.ranks |= of
+        self.doubled &= ~of
+        return of
+
+    def doubt(self, rank: int, root: str | None) -> int:
+        """There is another image of this rank, which is held here. Returns the bitmap of the rank
+        if it is a different one."""
+        known, number = self.root(rank), _number_of(root)
+        found = 1 << rank if known and number and known != number else 0
+        self.doubled |= found
+        return found
 
     def remove(self, ranks: int) -> None:
         """Remove the images of these ranks. Each of them must have one here."""
@@ -138,19 +166,11 @@ class Holding:
                     column.pop(at)
         self.ranks &= ~ranks
         self.doubled &= ~ranks
-        kept = {group: told & ~ranks for group, told in self._twins.items()}
-        self._twins = {group: told for group, told in kept.items() if told}
+        self._twins = self._twins_without(ranks)
 
-    def is_of(self, rank: int, shard: Shard) -> bool:
-        """Whether the image of this rank that is held here is `shard`."""
-        if not self.ranks >> rank & 1 or self.doubled >> rank & 1:
-            return False
-        at = _index(self.ranks, rank)
-        return (
-            tuple(column[at] for column in self._columns) == _numbers(shard)
-            and (shard.written_at or 0.0) <= self.written_at
-            and self._group_of(rank) == shard.alike.bits
-        )
+    def _twins_without(self, ranks: int) -> dict[int, int]:
+        """The ranks that have twins, without these."""
+        return {group: left for group, told in self._twins.items() if (left := told & ~ranks)}
 
     @property
     def has_digests(self) -> bool:
@@ -178,13 +198,6 @@ class Holding:
     def with_twins(self) -> int:
         """Bitmap of the ranks held here, and of the ranks that have a twin among them."""
         return functools.reduce(operator.or_, self._twins, self.ranks)
-
-    def _group_of(self, rank: int) -> int:
-        return next((group for group, told in self._twins.items() if told >> rank & 1), 0)
-
-
-def _numbers(shard: Shard) -> tuple[int, int, int]:
-    return _number_of(shard.root), _number_of(shard.params_digest), shard.size_bytes
 
 
 def _number_of(digest: str | None) -> int:
@@ -291,6 +304,7 @@ def trace(
 NO_NODE = -1
 
 
+@functools.cache
 def at_least(tier: Tier) -> tuple[Tier, ...]:
     """This tier and the stronger ones."""
     return NEAREST_FIRST[NEAREST_FIRST.index(tier) :]
@@ -298,21 +312,89 @@ def at_least(tier: Tier) -> tuple[Tier, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedTier:
-    """What a tier of one node holds of one rank. `gone`: the removed steps, if `shards` lists only
-    what was added since the last report; None: `shards` lists everything."""
+    """What a tier of one node holds of one rank, or of several of which it holds the same steps.
+    `gone`: the removed steps, if `shards` lists only what was added since the last report; None:
+    `shards` lists everything."""
 
     answer: Answer
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[StepShards, ...] = ()
     gone: tuple[StepId, ...] | None = None
 
     @classmethod
-    def of(cls, shards: tuple[Shard, ...], *, nothing: Answer = Answer.NONE) -> ReportedTier:
-        """All that the tier holds. `nothing`: the answer if that is nothing."""
-        return cls(answer=Answer.STEPS if shards else nothing, shards=shards)
+    def of(cls, shards: Iterable[Shard], *, nothing: Answer = Answer.NONE) -> ReportedTier:
+        """All that the tier holds of one rank. `nothing`: the answer if that is nothing."""
+        listed = tuple(map(StepShards.of, shards))
+        return cls(answer=Answer.STEPS if listed else nothing, shards=listed)
+
+    @property
+    def says(self) -> object:
+        """What ranks must have in common to be reported together."""
+        return self.answer, self.gone, tuple((one.step_id, one.world) for one in self.shards)
+
+    @classmethod
+    def joined(cls, each: Sequence[ReportedTier]) -> ReportedTier:
+        """What it holds of all these ranks, from that of each rank alone, in ascending order."""
+        columns = zip(*(one.shards for one in each), strict=True)
+        return replace(each[0], shards=tuple(map(StepShards.joined, columns)))
+
+    def at(self, index: int) -> ReportedTier:
+        """What it holds of one of the ranks alone."""
+        return replace(self, shards=tuple(one.at(index) for one in self.shards))
 
 
 RankReport = Mapping[Tier, ReportedTier]
 """What one node has of one rank. A tier that is not named is left as it was."""
+Told = TypeVar("Told", bound="RanksReport")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksReport:
+    """What one node has of these ranks, each of which has the same steps on the same tiers: one
+    entry for all ranks of a machine, as nearly always. A tier that is not named is left as it
+    was."""
+
+    ranks: Ranks
+    tiers: RankReport = field(default_factory=dict)
+
+    @cached_property
+    def bits(self) -> int:
+        """The ranks as a bitmap."""
+        return self.ranks.bits
+
+    @property
+    def says(self) -> object:
+        """What ranks must have in common to be reported together."""
+        return tuple((tier, told.says) for tier, told in self.tiers.items())
+
+    def each(self: Told) -> Iterator[tuple[int, Told]]:
+        """Each rank, with what is said of it alone."""
+        for index, rank in enumerate(self.ranks):
+            tiers = {tier: told.at(index) for tier, told in self.tiers.items()}
+            yield rank, replace(self, ranks=Ranks.of((rank,)), tiers=tiers)
+
+
+def together(each: Iterable[Told]) -> tuple[Told, ...]:
+    """The same reports, with one entry for all ranks of which the same is said. Each of `each` is
+    of one rank."""
+    alike: dict[object, list[Told]] = {}
+    for one in each:
+        alike.setdefault(one.says, []).append(one)
+    return tuple(map(_joined, alike.values()))
+
+
+def _joined(each: list[Told]) -> Told:
+    if len(each) == 1:
+        return each[0]
+    each = sorted(each, key=lambda one: one.ranks.last)
+    tiers = {tier: ReportedTier.joined([one.tiers[tier] for one in each]) for tier in each[0].tiers}
+    return replace(each[0], ranks=Ranks.of(one.ranks.last for one in each), tiers=tiers)
+
+
+def of_ranks(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
+    """The reports of these ranks, together."""
+    return together(
+        RanksReport(ranks=Ranks.of((rank,)), tiers=tiers) for rank, tiers in reports.items()
+    )
 
 
 _PART: Final = 64
@@ -441,14 +523,14 @@ class Completeness:
 
     # --- changing ------------------------------------------------------------------------
 
-    def replace(self, node_rank: int, reports: Mapping[int, RankReport]) -> None:
-        """Take in what this node reports of these ranks, for each tier that a rank's report names.
-        All ranks are taken in at once, because they have the same steps.
+    def replace(self, node_rank: int, reports: Iterable[RanksReport]) -> None:
+        """Take in what this node reports of these ranks, for each tier that a report names. No
+        rank may be in two of the reports.
 
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = {rank: tiers[tier] for rank, tiers in reports.items() if tier in tiers}
+            told = [(one, one.tiers[tier]) for one in reports if tier in one.tiers]
             if told:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, told)
@@ -457,51 +539,51 @@ class Completeness:
                 if tier is Tier.MEMORY:
                     self._in_memory.put(node_rank, held)
 
-    def _take_in(self, at: int, tier: Tier, told: Mapping[int, ReportedTier]) -> None:
-        images: dict[_Key, list[tuple[int, Shard]]] = {}
+    def _take_in(
+        self, at: int, tier: Tier, told: Iterable[tuple[RanksReport, ReportedTier]]
+    ) -> None:
+        images: dict[_Key, list[tuple[RanksReport, StepShards]]] = {}
         whole, gone = 0, dict[StepId, int]()
-        for rank, one in told.items():
-            for shard in one.shards:
-                images.setdefault((shard.step_id, shard.world), []).append((rank, shard))
-            bit = 1 << rank
+        for of, one in told:
+            for shards in one.shards:
+                images.setdefault((shards.step_id, shards.world), []).append((of, shards))
             for id in one.gone or ():
-                gone[id] = gone.get(id, 0) | bit
-            whole |= bit if one.gone is None else 0
+                gone[id] = gone.get(id, 0) | of.bits
+            whole |= of.bits if one.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         for key, held in list(there.items()):
             unnamed = whole & held.ranks
-            if unnamed:
-                unnamed &= ~bitmap(rank for rank, _ in images.get(key, ()))
+            for of, _ in images.get(key, ()) if unnamed else ():
+                unnamed &= ~of.bits
             self._take_out(held, unnamed | gone.get(key[0], 0))
-        for key, shards in images.items():
-            self._put(at, tier, key, shards)
+        for key, listed in images.items():
+            self._put(at, tier, key, listed)
 
-    def _put(self, at: int, tier: Tier, key: _Key, shards: Iterable[tuple[int, Shard]]) -> None:
+    def _put(
+        self, at: int, tier: Tier, key: _Key, listed: Iterable[tuple[RanksReport, StepShards]]
+    ) -> None:
         """Take in images of one step at this place. Of two different images of one rank, the first
         is held, and the rank is `doubled`."""
         id, world = key
-        first, doubled = dict[int, Shard](), 0
-        for rank, shard in shards:
-            known = first.setdefault(rank, shard)
-            if known.root != shard.root and None not in (known.root, shard.root):
-                doubled |= 1 << rank
         here = self._held.setdefault((at, tier), {})
         held = here.get(key) or Holding(id, (at, tier, world))
-        new = {rank: shard for rank, shard in first.items() if not held.is_of(rank, shard)}
-        if not (new or doubled):
+        changed = listed_before = 0
+        for of, shards in listed:
+            if not listed_before & of.bits:
+                changed |= held.put(of.ranks, shards)
+            else:
+                for rank, root in zip(of.ranks, shards.roots, strict=False):
+                    changed |= held.doubt(rank, root)
+            listed_before |= of.bits
+        if not changed:
             return
-        coming = bitmap(new)
-        held.remove(held.ranks & coming)
-        held.add(new)
-        held.doubled |= doubled
         tally = self._of_step.get(id)
         if tally is None:
             tally = self._of_step[id] = Tally()
             insort(self._steps, id)
             self._epochs_held[id.epoch] += 1
-        if key not in here:
-            here[key] = held
-        tally.came(held, coming | doubled)
+        here[key] = held
+        tally.came(held, changed)
         self._note(id, tally)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
@@ -545,16 +627,23 @@ class Completeness:
                 del self._epochs_held[id.epoch]
 
     def _hear(
-        self, node_rank: int, tier: Tier, told: Mapping[int, ReportedTier], *, held: int
+        self,
+        node_rank: int,
+        tier: Tier,
+        told: Iterable[tuple[RanksReport, ReportedTier]],
+        *,
+        held: int,
     ) -> None:
-        said = self._answers.setdefault((node_rank, tier), _nothing_said())
-        before, others = dict(said), ~bitmap(told)
-        for answer in said:
-            said[answer] &= others
-        for rank, one in told.items():
+        before = self._answers.get((node_rank, tier)) or _nothing_said()
+        said = self._answers[node_rank, tier] = dict(before)
+        for reports, one in told:
+            of = reports.bits
             # a report that lists steps cannot mean NONE
-            lists = held >> rank & 1 and one.answer is not Answer.UNKNOWN
-            said[Answer.STEPS if lists else one.answer] |= 1 << rank
+            lists = held & of if one.answer is not Answer.UNKNOWN else 0
+            for answer in said:
+                said[answer] &= ~of
+            said[Answer.STEPS] |= lists
+            said[one.answer] |= of & ~lists
         if said != before:
             self._merged.pop(tier, None)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from keepstep.core.commit_rule import (
     ALL_RANKS,
@@ -23,7 +23,7 @@ from keepstep.core.commit_rule import (
     Completeness,
     Coverage,
     Lineage,
-    RankReport,
+    RanksReport,
     Standing,
     at_least,
     bitmap,
@@ -63,7 +63,7 @@ class Reported:
     """
 
     node_rank: int = 0
-    ranks: Mapping[int, RankReport] = field(default_factory=dict)
+    ranks: tuple[RanksReport, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     sequence: int = 0
 

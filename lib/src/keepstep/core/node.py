@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from keepstep.core.commit_rule import RankReport, Standing
+from keepstep.core.commit_rule import RankReport, Standing, of_ranks
 from keepstep.core.ledger import (
     Alarm,
     Committed,
@@ -552,7 +552,7 @@ class Node:
                 if (held := report.get(Tier.LOCAL)) is not None:
                     self._durable[rank] = {one.step_id for one in held.shards}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
-            event = Reported(ranks=event.ranks)
+            event = Reported(ranks=of_ranks(event.ranks))
         actions = self.ledger.apply(event)
         return tuple(one for one in actions if not isinstance(one, Alarm) or self.alarm(one))
 

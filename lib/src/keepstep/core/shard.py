@@ -1,4 +1,5 @@
-"""A shard, the value that ledger, inventory, listings and records share; and sets of ranks as runs.
+"""A shard, the value that ledger, inventory, listings and records share; the shards of one step,
+as reports name them; and sets of ranks as runs.
 
 Ranks in the same place of each node are one run of equal distance, so a few numbers stand for
 thousands of ranks, in messages and in memory. Except for `bits` and iteration, nothing here takes
@@ -8,11 +9,13 @@ time or memory in proportion to a number that came in a message.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypeVar
 
 from keepstep.steps import StepId
+
+T = TypeVar("T")
 
 Run = tuple[int, int, int]
 """First rank, last rank, and the distance from one rank to the next: at least 1."""
@@ -66,6 +69,11 @@ class Ranks:
 
     def __contains__(self, rank: object) -> bool:
         return any(rank in range(first, last + 1, step) for first, last, step in self.runs)
+
+    @property
+    def first(self) -> int:
+        """The lowest rank. Raises IndexError if the set is empty."""
+        return self.runs[0][0]
 
     @property
     def last(self) -> int:
@@ -136,3 +144,81 @@ class Shard:
         """Whether a message may name it: it is of a rank of its world, and so are its twins."""
         alike = not self.alike or (self.alike.is_short and self.rank in self.alike)
         return 0 <= self.rank < self.world <= MOST_RANKS and alike
+
+
+MOST_BYTES: Final = 1 << 62
+"""The ledger keeps 64 bits for the size of an image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShards:
+    """The shards of one step, of some ranks of one world. Who has it knows which ranks.
+
+    `sizes` has one value for each of these ranks, in ascending order, so that a message of few
+    bytes never stands for many images. The same goes for `roots`, `params_digests` and `alike`,
+    which are empty if no rank has one; see `Shard`. `written_at`: of the last.
+    """
+
+    step_id: StepId
+    world: int
+    sizes: tuple[int, ...]
+    roots: tuple[str | None, ...] = ()
+    params_digests: tuple[str | None, ...] = ()
+    alike: tuple[Ranks, ...] = ()
+    written_at: float | None = None
+
+    @classmethod
+    def of(cls, shard: Shard) -> StepShards:
+        """The shard of one rank. Twins that take too many runs are left out (`Ranks.is_short`)."""
+        return cls(
+            step_id=shard.step_id,
+            world=shard.world,
+            sizes=(shard.size_bytes,),
+            roots=() if shard.root is None else (shard.root,),
+            params_digests=() if shard.params_digest is None else (shard.params_digest,),
+            alike=(shard.alike,) if shard.alike and shard.alike.is_short else (),
+            written_at=shard.written_at,
+        )
+
+    @classmethod
+    def joined(cls, each: Sequence[StepShards]) -> StepShards:
+        """The shards of all these ranks, from those of each rank alone, in ascending order."""
+        return cls(
+            step_id=each[0].step_id,
+            world=each[0].world,
+            sizes=tuple(one.sizes[0] for one in each),
+            roots=_column([one.roots for one in each], None),
+            params_digests=_column([one.params_digests for one in each], None),
+            alike=_column([one.alike for one in each], NOBODY),
+            written_at=max((one.written_at for one in each if one.written_at), default=None),
+        )
+
+    def at(self, index: int) -> StepShards:
+        """The shard of one of the ranks alone."""
+        return replace(
+            self,
+            sizes=self.sizes[index : index + 1],
+            roots=self.roots[index : index + 1],
+            params_digests=self.params_digests[index : index + 1],
+            alike=self.alike[index : index + 1],
+        )
+
+    def is_possible(self, ranks: Ranks) -> bool:
+        """Whether a message may name it for these ranks: they are of its world, and each has one
+        value in each column, which can be."""
+        columns = self.roots, self.params_digests, self.alike
+        return (
+            len(self.sizes) == len(ranks) > 0
+            and ranks.last < self.world <= MOST_RANKS
+            and {len(column) for column in columns} <= {0, len(ranks)}
+            and 0 <= min(self.sizes) <= max(self.sizes) < MOST_BYTES
+            and all(
+                not twins or (twins.is_short and twins.last < self.world and rank in twins)
+                for rank, twins in zip(ranks, self.alike, strict=False)
+            )
+        )
+
+
+def _column(each: Sequence[tuple[T, ...]], nothing: T) -> tuple[T, ...]:
+    """One value for each rank; none at all if no rank has one."""
+    return tuple(one[0] if one else nothing for one in each) if any(each) else ()

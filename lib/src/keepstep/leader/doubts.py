@@ -127,7 +127,7 @@ def _what_hinders(leader: Leader) -> str:
     newest = {
         rank: leader.ledger.oldest_newest(rank)
         for rank, place in leader.ledger.places.items()
-        if place.ranks and not place.gone
+        if place.ranks.all and not place.gone
     }
     if not newest:
         return _ONWARD

@@ -9,13 +9,13 @@ one connection, so of two leaders at most one ever has all of them. What an oper
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from keepstep.core.commit_rule import ALL_RANKS
 from keepstep.core.ledger import Alarm, is_among
-from keepstep.core.shard import MOST_RANKS, Shard
+from keepstep.core.shard import MOST_RANKS, StepShards
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.buddies import Spot, buddies
@@ -30,7 +30,7 @@ from keepstep.wire.reports import (
     Peer,
     Pins,
     Report,
-    ReportedRank,
+    ReportedRanks,
     ReportReply,
 )
 from keepstep.wire.runs import Requested, RunPolicy
@@ -140,8 +140,7 @@ class Leader:
         from `history`. Raises UsageError for one that is no member, or that tells of ranks or
         images which cannot be: nothing has changed then."""
         member, report = self._member(node_rank, told), told.report
-        for one in report.ranks:
-            _check(one)
+        _check(report)
         self._members[node_rank] = member
         member.connected, member.leaving = True, told.leaving
         self._reported.add(node_rank)
@@ -159,7 +158,8 @@ class Leader:
         if said is not None:
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
-            self._owners |= {one.rank: node_rank for one in report.ranks if one.alive}
+            for one in report.ranks:
+                self._owners |= dict.fromkeys(one.ranks if one.alive else (), node_rank)
             self.history.took(
                 sender,
                 report,
@@ -196,42 +196,48 @@ class Leader:
     def _believed(self, node_rank: int, report: Report) -> Report:
         """The report, without new steps of ranks that train at another member, unless that member
         has written them: nothing is committed by what others say of its bytes."""
-        owners = {one.rank: self._owners.get(one.rank, node_rank) for one in report.ranks}
-        training = {one: self._training(one) for one in {*owners.values()} - {node_rank}}
-        ranks = tuple(
-            self._believed_of(one, owner)
-            if training.get(owner := owners[one.rank], 0) >> one.rank & 1
-            else one
-            for one in report.ranks
-        )
-        alike = all(map(operator.is_, ranks, report.ranks))
-        return report if alike else replace(report, ranks=ranks)
+        believed = tuple(each for one in report.ranks for each in self._of(node_rank, one))
+        return report if believed == report.ranks else replace(report, ranks=believed)
 
-    def _believed_of(self, one: ReportedRank, owner: int) -> ReportedRank:
+    def _of(self, node_rank: int, told: ReportedRanks) -> Iterable[ReportedRanks]:
+        """What to believe of this entry; of each rank alone where not everything is believed."""
+        owners = {self._owners.get(rank, node_rank) for rank in told.ranks} - {node_rank}
+        training = {owner: self._training(owner) & told.bits for owner in owners}
+        listed = [one for tier in told.tiers if not tier.shared for one in told.shards(tier)]
+        if not any(
+            ranks & ~self._known(owner, one) for owner, ranks in training.items() for one in listed
+        ):
+            return (told,)
+        return (
+            self._believed_of(one, owner)
+            if training.get(owner := self._owners.get(rank, node_rank), 0) >> rank & 1
+            else one
+            for rank, one in told.each()
+        )
+
+    def _believed_of(self, one: ReportedRanks, owner: int) -> ReportedRanks:
+        """Without the images of this rank that its owner has not written."""
         tiers = dict(one.tiers)
         for tier, told in one.tiers.items():
-            if tier.shared:
-                continue
-            known = tuple(held for held in told.shards if self._known(owner, held))
-            if known != told.shards:
-                tiers[tier] = replace(told, shards=known)
-        alike = all(map(operator.is_, tiers.values(), one.tiers.values()))
-        return one if alike else replace(one, tiers=tiers)
+            known = (held for held in told.shards if one.bits & self._known(owner, held))
+            tiers[tier] = told if tier.shared else replace(told, shards=tuple(known))
+        return replace(one, tiers=tiers)
 
-    def _known(self, owner: int, held: Shard) -> bool:
-        """Whether this image is old, or on the drives of the member at which its rank trains."""
-        written = self.ledger.core.copy(held.step_id, (owner, Tier.LOCAL, held.world))
-        if written >> held.rank & 1 or held.step_id.epoch != self.ledger.core.lineage.current:
-            return True
+    def _known(self, owner: int, held: StepShards) -> int:
+        """The ranks whose images of the step are old, or on the drives of the member at which they
+        train, as a bitmap."""
         commit = self.ledger.committed()
-        return commit is not None and held.step_id <= commit
+        is_old = commit is not None and held.step_id <= commit
+        if is_old or held.step_id.epoch != self.ledger.core.lineage.current:
+            return ALL_RANKS
+        return self.ledger.core.copy(held.step_id, (owner, Tier.LOCAL, held.world))
 
     def _training(self, owner: int) -> int:
         """The ranks that train at this member in the newest epoch, if it is connected; as bits."""
         if not self._members[owner].connected:
             return 0
         current, found = self.ledger.core.lineage.current, 0
-        for id, ranks in self.ledger.places[owner].staged:
+        for id, ranks in self.ledger.places[owner].staged.items():
             found |= ranks if id.epoch == current else 0
         return found
 
@@ -437,14 +443,20 @@ class Leader:
         return self._peers[1]
 
 
-def _check(one: ReportedRank) -> None:
+def _check(report: Report) -> None:
     """Raises UsageError for what cannot be: the ledger keeps a bit for each rank, and 64 for the
     size of an image."""
-    if not 0 <= one.rank < one.world <= MOST_RANKS:
-        raise UsageError(f"rank {one.rank} of {one.world} cannot be")
-    for image in one.shards():
-        if image.rank != one.rank or not image.is_possible or not 0 <= image.size_bytes < 1 << 62:
-            raise UsageError(f"rank {one.rank} tells of an image that cannot be: {image}"[:200])
+    named = 0
+    for one in report.ranks:
+        ranks, runs = one.ranks, f"{one.ranks.runs}"[:100]
+        if not ranks or not ranks.is_short or not ranks.last < one.world <= MOST_RANKS:
+            raise UsageError(f"ranks {runs} of {one.world} cannot be")
+        if named & one.bits:
+            raise UsageError(f"ranks {runs} are told of twice")
+        named |= one.bits
+        for image in one.shards():
+            if not image.is_possible(ranks):
+                raise UsageError(f"ranks {runs} tell of images that cannot be: {image}"[:300])
 
 
 def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:

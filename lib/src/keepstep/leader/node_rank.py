@@ -6,30 +6,71 @@ an integer, as in the ledger.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import NamedTuple
+from typing import TypeVar
 
 from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRanks
+
+T = TypeVar("T")
 
 
-class RankState(NamedTuple):
-    """What was reported of one rank besides its images. `own`: it trains, or trained, in this pod.
-    Otherwise the pod only keeps copies of it (`copied`), or saw it archived."""
+RankState = tuple[int, bool, StepId | None]
+"""The world that a rank reported, whether its trainer is running, and its newest staged step."""
 
-    world: int
-    alive: bool
-    own: bool
-    copied: bool
-    staged: StepId | None
-    skipped: int
-    discarded: int
-    blocked_s: float
-    archive_answer: Answer | None
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSets:
+    """What was reported of the ranks of a place beside their images, as bitmaps.
+
+    `own`: the ranks that train, or trained, here, without those of which it only keeps or reports
+    copies. `copied`: the ranks of other pods of which it keeps copies. `archive`: by answer, the
+    ranks of which it reported what is archived. `states`: by state, the ranks that are in it.
+    """
+
+    own: int = 0
+    copied: int = 0
+    archive: Mapping[Answer, int] = field(default_factory=dict)
+    states: Mapping[RankState, int] = field(default_factory=dict)
+
+    @property
+    def all(self) -> int:
+        """All ranks of which anything was reported."""
+        return functools.reduce(operator.or_, self.states.values(), 0)
+
+    def after(self, told: Iterable[ReportedRanks], held: Mapping[Tier, int]) -> RankSets:
+        """The sets after a report. `held`: by tier, the ranks of which the ledger has an image of
+        this place."""
+        own, copied = self.own, self.copied
+        archive, states = dict(self.archive), dict(self.states)
+        here, copies = held[Tier.MEMORY] | held[Tier.LOCAL], held[Tier.PEER]
+        for one in told:
+            ranks = one.bits
+            _move(states, ranks, (one.world, one.alive, one.staged))
+            if (listed := one.tiers.get(Tier.ARCHIVE)) is not None:
+                _move(archive, ranks, listed.answer)
+            archived = archive.get(Answer.STEPS, 0)
+            if listed is not None and listed.gone is None:
+                archived = ranks if listed.shards else 0
+            own &= ~ranks
+            own |= ranks if one.alive else ranks & (here | ~(copies | archived))
+            copied = copied & ~ranks | copies & ranks
+        return RankSets(own=own, copied=copied, archive=archive, states=states)
+
+
+def _move(sets: dict[T, int], ranks: int, to: T) -> None:
+    """Put these ranks into one of the sets, and out of the others."""
+    for key, there in list(sets.items()):
+        if left := there & ~ranks:
+            sets[key] = left
+        else:
+            del sets[key]
+    sets[to] = sets.get(to, 0) | ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +78,9 @@ class Place:
     """One node rank: the pod that holds it, and what its sidecar reported last. Fields that are
     needed with each report are computed once, since a run may have thousands of ranks.
 
-    `own`: the ranks that train, or trained, here, without those of which it only keeps or reports
-    copies. `copied`: the ranks of other pods of which it keeps copies. `archive_told`: the ranks of
-    its own of which it reported what is archived. `alive`: the ranks whose trainer is running.
-    `worlds`: for all its ranks, whether the trainer is running and which world it reported.
-    `staged`: for each newest staged step, the ranks that staged it.
+    `alive`: the ranks whose trainer is running. `worlds`: for all its ranks, whether the trainer is
+    running and which world it reported. `staged`: for each newest staged step, the ranks that
+    staged it.
 
     `sidecar`: the last report, without what is in the ledger or above. `heard_at`: when it came, by
     the leader's clock. `gone`: the pod is gone. `dropped`: its images are removed from the ledger,
@@ -52,40 +91,35 @@ class Place:
     node: str
     sidecar: Report
     epochs: tuple[Epoch, ...]
-    ranks: Mapping[int, RankState]
+    ranks: RankSets
     heard_at: float
     gone: bool = False
     dropped: bool = False
     stays: bool = False
-    own: int = field(init=False)
-    copied: int = field(init=False)
-    archive_told: int = field(init=False)
     alive: int = field(init=False)
     worlds: frozenset[tuple[bool, int]] = field(init=False)
-    staged: tuple[tuple[StepId, int], ...] = field(init=False)
+    staged: Mapping[StepId, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = copied = archive_told = alive = 0
-        worlds, staged = set[tuple[bool, int]](), dict[StepId, int]()
-        for rank, one in self.ranks.items():
-            bit = 1 << rank
-            own |= bit if one.own else 0
-            copied |= bit if one.copied else 0
-            archive_told |= bit if one.own and one.archive_answer is not None else 0
-            alive |= bit if one.alive else 0
-            worlds.add((one.alive, one.world))
-            if one.staged is not None:
-                staged[one.staged] = staged.get(one.staged, 0) | bit
-        found = {
-            "own": own,
-            "copied": copied,
-            "archive_told": archive_told,
-            "alive": alive,
-            "worlds": _shared(frozenset(worlds)),
-            "staged": tuple(staged.items()),
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        alive, staged = 0, dict[StepId, int]()
+        for (_, lives, newest), ranks in self.ranks.states.items():
+            alive |= ranks if lives else 0
+            if newest is not None:
+                staged[newest] = staged.get(newest, 0) | ranks
+        object.__setattr__(self, "alive", alive)
+        object.__setattr__(self, "staged", staged)
+        worlds = frozenset((lives, world) for world, lives, _ in self.ranks.states)
+        object.__setattr__(self, "worlds", _shared(worlds))
+
+    @property
+    def own(self) -> int:
+        """See `RankSets`."""
+        return self.ranks.own
+
+    @property
+    def archive_told(self) -> int:
+        """The ranks of its own of which it reported what is archived."""
+        return self.own & functools.reduce(operator.or_, self.ranks.archive.values(), 0)
 
     @property
     def settled(self) -> bool:
@@ -159,8 +193,8 @@ class Places(Mapping[int, Place]):
                 del self._worlds[place.worlds]
 
     def _stage(self, node_rank: int, was: Place | None, place: Place | None) -> None:
-        now = dict(place.staged) if place is not None else {}
-        left = dict.fromkeys(id for id, _ in was.staged if id not in now) if was is not None else {}
+        now = place.staged if place is not None else {}
+        left = (id for id in was.staged if id not in now) if was is not None else ()
         for id, ranks in (*now.items(), *((id, 0) for id in left)):
             at = self._staged.setdefault(id, RankUnion())
             at.put(node_rank, ranks)
@@ -202,12 +236,7 @@ def _is_same(place: Place, sender: Sender, report: Report) -> bool:
 
 
 def renewed(
-    sender: Sender,
-    report: Report,
-    at: float,
-    *,
-    epochs: tuple[Epoch, ...],
-    ranks: Mapping[int, RankState],
+    sender: Sender, report: Report, at: float, *, epochs: tuple[Epoch, ...], ranks: RankSets
 ) -> Place:
     """The place after this report."""
     return Place(
@@ -221,31 +250,8 @@ def renewed(
     )
 
 
-def rank_state(one: ReportedRank, before: RankState | None, held: Mapping[Tier, int]) -> RankState:
-    """The state of a rank after a report. `held`: by tier, the ranks of which the ledger has an
-    image of this place."""
-    answer = before.archive_answer if before is not None else None
-    archived = answer is Answer.STEPS
-    if (told := one.tiers.get(Tier.ARCHIVE)) is not None:
-        answer = told.answer
-        archived = bool(told.shards) if told.gone is None else answer is Answer.STEPS
-    here = one.alive or any(held[tier] >> one.rank & 1 for tier in IN_POD)
-    copied = bool(held[Tier.PEER] >> one.rank & 1)
-    return RankState(
-        world=one.world,
-        alive=one.alive,
-        own=here or not (copied or archived),
-        copied=copied,
-        staged=one.staged,
-        skipped=one.skipped,
-        discarded=one.discarded,
-        blocked_s=one.blocked_s,
-        archive_answer=answer,
-    )
-
-
-def kept(one: ReportedRank) -> bool:
-    """Whether a pod reports this rank only because it keeps copies of it, or saw it archived.
+def kept(one: ReportedRanks) -> bool:
+    """Whether a pod reports these ranks only because it keeps copies of them, or saw them archived.
 
     A rank of the pod's own that has no image here yet looks the same; it counts as its own once its
     trainer comes.
@@ -253,7 +259,7 @@ def kept(one: ReportedRank) -> bool:
     return bool(one.shards()) and not (one.alive or one.shards(*IN_POD))
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _shared(worlds: frozenset[tuple[bool, int]]) -> frozenset[tuple[bool, int]]:
     """One object for all places that report the same."""
     return worlds

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import Holding, RankReport, ReportedTier, bitmap, bits
+from keepstep.core.commit_rule import Holding, RankReport, RanksReport, ReportedTier, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
@@ -23,21 +23,21 @@ from keepstep.core.ledger import (
     Reported,
 )
 from keepstep.core.retention import Retention
+from keepstep.core.shard import Ranks
 from keepstep.leader.durability import Sole, least_left, refuges, sole_nodes
 from keepstep.leader.node_rank import (
     Place,
     Places,
-    RankState,
+    RankSets,
     Sender,
     follows,
     kept,
     overtaken,
-    rank_state,
     renewed,
 )
 from keepstep.leader.orphaned_shards import OrphanedShards
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRank
+from keepstep.wire.reports import Report, ReportedRanks
 
 MOST_ARCHIVED = 4096
 """The most archived steps that count: the newest do, and older ones are left alone."""
@@ -130,29 +130,33 @@ class RunLedger:
     def _hear(self, node_rank: int, report: Report) -> tuple[Action, ...]:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
-        archived = [
-            one
-            for one in report.ranks
-            if Tier.ARCHIVE in one.tiers and self._only_kept(node_rank, one)
-        ]
-        if archived:
-            heard, ranks = self._heard(node_rank), dict(event.ranks)
-            for one in archived:
-                ranks[one.rank] = self._believed(one, heard)
-            event = replace(event, ranks=ranks)
+        if any(Tier.ARCHIVE in one.tiers and kept(one) for one in report.ranks):
+            heard = self._heard(node_rank)
+            ranks = (found for one in report.ranks for found in self._of(node_rank, one, heard))
+            event = replace(event, ranks=tuple(ranks))
         said = self.core.apply(event)
         self.core.keep_archived(MOST_ARCHIVED)
         return said
 
-    def _only_kept(self, node_rank: int, one: ReportedRank) -> bool:
+    def _of(self, node_rank: int, told: ReportedRanks, heard: int) -> Iterator[RanksReport]:
+        """What to believe of this entry; of each rank alone where it tells of the archive."""
+        if Tier.ARCHIVE not in told.tiers or not kept(told):
+            yield told
+            return
+        for rank, one in told.each():
+            if self._only_kept(node_rank, rank, one):
+                one = replace(one, tiers=self._believed(rank, one, heard))
+            yield one
+
+    def _only_kept(self, node_rank: int, rank: int, one: ReportedRanks) -> bool:
         """As `kept`, but also right for a report of changes only."""
-        return kept(one) and not any(
-            self.core.held(node_rank, tier) >> one.rank & 1
+        return not any(
+            self.core.held(node_rank, tier) >> rank & 1
             for tier in IN_POD
             if tier not in one.tiers or one.tiers[tier].gone is not None
         )
 
-    def _believed(self, one: ReportedRank, heard: int) -> RankReport:
+    def _believed(self, rank: int, one: ReportedRanks, heard: int) -> RankReport:
         """What to believe of a pod that reports archived steps of a rank that is not its own.
 
         Each rank's own pod knows all archived steps of that rank. The pods of the first and the
@@ -160,25 +164,21 @@ class RunLedger:
         must not make the older ones look gone. `heard`: ranks whose own pods exist and have
         reported.
         """
-        if heard >> one.rank & 1:
+        if heard >> rank & 1:
             return {tier: told for tier, told in one.tiers.items() if tier is not Tier.ARCHIVE}
         archived = one.tiers[Tier.ARCHIVE]
         named = {held.step_id for held in archived.shards}
         if archived.gone is not None or not named:
             return one.tiers
-        there = self.core.archived_of(one.rank)
+        there = self.core.archived_of(rank)
         gone = tuple(id for id in there if id > min(named) and id not in named)
         return {**one.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
 
     def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
         """The place after this report, which the ledger has already taken in."""
         before = place if report.since else None
-        ranks = dict(before.ranks) if before is not None else {}
         held = {tier: self.core.held(sender.node_rank, tier) for tier in (*IN_POD, Tier.PEER)}
-        last: RankState | None = None
-        for one in report.ranks:
-            state = rank_state(one, ranks.get(one.rank), held)
-            last = ranks[one.rank] = last if state == last else state  # most are equal
+        ranks = (before.ranks if before is not None else RankSets()).after(report.ranks, held)
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
@@ -215,17 +215,18 @@ class RunLedger:
 
     def _memory_gone(self, node_rank: int) -> tuple[Action, ...]:
         lost = {Tier.MEMORY: ReportedTier(answer=Answer.UNKNOWN)}
+        own = Ranks.of(bits(self.places[node_rank].own))
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
-            ranks=dict.fromkeys(bits(self.places[node_rank].own), lost),
+            ranks=(RanksReport(ranks=own, tiers=lost),),
             sequence=self._ordered,
         )
         return self.core.apply(event)
 
     def _forget_unnamed(self, node_rank: int, report: Report) -> Iterator[Action]:
         """Remove the ranks that this node had and, after the scan of its volumes, no longer has."""
-        named = bitmap(one.rank for one in report.ranks)
+        named = report.named
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
@@ -405,20 +406,23 @@ class RunLedger:
         """`durability.sole_nodes` over what the node ranks are called that have a copy: where twins
         count, because ranks lend each other images, and where they do not. `lenders`: the node
         ranks whose twins count; None: all."""
-        by_twins: dict[str, int] = {}
+        lent: dict[str, int] = {}
         own: dict[str, int] = {}
         world = 0
         for held in self._on_drives(id):
             node_rank, _, saved = held.place
             if (name := names.get(node_rank)) is not None:
                 world = world or saved
-                lent = held.with_twins() if lenders is None or node_rank in lenders else held.ranks
-                by_twins[name] = by_twins.get(name, 0) | lent
                 own[name] = own.get(name, 0) | held.ranks
+                if held.has_twins and (lenders is None or node_rank in lenders):
+                    lent[name] = lent.get(name, 0) | held.with_twins()
         if not world:
             return None, None
-        sole = sole_nodes(by_twins, world=world)
-        return sole, sole if own == by_twins else sole_nodes(own, world=world)
+        sole = sole_nodes(own, world=world)
+        if not lent:
+            return sole, sole
+        by_twins = {name: ranks | lent.get(name, 0) for name, ranks in own.items()}
+        return sole_nodes(by_twins, world=world), sole
 
     def _on_drives(self, id: StepId) -> Iterator[Holding]:
         """Each copy of the step on a drive."""
@@ -451,7 +455,7 @@ class RunLedger:
     def oldest_newest(self, node_rank: int) -> int:
         """The newest step on local of the rank of this place that is the farthest behind; -1 if a
         rank has none."""
-        left = bitmap(self.places[node_rank].ranks)
+        left = self.places[node_rank].ranks.all
         newest_first = sorted(self.core.of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True)
         for id, held in newest_first:
             left &= ~held.ranks

@@ -133,11 +133,11 @@ def _fullest(there: Iterable[Place]) -> float | None:
 
 
 def _stall(there: Iterable[Place]) -> Stall:
-    ranks = [rank for place in there for rank in place.ranks.values()]
+    told = [place.sidecar.stall for place in there]
     return Stall(
-        skipped=sum(rank.skipped for rank in ranks),
-        discarded=sum(rank.discarded for rank in ranks),
-        blocked_seconds=round(sum(rank.blocked_s for rank in ranks), 1),
+        skipped=sum(one.skipped for one in told),
+        discarded=sum(one.discarded for one in told),
+        blocked_seconds=round(sum(one.blocked_seconds for one in told), 1),
     )
 
 
@@ -220,9 +220,8 @@ def _is_certain(leader: Leader) -> bool:
         return False
     if leader.requests.policy.archive_every is None:
         return True
-    ranks = (one for place in leader.ledger.places.there() for one in place.ranks.values())
-    told = {one.archive_answer for one in ranks}
-    return Answer.UNKNOWN not in told and bool(told - {None})
+    told = {one for place in leader.ledger.places.there() for one in place.ranks.archive}
+    return Answer.UNKNOWN not in told and bool(told)
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -268,7 +267,7 @@ def _holder(
         for rank, place in places.items()
         if place.own and any(ledger.core.of_node(rank, Tier.LOCAL))
     }
-    copied = (rank for place in places.values() for rank in bits(place.copied))
+    copied = (rank for place in places.values() for rank in bits(place.ranks.copied))
     return Holder(
         node=node,
         node_ranks=spans(own | {one.node_rank for one in left}),

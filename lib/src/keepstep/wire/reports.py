@@ -8,33 +8,47 @@ answered. It names no run and no node rank: the leader takes these from the memb
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, field, fields
 
-from keepstep.core.commit_rule import ReportedTier
+from keepstep.core.commit_rule import RanksReport
 from keepstep.core.history import Badput, Goodput
 from keepstep.core.ledger import Reported
-from keepstep.core.shard import Shard
+from keepstep.core.shard import StepShards
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.status import RankCounters, TierProgress, VolumeUsage
+from keepstep.wire.runs import Stall
+from keepstep.wire.status import TierProgress, VolumeUsage
 
 AUDIENCE = "reports.keepstep.dev"
 """Audience of the projected service-account token that a sidecar shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportedRank(RankCounters):
-    """What a report says of one rank.
+class ReportedRanks(RanksReport):
+    """What a report says of some ranks, each of which is in the same state and has the same steps:
+    of all ranks of a machine, as nearly always.
 
-    `tiers`: with shards as `Shard.to_send`; a tier that is not named does not exist on this pod, or
-    this report does not cover it. Under `peer` are copies that this pod keeps of images of a rank
-    that another pod has, or had before the pods came back in another order; under `archive`, the
-    rank's images that were seen there.
+    `alive`: a trainer holds the rank's lease. `staged`: the newest step that it sealed since the
+    sidecar started.
+
+    `tiers`: a tier that is not named does not exist on this pod, or this report does not cover it.
+    Under `peer` are copies that this pod keeps of images of a rank that another pod has, or had
+    before the pods came back in another order; under `archive`, the rank's images that were seen
+    there.
     """
 
-    tiers: dict[Tier, ReportedTier] = field(default_factory=dict)
+    world: int
+    alive: bool
+    staged: StepId | None = None
 
-    def shards(self, *tiers: Tier) -> tuple[Shard, ...]:
+    @property
+    def says(self) -> object:
+        """What ranks must have in common to be reported together."""
+        return self.world, self.alive, self.staged, super().says
+
+    def shards(self, *tiers: Tier) -> tuple[StepShards, ...]:
         """All shards that are listed under these tiers; without arguments, under any."""
         named = tiers or tuple(self.tiers)
         return tuple(one for tier in named if tier in self.tiers for one in self.tiers[tier].shards)
@@ -109,7 +123,8 @@ class Report:
 
     `sequence`: grows with every report of one sidecar process. `since`: the sequence of the
     earlier report to which this one has the changes (of `epochs`, `ranks`, `restores` and
-    `goodput`); 0: this report is whole. `ready`: the volumes were scanned. `library`: version of
+    `goodput`); 0: this report is whole. No rank is in two of `ranks`. `stall`: of all ranks of this
+    pod. `ready`: the volumes were scanned. `library`: version of
     the library in the training container; '' before the first trainer. `pinned`: what keeps slots
     from being swapped ("hugepages", "mlock"), or "no" and the reason. `peer_address`: the address
     at which other pods of the run reach this one; '' if it serves none. `tiers`: how far those
@@ -128,7 +143,8 @@ class Report:
     library: str = ""
     pinned: str = ""
     epochs: tuple[Epoch, ...] = ()
-    ranks: tuple[ReportedRank, ...] = ()
+    ranks: tuple[ReportedRanks, ...] = ()
+    stall: Stall = field(default_factory=Stall)
     restores: tuple[ReportedRestore, ...] = ()
     volumes: tuple[ReportedVolume, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -140,12 +156,17 @@ class Report:
     refusals: int = 0
     refused: str = ""
 
+    @property
+    def named(self) -> int:
+        """The ranks that it tells of, as a bitmap."""
+        return functools.reduce(operator.or_, (one.bits for one in self.ranks), 0)
+
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this node rank,
         because a restarted sidecar starts its `sequence` again."""
         return Reported(
             node_rank=node_rank,
-            ranks={one.rank: one.tiers for one in self.ranks},
+            ranks=self.ranks,
             epochs=self.epochs,
             sequence=ordered,
         )

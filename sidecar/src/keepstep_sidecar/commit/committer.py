@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
+from keepstep.core.commit_rule import of_ranks
 from keepstep.core.history import Kind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported
 from keepstep.core.node import (
@@ -434,7 +435,7 @@ class Committer:
         rank, id = source.shard.rank, id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
             self.remotes.reject(source, error)
-            self.feed(Reported(ranks={rank: self.remotes.report(rank)}))
+            self.feed(Reported(ranks=of_ranks({rank: self.remotes.report(rank)})))
             self._changes.ring()
         elif self.local_shards.holds(rank, id) is not None:
             self.local_shards.lose(rank, id)  # unless the scan finds it sound

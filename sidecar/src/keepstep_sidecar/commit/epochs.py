@@ -15,7 +15,7 @@ from typing import TypeVar
 from keepstep.core.commit_rule import Standing
 from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
-from keepstep.core.shard import Shard
+from keepstep.core.shard import Shard, StepShards
 from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -24,7 +24,7 @@ from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInvento
 from keepstep_sidecar.config.sidecar import Wish
 from keepstep_sidecar.log import warn
 
-Row = TypeVar("Row", bound=Shard)
+Row = TypeVar("Row", Shard, StepShards)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from keepstep.core.commit_rule import RankReport, ReportedTier, bits, is_full
+from keepstep.core.commit_rule import RankReport, ReportedTier, bits, is_full, of_ranks
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
 from keepstep.core.shard import NOBODY, Ranks, Shard
@@ -473,7 +473,7 @@ class Copies:
         self._index_told = self._remotes.index
         self._remote_ranks.update(self._remotes.ranks)
         ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
-        return Reported(ranks=ranks, epochs=self._remotes.epochs)
+        return Reported(ranks=of_ranks(ranks), epochs=self._remotes.epochs)
 
     @property
     def beyond_is_stale(self) -> bool:

@@ -6,19 +6,20 @@ Separate from `reporter`, which decides when to look and knows how to send.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from keepstep.core.commit_rule import RankReport, ReportedTier
-from keepstep.core.shard import Shard
+from keepstep.core.commit_rule import RankReport, ReportedTier, together
+from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import (
     Report,
     ReportedGoodput,
-    ReportedRank,
+    ReportedRanks,
     ReportedVolume,
 )
+from keepstep.wire.runs import Stall
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as look
@@ -45,7 +46,8 @@ def urgent(service: Service) -> bool:
 
 
 def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
-    """The whole report. `volumes`: measured just before, because that may block."""
+    """The whole report, with an entry for each rank. `volumes`: measured just before, because that
+    may block."""
     committer = service.committer
     return Report(
         sidecar=__version__,
@@ -56,6 +58,7 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         pinned=_pinned(service),
         epochs=_epochs(service),
         ranks=_ranks(service),
+        stall=_stall(service),
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
@@ -76,6 +79,15 @@ def _goodput(history: History) -> ReportedGoodput | None:
     return None if goodput is None else ReportedGoodput.of(goodput, history.id)
 
 
+def _stall(service: Service) -> Stall:
+    counted = [service.saving.of(rank) for rank in service.committer.copies.ranks()]
+    return Stall(
+        skipped=sum(sum(one.skipped.values()) for one in counted),
+        discarded=sum(one.discarded for one in counted),
+        blocked_seconds=sum(one.blocked_s for one in counted),
+    )
+
+
 def _pinned(service: Service) -> str:
     return look.pinned(service) if any(service.slots.files()) else ""
 
@@ -88,7 +100,7 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
     return (*recorded, current) if current is not None and unrecorded else recorded
 
 
-def _ranks(service: Service) -> tuple[ReportedRank, ...]:
+def _ranks(service: Service) -> tuple[ReportedRanks, ...]:
     """The ranks of this pod, and those of other pods of which it knows something. A rank that moved
     to another pod is the latter as soon as nothing of it is left here."""
     kept: dict[int, list[Shard]] = {}
@@ -105,20 +117,15 @@ def _left(service: Service, rank: int) -> bool:
     return rank in service.slots.moved and nothing
 
 
-def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRank:
+def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRanks:
     """`kept`: the copies of the rank that this pod keeps for another pod, which has it now or had
     it before."""
-    held, counters = _own(service, rank), service.saving.of(rank)
-    return ReportedRank(
-        rank=rank,
+    return ReportedRanks(
+        ranks=Ranks.of((rank,)),
         world=service.committer.copies.world(rank),
         alive=service.leases.of(rank) is not None,
-        staged=counters.staged,
-        saves=counters.saves,
-        skipped=sum(counters.skipped.values()),
-        discarded=counters.discarded,
-        blocked_s=counters.blocked_s,
-        tiers=_tiers(held, kept),
+        staged=service.saving.of(rank).staged,
+        tiers=_tiers(_own(service, rank), kept),
     )
 
 
@@ -126,18 +133,13 @@ def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier
     """What each tier holds of a rank. Copies are listed by the pods that keep them. Others only say
     whether they know of any."""
     told = {
-        tier: _listed(one.answer, () if tier is Tier.PEER else one.shards)
-        for tier, one in held.items()
+        tier: replace(one, shards=()) if tier is Tier.PEER else one for tier, one in held.items()
     }
     return told | _found({Tier.PEER: sorted(kept, key=lambda one: one.step_id)})
 
 
 def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
-    return {tier: _listed(Answer.STEPS, found) for tier, found in shards.items() if found}
-
-
-def _listed(answer: Answer, shards: Iterable[Shard]) -> ReportedTier:
-    return ReportedTier(answer=answer, shards=tuple(one.to_send() for one in shards))
+    return {tier: ReportedTier.of(found) for tier, found in shards.items() if found}
 
 
 def _own(service: Service, rank: int) -> RankReport:
@@ -177,18 +179,18 @@ tells only of its own."""
 
 def others(
     service: Service, kept: Mapping[int, list[Shard]], *, here: Collection[int]
-) -> tuple[ReportedRank, ...]:
+) -> tuple[ReportedRanks, ...]:
     """Ranks of other pods, of which this pod keeps a copy or knows an archived shard."""
     archived = _archived(service)
     ranks = sorted({*kept, *archived}.difference(here))
     return tuple(other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks)
 
 
-def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) -> ReportedRank:
+def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) -> ReportedRanks:
     """A rank of another pod, of which this pod knows some shard."""
     newest = max([*kept, *archived], key=lambda one: one.step_id)
-    return ReportedRank(
-        rank=rank,
+    return ReportedRanks(
+        ranks=Ranks.of((rank,)),
         world=newest.world,
         alive=False,
         tiers=_tiers(_NOTHING, kept) | _found({Tier.ARCHIVE: archived}),
@@ -225,33 +227,34 @@ def _speaks_for_all(service: Service, id: StepId) -> bool:
 
 def changes(known: Report | None, now: Report) -> Report:
     """`now`, reduced to what changed since `known`, which the leader answered. It is whole if
-    `known` is None, or if something that `known` named is no longer there."""
+    `known` is None, or if something that `known` named is no longer there. Ranks of which it says
+    the same have one entry together."""
     if known is None or not _goes_on(known, now):
-        return now
-    before = {one.rank: one for one in known.ranks}
+        return replace(now, ranks=together(now.ranks))
+    before = {one.ranks: one for one in known.ranks}
     return replace(
         now,
         since=known.sequence,
         epochs=now.epochs[len(known.epochs) :],
         restores=now.restores[len(known.restores) :],
         goodput=None if now.goodput == known.goodput else now.goodput,
-        ranks=tuple(filter(None, (_changed(before.get(one.rank), one) for one in now.ranks))),
+        ranks=together(filter(None, (_changed(before.get(one.ranks), one) for one in now.ranks))),
     )
 
 
 def _goes_on(known: Report, now: Report) -> bool:
     """Whether all that `known` named is still named: each epoch, restore, rank and tier."""
-    after = {one.rank: one.tiers.keys() for one in now.ranks}
+    after = {one.ranks: one.tiers.keys() for one in now.ranks}
     return (
         known.started_at == now.started_at
         and known.ready == now.ready
         and now.epochs[: len(known.epochs)] == known.epochs
         and now.restores[: len(known.restores)] == known.restores
-        and all(one.rank in after and one.tiers.keys() <= after[one.rank] for one in known.ranks)
+        and all(one.ranks in after and one.tiers.keys() <= after[one.ranks] for one in known.ranks)
     )
 
 
-def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank | None:
+def _changed(before: ReportedRanks | None, now: ReportedRanks) -> ReportedRanks | None:
     """The rank with those of its tiers that changed; None if nothing did."""
     was = before.tiers if before is not None else {}
     moved = {tier: _moved(was.get(tier), told) for tier, told in now.tiers.items()}
@@ -268,7 +271,7 @@ def _changed(before: ReportedRank | None, now: ReportedRank) -> ReportedRank | N
     return replace(now, tiers=tiers)
 
 
-def _lists_the_newest(now: ReportedRank) -> bool:
+def _lists_the_newest(now: ReportedRanks) -> bool:
     """Whether this is a rank of another pod, of which only the newest archived steps are listed.
     Steps that are no longer named need not be gone then."""
     return bool(now.shards(Tier.ARCHIVE)) and not (now.alive or now.shards(*IN_POD))
@@ -278,8 +281,7 @@ def _moved(before: ReportedTier | None, now: ReportedTier) -> ReportedTier | Non
     """What came and what went; None if nothing did. If any image of a step changed, the step counts
     as gone and comes whole."""
     listed = before.shards if before is not None else ()
-    was, is_now = ({(one, one.size_bytes) for one in each} for each in (listed, now.shards))
-    touched = {one.step_id for one, _ in was ^ is_now}
+    touched = {one.step_id for one in {*listed} ^ {*now.shards}}
     if before is not None and not touched and before.answer is now.answer:
         return None
     return replace(
@@ -316,15 +318,15 @@ def pressing(told: Report) -> Report:
     )
 
 
-def _pressing(one: ReportedRank) -> ReportedRank:
+def _pressing(one: ReportedRanks) -> ReportedRanks:
     tiers = {
         tier: replace(
             told, shards=_newest(told.shards) if tier in (Tier.LOCAL, Tier.ARCHIVE) else ()
         )
         for tier, told in one.tiers.items()
     }
-    return ReportedRank(rank=one.rank, world=one.world, alive=one.alive, tiers=tiers)
+    return ReportedRanks(ranks=one.ranks, world=one.world, alive=one.alive, tiers=tiers)
 
 
-def _newest(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+def _newest(shards: Sequence[StepShards]) -> tuple[StepShards, ...]:
     return (max(shards, key=lambda one: one.step_id),) if shards else ()
