@@ -45,6 +45,8 @@ def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kub
     assert runs.status(namespace)["survives"] == ["ContainerRestart"]
     runs.becomes(namespace, "Protected", words="the run then begins at step 0")
     began = _delete(namespace, "gpt-worker-0")
+    lost = namespace.eventually(lambda: namespace.events("LastStepLost"), what="an Event")
+    assert "the run begins again at step 0" in lost[-1]["message"]
     life = _begun_again(namespace, began)
     assert life.ended_at[0] - began < 60
     fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")

@@ -315,6 +315,43 @@ def test_a_pod_that_was_deleted_with_the_last_step_is_said_and_another_takes_its
     assert text(report, DoubtKind.COMMIT_LOST) == "step 50 was committed, and a part of it is gone"
 
 
+def test_a_step_that_went_with_a_pod_is_said_if_the_next_pod_comes_before_the_operator_speaks() -> (
+    None
+):
+    a, b = two()
+    play = Play(a.saved(50), b.saved(50), outlives_pod=False)
+    play.post()
+    play.leader.left(1)
+    new = Sidecar(rank=1, pod="pod-1-new", started_at=T0 + 1)
+    play.hear(new)
+    assert [one.type for one in play.look().recent] == ["LastStepLost"]
+    play.post(members=(member(a), member(new)))
+    play.hear(new)
+    assert [one.type for one in play.look().recent] == ["LastStepLost"], "once"
+
+
+def test_no_step_is_said_to_be_lost_with_a_pod_whose_volumes_outlive_it() -> None:
+    play, _, _, _ = moved()
+    assert "LastStepLost" not in [one.type for one in play.look().recent]
+    play.post()
+    assert "LastStepLost" not in [one.type for one in play.look().recent]
+
+
+@pytest.mark.parametrize("seen_leaving", [True, False])
+def test_a_pod_that_ends_while_it_is_deleted_is_deleted_and_one_that_fails_is_not(
+    seen_leaving: bool,
+) -> None:
+    for deleted in (True, False):
+        a, b = two()
+        play = Play(a.saved(50), b.saved(50), outlives_pod=False)
+        play.post()
+        if deleted and seen_leaving:
+            play.post(members=(member(a), replace(member(b), leaving=True)))
+        play.leader.left(1)
+        report = play.post(members=(member(a), replace(member(b), over=True, leaving=deleted)))
+        assert ([one.type for one in report.recent] == ["LastStepLost"]) is deleted
+
+
 def test_an_operator_that_has_just_begun_takes_no_pod_for_gone() -> None:
     a, b = two()
     play = Play(a.saved(1), b.saved(1), outlives_pod=False)

@@ -154,8 +154,13 @@ class Leader:
         believed = self._believed(node_rank, report)
         doubted, report = believed is not report, believed
         member.sequence, progress = report.sequence, self.ledger.progress
+        place = self.ledger.places.get(node_rank)
+        is_new = place is not None and not place.gone and place.pod != sender.pod
+        before = self.requests.outlook() if is_new and not sender.local_stays else None
         said = self.ledger.take(sender, report, at=at)
         if said is not None:
+            if before is not None:  # the new pod was here before the operator spoke of the old one
+                self.requests.deleted(node_rank, before, at=at)
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
             for one in report.ranks:
@@ -203,9 +208,12 @@ class Leader:
         """What to believe of this entry; of each rank alone where not everything is believed."""
         owners = {self._owners.get(rank, node_rank) for rank in told.ranks} - {node_rank}
         training = {owner: self._training(owner) & told.bits for owner in owners}
-        listed = [one for tier in told.tiers if not tier.shared for one in told.shards(tier)]
+        tiers = [tier for tier in told.tiers if not tier.shared]
         if not any(
-            ranks & ~self._known(owner, one) for owner, ranks in training.items() for one in listed
+            ranks & ~self._known(owner, one)
+            for owner, ranks in training.items()
+            for tier in tiers
+            for one in told.shards(tier)
         ):
             return (told,)
         return (

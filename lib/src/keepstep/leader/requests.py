@@ -57,7 +57,6 @@ class Requests:
         self.fresh = FreshStart()
         self.restore_from: RestoreFrom | None = None
         self._ledger, self._history, self._run = ledger, history, run
-        self._leaving: set[str] = set()
         self._named: tuple[OrphanedShard, ...] = ()
         self._asked: tuple[OrphanedShard, ...] = ()
         self._served = ""
@@ -69,7 +68,6 @@ class Requests:
         self.answer, self._asked = answer, self._named
         self.policy = answer.policy or self.policy
         self.pods = {one.pod: one for one in answer.members}
-        self._leaving |= {one.pod for one in answer.members if one.leaving and not one.over}
         if answer.record is not None and not self._history.resumed:
             self._history.resume(answer.record)
             self.restore_from = self.restore_from or answer.record.restore_from
@@ -82,9 +80,9 @@ class Requests:
             if place.stays != self.policy.outlives_pod and not place.gone:
                 self._ledger.places[node_rank] = replace(place, stays=self.policy.outlives_pod)
             if node_rank not in connected:
-                self._look_for(place, at=at)
+                self._look_for(node_rank, place, at=at)
 
-    def _look_for(self, place: Place, *, at: float) -> None:
+    def _look_for(self, node_rank: int, place: Place, *, at: float) -> None:
         """Note that the pod of this place is gone, or the node on which its volumes outlived it."""
         pod = self.pods.get(place.pod)
         if place.gone:
@@ -93,12 +91,12 @@ class Requests:
         elif (pod is None and self.answer.complete) or (pod is not None and pod.over):
             before, stays = self.outlook(), self.policy.outlives_pod
             self._alarmed(self._ledger.pod_gone(place.pod, local_stays=stays), at=at)
-            if pod is None or pod.leaving or place.pod in self._leaving:
-                self._lost(place, before, at=at)
-            self._leaving.discard(place.pod)
+            if pod is None or pod.leaving:
+                self.deleted(node_rank, before, at=at)
 
-    def _lost(self, place: Place, before: Outlook, *, at: float) -> None:
-        """A pod was deleted while others stay: say so if a step was lost with it."""
+    def deleted(self, node_rank: int, before: Outlook, *, at: float) -> None:
+        """A pod was deleted while others stay: say so if a step was lost with it. `before`: the
+        outlook while it was there."""
         after = self.outlook()
         left = after.step if after.restart is Restart.GOES_ON else None
         lost = before.step if before.restart is Restart.GOES_ON else None
@@ -109,14 +107,11 @@ class Requests:
                 self.way_out if after.restart is Restart.WAITS else left and left.step
             )
             message = (
-                f"the pod of node rank {self._rank_of(place)} was deleted before step {lost.step}"
+                f"the pod of node rank {node_rank} was deleted before step {lost.step}"
                 f" was kept where it outlives the pod; {onward}. Give the policy peers or an"
                 " archive, and a flushTimeout that holds what a pod writes and sends"
             )
             self._happened("LastStepLost", message, lost, at=at)
-
-    def _rank_of(self, place: Place) -> int:
-        return next(rank for rank, one in self._ledger.places.items() if one.pod == place.pod)
 
     # --- time ----------------------------------------------------------------------------
 
