@@ -51,8 +51,9 @@ from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, 
 from keepstep.restore.restore import PartialRestore, Restore, without_collections
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.frozen import Base, Frozen
+from keepstep.save.guard import Guard
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
-from keepstep.save.snapshot import Guard, Snapshots, Verdict
+from keepstep.save.snapshot import Snapshots, Verdict
 from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +35,7 @@ from keepstep.errors import (
     SlotUnavailable,
 )
 from keepstep.image import Layout
+from keepstep.save.frozen import Base
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
 from keepstep.wire.trainer import (
@@ -47,9 +48,6 @@ from keepstep.wire.trainer import (
     SlotRequest,
     StagedRequest,
 )
-
-if TYPE_CHECKING:
-    from keepstep.save.frozen import Base
 
 log = logging.getLogger("keepstep")
 

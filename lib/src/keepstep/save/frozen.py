@@ -3,9 +3,9 @@
 They lie in a *base*, an image of its own, to which the images of steps refer (docs/format.md). Only
 what can be told to be unchanged stays in it: a parameter that needs no gradient, stands where it
 stood, and has the version, the address and the fingerprint that it had when it was copied (as for
-lazy copies, `keepstep.save.snapshot`). At each save all of this is compared. A parameter that
-fails is in the image of every later step of this life, and a new base is made without it. So a step
-never refers to other bytes than it had.
+lazy copies, `keepstep.save.guard`). At each save all of this is compared. A parameter that fails is
+in the image of every later step of this life, and a new base is made without it. What none of this
+tells, a write of few elements past the version counter, stays unseen (docs/limits.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import ImageError
 from keepstep.image import BaseRef, ControlPage, Layout, Section
-from keepstep.save.snapshot import Fingerprint, Guard, Lot, Watched, may_wait
+from keepstep.save.guard import Fingerprint, Guard, Lot, Watched, may_wait
 from keepstep.state import accelerator, sharding
 from keepstep.state.leaves import Taken, TensorLeaf, plain_tensors
 from keepstep.state.wrappers import unwrap
@@ -36,8 +36,6 @@ _LEAST_SHARE = 0.25
 _MOST_BASES = 5
 """After so many bases, in each of which something changed that was frozen still, this life makes no
 other one."""
-
-
 _MOST_MUTATIONS = 3
 """So often all bytes are compared because the script said that it changes tensors. A script that
 says so more often may do it at each step: then each image holds everything."""

@@ -1,0 +1,311 @@
+"""Tensors that are copied while a training runs: in lots, and under a guard, which detects that one
+changed, although its version counter did not (`tensor.data.add_(1)`).
+
+Lazy copying is safe only while nothing writes to the tensors. In-place operations move autograd's
+version counter, but writes through `.data` do not. So a few elements of every tensor are compared
+as well: at regular strides from the first, at least 16 per tensor (all of a smaller one) and one
+in every 256 KiB. Any dense update changes them. The image itself is compared, too, because what
+was changed and changed back during the copy is the same at both ends. A sparse write past the
+counter (through `.data`, numpy, another process) between save and fence may go unnoticed; the
+docs say to wrap such code in `checkpointer.mutating()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from keepstep.client import copying
+from keepstep.client.slot import SlotMapping
+from keepstep.state import accelerator
+from keepstep.state.accelerator import Copies, check_memory
+from keepstep.state.leaves import TensorLeaf
+
+SAMPLES = 16
+_STRIDE_BYTES = 256 << 10
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_VERSION = attrgetter("_version")
+
+
+class Watched:
+    """Tensors as a guard watches them: flat lists, which are read and compared as a whole."""
+
+    def __init__(self, leaves: Sequence[TensorLeaf]) -> None:
+        # in-place operations on a DTensor and on its part are counted apart
+        apart = [leaf for leaf in leaves if leaf.live is not leaf.tensor]
+        self._names = [leaf.name for leaf in (*leaves, *apart)]
+        self._tensors = [leaf.tensor for leaf in leaves]
+        self._counting = [*self._tensors, *(leaf.live for leaf in apart)]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+
+    def versions(self) -> list[int]:
+        """Their version counters, which grow with each in-place operation."""
+        return list(map(_VERSION, self._counting))
+
+    def moved(self, versions: list[int]) -> str:
+        """The name of a tensor whose version or address changed, or ''."""
+        return next(self.all_moved(versions), "")
+
+    def all_moved(self, versions: list[int]) -> Iterator[str]:
+        """The names of all such tensors."""
+        now = self.versions(), list(map(Tensor.data_ptr, self._tensors))
+        for marks, before in zip(now, (versions, self._addresses), strict=True):
+            if marks != before:
+                yield from (self.name(at) for at, one in enumerate(marks) if one != before[at])
+
+    def name(self, at: int) -> str:
+        """The name of the tensor of a version, or of the tensor of this number."""
+        return self._names[at]
+
+
+class Guard(NamedTuple):
+    """What must be the same before and after a lazy copy."""
+
+    watched: Watched
+    versions: list[int]
+    fingerprint: Fingerprint
+    samples: list[torch.Tensor]
+
+    @classmethod
+    def take(cls, watched: Watched, fingerprint: Fingerprint) -> Guard:
+        """Remember the tensors as they are now. They must lie where they lay when both were
+        made."""
+        return cls(watched, watched.versions(), fingerprint, fingerprint.take())
+
+    def changed(self) -> str:
+        """The name of a tensor that changed, or ''."""
+        return self.moved() or next(self._differing(self.fingerprint.take(), self.samples), "")
+
+    def moved(self) -> str:
+        """The name of a tensor whose version or address changed, or ''. Waits for no device."""
+        return self.watched.moved(self.versions)
+
+    def all_changed(self) -> set[str]:
+        """The names of all tensors that changed."""
+        differing = self._differing(self.fingerprint.take(), self.samples)
+        return {*self.watched.all_moved(self.versions), *differing}
+
+    def differences(self) -> list[Tensor]:
+        """Whether the fingerprints differ: a truth value per group, where its samples are."""
+        now = self.fingerprint.take()
+        return [torch.ne(one, other).any() for one, other in zip(now, self.samples, strict=True)]
+
+    def torn(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
+        """The name of a tensor whose bytes in an image are not those of `save`, or ''. `samples`:
+        those of `save`, in host memory."""
+        return next(self._differing(self.fingerprint.in_image(mapping.memory), samples), "")
+
+    def _differing(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[str]:
+        """The names of the tensors of which samples differ."""
+        for group, (one, other) in enumerate(zip(now, before, strict=True)):
+            if not torch.equal(one, other):
+                for sample in torch.ne(one, other).nonzero().flatten().tolist():
+                    yield self.watched.name(self.fingerprint.tensor_of(group, sample))
+
+
+def of_bits(tensor: Tensor) -> Tensor:
+    """The tensor with elements of at most 8 bytes: complex128 as two doubles."""
+    return tensor if tensor.element_size() in _BITS else torch.view_as_real(tensor)
+
+
+def sampled(tensor: Tensor) -> tuple[Tensor, int]:
+    """A view of a few elements of a dense tensor, as integers, and how far apart they lie in its
+    memory, in elements. `tensor`: see `of_bits`."""
+    flat, size = tensor.as_strided((tensor.numel(),), (1,)), tensor.element_size()
+    stride = max(1, min(flat.numel() // SAMPLES, _STRIDE_BYTES // size))
+    stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
+    return flat.view(_BITS[size])[::stride], stride
+
+
+class Fingerprint:
+    """Sample positions of a set of dense tensors; `take` reads them, and they must lie where they
+    lay.
+
+    `aliases`: the same tensors. They hold the memory that the live ones had, so that a copy never
+    reads memory that was freed because a live tensor was given other memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int] = ()) -> None:
+        """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
+        where the bytes of each begin in the image, for `in_image`."""
+        self.aliases = [tensor.detach() for tensor in tensors]
+        device_of = accelerator.here().device_of
+        groups: dict[tuple[torch.device | None, int], _Group] = {}
+        for number, (tensor, begin) in enumerate(
+            zip(self.aliases, begins or [0] * len(tensors), strict=True)
+        ):
+            if tensor.numel() == 0:
+                continue
+            tensor = of_bits(tensor)
+            size = tensor.element_size()
+            place = device_of(tensor)
+            group = groups.setdefault((place, size), _Group(size, in_host=place is None))
+            group.add(number, tensor, begin)
+        self._groups = list(groups.values())
+
+    def take(self) -> list[Tensor]:
+        """The current samples: one small tensor per device and element size."""
+        return [group.take() for group in self._groups]
+
+    def in_image(self, memory: memoryview) -> list[Tensor]:
+        """The samples of an image, in the same order."""
+        return [group.in_image(memory) for group in self._groups]
+
+    def write(self, memory: memoryview, samples: Sequence[Tensor]) -> None:
+        """Write samples to where they belong in an image."""
+        for group, one in zip(self._groups, samples, strict=True):
+            group.write(memory, one)
+
+    def tensor_of(self, group: int, sample: int) -> int:
+        """The number of the tensor from which a sample of a group comes."""
+        return self._groups[group].tensor_of(sample)
+
+
+class _Group:
+    """The samples of tensors of one device and element size."""
+
+    def __init__(self, size: int, *, in_host: bool) -> None:
+        self._size, self._in_host = size, in_host
+        self._views: list[Tensor] = []
+        self._tensors: list[tuple[int, Tensor, int, int]] = []
+
+    def add(self, number: int, tensor: Tensor, begin: int) -> None:
+        view, stride = sampled(tensor)
+        self._views.append(view)
+        self._tensors.append((number, tensor, stride, begin // self._size))
+
+    def take(self) -> Tensor:
+        """The samples. Those in memory of the host are read as elements of one tensor over all of
+        it, because `cat` takes microseconds for each tensor."""
+        begin, count, places = self._by_address
+        if not count:
+            return torch.cat(self._views)
+        memory = (ctypes.c_ubyte * (count * self._size)).from_address(begin)
+        # indexing with `[]` wakes threads of torch's, which costs more than it saves
+        return torch.frombuffer(memory, dtype=_BITS[self._size]).index_select(0, places)
+
+    @functools.cached_property
+    def _by_address(self) -> tuple[int, int, Tensor]:
+        """Where the samples lie: the first address, how many elements from there, and the samples'
+        places among them. No elements if they are a device's, or not aligned."""
+        starts = [view.data_ptr() for view in self._views]
+        begin, size = min(starts), self._size
+        if not self._in_host or any((start - begin) % size for start in starts):
+            return 0, 0, torch.empty(0, dtype=torch.int64)
+        places = torch.cat(
+            [
+                torch.arange(view.numel()) * view.stride(0) + (start - begin) // size
+                for view, start in zip(self._views, starts, strict=True)
+            ]
+        )
+        return begin, int(places.max()) + 1, places
+
+    def in_image(self, memory: memoryview) -> Tensor:
+        return self._image(memory).index_select(0, self._places)
+
+    def write(self, memory: memoryview, samples: Tensor) -> None:
+        self._image(memory).index_copy_(0, self._places, samples)
+
+    def _image(self, memory: memoryview) -> Tensor:
+        count = len(memory) // self._size
+        return torch.frombuffer(memory, dtype=_BITS[self._size], count=count)
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """Where the samples are in an image."""
+        return torch.cat([_places(*one[1:]) for one in self._tensors])
+
+    def tensor_of(self, sample: int) -> int:
+        left = sample
+        for view, (number, *_) in zip(self._views, self._tensors, strict=True):
+            left -= view.numel()
+            if left < 0:
+                return number
+        raise IndexError(sample)
+
+
+def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
+    """Where every `stride`-th element in memory lies in an image, which is row-major."""
+    samples = torch.arange(0, tensor.numel(), stride)
+    if tensor.is_contiguous():
+        return samples + begin
+    places, row = torch.full_like(samples, begin), 1
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size > 1:
+            places += samples // step % size * row
+        row *= size
+    return places
+
+
+class Lot:
+    """Leaves that are copied together, with the memory that they have; and their copies into each
+    slot, which are made once."""
+
+    def __init__(self, leaves: Sequence[TensorLeaf], tensors: Sequence[Tensor]) -> None:
+        """`tensors`: those of the leaves, or others over the same memory."""
+        self.leaves, self.tensors = leaves, list(tensors)
+        self._addresses = list(map(Tensor.data_ptr, self.tensors))
+        self._transfers = WeakKeyDictionary[SlotMapping, copying.Transfers]()
+        self._copies = WeakKeyDictionary[SlotMapping, Copies]()
+
+    def transfers(self, mapping: SlotMapping) -> copying.Transfers:
+        """Copies of what lies in memory of the host. Raises UsageError for a tensor that has lost
+        its memory."""
+        transfers = self._transfers.get(mapping)
+        if transfers is None or list(map(Tensor.data_ptr, self.tensors)) != self._addresses:
+            transfers = self._transfers[mapping] = self._make_transfers(mapping)
+        return transfers
+
+    def _make_transfers(self, mapping: SlotMapping) -> copying.Transfers:
+        moves, copies = [], []
+        for leaf, tensor in zip(self.leaves, self.tensors, strict=True):
+            entry = mapping.layout.entries[leaf.name]
+            if copying.is_plain(tensor):
+                target = mapping.address + entry.begin
+                size = entry.end - entry.begin
+                moves.append(copying.Move(target, tensor.data_ptr(), size))
+            else:
+                check_memory(tensor, leaf.name)
+                copies.append(copying.Copy(mapping.view(entry), tensor))
+        return copying.Transfers(moves, copies, holds=self.tensors)
+
+    def copies(self, mapping: SlotMapping) -> Copies:
+        """Copies of what lies on a device."""
+        if mapping not in self._copies:
+            self._copies[mapping] = Copies(self.places_in(mapping), self.tensors)
+        return self._copies[mapping]
+
+    def places_in(self, mapping: SlotMapping) -> list[Tensor]:
+        """Where the leaves belong in an image."""
+        entries = mapping.layout.entries
+        return [mapping.view(entries[leaf.name]) for leaf in self.leaves]
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether one of the tensors lies in this storage."""
+        return storage._cdata in self._storages
+
+    @functools.cached_property
+    def _storages(self) -> frozenset[int]:
+        return frozenset(one.untyped_storage()._cdata for one in self.tensors)
+
+
+def may_wait(tensor: torch.Tensor) -> bool:
+    """Whether later changes of this tensor can be detected: it must be dense, in any order of
+    dimensions."""
+    if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
