@@ -159,6 +159,11 @@ class Answer(StrEnum):
     STEPS = "steps"
 
 
+def run_name(text: str) -> str:
+    """The text as the name of a run; '' if nothing of it can be one."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:63]
+
+
 def shard_name(rank: int, world: int) -> str:
     """File name of a rank's shard inside a step's directory."""
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"

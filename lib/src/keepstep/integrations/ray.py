@@ -15,7 +15,6 @@ new worker goes on from memory. Nodes know each other by what Ray says of them.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import zlib
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ import ray.train
 from torch import distributed
 
 from keepstep.checkpointer import Checkpointer
+from keepstep.steps import run_name
 
 _LINGER = "15m"
 """Longer than it takes Ray to find a node for a worker, most times."""
@@ -59,7 +59,7 @@ def checkpointer(
     (Ray's) outside of a worker.
     """
     context = ray.train.get_context()
-    name = run or _name_of(context.get_experiment_name())
+    name = run or run_name(context.get_experiment_name())
     mine = _Place(context.get_node_rank(), ray.util.get_node_ip_address(), secrets.token_hex(32))
     os.environ.setdefault("KEEPSTEP_LINGER", _LINGER)
     os.environ.update(_settings(name, mine, _everywhere(mine)))
@@ -91,8 +91,3 @@ def _settings(run: str, mine: _Place, places: list[_Place]) -> dict[str, str]:
         "KEEPSTEP_PEER_LISTEN": f"{mine.address}:{port}",
         "KEEPSTEP_SECRET": places[0].secret,
     }
-
-
-def _name_of(experiment: str) -> str:
-    """The name of an experiment as that of a run."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", experiment).strip("-.")[:63]

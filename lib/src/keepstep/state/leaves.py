@@ -466,7 +466,7 @@ def _with_gradient(plain: Tensor, form: GradForm) -> Tensor:
 
 def _of_subclass(form: SubclassForm, parts: dict[str, Any]) -> Any:
     """A tensor of a subclass; None if a part is missing. Raises FormatError."""
-    if None in parts.values():
+    if any(part is None for part in parts.values()):
         return None
     kind: Any = form.kind
     try:

@@ -37,6 +37,7 @@ from typing import Any, Final
 import msgspec
 import tomllib
 
+from keepstep import steps
 from keepstep.directory import Directory
 from keepstep.errors import UsageError, few
 from keepstep_sidecar.config.settings import (
@@ -122,7 +123,7 @@ def run_name(command: Sequence[str]) -> str:
     """
     script = next((word for word in command if _PYTHON_FILE.search(word)), command[0])
     stem = _PYTHON_FILE.sub("", os.path.basename(script))
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:63]
+    name = steps.run_name(stem)
     if not _NAME.fullmatch(name):
         raise UsageError(f"no name for the run in {script!r}; give it one with --run NAME")
     return name

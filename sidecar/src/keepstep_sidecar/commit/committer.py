@@ -221,7 +221,7 @@ class ImageWriter:
 
     def _count(self, written: Written) -> None:
         self.trouble = ""
-        self.totals.bytes += written.bytes or written.shard.size_bytes
+        self.totals.bytes += written.bytes
         self.totals.seconds += written.seconds
         say(
             "durable",
@@ -519,9 +519,9 @@ class Committer:
         """What remote tiers compare their lists with. A published step counts as a commit even if
         the leader's newest reply no longer names it."""
         shards, is_dead = self.local_shards.shards, self.node.is_dead
-        alive = {id: _whole(held) for id, held in shards.items() if not is_dead(id)}
+        alive = ((id, _whole(held)) for id, held in shards.items() if not is_dead(id))
+        whole = {id: held for id, held in alive if held}
         commits = self.local_shards.ever_published().union(self.node.commits())
-        whole = {id: held for id, held in alive.items() if held}
         return LocalInventory(shards=whole, commits=frozenset(whole) & commits)
 
 

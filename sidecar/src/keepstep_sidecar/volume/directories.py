@@ -401,8 +401,7 @@ class Directories:
             return 0
         if not stat.S_ISDIR(found.st_mode):
             return _bytes(found)
-        files = (one for _, one in self.filesystem.walk(path))
-        return sum(_bytes(one) for one in files if one.st_nlink == 1)
+        return sum(_bytes(one) for _, one in self.filesystem.walk(path) if one.st_nlink == 1)
 
     def shards_in(self, directory: Path) -> list[Path]:
         """The shards in `directory` itself, without links to other volumes."""

@@ -79,11 +79,11 @@ CUT_OFF = "the slot was truncated; whoever may write to shared memory has done i
 @dataclass(frozen=True, kw_only=True)
 class Written:
     """A durable shard. `seconds`: wall clock of the write, 0 when it was already durable. `bytes`:
-    what was written, with its base if that was."""
+    of the shard, and of its base if that was written."""
 
     shard: LocalShard
+    bytes: int
     seconds: float = 0.0
-    bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,7 +596,8 @@ class Writer:
             with self._lock:
                 self.directories.quarantine(path, "rewritten")
             return None
-        return Written(shard=LocalShard.of(path, manifest))
+        shard = LocalShard.of(path, manifest)
+        return Written(shard=shard, bytes=shard.size_bytes)
 
     @contextlib.contextmanager
     def _reserved(self, path: Path, control: ControlPage, size_bytes: int) -> Iterator[Path]:
@@ -673,9 +674,8 @@ def _check_arguments(image: SealedImage, base: SealedImage | None, *, run: str) 
     _check_image(image, control, run=run)
     if base is not None:
         _check_image(base, control, run=run)
-    if (control.base is None) != (base is None) or (
-        control.base is not None and base is not None and not control.base.names(base.control)
-    ):
+    found = None if base is None else base.control
+    if not (found is None if control.base is None else control.base.names(found)):
         raise UsageError(f"step {control.id}, rank {control.rank}: not with the base that it names")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ def export(
 
     def work(step: _Step, cancel: Cancel) -> Exported:
         with step.opened(cancel) as images:
-            layouts = (one.manifest.layout for one in images)
+            layouts = (one.manifest.layout for one in images.values())
             made = library.Export(layouts, run=step.run, id=step.id, **wishes)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
@@ -177,8 +177,8 @@ class _Step:
     bases: tuple[ShardSource, ...] = ()
 
     @contextlib.contextmanager
-    def opened(self, cancel: Cancel) -> Iterator[list[Opened]]:
-        """Open all shards at once: open files stay readable if the step is retired meanwhile.
+    def opened(self, cancel: Cancel) -> Iterator[dict[int, Opened]]:
+        """Open all images, by `Layout.number`: open files stay readable if the step is retired.
 
         Raises RestoreError if the step was retired before, ImageError, StorageError.
         """
@@ -192,22 +192,24 @@ class _Step:
 
             try:
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-                    images = list(pool.map(enter, (*self.sources, *self.bases)))
+                    images = pool.map(enter, (*self.sources, *self.bases))
+                    opened = {one.manifest.layout.number: one for one in images}
             except Gone as error:
                 raise _RetiredError(
                     f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
                     " --keep says how long"
                 ) from error
-            yield images
+            yield opened
 
 
-def _read(images: list[Opened], cancel: Cancel, rank: int, chunk: int, into: memoryview) -> None:
+def _read(
+    images: Mapping[int, Opened], cancel: Cancel, rank: int, chunk: int, into: memoryview
+) -> None:
     """Implements `keepstep.export.Read`."""
     if cancel.done:
         raise StorageError("interrupted")
-    image = next(one for one in images if one.manifest.layout.number == rank)
-    begin, end = image.manifest.bounds(chunk)
-    for _ in image.read([(chunk, into[: end - begin])]):
+    begin, end = images[rank].manifest.bounds(chunk)
+    for _ in images[rank].read([(chunk, into[: end - begin])]):
         pass
 
 
