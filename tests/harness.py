@@ -4,6 +4,7 @@ conditions."""
 from __future__ import annotations
 
 import asyncio
+import glob
 import inspect
 import json
 import os
@@ -98,6 +99,12 @@ def files_below(directory: Path, *endings: str) -> list[Path]:
         for name in names
         if name.endswith(endings)
     ]
+
+
+def matching(directory: Path, *patterns: str) -> list[Path]:
+    """What matches one of these patterns below `directory`, while other processes make and remove
+    directories there."""
+    return [directory / name for one in patterns for name in glob.glob(one, root_dir=directory)]
 
 
 def flip(path: Path, at: int) -> None:

@@ -28,7 +28,7 @@ from keepstep_sidecar.tiers.tier import RunFacts
 from keepstep_sidecar.volume.files import Filesystem, ShardFile
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, send, write_step
-from tests.harness import files_below, until
+from tests.harness import files_below, matching, until
 from tests.tiers.local import committed, durable, gone
 from tests.volume.images import EPOCH, RUN, step_id
 
@@ -98,7 +98,7 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         running(config(archive_dir)) as other,
     ):
         committed(one, step_id(10), [shards[0]])
-        await until(lambda: list(archive_dir.glob("*/*/*.safetensors")))
+        await until(lambda: matching(archive_dir, "*/*/*.safetensors"))
         assert not await one.drain(timeout_s=0.3)
         held = await other.look()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())

@@ -33,7 +33,11 @@ from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from tests.core.scenario import newest_on
 
-_KEEP = {Tier.LOCAL: Retention(last=2), Tier.PEER: Retention(last=1)}
+_KEEP = {
+    Tier.LOCAL: Retention(last=2),
+    Tier.PEER: Retention(last=1),
+    Tier.ARCHIVE: Retention(last=3),
+}
 _SOME = st.sets(st.integers(0, 5), max_size=2)
 """A few ranks or nodes."""
 
@@ -130,6 +134,7 @@ class Tiers(RuleBasedStateMachine):
                 doomed = [
                     (tier, id, set(bits(self.ledger.holders(id, tier))))
                     for tier, policy in _KEEP.items()
+                    if tier in self.config.tiers
                     for id in self.ledger.expendable(tier, policy)
                 ]
                 for tier, id, ranks in doomed:
@@ -141,10 +146,14 @@ class Tiers(RuleBasedStateMachine):
         assert before is None or (after is not None and after >= before), "a commit was retired"
 
     def _retire(self, tier: Tier, id: StepId, ranks: Collection[int]) -> None:
+        doomed = {(id, rank) for rank in ranks}
+        if tier is Tier.ARCHIVE:
+            self.archive -= doomed
+            return
         for node in self.nodes:
             shelf = node.local if tier is Tier.LOCAL else node.kept
             if node.up:
-                shelf -= {(id, rank) for rank in ranks}
+                shelf -= doomed
 
     def _archived(self) -> set[Image]:
         return self.archive if self.has_archive else set()

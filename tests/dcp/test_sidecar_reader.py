@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
 from keepstep.image.layout import CHUNK_BYTES
-from tests.harness import SidecarProcess, eventually, flip
+from tests.harness import SidecarProcess, eventually, flip, matching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -81,7 +81,7 @@ def test_two_ranks_come_back_from_a_buddy_in_any_world(
         lost.start(*options[0])
         ranks(2, "save", 12, 12, **named)
         copies = tmp_path / "buddy-volume" / "run" / "peers"
-        eventually(lambda: len(list(copies.glob("*-000000012/rank-*.safetensors"))) == 2)
+        eventually(lambda: len(matching(copies, "*-000000012/rank-*.safetensors")) == 2)
         for world in (1, 2, 3):
             lose(lost)
             lost.start(*options[0])

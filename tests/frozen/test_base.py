@@ -12,7 +12,7 @@ import torch
 from keepstep.errors import RestoreError
 from tests import warm
 from tests.frozen.models import equal, made, train
-from tests.harness import eventually, flip
+from tests.harness import eventually, flip, matching
 from tests.lib.training import begun
 
 
@@ -38,7 +38,7 @@ def test_each_step_after_the_first_writes_what_is_trained_alone(sidecar):
         size, (base,) = written(sidecar)
     assert size <= 0.02 * (frozen + size)
     assert base.stat().st_size < 1.05 * frozen
-    inodes = {path.stat().st_ino for path in sidecar.root.glob("*/base-*")}
+    inodes = {path.stat().st_ino for path in matching(sidecar.root, "*/base-*")}
     assert len(inodes) == 1
 
 
@@ -70,7 +70,7 @@ def lives(sidecar, *seeds, save=1, **options):
 
 
 def inodes(sidecar):
-    return {path.stat().st_ino for path in sidecar.root.glob("*/base-*")}
+    return {path.stat().st_ino for path in matching(sidecar.root, "*/base-*")}
 
 
 def test_the_next_life_refers_to_the_same_base(sidecar):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import keepstep
+from tests.harness import files_below
 from tests.lib.training import begun
 
 
@@ -39,7 +40,9 @@ def train(steps, *, timeout=60.0, strict=False, unmount=None):
 
 
 def complete(archive):
-    return sorted(int(one.parent.name.rpartition("-")[2]) for one in archive.rglob("step.json"))
+    return sorted(
+        int(one.parent.name.rpartition("-")[2]) for one in files_below(archive, "step.json")
+    )
 
 
 def test_the_last_step_is_in_the_archive_when_close_returns_though_it_is_not_due(

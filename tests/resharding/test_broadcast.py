@@ -12,6 +12,7 @@ import time
 import pytest
 
 from keepstep.image.layout import CHUNK_BYTES
+from tests.harness import files_below
 
 BIG = 999
 """See `rank.py`: 124 MB of state."""
@@ -33,7 +34,7 @@ def counters(sidecar):
 
 
 def image_bytes(directory):
-    return sum(one.stat().st_size for one in directory.rglob("rank-*.safetensors"))
+    return sum(one.stat().st_size for one in files_below(directory, ".safetensors"))
 
 
 def test_two_ranks_with_the_same_state_fetch_it_once_from_the_archive(
@@ -45,7 +46,7 @@ def test_two_ranks_with_the_same_state_fetch_it_once_from_the_archive(
     run = run_of(BIG)
     run.lose_memory(*options)
     step = run.save("ddp", 1)
-    assert list(archive.rglob("step.json"))
+    assert files_below(archive, "step.json")
     size = image_bytes(archive)
     shutil.rmtree(sidecar.volume)
     run.lose_memory(*options, *LIMIT)

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer import FakeTrainer, Ranks
 
-from tests.harness import SidecarProcess, free_port
+from tests.harness import SidecarProcess, free_port, matching
 
 SECRET = "a secret of the tests"
 
@@ -39,12 +39,12 @@ class Machine(SidecarProcess):
 
     def steps(self) -> set[int]:
         """Steps of which shards lie on the volume, published or not."""
-        found = [*self.root.glob("0*/rank-*"), *self.root.glob("pending/0*/rank-*")]
+        found = matching(self.root, "0*/rank-*", "pending/0*/rank-*")
         return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
 
     def copies(self) -> set[int]:
         """Steps of which it keeps whole copies for others."""
-        found = self.root.glob("peers/0*/rank-*.safetensors")
+        found = matching(self.root, "peers/0*/rank-*.safetensors")
         return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.wire.runs import Member
-from tests.harness import SidecarProcess, free_port
+from tests.harness import SidecarProcess, free_port, matching
 
 
 class Pod(SidecarProcess):
@@ -55,7 +55,7 @@ class Pod(SidecarProcess):
 
     def steps(self) -> set[int]:
         """Steps of which shards lie on the volume, published or not."""
-        found = [*self.root.glob("0*/*"), *self.root.glob("pending/0*/*")]
+        found = matching(self.root, "0*/*", "pending/0*/*")
         return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
 
 

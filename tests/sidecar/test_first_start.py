@@ -14,7 +14,7 @@ from pods import Pod
 from trainer import FakeTrainer
 
 from keepstep.steps import Answer, Tier
-from tests.harness import eventually
+from tests.harness import eventually, files_below
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -46,7 +46,7 @@ def archive(both: list[Pod], trainers: Trainers, tmp_path: Path) -> dict[str, st
     ids = [one.stage(10) for one in ranks]
     for one, id in zip(ranks, ids, strict=True):
         assert one.wait(id, "committed", flush=True).reached
-    eventually(lambda: list(made.rglob("step.json")))
+    eventually(lambda: files_below(made, "step.json"))
     for pod in both:
         pod.end()
         pod.lose_memory()

@@ -18,7 +18,7 @@ from keepstep.errors import SidecarError
 from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned
 from keepstep_sidecar.cli import calls
-from tests.harness import SidecarProcess, eventually, free_port
+from tests.harness import SidecarProcess, eventually, free_port, matching
 
 
 def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
@@ -229,7 +229,7 @@ def archive(tmp_path: Path) -> tuple[str, ...]:
 
 
 def archived(options: tuple[str, ...], what: str = "0*/step.json") -> list[Path]:
-    return list(Path(options[3], "run").glob(what))
+    return matching(Path(options[3], "run"), what)
 
 
 def archiving(run: Callable[[int], Run], archive: tuple[str, ...]) -> tuple[Run, StepId]:

@@ -9,7 +9,7 @@ from trainer import FakeTrainer
 
 from keepstep.core.retention import NEVER_WHOLE_KEPT
 from keepstep.wire.trainer import LeaseNews
-from tests.harness import SidecarProcess, eventually
+from tests.harness import SidecarProcess, eventually, matching
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -26,7 +26,7 @@ def warning(trainer: FakeTrainer) -> str:
 
 
 def pending(sidecar: SidecarProcess) -> list[str]:
-    return sorted(path.parent.name for path in sidecar.root.glob("pending/*/rank-*"))
+    return sorted(path.parent.name for path in matching(sidecar.root, "pending/*/rank-*"))
 
 
 def test_shards_that_will_never_be_whole_do_not_fill_the_drive(
