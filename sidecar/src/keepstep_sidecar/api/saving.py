@@ -126,9 +126,9 @@ class Saving:
 
     def _why_whole(self) -> str:
         """Why every image must hold the frozen parameters, too; '' where a base may hold them."""
-        if beyond := ", ".join(map(str, self.committer.remotes.tiers)):
-            return f"steps also go to {beyond}, where each image stands for itself"
-        return "" if self.config.alone else "other machines may ask for single images"
+        if self.config.archive is not None:
+            return "steps also go to an archive, where each image stands for itself"
+        return ""
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
         """Find out which slots this trainer fills, and take back those that its predecessor

@@ -183,10 +183,13 @@ class ArchiveTier(RemoteTier):
         the archive until retention removes it."""
         newest = self.facts.commit()
         return {
-            id: shards
+            id: whole
             for id, shards in local.shards.items()
-            if id in local.commits
-            or (newest is not None and id.epoch == newest.epoch and id < newest)
+            if (whole := _whole(shards))
+            and (
+                id in local.commits
+                or (newest is not None and id.epoch == newest.epoch and id < newest)
+            )
         }
 
     def _retention(self) -> Retention:
@@ -289,6 +292,11 @@ class ArchiveTier(RemoteTier):
         await self._lives.close()
         await self._sender.store.close()
         self._sender.close()
+
+
+def _whole(held: Mapping[int, LocalShard]) -> dict[int, LocalShard]:
+    """Those that refer to no base: it would not be sent with them."""
+    return {rank: one for rank, one in held.items() if one.base is None}
 
 
 def _is_there(shard: LocalShard, files: Mapping[str, Stored]) -> bool:
