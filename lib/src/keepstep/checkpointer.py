@@ -148,9 +148,9 @@ class Checkpointer:
           (DistributedDataParallel, the replicas of a mesh). With "PerNode", the ranks of each node
           stage them in parts, so that every node has a whole copy. With "Spread", all ranks share
           the parts: each stages fewer bytes, but the loss of a node loses its parts.
-        - `frozen_once`: keep parameters that need no gradient once, beside the steps. With an
-          archive, each step holds them nonetheless. A write of few elements past torch's version
-          counters (`p.data[i] = x`) stays unseen: wrap it in `mutating()`.
+        - `frozen_once`: keep parameters that need no gradient once, beside the steps. A write of
+          few elements past torch's version counters (`p.data[i] = x`) stays unseen: wrap it in
+          `mutating()`.
         - `dir`: if no sidecar was started for this process (by `keepstep run`, or in its pod),
           start one on this machine. It keeps the run below this directory, is started again when it
           dies, and ends when it has had no trainer for five minutes. The environment holds its
@@ -829,14 +829,13 @@ class Checkpointer:
         """The base to which this state's image refers."""
         if not self._frozen_once:
             return None
-        whole = agent.session.whole if self._lazy else "lazy=False copies all that may change"
         lazy = self._lazy and not agent.copies_eagerly
-        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole, lazy=lazy)
-        if whole and self._frozen.left_bytes:
+        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy)
+        if not self._lazy and self._frozen.left_bytes:
             agent.warn(
                 "whole",
                 f"each image holds {self._frozen.left_bytes:,} bytes of frozen parameters, which"
-                f" could be kept once: {whole}",
+                " could be kept once: lazy=False copies all that may change",
             )
         return base
 

@@ -121,14 +121,7 @@ class Saving:
             stage_every=self.config.stage_every,
             held=held,
             archive=self.config.archive is not None,
-            whole=self._why_whole(),
         )
-
-    def _why_whole(self) -> str:
-        """Why every image must hold the frozen parameters, too; '' where a base may hold them."""
-        if self.config.archive is not None:
-            return "steps also go to an archive, where each image stands for itself"
-        return ""
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
         """Find out which slots this trainer fills, and take back those that its predecessor
