@@ -51,7 +51,8 @@ _ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 @click.option(
     "--only",
     metavar="NAME",
-    help="Which component of the Checkpointer.  [default: the one with parameters, or 'model']",
+    help="Which component of the Checkpointer; `adapter`: what an optimizer trains of a model, as"
+    " PEFT loads it.  [default: the one with parameters, or 'model']",
 )
 @click.option(
     "--dtype",
@@ -96,6 +97,7 @@ def export(
       keepstep export latest --to ./model
       keepstep export 12000 --to ./model --dtype bf16
       keepstep export 12000 --to ./ema --only ema --shard-size 2GB
+      keepstep export latest --to ./lora --only adapter
       keepstep export 12000 --to ./model --archive s3://ckpt/runs --run gpt
       keepstep export 12000 --to ./model --config .keepstep/gpt/sidecar.toml
     """
@@ -145,6 +147,11 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
         f"{told.path}: step {id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
         + (f", as {dtype}" if dtype else "")
     )
+    if told.files == ("adapter_model.safetensors",):
+        output.echo(
+            "PEFT also reads adapter_config.json there: model.peft_config['default']"
+            ".save_pretrained(DIR) in the script writes it"
+        )
     if told.tied:
         names = few([f"{name} (is {first})" for name, first in told.tied.items()], 4)
         output.echo(f"tied, written once: {names}")
