@@ -1,11 +1,14 @@
 """A rank of a job on several machines, each with a sidecar of its own, that trains adapters:
 `machine_rank.py KIND SEED LAST OUT SOCKET...` restores, trains and saves each step up to LAST, and
-leaves what it went on from, and the whole model as it was then and is at the end, in OUT.<rank>."""
+leaves what it went on from, and the whole model as it was then and is at the end, in OUT.<rank>.
+KILL=RANK:SECONDS in the environment: this rank is killed so long after its restore."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -48,6 +51,9 @@ def main() -> None:
     )
     at = checkpointer.restore()
     begin = whole(model)
+    victim, _, seconds = os.environ.get("KILL", "-1:0").partition(":")
+    if rank == int(victim):
+        threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(at.step + 1 if at else 0, last + 1):
         torch.manual_seed(step)
         optimizer.zero_grad()

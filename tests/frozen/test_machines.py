@@ -3,9 +3,11 @@ others; what a machine lost comes back with its base from where it lies."""
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -31,6 +33,11 @@ class Machine(SidecarProcess):
             *self.places, *options, KEEPSTEP_SECRET="a secret of the tests", **environment
         )
 
+    def steps(self) -> set[int]:
+        """Steps of which its own shards lie on the drive."""
+        found = matching(self.root, "0*/rank-*", "pending/0*/rank-*")
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
+
     def copies(self) -> set[int]:
         """Steps of which it keeps whole copies for the other."""
         found = matching(self.root, "peers/0*/rank-*.safetensors")
@@ -47,11 +54,18 @@ class Run:
         for one in self.machines:
             one.start(*options)
 
+    def live(
+        self, kind: str, last: int, machines: list[Machine], **variables: str
+    ) -> tuple[Path, CompletedProcess[str]]:
+        self.lives += 1
+        out, sockets = self.out / f"life-{self.lives}", [one.socket for one in machines]
+        words = (kind, self.lives, last, out, *sockets)
+        return out, torchrun(len(machines), RANK, *words, **variables)
+
     def train(self, kind: str, last: int, machines: list[Machine] | None = None) -> list[dict]:
         """What each rank left."""
-        machines, self.lives = machines or self.machines, self.lives + 1
-        out, sockets = self.out / f"life-{self.lives}", [one.socket for one in machines]
-        done = torchrun(len(machines), RANK, kind, self.lives, last, out, *sockets)
+        machines = machines or self.machines
+        out, done = self.live(kind, last, machines)
         said = "".join(one.text()[-2000:] for one in self.machines)
         assert done.returncode == 0, done.stderr[-3000:] + said
         return [torch.load(f"{out}.{rank}") for rank in range(len(machines))]
@@ -198,3 +212,36 @@ def test_a_damaged_base_at_a_buddy_is_named_and_not_restored(run):
     run.lose(0, *WITH_COPIES)
     with pytest.raises(AssertionError, match="chunk"):
         run.train("fsdp", 3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_and_machines_that_are_lost_at_any_moment_change_nothing(run, kind, memory_dir):
+    generator = random.Random(memory_dir.name)
+    run.start(*WITH_COPIES)
+    run.train(kind, 0)
+    copied(run, 0)
+    killed = 0
+    for _ in range(4):
+        kill = f"{generator.randrange(2)}:{generator.uniform(0.0, 0.3):.3f}"
+        _, done = run.live(kind, 12, run.machines, KILL=kill)
+        killed += done.returncode != 0
+        if generator.random() < 0.5:
+            newest = min(max(one.steps()) for one in run.machines)
+            copied(run, newest)
+            run.lose(generator.randrange(2), *WITH_COPIES)
+    assert killed
+    found = run.train(kind, 12)
+    undisturbed = expected(run, kind)
+    assert all(same(one["end"], undisturbed) for one in found)
+
+
+def expected(run: Run, kind: str) -> dict:
+    """The model after the same steps of a run that begins anew and is left alone."""
+    for one in run.machines:
+        one.kill()
+        one.lose_memory()
+        shutil.rmtree(one.volume)
+        one.start(*ALONE)
+    run.lives = 0
+    return run.train(kind, 12)[0]["end"]

@@ -384,13 +384,12 @@ def _usable(volumes: Sequence[Volume]) -> list[Volume]:
 
 def _manifest(name: ShardName, data: memoryview, *, run: str, path: Path) -> Manifest:
     """What is sent as this copy. Raises ImageError."""
-    if not name.is_base:
-        wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
-        return Manifest.parse(data, run=run, shard=wanted, path=path)
-    manifest = Manifest.parse(data, run=run, path=path)
+    wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
+    manifest = Manifest.parse(data, run=run, shard=None if name.is_base else wanted, path=path)
     layout = manifest.layout
-    if not layout.is_base or (layout.rank, layout.world) != (name.rank, name.world):
-        raise ForeignError("not the base of this rank", path=path)
+    if (layout.is_base, layout.rank, layout.world) != (name.is_base, name.rank, name.world):
+        what = "base" if name.is_base else "image"
+        raise ForeignError(f"not the {what} of rank {name.rank} of {name.world}", path=path)
     return manifest
 
 
