@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keepstep.errors import RestoreError
+from keepstep.core.shard import Shard
+from keepstep.errors import FormatError, RestoreError
 from keepstep.image import BaseRef, Layout, Section, TensorSpec
 from keepstep.image.layout import CHUNK_BYTES
+from keepstep.steps import base_name, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
-from keepstep_sidecar.tiers.archive.step_record import twin_name
+from keepstep_sidecar.tiers.archive.step_record import StepRecord, TwinOf, twin_name
 from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.volume import SealedImage, Volume
 from tests import warm
@@ -30,7 +32,7 @@ from tests.cli.conftest import Keepstep
 from tests.frozen.models import equal, made, train
 from tests.harness import SidecarProcess, eventually, flip, matching
 from tests.lib.training import begun
-from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
+from tests.volume.images import EPOCH, RUN, empty_slot, make_layout, staged, step_id
 
 TRAIN = Path(__file__).parents[1] / "frozen/train.py"
 
@@ -285,6 +287,36 @@ def test_the_command_lists_verifies_pulls_and_exports_steps_with_bases(
     flip(base, base.stat().st_size // 2)
     assert base.name in trained("archive", "verify", "1", code=1).stderr
     assert base.name in trained("archive", "pull", "1", "damaged", code=1).stderr
+
+
+# --- the record ------------------------------------------------------------------------------
+
+
+def record(**more: Any) -> StepRecord:
+    id, base = step_id(10), Shard(step_id=step_id(3), rank=0, world=2, size_bytes=9, root="b" * 32)
+    shards = tuple(
+        Shard(step_id=id, rank=rank, world=2, size_bytes=5, root=f"{rank:032x}", base=one)
+        for rank, one in enumerate((base, replace(base, rank=1)))
+    )
+    return StepRecord(
+        run=RUN, id=id, world=2, epochs=(EPOCH,), shards=shards, written_at=1.7e9, **more
+    )
+
+
+def test_a_record_with_bases_comes_back() -> None:
+    written = record(base_twins={1: TwinOf(rank=0, stored_bytes=4)})
+    assert StepRecord.from_json(written.to_json(), path="there") == written
+    assert written.files == {
+        shard_name(0, 2): 5, shard_name(1, 2): 5, base_name(0, 2): 9,
+        twin_name(1, 2, 0, is_base=True): 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("of", [{0: 0}, {1: 2}, {1: 0, 0: 1}], ids=str)
+def test_a_base_that_is_a_twin_of_what_is_not_whole_is_refused(of: dict[int, int]) -> None:
+    twins = {rank: TwinOf(rank=whose, stored_bytes=1) for rank, whose in of.items()}
+    with pytest.raises(FormatError, match="has no whole file"):
+        StepRecord.from_json(record(base_twins=twins).to_json(), path="there")
 
 
 # --- twins -----------------------------------------------------------------------------------

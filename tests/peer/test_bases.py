@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from keepstep.errors import FormatError, ImageError
 from keepstep.image import BaseRef, Layout, Section, TensorSpec
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.volume.directories import LocalShard, ShardName
 from keepstep_sidecar.volume.files import aligned_buffer
@@ -178,3 +180,20 @@ def test_what_is_no_base_of_the_rank_is_refused(arriving: Sent) -> None:
         arriving.begin(arriving.name.base, as_name=replace(arriving.name.base, rank=1))
     with pytest.raises(ImageError, match="not the image"):
         arriving.begin(arriving.name.base, as_name=replace(arriving.name, id=step_id(0)))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"rank": 1}, {"world": 3}, {"root": None}, {"size_bytes": 0}, {"size_bytes": 1 << 62}],
+    ids=str,
+)
+def test_a_listed_base_that_no_shard_has_is_refused(lie: dict[str, Any]) -> None:
+    step = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
+    told = {"step_id": step, "rank": 0, "world": 2, "root": "00", "size_bytes": 4096}
+    true, false = ({**told, "base": {**told, **one}} for one in ({}, lie))
+    found = msgspec.json.decode(msgspec.json.encode({"run": RUN, "shards": [true]}), type=Listing)
+    assert found.shards[0].base is not None
+    for wrong in (false, {**told, "base": true}):
+        text = msgspec.json.encode({"run": RUN, "shards": [wrong]})
+        with pytest.raises(ValueError, match="base"):
+            msgspec.json.decode(text, type=Listing)

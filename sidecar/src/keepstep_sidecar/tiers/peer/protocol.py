@@ -50,11 +50,12 @@ class Listed(Shard):
             raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}, or its twins")
         if self.root is None:
             raise ValueError("a sealed shard without a root")
-        sizes = self.size_bytes, self.base.size_bytes if self.base else 1
-        if not 0 < min(sizes) <= max(sizes) <= MAX_BYTES:
-            raise ValueError(f"a shard of {quoted(sizes)} bytes")
-        if self.base and (self.base.root is None or self.base.base is not None):
-            raise ValueError("a base that is none")
+        if not 0 < self.size_bytes <= MAX_BYTES:
+            raise ValueError(f"a shard of {quoted(self.size_bytes)} bytes")
+        if (base := self.base) is not None:
+            alike = (base.rank, base.world) == (self.rank, self.world) and base.base is None
+            if not alike or base.root is None or not 0 < base.size_bytes <= MAX_BYTES:
+                raise ValueError("a base that no shard has")
 
 
 @dataclass(frozen=True, kw_only=True)
