@@ -184,7 +184,7 @@ def test_what_is_no_base_of_the_rank_is_refused(arriving: Sent) -> None:
 
 @pytest.mark.parametrize(
     "lie",
-    [{"rank": 1}, {"world": 3}, {"root": None}, {"size_bytes": 0}, {"size_bytes": 1 << 62}],
+    [{"rank": 1}, {"world": 3}, {"root": None}, {"size_bytes": 0}, {"size_bytes": -1}],
     ids=str,
 )
 def test_a_listed_base_that_no_shard_has_is_refused(lie: dict[str, Any]) -> None:
