@@ -46,11 +46,15 @@ class Place:
     def start(self, *options: str) -> None:
         self.sidecar.start(*self.options, *options)
 
-    def empty(self, *options: str) -> None:
-        """Another machine in the place of this one: nothing but the archive is left. The sidecar
-        first sees that the trainer has ended, or the next one waits for a life that may go on."""
+    def kill(self) -> None:
+        """The sidecar dies. First it sees that the trainer has ended, or the next one would wait
+        for a life that may go on."""
         eventually(lambda: not matching(self.root, f"{self.sidecar.run}/lives/*"))
         self.sidecar.kill()
+
+    def empty(self, *options: str) -> None:
+        """Another machine in the place of this one: nothing but the archive is left."""
+        self.kill()
         self.sidecar.lose_memory()
         shutil.rmtree(self.sidecar.root)
         self.start(*options)
@@ -185,6 +189,22 @@ def test_the_only_step_without_its_base_is_an_error_that_names_it(place: Place) 
     with pytest.raises(RestoreError, match=rf"{base.name} is missing"):
         restored()
     assert place.steps(), "nothing was deleted"
+
+
+def test_an_archive_that_lost_a_base_gets_it_again_from_the_machine(place: Place) -> None:
+    place.start()
+    live(steps=range(2))
+    (base,) = max(place.steps()).glob("base-*")
+    size_bytes = base.stat().st_size
+    place.kill()
+    base.unlink()
+    place.start()
+    eventually(base.exists, within_s=60, what="it is sent, or copied from the other step")
+    assert base.stat().st_size == size_bytes
+    before, step = restored()
+    place.empty()
+    model, step = restored()
+    assert (step, equal(before, model)) == (1, True)
 
 
 def test_a_fork_begins_with_the_base_of_the_other_run(
