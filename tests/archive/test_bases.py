@@ -180,6 +180,20 @@ def listed(place: Place, keepstep: Keepstep) -> str:
     return " ".join(one["fault"] for one in found["steps"])
 
 
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_base_that_was_found_damaged_there_is_not_copied_again(place: Place) -> None:
+    place.start()
+    live(steps=range(3))
+    _, older, newer = sorted(place.bases())
+    flip(newer, newer.stat().st_size // 2)
+    place.empty()
+    assert restored()[1] == 1
+    live(seed=3, steps=range(2, 3))
+    newest = max(place.bases(), key=lambda path: path.stat().st_mtime_ns)
+    assert newest not in (older, newer)
+    assert newest.read_bytes()[:-4096] == older.read_bytes()[:-4096]
+
+
 def test_the_only_step_without_its_base_is_an_error_that_names_it(place: Place) -> None:
     place.start()
     live(steps=range(1))

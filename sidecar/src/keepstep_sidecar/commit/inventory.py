@@ -321,8 +321,9 @@ class RemoteInventory:
         )
         if damaged:
             self._refused.add(source)
-            if self.peers is not None and source.tier is Tier.PEER:
-                self.peers.refuse(source, id)
+            for remote_tier in self.remote_tiers:
+                if remote_tier.tier is source.tier:
+                    remote_tier.refuse(source, id)
             self._index()
 
     def _index(self) -> None:

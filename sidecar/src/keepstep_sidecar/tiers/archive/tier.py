@@ -94,6 +94,8 @@ class ArchiveTier(RemoteTier):
         self._complete: frozenset[StepId] = frozenset()
         self._had: set[StepId] = set()
         """All steps that were ever complete."""
+        self._damaged: set[str | None] = set()
+        """Roots of what may be damaged there. Bases with these are sent again."""
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -156,6 +158,11 @@ class ArchiveTier(RemoteTier):
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         received = self.replicator.traffic.count_received
         return [source(self._sender.store, shard, run=self._sender.run, received=received)]
+
+    def refuse(self, source: ShardSource, id: StepId) -> None:
+        """See `RemoteTier.refuse`."""
+        base = source.shard.base  # it may be this that is damaged
+        self._damaged.add(source.shard.root if base is None else base.root)
 
     def had(self, id: StepId) -> bool:
         """Whether the whole step is there, or was until it expired."""
@@ -220,7 +227,9 @@ class ArchiveTier(RemoteTier):
     def _bases_like(self, shard: LocalShard) -> Iterator[str]:
         """The whole files in the archive that are the base of this shard, those of the newest step
         first."""
-        for step in reversed(self._listed.complete if shard.base else ()):
+        if shard.base is None or shard.base.root in self._damaged:
+            return
+        for step in reversed(self._listed.complete):
             record = step.record
             if record is None or not shard.rank < record.world or shard.rank in record.base_twins:
                 continue

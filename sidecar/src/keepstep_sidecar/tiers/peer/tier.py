@@ -202,8 +202,7 @@ class PeerTier(RemoteTier):
         return any(map(self._directory.may_hold, shard.key or ()))
 
     def refuse(self, source: ShardSource, id: StepId) -> None:
-        """This source of step `id`, or of its base, gave wrong bytes. The step is not named there
-        again."""
+        """See `RemoteTier.refuse`. The step is not named there again."""
         address = source.address if isinstance(source, PeerSource) else OWN
         self._directory.liars.add((address, id, source.shard.rank))
 
