@@ -363,6 +363,21 @@ def test_a_sparse_change_past_the_version_is_found_some_saves_later(sidecar, cap
     assert "layers.2.base.weight" in said[0]
 
 
+def test_changes_that_are_found_one_after_the_other_end_the_bases_of_a_life(sidecar):
+    model, optimizer = made(layers=14)
+    bases = []
+    with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
+        for step in range(24):
+            for layer in model.layers:
+                layer.base.weight.data[0, 101] += 1  # between the samples of the fingerprint
+            checkpointer.save(step)
+            checkpointer.wait(step)
+            if (base := checkpointer._frozen.base) not in bases:
+                bases.append(base)
+    assert bases[-1] is None
+    assert len(bases) <= 1 + 6, "the first, five after it, and none"
+
+
 def test_comparing_a_slice_costs_less_than_one_percent_of_a_step_of_100_ms(sidecar):
     model, optimizer = made(width=2048)
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:

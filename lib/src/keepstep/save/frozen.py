@@ -270,7 +270,7 @@ class Frozen:
         if base is not None:
             changed = base.changed(taken)
             self._changing |= changed
-            self._made_bases += not changed.isdisjoint(_frozen(taken))
+            self._made_bases += not (changed | different).isdisjoint(_frozen(taken))
         self._seen = taken.cache
         self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
         return self.base
