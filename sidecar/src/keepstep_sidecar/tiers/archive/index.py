@@ -392,8 +392,11 @@ def _written_at(survey: Survey) -> dict[StepId, float]:
 
 def _abandoned(step: ArchivedStep, now: float) -> bool:
     """Whether only a part was sent, long ago. A step with a faulty record is for people to
-    judge."""
-    return step.partial and all(now - one.modified_at > ABANDONED_S for one in step.files.values())
+    judge. A base that other steps link to is as young as the newest of them, so it counts only
+    where there is nothing else."""
+    own = [one for name, one in step.files.items() if not is_base(name)]
+    files = own or step.files.values()
+    return step.partial and all(now - one.modified_at > ABANDONED_S for one in files)
 
 
 def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:
