@@ -28,12 +28,14 @@ from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
 Pair = tuple[Node, Node]
 
 
-def base_of(seed: int = 0, *, rank: int = 0) -> SealedImage:
+def base_of(seed: int = 0, *, rank: int = 0, first: int | None = None) -> SealedImage:
+    """`first`: the step that refers to it first."""
     tensors = [TensorSpec("model.frozen", "F32", (3_000_000,), Section.PARAMS)]
     layout = Layout.build(tensors, rank=rank, world=2, is_base=True)
     slot = staged(layout, seed, seed=seed)
+    step = seed if first is None else first
     slot.view[layout.control_begin :] = (
-        control := replace(slot.control, extras_bytes=0)
+        control := replace(slot.control, extras_bytes=0, step=step)
     ).to_bytes()
     return SealedImage(view=slot.view, layout=layout, control=control)
 
@@ -65,6 +67,15 @@ async def test_the_base_is_sent_once_and_goes_with_the_last_copy(pair: Pair) -> 
         await until(lambda: buddy.copies() == [(3, 0)])
         assert bases(buddy).keys() == {3}
         assert here.remote_tier.status().sent_bytes > 1.9 * first.layout.size_bytes
+
+
+async def test_a_base_of_the_same_bytes_that_another_step_named_first_is_sent(pair: Pair) -> None:
+    here, buddy = pair
+    async with running(here, buddy):
+        for step in range(2):
+            durable(here.remote_tier, write(here.volume, step, base_of(first=step)))
+            await until(lambda step=step: (step, 0) in buddy.copies())
+        assert len(set(bases(buddy).values())) == 2
 
 
 async def test_another_pod_reads_shard_and_base_from_the_copy(pair: Pair) -> None:

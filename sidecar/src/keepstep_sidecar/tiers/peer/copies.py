@@ -25,7 +25,7 @@ from keepstep.errors import (
     NoSpaceError,
     StorageError,
 )
-from keepstep.image.manifest import Manifest
+from keepstep.image.manifest import BaseRef, Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
@@ -404,13 +404,12 @@ def _made(volume: Volume, name: ShardName) -> Path:
 
 def _link_base(name: ShardName, manifest: Manifest, volume: Volume) -> bool:
     """Whether the base lies beside the copy of some step on this volume. If so, it then lies beside
-    that of this step, too."""
-    filesystem, size_bytes = volume.filesystem, manifest.layout.size_bytes
+    that of this step, too. One of the same bytes that another step referred to first is not it."""
+    filesystem, wanted = volume.filesystem, BaseRef.of(manifest.control, manifest.layout)
     with contextlib.suppress(OSError):  # what cannot be linked is sent
         for known in Directories(Tree(volume.root / DIRECTORY), filesystem).bases(name.file):
             with contextlib.suppress(ImageError):
-                found = base_control(known, filesystem, size_bytes=size_bytes)
-                if found.root == manifest.control.root:
+                if wanted.names(base_control(known, filesystem, size_bytes=wanted.size_bytes)):
                     _link(known, _made(volume, name), filesystem)
                     return True
     return False
