@@ -26,6 +26,8 @@ def loop(page: str, *, bare: bool) -> str:
 def main() -> None:
     page = SETTINGS["page"]
     torch.manual_seed(0)
+    if page in ("timm", "ultralytics"):
+        importlib.import_module("tests.frameworks.vision_on_cpu")
     module = importlib.import_module(f"tests.frameworks.recipes.{page}")
     names = module.made()
     exec(compile(loop(page, bare=SETTINGS.get("bare", False)), page, "exec"), names)

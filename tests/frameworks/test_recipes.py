@@ -6,14 +6,18 @@ import pytest
 
 from tests.frameworks.conftest import assert_same, drawn, losses
 
-VISION = ("tests.frameworks.torchvision_on_cpu", "torchvision", "timm.data", "timm.optim", "cv2")
+VISION = (
+    *("tests.frameworks.vision_on_cpu", "timm.data", "timm.optim", "ultralytics.models.yolo"),
+    *("ultralytics.engine.trainer", "ultralytics.utils.callbacks.raytune"),
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nanogpt(lives, ranks):
-    loop = lives("recipe.py", "torch.distributed", "torch")
+    loop = lives("recipe.py", "lightning.fabric", "accelerate", "torchdata.stateful_dataloader")
     plain = loop.undisturbed(ranks=ranks, page="nanogpt")
-    kept, _ = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
+    kept, said = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
+    assert "restored step" in said
     assert_same(plain, kept, kills=2, ranks=ranks)
     assert len(next(iter(losses(kept)[0]))) == 2, "two micro-batches a step"
 
@@ -23,7 +27,8 @@ def test_diffusers(lives, lora):
     loop = lives("recipe.py", "diffusers", "diffusers.training_utils", "accelerate", "peft")
     plain = loop.undisturbed(page="diffusers", lora=lora)
     kill = [*drawn(range(1, 5)), 5, *drawn(range(6, 10))]
-    kept, _ = loop.kept(page="diffusers", lora=lora, kill=kill)
+    kept, said = loop.kept(page="diffusers", lora=lora, kill=kill)
+    assert "restored step" in said
     assert_same(plain, kept, kills=3)
 
 
@@ -31,7 +36,8 @@ def test_timm(lives):
     """Killed in an evaluation, too."""
     loop = lives("recipe.py", *VISION)
     plain = loop.undisturbed(page="timm")
-    kept, _ = loop.kept(page="timm", kill=[*drawn(range(1, 6)), -1, *drawn(range(7, 17))])
+    kept, said = loop.kept(page="timm", kill=[*drawn(range(1, 6)), -1, *drawn(range(7, 17))])
+    assert "restored step" in said
     assert_same(plain, kept, kills=3)
 
 
@@ -39,5 +45,6 @@ def test_ultralytics(lives):
     """Beside the same callbacks undisturbed: the page says why."""
     loop = lives("recipe.py", *VISION)
     plain = loop.undisturbed(page="ultralytics", bare=False)
-    kept, _ = loop.kept(page="ultralytics", kill=drawn(range(3, 6), range(6, 9)))
+    kept, said = loop.kept(page="ultralytics", kill=drawn(range(3, 6), range(6, 9)))
+    assert "restored step" in said
     assert_same(plain, kept, kills=2)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from tests.frameworks import torchvision_on_cpu  # noqa: F401, I001
 import timm
+import torch
 from PIL import Image
 from timm.data import Mixup, create_loader
 from timm.loss import SoftTargetCrossEntropy

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy
+from ultralytics import YOLO
 
 from tests.frameworks.script import OUT, watch
-
-os.environ.update(YOLO_OFFLINE="true", YOLO_AUTOINSTALL="false", YOLO_CONFIG_DIR=str(OUT))
-
-from tests.frameworks import torchvision_on_cpu  # noqa: E402, F401, I001
-import cv2  # noqa: E402
-from ultralytics import YOLO  # noqa: E402
 
 COMPARED = ("trained", "ema", "optimizer", "scheduler", "fitness", "updates", "stopper")
 
@@ -31,7 +26,6 @@ def images(folder: Path) -> str:
         cv2.imwrite(str(folder / "images" / f"{at}.png"), image)
         label = f"0 {(x + 8) / 64} {(y + 8) / 64} 0.25 0.25\n"
         (folder / "labels" / f"{at}.txt").write_text(label)
-    (OUT / "Ultralytics" / "Arial.ttf").touch()  # else it would be downloaded
     text = f"path: {folder.absolute()}\ntrain: images\nval: images\nnames: [square]\n"
     (folder / "data.yaml").write_text(text)
     return str(folder / "data.yaml")
