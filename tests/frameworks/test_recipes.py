@@ -32,11 +32,13 @@ def test_diffusers(lives, lora):
     assert_same(plain, kept, kills=3)
 
 
-def test_timm(lives):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_timm(lives, prefetch):
     """Killed in an evaluation, too."""
     loop = lives("recipe.py", *VISION)
-    plain = loop.undisturbed(page="timm")
-    kept, said = loop.kept(page="timm", kill=[*drawn(range(1, 6)), -1, *drawn(range(7, 17))])
+    plain = loop.undisturbed(page="timm", prefetch=prefetch)
+    kill = [*drawn(range(1, 6)), -1, *drawn(range(7, 17))]
+    kept, said = loop.kept(page="timm", prefetch=prefetch, kill=kill)
     assert "restored step" in said
     assert_same(plain, kept, kills=3)
 

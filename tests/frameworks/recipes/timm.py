@@ -14,7 +14,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch.utils.data import Dataset
 
-from tests.frameworks.script import maybe_kill, watch
+from tests.frameworks.script import SETTINGS, maybe_kill, watch
 
 COMPARED = ("model", "model_ema", "optimizer", "lr_scheduler", "best_metric")
 
@@ -37,9 +37,13 @@ def made() -> dict[str, Any]:
     scheduler, epochs = create_scheduler_v2(
         optimizer, num_epochs=3, warmup_epochs=1, updates_per_epoch=6, step_on_epochs=False
     )
+    options: dict[str, Any] = {"num_workers": 0, "use_prefetcher": False, "auto_augment": "rand-m5"}
+    if SETTINGS.get("prefetch"):
+        options = {"num_workers": 1, "use_prefetcher": True, "no_aug": True}
+    options["persistent_workers"] = options["num_workers"] > 0
     loader = create_loader(
-        Images(), input_size=(3, 32, 32), batch_size=4, is_training=True, use_prefetcher=False,
-        num_workers=0, persistent_workers=False, auto_augment="rand-m5",
+        Images(), input_size=(3, 32, 32), batch_size=4, is_training=True,
+        device=torch.device("cpu"), **options,
     )  # fmt: skip
     seen = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -45,10 +45,12 @@ class Batches:
             require_accelerate()
             _refuse_plugins()
         self.loader, self.epoch = loader, 0
+        prefetches = type(loader).__name__ == "PrefetchLoader"  # timm's
         # accelerate's `base_dataloader`, Fabric's `_dataloader`
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
+        inner = loader.loader if prefetches else inner
         self._base = loader if inner is None else inner
-        self._fetches_ahead = hasattr(loader, "base_dataloader")
+        self._fetches_ahead = prefetches or hasattr(loader, "base_dataloader")
         # with accelerate's `dispatch_batches`, rank 0 reads for all ranks, several batches at a
         # time
         dispatched = type(loader).__name__ == "DataLoaderDispatcher"
