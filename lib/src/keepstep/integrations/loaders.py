@@ -36,7 +36,7 @@ class Batches:
 
     `epoch`: the epoch whose remaining batches `left` yields. Pass a wrapped loader (of accelerate
     or Fabric) as it is. If it has already begun an epoch, that epoch is dropped. Raises UsageError
-    for a version of accelerate that lacks what this needs, and for accelerate's DeepSpeed,
+    for a version of accelerate that lacks what this needs, and for accelerate's
     Megatron-LM and FSDP1.
     """
 
@@ -138,10 +138,9 @@ def _refuse_plugins() -> None:
 
     state = AcceleratorState()
     kind = str(state.distributed_type.value)
-    if kind in ("DEEPSPEED", "MEGATRON_LM"):
-        name = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}[kind]
+    if kind == "MEGATRON_LM":
         raise UsageError(
-            f"keepstep was never tested with accelerate's {name} plugin: use FSDP2"
+            "keepstep was never tested with accelerate's Megatron-LM plugin: use FSDP2"
             " (fsdp_version: 2), or DDP"
         )
     if kind == "FSDP" and state.fsdp_plugin.fsdp_version != 2:
