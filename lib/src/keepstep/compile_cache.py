@@ -19,8 +19,12 @@ from keepstep.errors import StorageError
 DIRECTORY_ENV: Final = "KEEPSTEP_COMPILE_CACHE"
 """In a pod: the directory that admission mounted for this."""
 
+POD_NAME: Final = ".compile-cache"
+"""The directory on a pod's volume, beside the sidecar's. No run has such a name."""
+
 _PARTS: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 _LEAST_FREE_BYTES: Final = 1 << 30
+_DEEPEST: Final = 16
 
 
 def is_chosen(environment: Mapping[str, str]) -> bool:
@@ -42,6 +46,14 @@ def variables(parent: Directory, name: str) -> dict[str, str]:
     if drive.f_bavail * drive.f_frsize < _LEAST_FREE_BYTES:
         raise StorageError(f"the drive of {place.path} has less than 1 GiB left")
     return {variable: str(place.path / part) for variable, part in _PARTS.items()}
+
+
+def bound(parent: Directory, name: str, *, limit_bytes: int) -> None:
+    """Remove the caches in the directory `name` if they take more than that of the drive. Times of
+    access, by which old ones could be told, are not kept everywhere. Raises OSError."""
+    found = parent.inside(name).walk(levels=_DEEPEST)
+    if sum(one.st_blocks * 512 for _, one in found) > limit_bytes:
+        parent.remove(name)
 
 
 def use_mounted() -> None:

@@ -30,7 +30,6 @@ from keepstep_sidecar.cli.run_dir import RunDir
 _NAME: Final = "compile-cache"
 _MADE: Final = "made"
 _OF_MADE: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+")
-_DEEPEST: Final = 16
 
 
 def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int) -> dict[str, str]:
@@ -48,7 +47,9 @@ def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int)
     _require_private(Path(os.path.realpath(kept.home)))
     place, name = _place(home)
     for one in filter(_OF_MADE.fullmatch, place.names()):
-        if one != name or size_bytes(place.inside(one)) > limit_bytes:
+        if one == name:
+            compile_cache.bound(place, name, limit_bytes=limit_bytes)
+        else:
             place.remove(one)
     return compile_cache.variables(place, name)
 
@@ -59,11 +60,6 @@ def remove(kept: RunDir) -> None:
         Directory.opened(kept.home).remove(_NAME)
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror}; remove it by hand") from error
-
-
-def size_bytes(place: Directory) -> int:
-    """What the caches take on the drive."""
-    return sum(found.st_blocks * 512 for _, found in place.walk(levels=_DEEPEST))
 
 
 def _place(home: Directory) -> tuple[Directory, str]:
