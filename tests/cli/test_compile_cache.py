@@ -17,6 +17,7 @@ from keepstep.errors import StorageError
 from tests.cli.conftest import TRAIN, Keepstep
 
 PYTHON = sys.executable
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another group")
 
 SHOW = """
 import json, os
@@ -143,6 +144,16 @@ def test_nothing_is_kept_where_others_may_write(keepstep: Keepstep) -> None:
     assert json.loads(done.stdout) == [None, None]
     assert f"other users may write to {keepstep.directory}" in done.stderr
     assert not (keepstep.directory / "show" / "compile-cache").exists()
+
+
+@needs_root
+@pytest.mark.root
+def test_a_group_may_write_only_if_it_is_the_users_own(keepstep: Keepstep) -> None:
+    keepstep.directory.mkdir()
+    keepstep.directory.chmod(0o775)
+    assert cache(keepstep).is_dir()
+    os.chown(keepstep.directory, -1, 65532)
+    assert places(keepstep) == [None, None]
 
 
 def test_a_cache_that_others_may_write_to_is_refused(keepstep: Keepstep) -> None:

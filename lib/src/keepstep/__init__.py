@@ -61,7 +61,7 @@ if os.environ.get("KEEPSTEP_SOCKET"):  # a training process: its errors are of i
 
     _uncaught.watch(_uncaught.tell)
 
-if os.environ.get("KEEPSTEP_COMPILE_CACHE"):  # torch reads its variables when it first compiles
+if os.environ.get("KEEPSTEP_COMPILE_CACHE_DIR"):  # torch reads its variables when it first compiles
     from keepstep import compile_cache as _compile_cache
 
     _compile_cache.use_mounted()

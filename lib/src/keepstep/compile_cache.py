@@ -16,7 +16,7 @@ from typing import Final
 from keepstep.directory import Directory
 from keepstep.errors import StorageError
 
-DIRECTORY_ENV: Final = "KEEPSTEP_COMPILE_CACHE"
+DIRECTORY_ENV: Final = "KEEPSTEP_COMPILE_CACHE_DIR"
 """In a pod: the directory that admission mounted for this."""
 
 POD_NAME: Final = ".compile-cache"

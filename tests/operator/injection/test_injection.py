@@ -578,7 +578,7 @@ _CACHE = "/keepstep/compile-cache"
 def _cache_mount(pod: Body) -> Body | None:
     (training,) = (one for one in pod["spec"]["containers"] if one["name"] == "pytorch")
     mounts = [one for one in training["volumeMounts"] if one["mountPath"] == _CACHE]
-    told = environment_of(training).get("KEEPSTEP_COMPILE_CACHE")
+    told = environment_of(training).get("KEEPSTEP_COMPILE_CACHE_DIR")
     assert told == (_CACHE if mounts else None)
     return mounts[0] if mounts else None
 

@@ -122,8 +122,13 @@ def page(values: dict[str, Any], fd: int) -> None:
 
 @program.command()
 @_directories
-@click.option("--compile-cache", type=click.Path(path_type=Path), metavar="DIR")
-@size_option("--compile-cache-limit", default="4Gi")
+@click.option(
+    "--compile-cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Make this one too, for what trainers compile.",
+)
+@size_option("--compile-cache-limit", default="4Gi", help="Remove a user's caches beyond that.")
 def prepare(
     directories: tuple[Path, ...], compile_cache: Path | None, compile_cache_limit: int
 ) -> None:
