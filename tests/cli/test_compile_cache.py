@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -174,11 +175,13 @@ def test_a_run_without_steps_keeps_no_caches(keepstep: Keepstep) -> None:
     assert not kept.exists()
 
 
-@pytest.mark.skipif(not os.statvfs("/proc").f_flag & os.ST_NOEXEC, reason="/proc may execute here")
-def test_a_drive_on_which_nothing_may_be_executed_is_refused() -> None:
-    place = Directory.opened(Path(f"/proc/{os.getpid()}"))
-    with pytest.raises(StorageError, match=r"/fd may be executed \(noexec\)"):
-        compile_cache.variables(place, "fd")  # mode 0500, and this user's
+def test_a_drive_on_which_nothing_may_be_executed_is_refused(
+    mounted: Callable[..., Path],
+) -> None:
+    drive = mounted("drive", "-t", "tmpfs", "-o", "noexec", "none")
+    place = Directory.opened(drive)
+    with pytest.raises(StorageError, match=r"/caches may be executed \(noexec\)"):
+        compile_cache.variables(place, "caches")
 
 
 # --- in a pod --------------------------------------------------------------------------------
