@@ -65,10 +65,11 @@ test-torch: .venv-torch-$(TORCH)/.ready ## the library's tests with another torc
 test-gpu: .venv-torch-$(TORCH)/.ready ## kills of a training on a GPU, with a torch that has CUDA
 	.venv-torch-$(TORCH)/bin/python -m pytest tests/gpu -n 4 --junitxml build/junit-gpu.xml $(PYTEST_ARGS)
 
-$(FRAMEWORKS)/.ready: requirements-frameworks.txt lib/pyproject.toml sidecar/pyproject.toml
+$(FRAMEWORKS)/.ready: requirements-frameworks.txt requirements-vision.txt lib/pyproject.toml sidecar/pyproject.toml
 	@echo "setting up $(FRAMEWORKS) (some minutes the first time)"
 	@test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check -r requirements-frameworks.txt
+	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(FRAMEWORKS)/vision -r requirements-vision.txt
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar
 	@touch $@
 

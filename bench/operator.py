@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from keepstep.leader.summary import fitted
 from keepstep.steps import StepId, Tier
 from keepstep.wire import runs as wire
 from keepstep.wire.runs import Doubt, DoubtKind, Kept, RunReport
+from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.kube.resources import RUNS
-from tests.certificates import make_certificate
+from tests.operator.admission.reviews import write_pair
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
 from tests.operator.injection.pods import policy_body
 from tests.operator.reconcile.samples import FIRST, node, pod_body, report
@@ -43,6 +45,8 @@ PODS = 10
 INTERVAL_S = 30.0
 CHANGES = 20
 WORST = 20
+_NAMESPACE = "keepstep-system"
+_NAME = f"keepstep-reports.{_NAMESPACE}.svc"
 
 
 def pods_of(run: int) -> list[Body]:
@@ -139,7 +143,9 @@ class Load:
         body = msgspec.json.encode(leader.report())
         headers = {"Authorization": f"Bearer of-{leader.run}"}
         began = time.perf_counter()
-        async with self._session.post(self._url, data=body, headers=headers) as answer:
+        async with self._session.post(
+            self._url, data=body, headers=headers, server_hostname=_NAME
+        ) as answer:
             await answer.read()
             taken = answer.status == 200
         self.refused += not taken
@@ -158,17 +164,19 @@ class Load:
 async def reconciler(server: ApiServer, directory: Path) -> AsyncIterator[tuple[Any, Body]]:
     """The process, and its ports."""
     settings = {
-        "KUBECONFIG": str(server.kubeconfig(directory)), "KEEPSTEP_NAMESPACE": "keepstep-system",
+        "KUBECONFIG": str(server.kubeconfig(directory)), "KEEPSTEP_NAMESPACE": _NAMESPACE,
         "KEEPSTEP_TLS_DIR": str(directory), "KEEPSTEP_PORT": "0", "KEEPSTEP_METRICS_PORT": "0",
     }  # fmt: skip
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "keepstep_operator.cli", "reconcile", env={**os.environ, **settings},
+        *(sys.executable, "-m", "keepstep_operator.cli", "reconcile"),
+        f"--peer-ca-dir={directory}", env={**os.environ, **settings},
         stderr=asyncio.subprocess.PIPE, limit=1 << 20,
     )  # fmt: skip
     assert child.stderr is not None
     ports: Body = {}
     while ports.get("event") != "listening":
-        line = await child.stderr.readline()
+        if not (line := await child.stderr.readline()):
+            raise RuntimeError(f"the reconciler ended with {await child.wait()}")
         ports = json.loads(line) if line.startswith(b"{") else {}
     reading = asyncio.create_task(_discard(child.stderr))
     try:
@@ -188,7 +196,10 @@ async def measure(runs: int, foreign: int, kept: int, seconds: float) -> Body:
     """The figures."""
     server = cluster(runs, foreign)
     with tempfile.TemporaryDirectory() as name:
-        trust = trusting(make_certificate(Path(name)))
+        authority = make_authority("peers", now=datetime.now(UTC), life=timedelta(days=1))
+        write_pair(Path(name), authority)
+        (Path(name) / "ca.crt").write_bytes(authority.certificate)
+        trust = trusting(authority.certificate)
         connector = aiohttp.TCPConnector(ssl=trust, limit=64)
         async with (
             server.running(),

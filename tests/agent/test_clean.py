@@ -75,6 +75,15 @@ def test_no_link_within_a_run_is_followed(tmp_path: Path) -> None:
     assert (precious / "file").exists()
 
 
+def test_compile_caches_go_with_their_run_and_keep_none(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    cache = run / "0" / ".compile-cache" / "1000" / "inductor"
+    cache.mkdir(parents=True)
+    (cache / "one.so").write_bytes(b"x")
+    _clean(run)
+    assert not run.exists()
+
+
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Path]:
     """A run with a tree of 2,000 levels, which pytest itself could not remove."""

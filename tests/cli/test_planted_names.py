@@ -100,6 +100,8 @@ NAMES = (
     "train/retired",
     "train/spare",
     "train/peers",
+    "train/compile-cache",
+    "train/compile-cache/made",
 )
 
 

@@ -13,6 +13,13 @@ from tests.e2e.kubectl import Kubectl, Object
 _HOST = {"policy": "node-local"}
 _RUN = f"long-{int(time.time())}"
 """Another each time: the node of a cluster that is kept still has the steps of the last time."""
+_COMPILED = """
+import keepstep, os, pathlib
+place = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+print(place.exists())
+place.mkdir(exist_ok=True)
+"""
+"""Says whether anything lies where torch.compile will look, and leaves something there."""
 
 
 def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
@@ -30,6 +37,8 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
     before = runs.training_beyond(namespace, 20)
     status = namespace.eventually(lambda: runs.status(namespace), what="a status")
     assert status.get("committed", {}).get("step", 0) == 0
+    in_worker = ("exec", "gpt-worker-0", "-c", "pytorch", "--", "python", "-c", _COMPILED)
+    assert namespace(*in_worker).strip() == "False"
     old = _uid(namespace, "gpt-worker-0")
     namespace("delete", "pod", "gpt-worker-0", "--wait=false")
 
@@ -41,6 +50,7 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
     assert life.first - 1 >= before.last - 2, "the newest staged step was flushed"
     record_property("lost_steps", runs.lost(killed, life))
     runs.same_losses(life, reference)
+    assert namespace(*in_worker).strip() == "True", "the compile caches stayed on the node"
     restored = namespace.eventually(lambda: namespace.events("Restored"), what="an event")
     assert str(life.first - 1) in restored[-1]["message"]
 

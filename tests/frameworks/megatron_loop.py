@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pkgutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +25,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -32,6 +40,7 @@ from megatron.core.utils import unwrap_model
 
 import keepstep
 from keepstep.integrations.megatron import components
+from keepstep.integrations.megatron_bridge import manage
 from tests.frameworks.script import (
     OUT,
     RANK,
@@ -224,9 +233,76 @@ def own_checkpoint(parts: Any, progress: dict[str, int], *, load: bool) -> None:
     progress.update(read["progress"])
 
 
+@dataclass
+class TrainState:
+    """As Megatron-Bridge has it."""
+
+    step: int = 0
+    consumed_train_samples: int = 0
+    skipped_train_samples: int = 0
+    floating_point_operations_so_far: float = 0.0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(value) for name, value in vars(self).items()}
+
+    def load_state_dict(self, kept: dict[str, torch.Tensor]) -> None:
+        vars(self).update({name: value.item() for name, value in kept.items()})
+
+
+class AsBridge:
+    """Calls a checkpoint manager when and with what Megatron-Bridge's setup() and train() do."""
+
+    def __init__(self, parts: Any, progress: dict[str, int]) -> None:
+        model, self._optimizer, self._scheduler = parts
+        self._model, self._progress = [model], progress
+        none = {"load": None, "pretrained_checkpoint": None, "custom_manager_class": None}
+        self.config = SimpleNamespace(save=str(OUT), **none)
+        cfg = SimpleNamespace(
+            checkpoint=self.config,
+            dist=SimpleNamespace(use_decentralized_pg=SETTINGS.get("decentralized", False)),
+            dataset=SimpleNamespace(),
+        )
+        self.state = SimpleNamespace(cfg=cfg, train_state=TrainState())
+        init_num_microbatches_calculator(RANK, None, 4, ROWS, 1)
+        manage(self.config)
+        self.manager: Any = pkgutil.resolve_name(self.config.custom_manager_class)(self.config)
+        inspect.signature(self.manager.save).bind(None, None)
+        context = self.manager.checkpointing_context
+        if context["local_checkpoint_manager"].find_latest() != -1 and not SETTINGS.get("peft"):
+            context = self._context(strict=True, skip_load_to_model_and_opt=False)
+            step, flops = self.manager.load(context)
+            counts = self.state.train_state
+            assert (step, flops) == (counts.step, 10 * step)
+            progress |= {
+                "iteration": step,
+                "samples": counts.consumed_train_samples,
+                "skipped": counts.skipped_train_samples,
+            }
+
+    def _context(self, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            state=self.state, model=self._model, optimizer=self._optimizer,
+            opt_param_scheduler=self._scheduler, pg_collection=None, module_name=None, **options,
+        )  # fmt: skip
+
+    def save(self, step: int) -> None:
+        counts = self.state.train_state
+        counts.step, counts.consumed_train_samples = step, self._progress["samples"]
+        counts.skipped_train_samples = self._progress["skipped"]
+        flops = {"num_floating_point_operations_so_far": 10 * step}
+        self.manager.save(
+            self._context(**flops, train_data_iterator=None, non_persistent_ckpt=False), None
+        )
+        self.manager.finalize_async_saves(state=self.state, blocking=False)
+
+    def end(self) -> None:
+        for _ in range(2):  # in train(), and in pretrain()
+            self.manager.finalize_async_saves(state=self.state, blocking=True, terminate=True)
+
+
 def refusals() -> None:
     """What components() says of trainings that keepstep cannot keep; it goes into OUT."""
-    model, optimizer, _ = made()
+    model, optimizer, _ = parts = made()
     config, said = unwrap_model(model).config, {}
     for name, place, attribute, value in (
         ("fsdp", model.ddp_config, "use_megatron_fsdp", True),
@@ -241,6 +317,14 @@ def refusals() -> None:
         said[name] = refusal([model], optimizer)
         setattr(place, attribute, before)
     said["bare model"] = refusal([unwrap_model(model)], optimizer)
+    for name in ("decentralized", "peft"):
+        SETTINGS[name] = True
+        try:
+            AsBridge(parts, {"iteration": 1, "samples": 0, "skipped": 0}).save(1)
+        except keepstep.UsageError as error:
+            said[name] = str(error)
+        del SETTINGS[name]
+        destroy_num_microbatches_calculator()
     (OUT / "refusals").write_text(json.dumps(said))
 
 
@@ -256,7 +340,7 @@ def main() -> None:
     model, optimizer, scheduler = parts = made()
     progress = {"iteration": 0, "samples": 0, "skipped": 0}
     checkpointer, save = None, lambda _: None
-    if not SETTINGS.get("bare"):
+    if not SETTINGS.get("bare") and not SETTINGS.get("bridge"):
         kept = components([model], optimizer, scheduler)
         checkpointer = keepstep.Checkpointer({**kept, "progress": progress})
         try:
@@ -267,6 +351,9 @@ def main() -> None:
         save = checkpointer.save
     elif SETTINGS.get("own"):
         own_checkpoint(parts, progress, load=True)
+    elif SETTINGS.get("bridge"):
+        bridge = AsBridge(parts, progress)
+        save = bridge.save
     if progress["iteration"]:
         found = [list(model.parameters()), state(optimizer)]
         (OUT / f"restored-{RANK}").write_text(digest(found))
@@ -279,6 +366,8 @@ def main() -> None:
     if DISTRIBUTED and EP == 1 and progress["iteration"]:
         torch.save(parts_of_parameters(model, optimizer), OUT / f"began-with-{RANK}.pt")
     train(model, optimizer, scheduler, progress, save)
+    if SETTINGS.get("bridge"):
+        bridge.end()
     if checkpointer is not None:
         checkpointer.close()
         if SETTINGS.get("keep_own"):

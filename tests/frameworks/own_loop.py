@@ -12,7 +12,15 @@ from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
 from keepstep.integrations.loaders import Batches
-from tests.frameworks.script import SETTINGS, digest, maybe_kill, random_states, record, write
+from tests.frameworks.script import (
+    SETTINGS,
+    digest,
+    divided,
+    maybe_kill,
+    random_states,
+    record,
+    write,
+)
 
 ROWS = 60
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -89,6 +97,21 @@ def on_fabric() -> tuple[Any, Any]:
     return net, {"progress": progress, "optimizer": digest(optimizer.state_dict())}
 
 
+def by_zero(stage: int) -> Any:
+    from accelerate.utils import DeepSpeedPlugin
+
+    from tests.frameworks import accelerate_on_cpu  # noqa: F401
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    }
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+
 def on_accelerate() -> tuple[Any, Any]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
@@ -98,20 +121,26 @@ def on_accelerate() -> tuple[Any, Any]:
         use_stateful_dataloader=SETTINGS.get("stateful", False),
         dispatch_batches=SETTINGS.get("dispatched"),
     )
-    accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
+    options: dict[str, Any] = {"cpu": True}
+    if stage := SETTINGS.get("zero"):
+        options = {"deepspeed_plugin": by_zero(stage)}
+    accelerator = Accelerator(dataloader_config=config, gradient_accumulation_steps=2, **options)
     net, plain = made()
+    if stage:  # whose engine steps within `backward`
+        plain.register_step_pre_hook(lambda *_: maybe_kill(progress["step"]))
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 20)
     model, optimizer, scheduler, loading = accelerator.prepare(net, plain, cosine, loader())
     batches = Batches(loading)
     progress = {"step": 0}
     checkpointer = None
     if not SETTINGS.get("bare"):
+        components = {"model": model, "optimizer": optimizer}
+        if stage:
+            from keepstep.integrations import deepspeed
+
+            components = deepspeed.components(model)
         checkpointer = keepstep.Checkpointer(
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            batches=batches,
-            progress=progress,
+            {"scheduler": scheduler, **components, "batches": batches, "progress": progress}
         )
         checkpointer.restore(rng="later")
     for _ in range(batches.epoch, 2):
@@ -120,7 +149,7 @@ def on_accelerate() -> tuple[Any, Any]:
                 loss = ((model(batch) - batch) ** 2).mean()
                 record(progress["step"], loss)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients and not stage:
                     maybe_kill(progress["step"])
                 optimizer.step()
                 scheduler.step()
@@ -133,7 +162,7 @@ def on_accelerate() -> tuple[Any, Any]:
         checkpointer.close()
     return net, {
         "progress": progress,
-        "optimizer": digest(optimizer.state_dict()),
+        **(divided(model) if stage else {"optimizer": digest(optimizer.state_dict())}),
         "schedule": scheduler.get_last_lr(),
     }
 
@@ -206,7 +235,8 @@ ON = {"fabric": on_fabric, "accelerate": on_accelerate, "ignite": on_ignite}
 
 def main() -> None:
     net, others = ON[SETTINGS["on"]]()
-    write({"weights": digest(net.state_dict()), **others, "random": random_states()})
+    weights = {} if SETTINGS.get("zero") else {"weights": digest(net.state_dict())}
+    write({**weights, **others, "random": random_states()})
 
 
 if __name__ == "__main__":

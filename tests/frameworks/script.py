@@ -86,3 +86,19 @@ def maybe_kill(step: int) -> None:
     if step in SETTINGS.get("kill", ()) and RANK == 0 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """Write each loss as it is passed backward, and kill before this optimizer's steps."""
+
+    def steps() -> int:
+        return max((int(one["step"]) for one in optimizer.state.values()), default=0)
+
+    backward = torch.Tensor.backward
+
+    def recorded(loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        record(steps(), loss.detach())
+        backward(loss, *args, **options)
+
+    torch.Tensor.backward = recorded  # type: ignore[method-assign, assignment]
+    optimizer.register_step_pre_hook(lambda *_: maybe_kill(steps()))

@@ -130,6 +130,14 @@ def lives(monkeypatch):
     return begin
 
 
+def test_a_second_train_of_the_same_trainer_is_refused_by_name(tmp_path, sidecar):
+    trainer = trained(tmp_path)
+    weights = trainer.model.weight.detach().clone()
+    with pytest.raises(keepstep.UsageError, match="a run keeps one training, and this process"):
+        trainer.train()
+    assert torch.equal(trainer.model.weight, weights)
+
+
 def test_a_checkpointer_that_goes_on_after_an_adapter_is_refused_by_name(tmp_path, sidecar):
     trainer = trained(tmp_path)
     plain = keepstep.Checkpointer(model=trainer.model, optimizer=trainer.optimizer.optimizer)

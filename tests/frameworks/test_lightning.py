@@ -149,7 +149,8 @@ def test_an_average_of_the_weights(fit):
 @pytest.fixture
 def dividing(lives, monkeypatch) -> Lives:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
-    modules = ("lightning.pytorch", "torchdata.stateful_dataloader", "deepspeed")
+    # the first names the process that imports them
+    modules = ("torchdata.stateful_dataloader", "lightning.pytorch", "deepspeed")
     return lives("lightning_fit.py", *modules)
 
 

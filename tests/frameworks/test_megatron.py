@@ -40,6 +40,8 @@ def test_names_what_it_cannot_keep(loop):
     assert "weights in FP8 or FP4: take bf16" in said["fp8"]
     assert "no _get_model_param_range_map in its DistributedOptimizer" in said["hook"]
     assert "wrap it in Megatron's DistributedDataParallel" in said["bare model"]
+    assert "cannot keep use_decentralized_pg under Megatron-Bridge" in said["decentralized"]
+    assert "Megatron-Bridge did not call load()" in said["peft"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,6 +54,16 @@ def test_killed_and_gone_on_with_bit_by_bit(loop, layout):
     assert_same(plain, kept, kills=2, ranks=2)
     if "overflow" in options:
         assert result(plain)["progress"]["skipped"] == 1
+
+
+def test_megatron_bridges_manager_is_replaced_bit_by_bit(loop):
+    """By its interface: no CPU runs Megatron-Bridge itself."""
+    options = {"distributed": True, "ranks": 2}
+    plain = loop.undisturbed(**options)
+    kept, said = loop.kept(**options, bridge=True, kill=kills())
+    assert "restored step" in said
+    assert "discarded" not in said
+    assert_same(plain, kept, kills=2, ranks=2)
 
 
 @pytest.mark.parametrize(("before", "after"), [("tp", "pp"), ("pp", "tp")])

@@ -126,11 +126,21 @@ def test_ignite_on_two_ranks(loop):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerates_deepspeed_plugin(lives, monkeypatch, stage):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
+    loop = lives("own_loop.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
+    plain = loop.undisturbed(ranks=2, on="accelerate", zero=stage)
+    kill = drawn(range(1, 4), range(5, 8))
+    kept, said = loop.kept(ranks=2, on="accelerate", zero=stage, kill=kill)
+    assert "restored step" in said
+    assert_same(plain, kept, kills=2, ranks=2)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (DistributedType.DEEPSPEED, "accelerate's DeepSpeed plugin: use FSDP2"),
         (DistributedType.MEGATRON_LM, "accelerate's Megatron-LM plugin: use FSDP2"),
         (DistributedType.FSDP, "set fsdp_version: 2"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 from tests.frameworks.conftest import assert_same, drawn
@@ -20,6 +21,8 @@ def test_ray_train_on_two_nodes_whose_worker_is_killed(lives, tmp_path):
         text=True,
         timeout=200,
     )
-    assert f"keepstep: restored step {kill[0] - 1} of epoch 1" in done.stdout, done.stdout[-5000:]
+    # the step before may still be on its way into memory
+    said = rf"keepstep: restored step ({kill[0] - 1}|{kill[0] - 2}) of epoch 1"
+    assert re.search(said, done.stdout), done.stdout[-5000:]
     assert_same(plain, tmp_path / "kept", kills=1, ranks=2)
     assert done.stdout.count("run 'two-nodes' stopped") == 2, "sidecars outlive the workers"

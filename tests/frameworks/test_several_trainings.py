@@ -63,9 +63,9 @@ def test_folds_with_names_go_on_after_a_kill_in_the_middle_of_the_second(folds, 
 def test_folds_with_names_need_no_command_in_front(folds):
     plain = lines(folds.undisturbed(framework="transformers"))
     settings = {"framework": "transformers", "named": True, "kill": [STEPS + 2]}
-    command = folds._command("kept", settings, 1)
+    command = folds.command("kept", settings, 1)
     options: dict[str, Any] = {"cwd": folds._home, "capture_output": True, "text": True}
-    variables = {key: one for key, one in folds._variables().items() if key != "KEEPSTEP_SOCKET"}
+    variables = {key: one for key, one in folds.variables().items() if key != "KEEPSTEP_SOCKET"}
     codes = [
         subprocess.run(command, env=variables, timeout=200, **options).returncode for _ in range(2)
     ]

@@ -14,12 +14,12 @@ def trainer(lives) -> Lives:
     return lives("trl_trainer.py", *modules, *more, "peft", "datasets")
 
 
-def check(trainer, **options):
-    plain = trainer.undisturbed(**options)
-    kept, said = trainer.kept(**options, kill=drawn(range(1, 6), range(6, 12)))
+def check(trainer, *, ranks=1, **options):
+    plain = trainer.undisturbed(ranks=ranks, **options)
+    kept, said = trainer.kept(ranks=ranks, **options, kill=drawn(range(1, 6), range(6, 12)))
     assert "restored step" in said
     assert "changes from step to step, and is in no step" not in said
-    assert_same(plain, kept, kills=2)
+    assert_same(plain, kept, kills=2, ranks=ranks)
 
 
 def test_sft_of_lora_packed_with_accumulation(trainer):
@@ -31,6 +31,14 @@ def test_sft_of_lora_packed_with_accumulation(trainer):
 def test_pairs_and_labels_with_sums_for_the_log(trainer, kind):
     more = {"DPO": {"lora": True}, "KTO": {"reference": True}}.get(kind, {})
     check(trainer, kind=kind, arguments={"max_length": 32}, **more)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_two_ranks(trainer, kind):
+    arguments = {"max_length": 32, "ddp_backend": "gloo", "packing": True}
+    if kind == "DPO":
+        del arguments["packing"]
+    check(trainer, ranks=2, kind=kind, lora=True, arguments=arguments)
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])

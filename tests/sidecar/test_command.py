@@ -287,6 +287,28 @@ def test_prepare_makes_a_directory_and_gives_it_to_the_sidecar(tmp_path: Path) -
     assert (passage.st_uid, passage.st_gid, stat.S_IMODE(passage.st_mode)) == (0, 65532, 0o750)
 
 
+@pytest.mark.root
+@needs_root
+def test_prepare_bounds_the_compile_caches_of_each_user(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    place, elsewhere = tmp_path / "0" / ".compile-cache", tmp_path / "elsewhere"
+    words = (str(tmp_path / "0"), "--compile-cache", str(place), "--compile-cache-limit", "1Mi")
+    assert run("prepare", *words).returncode == 0
+    assert (place.stat().st_uid, stat.S_IMODE(place.stat().st_mode)) == (65532, 0o2770)
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_bytes(bytes(2 << 20))
+    for user, size_bytes in ((1000, 2 << 20), (1001, 4096)):
+        (place / str(user)).mkdir(mode=0o700)
+        (place / str(user) / "one.so").write_bytes(bytes(size_bytes))
+        (place / str(user) / "link").symlink_to(elsewhere)
+        os.chown(place / str(user), user, user)
+    (place / "1002").symlink_to(elsewhere)
+    limited = ("setpriv", "--bounding-set=-all,+chown,+dac_override,+fowner", "--inh-caps=-all")
+    subprocess.run([*limited, *COMMAND, "prepare", *words], check=True, timeout=30)
+    assert sorted(one.name for one in place.iterdir()) == ["1001", "1002"]
+    assert (elsewhere / "precious").exists()
+
+
 def test_the_agents_commands_name_what_they_lack(tmp_path: Path) -> None:
     done = run("agent", "serve", "--peer-listen", ":26741", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")

@@ -61,6 +61,11 @@ if os.environ.get("KEEPSTEP_SOCKET"):  # a training process: its errors are of i
 
     _uncaught.watch(_uncaught.tell)
 
+if os.environ.get("KEEPSTEP_COMPILE_CACHE_DIR"):  # torch reads its variables when it first compiles
+    from keepstep import compile_cache as _compile_cache
+
+    _compile_cache.use_mounted()
+
 
 def __getattr__(name: str) -> Any:
     # The sidecar uses the pure modules where torch is not installed, so torch comes in only here.

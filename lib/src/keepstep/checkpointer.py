@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from keepstep import telemetry
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.client.slot import Slot
@@ -377,13 +378,23 @@ class Checkpointer:
                 "keepstep: restored step %d of epoch %s from %s in %.2f s",
                 *(parent.step, parent.epoch.number, restoring.tier, seconds),
             )
-        return Restored(
+        restored = Restored(
             step=parent.step,
             epoch=agreed.epoch.id.number,
             tier=restoring.tier,
             seconds=seconds,
             bytes=restoring.bytes,
         )
+        telemetry.tell(
+            "checkpoint_load",
+            seconds,
+            step=restored.step,
+            epoch=restored.epoch,
+            tier=str(restored.tier),
+            bytes=restored.bytes,
+            rank=self._rank,
+        )
+        return restored
 
     def _compare_replicas(self, epoch: Epoch) -> None:
         if self._world > 1 and (agent := self._agent) is not None:
@@ -632,7 +643,11 @@ class Checkpointer:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
             if not healthy:
                 return self._refuse_unhealthy(agent, number)
-            return self._save_alone(agent, number, started)
+            kept = self._save_alone(agent, number, started)
+            if kept and telemetry.MODULE in sys.modules:
+                seconds = time.perf_counter() - started
+                telemetry.tell("checkpoint_save", seconds, step=number, rank=self._rank)
+            return kept
         except _Unkeepable as error:
             first, self._raised = not (self._submitted or self._raised), True
             if first or self._strict:

@@ -327,7 +327,7 @@ def test_a_host_path_is_prepared_by_an_init_container_and_mounted_below_the_run(
     prepare, sidecar = spec["initContainers"][:2]
     below = "team-a/llama-aa11bb22/20001"
     assert prepare["name"] == "keepstep-volumes"
-    assert prepare["command"] == ["keepstep-sidecar", "prepare", f"/host/nvme0/{below}"]
+    assert prepare["command"][:3] == ["keepstep-sidecar", "prepare", f"/host/nvme0/{below}"]
     assert prepare["image"] == sidecar["image"] == DEFAULTS.sidecar_image
     security = prepare["securityContext"]
     assert security["runAsUser"] == 0
@@ -568,3 +568,40 @@ def test_a_pod_that_was_refused_can_be_injected_later() -> None:
     refused = refuse(pytorch_job(), reason="PolicyNotFound", message="there is none")
     injected = inject(refused, policy(), DEFAULTS)
     assert injected == inject(pytorch_job(), policy(), DEFAULTS)
+
+
+# --- compile caches ----------------------------------------------------------------------------
+
+_CACHE = "/keepstep/compile-cache"
+
+
+def _cache_mount(pod: Body) -> Body | None:
+    (training,) = (one for one in pod["spec"]["containers"] if one["name"] == "pytorch")
+    mounts = [one for one in training["volumeMounts"] if one["mountPath"] == _CACHE]
+    told = environment_of(training).get("KEEPSTEP_COMPILE_CACHE_DIR")
+    assert told == (_CACHE if mounts else None)
+    return mounts[0] if mounts else None
+
+
+def test_compile_caches_lie_beside_the_pods_own_directory() -> None:
+    made = inject(pytorch_job(), policy(HOST_PATH, compileCache={"limit": "1Gi"}), DEFAULTS)
+    own = "team-a/gpt-3f6a1f0e/1/.compile-cache"
+    name = "keepstep-volume-nvme0"
+    assert _cache_mount(made) == {"name": name, "mountPath": _CACHE, "subPath": own}
+    limited = ["--compile-cache", f"/host/nvme0/{own}", "--compile-cache-limit", str(1 << 30)]
+    assert made["spec"]["initContainers"][0]["command"][-4:] == limited
+
+
+def test_no_compile_cache_can_get_the_pod_evicted() -> None:
+    bounded = {"name": "scratch", "emptyDir": {"sizeLimit": "10Gi"}}
+    assert _cache_mount(inject(pytorch_job(), policy(bounded), DEFAULTS)) is None
+    mount = _cache_mount(inject(pytorch_job(), policy(bounded, HOST_PATH), DEFAULTS))
+    assert mount is not None
+    assert mount["name"] == "keepstep-volume-nvme0"
+
+
+@pytest.mark.parametrize("limit", [0, "0"])
+def test_a_policy_can_keep_no_compile_caches(limit: object) -> None:
+    made = inject(pytorch_job(), policy(HOST_PATH, compileCache={"limit": limit}), DEFAULTS)
+    assert _cache_mount(made) is None
+    assert "--compile-cache" not in made["spec"]["initContainers"][0]["command"]

@@ -96,6 +96,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"volumes": [{"name": "a", "hostPath": {"path": "//"}}]}, r"root of the node"),
     ({"volumes": [{"name": "a", "ephemeral": {}}]}, r"ephemeral.size: is needed"),
     ({"flushTimeout": "121s"}, r"spec.flushTimeout: 121s is not from 1s to 120s"),
+    ({"compileCache": {"limit": 4}}, r"compileCache.limit: 4 is less than 1Mi"),
     ({"runTTL": "59s"}, r"spec.runTTL: 59s is not from 60s"),
     ({"restore": {"timeout": "0s"}}, r"spec.restore.timeout: 0s is not from 1s"),
     ({"retention": {"local": {"every": "9000h"}}}, r"local.every: 9000h is not from 60s"),

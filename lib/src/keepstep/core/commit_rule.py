@@ -479,15 +479,21 @@ class Tally:
         there = (ranks.once for (tier, _), ranks in self.reach.items() if tier in tiers)
         return functools.reduce(operator.or_, there, 0)
 
+    def _is_covered(self, tiers: Collection[Tier]) -> bool:
+        """Whether all copies are of one world, and every rank of it has one on these tiers."""
+        covered = world = 0
+        for (tier, of), ranks in self.reach.items():
+            if world and of != world:
+                return False
+            world = of
+            if tier in tiers:
+                covered |= ranks.once
+        return bool(world) and is_full(covered, world)
+
     def complete(self, tier: Tier) -> bool:
         if tier not in self.known:
             # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
-            worlds = self.worlds
-            self.known[tier] = (
-                len(worlds) == 1
-                and not self.contested
-                and is_full(self.ranks(at_least(tier)), *worlds)
-            )
+            self.known[tier] = not self.contested and self._is_covered(at_least(tier))
         return self.known[tier]
 
 
@@ -551,7 +557,10 @@ class Completeness:
                 gone[id] = gone.get(id, 0) | of.bits
             whole |= of.bits if one.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
-        for key, held in list(there.items()):
+        named = (
+            [*there.items()] if whole else [(key, there[key]) for key in there if key[0] in gone]
+        )
+        for key, held in named:
             unnamed = whole & held.ranks
             for of, _ in images.get(key, ()) if unnamed else ():
                 unnamed &= ~of.bits

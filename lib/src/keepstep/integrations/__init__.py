@@ -78,7 +78,7 @@ def _exists(owner: str, hook: str) -> bool:
 @functools.cache
 def assigned(kind: type) -> frozenset[str]:
     """The names of the attributes that the code of a class, without its bases, assigns."""
-    functions = [one for one in vars(kind).values() if hasattr(one, "__code__")]
+    functions = [inspect.unwrap(one) for one in vars(kind).values() if hasattr(one, "__code__")]
     return frozenset(
         each.argval
         for one in functions

@@ -36,7 +36,7 @@ class Batches:
 
     `epoch`: the epoch whose remaining batches `left` yields. Pass a wrapped loader (of accelerate
     or Fabric) as it is. If it has already begun an epoch, that epoch is dropped. Raises UsageError
-    for a version of accelerate that lacks what this needs, and for accelerate's DeepSpeed,
+    for a version of accelerate that lacks what this needs, and for accelerate's
     Megatron-LM and FSDP1.
     """
 
@@ -45,10 +45,12 @@ class Batches:
             require_accelerate()
             _refuse_plugins()
         self.loader, self.epoch = loader, 0
+        prefetches = type(loader).__name__ == "PrefetchLoader"  # timm's
         # accelerate's `base_dataloader`, Fabric's `_dataloader`
         inner = getattr(loader, "base_dataloader", None) or getattr(loader, "_dataloader", None)
+        inner = loader.loader if prefetches else inner
         self._base = loader if inner is None else inner
-        self._fetches_ahead = hasattr(loader, "base_dataloader")
+        self._fetches_ahead = prefetches or hasattr(loader, "base_dataloader")
         # with accelerate's `dispatch_batches`, rank 0 reads for all ranks, several batches at a
         # time
         dispatched = type(loader).__name__ == "DataLoaderDispatcher"
@@ -136,10 +138,9 @@ def _refuse_plugins() -> None:
 
     state = AcceleratorState()
     kind = str(state.distributed_type.value)
-    if kind in ("DEEPSPEED", "MEGATRON_LM"):
-        name = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}[kind]
+    if kind == "MEGATRON_LM":
         raise UsageError(
-            f"keepstep was never tested with accelerate's {name} plugin: use FSDP2"
+            "keepstep was never tested with accelerate's Megatron-LM plugin: use FSDP2"
             " (fsdp_version: 2), or DDP"
         )
     if kind == "FSDP" and state.fsdp_plugin.fsdp_version != 2:

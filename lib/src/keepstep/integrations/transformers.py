@@ -51,25 +51,30 @@ log = logging.getLogger("keepstep")
 # --- what a trainer knows beside Trainer's own state ----------------------------------------------
 #
 # A subclass of Trainer and its callbacks know more. Trainer has no place for it, so no checkpoint
-# of Trainer's holds it either. For TRL's trainers, a table names the attributes to keep. For all
-# others, `_Watch` compares attributes between steps, so that what changes and is not kept is named
-# while the first life still trains.
+# of Trainer's holds it either. For the trainers of TRL and sentence-transformers, a table names the
+# attributes to keep. For all others, `_Watch` compares attributes between steps, so that what
+# changes and is not kept is named while the first life still trains.
 
 
 _SUMS = ("_metrics", "_total_train_tokens")
 _ROLLOUTS = ("_step", "_buffered_inputs", "_metrics", "_current_train_step_time")
 _ENTROPY = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
-TRL = {
-    "SFTTrainer": _SUMS,
-    "DPOTrainer": _SUMS,
-    "KTOTrainer": _SUMS,
-    "RewardTrainer": _SUMS,
-    "GRPOTrainer": (*_ROLLOUTS, *_ENTROPY),
-    "RLOOTrainer": _ROLLOUTS,
+OWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "trl": {
+        "SFTTrainer": _SUMS,
+        "DPOTrainer": _SUMS,
+        "KTOTrainer": _SUMS,
+        "RewardTrainer": _SUMS,
+        "GRPOTrainer": (*_ROLLOUTS, *_ENTROPY),
+        "RLOOTrainer": _ROLLOUTS,
+    },
+    "sentence_transformers": {"BaseTrainer": ("accum_loss_components", "loss")},
 }
-"""The attributes that a step keeps, by class of TRL: sums for the next line of the log, and the
-rollouts of the steps to come."""
+"""The attributes that a step keeps, by package and class: sums for the next line of the log, the
+rollouts of the steps to come, and of a loss what is trained along."""
+
+_TESTED = {"trl": ("1.16", "1.16"), "sentence_transformers": ("6.2", "6.2")}
 
 _INCIDENTAL = frozenset(
     {"_logs", "_last_loaded_step", "_pending_extra_logs", "_pending_metrics", "_signature_columns"}
@@ -89,11 +94,12 @@ _SHOWN = 8
 
 
 class _OwnState:
-    """The attributes of one of TRL's trainers that its next step depends on."""
+    """The attributes of a trainer in `OWN` that its next step depends on."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.names = tuple(name for name in _names_of(type(trainer)) if hasattr(trainer, name))
+        names = (name for name in _names_of(type(trainer)) if hasattr(trainer, name))
+        self.names = tuple(name for name in names if name != "loss")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self._trainer, name) for name in self.names}
@@ -110,8 +116,18 @@ def _is_sync(callback: Any) -> bool:
 
 def _names_of(kind: type) -> Iterator[str]:
     for one in kind.__mro__:
-        if one.__module__.partition(".")[0] == "trl":
-            yield from TRL.get(one.__name__, ())
+        yield from OWN.get(one.__module__.partition(".")[0], {}).get(one.__name__, ())
+
+
+def _weights_of_loss(trainer: Any) -> dict[str, Tensor]:
+    """The parameters of the loss of a trainer of sentence-transformers that are not the model's."""
+    if "loss" not in _names_of(type(trainer)):
+        return {}
+    losses = trainer.loss if isinstance(trainer.loss, dict) else {"": trainer.loss}
+    parameters = nn.ModuleDict({f"of {name}": one for name, one in losses.items()})
+    models = {id(one) for one in trainer.model.parameters()}
+    named = parameters.named_parameters()
+    return {name: one for name, one in named if one.requires_grad and id(one) not in models}
 
 
 class _Watch:
@@ -370,6 +386,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 (one.ref_model for one in self.callback_handler.callbacks if _is_sync(one)), None
             ),
             "own": own if (own := _OwnState(self)).names else None,
+            "loss": _weights_of_loss(self) or None,
         }
         return {name: one for name, one in others.items() if one is not None} | components
 
@@ -670,10 +687,12 @@ def _refuse(trainer: Any) -> None:
             raise UsageError(
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
-    if trls := [one for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl"]:
-        own = {f"{one.__module__}:{one.__name__}": TRL.get(one.__name__, ()) for one in trls}
-        version = importlib.metadata.version("trl")
-        require("trl", version, tested=("1.16", "1.16"), hooks=own)
+    for package, names in OWN.items():
+        kinds = [one for one in kind.__mro__ if one.__module__.partition(".")[0] == package]
+        own = {f"{one.__module__}:{one.__name__}": names.get(one.__name__, ()) for one in kinds}
+        if own:
+            version = importlib.metadata.version(package)
+            require(package, version, tested=_TESTED[package], hooks=own)
     if trainer.is_fsdp_enabled and is_quantized(trainer.model):
         raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)

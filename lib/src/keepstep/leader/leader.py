@@ -355,19 +355,19 @@ class Leader:
         reply = self._reply(node_rank, member)
         if member.sent is not None and _can_wait(member.sent, reply):
             return None
-        member.number += 1
+        member.number = reply.number
         if self.closing and member.last is None:
-            member.last = member.number
+            member.last = reply.number
         if member.sent is None or member.sent.reply.restore_from != reply.reply.restore_from:
-            member.restore = member.number
-        member.sent = replace(reply, number=member.number)
-        return member.sent
+            member.restore = reply.number
+        member.sent = reply
+        return reply
 
     def _reply(self, node_rank: int, member: _Member) -> LeaderReply:
         advice, held = self._advise(), sorted(self.ledger.local(node_rank))
         peers, left = advice.peers, self.requests.left
         return LeaderReply(
-            number=0,
+            number=member.number + 1,
             answers=member.sequence,
             epoch=self.ledger.core.lineage.current,
             closing=self.closing,

@@ -131,7 +131,8 @@ class Policy:
     `memory_limit_bytes`: for the slots of all ranks of one pod. The sidecar gets `overhead_bytes`
     in addition. `cpu_limit_millicores`: None for no limit. `persist_every`: None with mode Auto.
     `drive_writes_per_day`: a number, as it is written. `keep`: the committed steps that stay on
-    volumes. `spec`: as in the object, for snapshots; no code reads fields from it.
+    volumes. `compile_cache_bytes`: 0 keeps none. `spec`: as in the object, for snapshots; no code
+    reads fields from it.
     """
 
     namespace: str
@@ -157,6 +158,7 @@ class Policy:
     flush_timeout_s: int = 60
     on_loss: OnLoss = OnLoss.RESTART
     run_ttl_s: int = 168 * 3600
+    compile_cache_bytes: int = 4 << 30
     peers: Peers | None = None
     archive: Archive | None = None
     spec: Mapping[str, Any]
@@ -181,6 +183,17 @@ class Policy:
         local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]
         shared = self.archive.directory.path if self.archive and self.archive.directory else None
         return (*local, *([shared] if shared else []))
+
+    @property
+    def compile_cache_volume(self) -> Volume | None:
+        """Where the trainers' compile caches lie: on none whose sizeLimit they could exceed, since
+        the kubelet would evict the pod."""
+        fit = (
+            one
+            for one in self.volumes
+            if not (isinstance(one.source, EmptyDir) and one.source.size_limit_bytes)
+        )
+        return next(fit, None) if self.compile_cache_bytes else None
 
     @property
     def begins_again(self) -> bool:
@@ -232,6 +245,7 @@ def parse_policy(body: Body) -> Policy:
         flush_timeout_s=spec.duration("flushTimeout", "60s", least=1, most=_LONGEST_FLUSH_S),
         on_loss=spec.choice("onLoss", OnLoss.RESTART),
         run_ttl_s=spec.duration("runTTL", "168h", least=60, most=8760 * 3600),
+        compile_cache_bytes=_compile_cache(spec.child("compileCache")),
         peers=parse_peers(spec),
         archive=archive,
         spec=spec.fields,
@@ -278,6 +292,10 @@ def _ports(fields: Fields) -> tuple[int, int]:
     if metrics == peer:
         raise fields.wrong("peer", f"{peer} is the port for metrics, too; choose another")
     return metrics, peer
+
+
+def _compile_cache(fields: Fields) -> int:
+    return 0 if fields.value("limit") in (0, "0") else fields.size("limit", "4Gi")
 
 
 def _persist(fields: Fields, stage_every: int) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
+from keepstep.compile_cache import DIRECTORY_ENV
 from keepstep.wire import runs
 from keepstep_operator.api.leader import leader_address
 from keepstep_operator.api.pod import Placement
@@ -21,13 +22,16 @@ from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.tiers import environment_of
 from keepstep_operator.injection.volumes import (
+    compile_cache_mounts,
     host_mounts,
     memory_mounts,
     mounts_of,
     paths_of,
+    prepared_cache,
     prepared_paths,
 )
 from keepstep_operator.names import (
+    COMPILE_CACHE_PATH,
     GROUP_ID,
     HUGE_PATH,
     MEMORY_PATH,
@@ -122,7 +126,12 @@ def directories(
         "name": VOLUMES_CONTAINER,
         "image": defaults.root_image or defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
-        "command": [_PROGRAM, "prepare", *prepared_paths(policy, placement)],
+        "command": [
+            _PROGRAM,
+            "prepare",
+            *prepared_paths(policy, placement),
+            *prepared_cache(policy, placement),
+        ],
         "resources": resources_of(
             replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0).within(room)
         ),
@@ -132,12 +141,17 @@ def directories(
     }
 
 
-def trained(container: Body, policy: Policy) -> Body:
-    """The training container plus the mounts of the shared memory, and variables for the sidecar's
-    socket and the restore timeout. Variables of the same name that its owner set stay."""
-    mounts = [*(container.get("volumeMounts") or []), *memory_mounts(policy)]
+def trained(container: Body, policy: Policy, placement: Placement) -> Body:
+    """The training container plus the mounts of the shared memory and of the compile caches, and
+    variables for the sidecar's socket, the restore timeout and these caches. Variables of the same
+    name that its owner set stay. torch's own are set by the library, which sees those of the image,
+    too."""
+    cache = compile_cache_mounts(policy, placement)
+    mounts = [*(container.get("volumeMounts") or []), *memory_mounts(policy), *cache]
     environment = container.get("env") or []
     ours = {SOCKET_ENV: SOCKET_PATH, RESTORE_TIMEOUT_ENV: str(policy.restore_timeout_s)}
+    if cache:
+        ours[DIRECTORY_ENV] = COMPILE_CACHE_PATH
     theirs = {one.get("name") for one in environment}
     added = [{"name": name, "value": one} for name, one in ours.items() if name not in theirs]
     return {**container, "volumeMounts": mounts, "env": [*environment, *added]}

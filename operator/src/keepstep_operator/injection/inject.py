@@ -36,6 +36,7 @@ from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
 from keepstep_operator.names import (
+    COMPILE_CACHE_PATH,
     GROUP_ID,
     INJECTED,
     INJECTED_LABEL,
@@ -221,7 +222,7 @@ class _Injection:
         for one in container.get("env") or []:
             if one.get("name") == SOCKET_ENV and one.get("value") != SOCKET_PATH:
                 self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
-        result = trained(container, self.policy)
+        result = trained(container, self.policy, self.place)
         if self.policy.accounting is Accounting.CARVE_OUT:
             left, _ = carve(container.get("resources") or {}, self.cost)
             return {**result, "resources": left}
@@ -327,12 +328,13 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
                 )
     training = _named(spec.get("containers") or [], training_container(pod).name)
     ours = [one["mountPath"] for one in memory_mounts(policy)]
+    ours += [COMPILE_CACHE_PATH] if policy.compile_cache_volume else []
     for mount in training.get("volumeMounts") or []:
         if any(map(PurePosixPath(mount.get("mountPath", "/")).is_relative_to, ours)):
             raise PodError(
                 "Conflict",
-                f"container {training['name']} mounts {mount['mountPath']}, where keepstep's shared"
-                " memory goes; mount it elsewhere",
+                f"container {training['name']} mounts {mount['mountPath']}, where keepstep"
+                " mounts its own; mount it elsewhere",
             )
 
 

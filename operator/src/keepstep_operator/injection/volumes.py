@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from keepstep.compile_cache import POD_NAME
 from keepstep.wire.reports import AUDIENCE
 from keepstep_operator.api.pod import Placement, PodError
 from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
@@ -19,6 +20,7 @@ from keepstep_operator.injection.tiers import (
 )
 from keepstep_operator.names import (
     ARCHIVE_VOLUME,
+    COMPILE_CACHE_PATH,
     GROUP_ID,
     HUGE_PATH,
     HUGE_VOLUME,
@@ -64,6 +66,26 @@ def memory_mounts(policy: Policy) -> list[Body]:
     """The mounts of the shared memory, the same in the sidecar and in the training container."""
     small = {"name": MEMORY_VOLUME, "mountPath": MEMORY_PATH}
     return [small, *([{"name": HUGE_VOLUME, "mountPath": HUGE_PATH}] if policy.huge_bytes else [])]
+
+
+def compile_cache_mounts(policy: Policy, placement: Placement) -> list[Body]:
+    """The training container's mount for compile caches: a directory of this pod's alone."""
+    if (volume := policy.compile_cache_volume) is None:
+        return []
+    on_host = isinstance(volume.source, HostPath)
+    path = f"{_below(policy, placement)}/{POD_NAME}" if on_host else POD_NAME
+    name = VOLUME_PREFIX + volume.name
+    return [{"name": name, "mountPath": COMPILE_CACHE_PATH, "subPath": path}]
+
+
+def prepared_cache(policy: Policy, placement: Placement) -> list[str]:
+    """The init container's arguments for this directory. Elsewhere than on a hostPath the kubelet
+    makes it, and it goes with the pod."""
+    volume = policy.compile_cache_volume
+    if volume is None or not isinstance(volume.source, HostPath):
+        return []
+    path = f"{HOST_ROOT}/{volume.name}/{_below(policy, placement)}/{POD_NAME}"
+    return ["--compile-cache", path, "--compile-cache-limit", str(policy.compile_cache_bytes)]
 
 
 def paths_of(policy: Policy) -> list[str]:

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import msgspec
 
+from keepstep.compile_cache import POD_NAME as COMPILE_CACHE
 from keepstep.directory import Directory
 from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar import log
@@ -90,6 +91,8 @@ def _unused(namespace: Directory, name: str, latest: float) -> Iterator[None]:
                 raise _not_a_run(run, f"{run.path}/{rank} is no node rank's directory")
             _check_age(place, latest)
             for inside in place.names():
+                if inside == COMPILE_CACHE:
+                    continue  # of trainers, which do not outlive their sidecar
                 inner = _place(place, inside)
                 if inner is None or inside != name:
                     raise _not_a_run(run, f"{place.path}/{inside} is not this run's")

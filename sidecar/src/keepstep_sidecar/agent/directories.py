@@ -1,10 +1,11 @@
 """Directories of runs on a node: made before a pod starts, and found again.
 
     <hostPath>/[...]/<namespace>/<run>/<node rank>/<run>
+    <hostPath>/[...]/<namespace>/<run>/<node rank>/.compile-cache/<user>   of trainers
 
-The last two are the sidecar's; those above belong to root, and the sidecar's group may list them.
-Other users made a part of the path. So no link below the mount is followed, and each directory is
-opened relative to the one above it.
+Of the first line, the last two are the sidecar's; those above belong to root, and the sidecar's
+group may list them. Other users made a part of the path. So no link below the mount is followed,
+and each directory is opened relative to the one above it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from keepstep import compile_cache
 from keepstep.directory import Directory
 from keepstep.errors import StorageError
 from keepstep_sidecar.log import warn
@@ -39,6 +41,18 @@ def prepare(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None
     start = mount_of(directory)
     while not _prepared(start, directory, uid=uid, gid=gid):
         pass
+
+
+def prepare_cache(directory: Path, *, limit_bytes: int) -> None:
+    """As `prepare`, for the compile caches of a pod's trainers. A user's caches of more than
+    `limit_bytes` are removed. Raises StorageError."""
+    prepare(directory)
+    try:
+        place = Directory.opened(directory)
+        for name in _directories(place):
+            compile_cache.bound(place, name, limit_bytes=limit_bytes)
+    except OSError as error:
+        raise StorageError(f"{error.filename}: {error.strerror}") from error
 
 
 def mount_of(directory: Path) -> Path:

@@ -15,7 +15,7 @@ from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.options import Group
 from keepstep_sidecar.cli.probe import probe
-from keepstep_sidecar.config.settings import Setting
+from keepstep_sidecar.config.settings import Setting, size_option
 from keepstep_sidecar.config.sidecar import SETTINGS, Config, Reporting, options
 
 
@@ -122,18 +122,32 @@ def page(values: dict[str, Any], fd: int) -> None:
 
 @program.command()
 @_directories
-def prepare(directories: tuple[Path, ...]) -> None:
+@click.option(
+    "--compile-cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Make this one too, for what trainers compile.",
+)
+@size_option("--compile-cache-limit", default="4Gi", help="Remove a user's caches beyond that.")
+def prepare(
+    directories: tuple[Path, ...], compile_cache: Path | None, compile_cache_limit: int
+) -> None:
     """Make each DIR and give it to the sidecar's user; needs root.
 
     \b
     Example:
       keepstep-sidecar prepare /host/nvme0/team-a/gpt/0
     """
-    from keepstep_sidecar.agent.directories import prepare
+    from keepstep_sidecar.agent.directories import prepare, prepare_cache
 
     for directory in directories:
         prepare(directory)
         click.echo(f"{directory} is ready")
+    if compile_cache is not None:
+        try:
+            prepare_cache(compile_cache, limit_bytes=compile_cache_limit)
+        except StorageError as error:  # the pod trains without it
+            click.echo(f"no compile cache is kept: {error}", err=True)
 
 
 @program.group()

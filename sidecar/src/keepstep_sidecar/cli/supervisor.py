@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
@@ -205,7 +205,7 @@ class Supervisor:
     """Runs one command beside the sidecar of `kept`.
 
     `path`: the program's file. `command`: its words. `adopted`: a sidecar that already runs.
-    `starter`: makes warm starts.
+    `starter`: makes warm starts. `variables`: for the command, besides its environment.
     """
 
     kept: RunDir
@@ -215,10 +215,15 @@ class Supervisor:
     restarts: int
     adopted: Process | None = None
     starter: Starter | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._state = Supervision(restarts=self.restarts, warming=self.starter is not None)
-        self._environment = {**os.environ, SOCKET_ENV: str(self.kept.socket)}
+        self._environment = {
+            **os.environ,
+            **self.variables,
+            SOCKET_ENV: str(self.kept.socket),
+        }
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._main = threading.get_ident()
         self._own_group = not _in_foreground()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,10 +12,11 @@ import click
 
 from keepstep.errors import SidecarError, StorageError, UsageError
 from keepstep.processes import Process
-from keepstep_sidecar.cli import calls, inventory, launcher, messages, output, run_dir
+from keepstep_sidecar.cli import calls, compiled, inventory, launcher, messages, output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir, make_home
 from keepstep_sidecar.cli.slurm import nodes_of_step
+from keepstep_sidecar.config.settings import parse_size, parsed
 from keepstep_sidecar.config.sidecar import SETTINGS, Config, options
 
 _FOR_RUN: Final = [one for one in SETTINGS if one.for_run]
@@ -56,6 +57,16 @@ one starts the sidecar and the others wait."""
     metavar="MODULE",
     help="With --warm, import this one too, once for all starts; several by repeating.",
 )
+@click.option(
+    "--compile-cache",
+    "compile_cache_bytes",
+    metavar="SIZE",
+    default="4Gi",
+    show_default=True,
+    callback=parsed(parse_size),
+    help="Keep what torch.compile and Triton compile in DIR/RUN for the next start; caches of more"
+    " than SIZE begin anew. 0: keep none.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
 @click.pass_context
 def run(
@@ -65,6 +76,7 @@ def run(
     restarts: int,
     warm: bool,
     preload: tuple[str, ...],
+    compile_cache_bytes: int,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND beside a sidecar that keeps its steps, and return its exit code.
@@ -101,8 +113,18 @@ def run(
             restarts=restarts,
             adopted=launcher.adopt(kept),
             starter=Starter(program, command, preload, say) if warm else None,
+            variables=_compile_cache(kept, compile_cache_bytes, say),
         )
         ctx.exit(supervisor.run())
+
+
+def _compile_cache(kept: RunDir, limit_bytes: int, say: Callable[[str], None]) -> dict[str, str]:
+    """The variables for COMMAND; none, and a line that says why, if no caches can be kept."""
+    try:
+        return compiled.variables(kept, os.environ, limit_bytes=limit_bytes)
+    except (OSError, StorageError) as error:
+        say(f"what is compiled is not kept for the next start: {error}")
+        return {}
 
 
 def _program(name: str) -> str:

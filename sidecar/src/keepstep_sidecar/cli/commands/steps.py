@@ -13,7 +13,7 @@ import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
 from keepstep.steps import IN_POD, NEAREST_FIRST
-from keepstep_sidecar.cli import calls, inventory, launcher, output, run_dir
+from keepstep_sidecar.cli import calls, compiled, inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration, format_size
@@ -224,6 +224,8 @@ def rm(
             freed_bytes = sum(
                 one.retire(step.id, reuse=False) for step in doomed for one in volumes
             )
+        if {one.id for one in doomed} == {one.id for one in held.steps}:
+            compiled.remove(kept)
     if as_json:
         output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
     else:

@@ -1,0 +1,95 @@
+"""The compile caches of a run: what its last life compiled, the next one need not.
+
+    DIR/RUN/compile-cache/made           empty, made with the directory and never changed
+    DIR/RUN/compile-cache/<of `made`>/   the caches; the name is the inode and the time of change of
+                                         `made`, which nobody chooses: a directory that was
+                                         unpacked, cloned or copied has another `made`, so its
+                                         caches are never used, and are removed
+
+Each start of a command executes what lies there. So every directory on the way must be one in which
+no other user may write; for steps, which are data, less is asked. It is looked at only while the
+run has no trainer.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from keepstep import compile_cache
+from keepstep.directory import Directory
+from keepstep.errors import StorageError
+from keepstep_sidecar.cli.run_dir import RunDir
+
+_NAME: Final = "compile-cache"
+_MADE: Final = "made"
+_OF_MADE: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+")
+
+
+def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int) -> dict[str, str]:
+    """The variables by which the command keeps its caches in the run's directory; {} if the user
+    chose another place. Caches of more than `limit_bytes` are removed first; 0: none are kept.
+
+    Raises OSError, and StorageError that says why none can be kept.
+    """
+    home = Directory.opened(kept.home)
+    if compile_cache.is_chosen(environment):
+        return {}
+    if limit_bytes == 0:
+        remove(kept)
+        return {}
+    _require_private(Path(os.path.realpath(kept.home)))
+    place, name = _place(home)
+    for one in filter(_OF_MADE.fullmatch, place.names()):
+        if one == name:
+            compile_cache.bound(place, name, limit_bytes=limit_bytes)
+        else:
+            place.remove(one)
+    return compile_cache.variables(place, name)
+
+
+def remove(kept: RunDir) -> None:
+    """Remove the caches of a run that holds no step any more. Raises StorageError."""
+    try:
+        Directory.opened(kept.home).remove(_NAME)
+    except OSError as error:
+        raise StorageError(f"{error.filename}: {error.strerror}; remove it by hand") from error
+
+
+def _place(home: Directory) -> tuple[Directory, str]:
+    """The directory of the caches, and the name in it that only those have which were made here."""
+    home.make(_NAME, 0o700)
+    place = home.inside(_NAME)
+    fd = place.open(_MADE, os.O_RDONLY | os.O_CREAT, 0o600)
+    try:
+        made = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return place, f"{made.st_ino:x}-{made.st_ctime_ns:x}"
+
+
+def _require_private(path: Path) -> None:
+    """Raises StorageError if another user may replace `path`: write to it or above it. A directory
+    like /tmp, where each removes only what is his, is none of these; nor is a group that has the
+    user's name, and so no other member."""
+    for one in (path, *path.parents):
+        found = one.stat()
+        others = stat.S_IWOTH | (0 if _is_own_group(found.st_gid) else stat.S_IWGRP)
+        writable = found.st_mode & others and not found.st_mode & stat.S_ISVTX
+        if writable or found.st_uid not in (0, os.geteuid()):
+            raise StorageError(
+                f"other users may write to {one}, and what it holds would be executed (chmod go-w)"
+            )
+
+
+def _is_own_group(gid: int) -> bool:
+    try:
+        return grp.getgrgid(gid).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False

@@ -1,0 +1,212 @@
+"""`keepstep run` keeps what torch.compile made beside the run: for this user's next start alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from keepstep import compile_cache
+from keepstep.directory import Directory
+from keepstep.errors import StorageError
+from tests.cli.conftest import TRAIN, Keepstep
+
+PYTHON = sys.executable
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another group")
+
+SHOW = """
+import json, os
+names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+print(json.dumps([os.environ.get(name) for name in names]))
+"""
+
+COMPILED = """
+import json, os, time, torch, keepstep
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)), torch.nn.GELU())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+at = checkpointer.restore()
+compiled = torch.compile(model)
+for step in range(at.step + 1 if at else 0, 4):
+    begin = time.monotonic()
+    compiled(torch.ones(2, 16)).sum().backward()
+    if step in (0, 2):
+        told = {"seconds": time.monotonic() - begin, **counters["inductor"]}
+        print(json.dumps(told), flush=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(step)
+    if step == 1:
+        checkpointer.wait(step, "staged", timeout=60)
+        os.kill(os.getpid(), 9)
+checkpointer.close()
+"""
+
+
+def places(keepstep: Keepstep, *options: str) -> list[str | None]:
+    """Where a command of the run `show` would keep its caches."""
+    script = keepstep.script("show.py", SHOW)
+    found: list[str | None] = json.loads(
+        keepstep("run", *options, "--", PYTHON, script).stdout.splitlines()[-1]
+    )
+    return found
+
+
+def cache(keepstep: Keepstep, *options: str) -> Path:
+    inductor, triton = places(keepstep, *options)
+    assert inductor is not None
+    assert triton is not None
+    assert Path(inductor).parent == Path(triton).parent
+    return Path(inductor).parent
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
+def test_the_life_after_a_kill_compiles_nothing(keepstep: Keepstep) -> None:
+    script = keepstep.script("train.py", COMPILED)
+    done = keepstep("run", "--restarts", "1", "--", PYTHON, script)
+    first, second = map(json.loads, done.stdout.splitlines())
+    print(f"first step {first['seconds']:.2f} s, after the kill {second['seconds']:.2f} s")
+    assert first["fxgraph_cache_miss"] > 0
+    assert "fxgraph_cache_hit" not in first
+    assert second["fxgraph_cache_hit"] == first["fxgraph_cache_miss"]
+    assert "fxgraph_cache_miss" not in second
+    kept = keepstep.directory / "train" / "compile-cache"
+    assert list(kept.glob("*/inductor/**/*.so"))
+
+
+def test_the_caches_are_this_users_alone_and_the_same_at_each_start(keepstep: Keepstep) -> None:
+    found = cache(keepstep)
+    assert found.parent == keepstep.directory / "show" / "compile-cache"
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert cache(keepstep) == found
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_what_the_user_chose_stays(
+    keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "/their/own")
+    assert sorted(places(keepstep), key=str) == ["/their/own", None]
+
+
+def test_nothing_is_kept_where_nothing_is_to_be_kept(keepstep: Keepstep) -> None:
+    cache(keepstep)
+    assert places(keepstep, "--compile-cache", "0") == [None, None]
+    assert not (keepstep.directory / "show" / "compile-cache").exists()
+
+
+def test_caches_larger_than_the_limit_begin_anew(keepstep: Keepstep) -> None:
+    file = cache(keepstep) / "inductor" / "ab" / "large.so"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(os.urandom(2 << 20))
+    assert cache(keepstep, "--compile-cache", "4Mi") in file.parents
+    assert file.exists()
+    assert cache(keepstep, "--compile-cache", "1Mi") in file.parents
+    assert not file.exists()
+
+
+def test_caches_that_came_with_a_copied_directory_are_not_used(keepstep: Keepstep) -> None:
+    theirs = cache(keepstep)
+    (theirs / "inductor").mkdir()
+    (theirs / "inductor" / "planted.so").write_text("hostile")
+    kept = theirs.parent
+    kept.rename(kept.with_name("original"))
+    shutil.copytree(kept.with_name("original"), kept)  # as an archive that was unpacked
+    ours = cache(keepstep)
+    assert ours.parent == kept
+    assert ours.name != theirs.name
+    assert [one.name for one in kept.iterdir() if one.is_dir()] == [ours.name]
+    assert not list(ours.rglob("planted.so"))
+
+
+def test_what_is_not_ours_in_that_place_stays(keepstep: Keepstep) -> None:
+    kept = cache(keepstep).parent
+    (kept / "notes").mkdir()
+    (kept / "notes" / "text").write_text("the user's\n")
+    cache(keepstep)
+    assert (kept / "notes" / "text").read_text() == "the user's\n"
+
+
+def test_nothing_is_kept_where_others_may_write(keepstep: Keepstep) -> None:
+    keepstep.directory.mkdir()
+    keepstep.directory.chmod(0o777)
+    script = keepstep.script("show.py", SHOW)
+    done = keepstep("run", "--", PYTHON, script)
+    assert json.loads(done.stdout) == [None, None]
+    assert f"other users may write to {keepstep.directory}" in done.stderr
+    assert not (keepstep.directory / "show" / "compile-cache").exists()
+
+
+@needs_root
+@pytest.mark.root
+def test_a_group_may_write_only_if_it_is_the_users_own(keepstep: Keepstep) -> None:
+    keepstep.directory.mkdir()
+    keepstep.directory.chmod(0o775)
+    assert cache(keepstep).is_dir()
+    os.chown(keepstep.directory, -1, 65532)
+    assert places(keepstep) == [None, None]
+
+
+def test_a_cache_that_others_may_write_to_is_refused(keepstep: Keepstep) -> None:
+    cache(keepstep).chmod(0o770)
+    done = keepstep("run", "--", PYTHON, keepstep.script("show.py", SHOW))
+    assert json.loads(done.stdout) == [None, None]
+    assert "is not this user's alone: move it away" in done.stderr
+
+
+def test_a_run_without_steps_keeps_no_caches(keepstep: Keepstep) -> None:
+    keepstep("run", "--", PYTHON, keepstep.script("train.py", TRAIN), "2", "-1")
+    kept = keepstep.directory / "train" / "compile-cache"
+    steps = [one["id"] for one in keepstep.json("steps")["steps"]]
+    assert len(steps) > 1
+    keepstep("rm", "--yes", *steps[:-1])
+    assert kept.exists()
+    keepstep("rm", "--yes", "--force", steps[-1])
+    assert not kept.exists()
+
+
+def test_a_drive_on_which_nothing_may_be_executed_is_refused(
+    mounted: Callable[..., Path],
+) -> None:
+    drive = mounted("drive", "-t", "tmpfs", "-o", "noexec", "none")
+    place = Directory.opened(drive)
+    with pytest.raises(StorageError, match=r"/caches may be executed \(noexec\)"):
+        compile_cache.variables(place, "caches")
+
+
+# --- in a pod --------------------------------------------------------------------------------
+
+
+def test_in_a_pod_each_user_has_a_part_of_the_mounted_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    monkeypatch.setenv(compile_cache.DIRECTORY_ENV, str(tmp_path))
+    compile_cache.use_mounted()
+    inductor = tmp_path / str(os.geteuid()) / "inductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(inductor)
+    compile_cache.use_mounted()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(inductor)
+
+
+def test_in_a_pod_what_stands_in_the_way_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv(compile_cache.DIRECTORY_ENV, str(tmp_path))
+    (tmp_path / str(os.geteuid())).symlink_to(tmp_path)
+    compile_cache.use_mounted()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
+    assert "no compile cache is kept" in caplog.text

@@ -1,0 +1,26 @@
+"""sentence-transformers' trainers with one line more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.conftest import assert_same, drawn
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments"),
+    [
+        ("softmax", {"batch_sampler": "batch_sampler"}),
+        ("summed", {"batch_sampler": "no_duplicates"}),
+    ],
+)
+def test_a_loss_with_weights_and_sums_of_its_own(lives, loss, arguments):
+    modules = ("datasets", "trl.trainer.sft_trainer", "peft")
+    trainer = lives("sentence.py", "sentence_transformers", *modules)
+    plain = trainer.undisturbed(loss=loss, arguments=arguments)
+    kept, said = trainer.kept(
+        loss=loss, arguments=arguments, kill=drawn(range(2, 10), range(11, 19))
+    )
+    assert "restored step" in said
+    assert "is in no step" not in said
+    assert_same(plain, kept, kills=2)
