@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, TornError, UsageError, VersionError
-from keepstep.steps import Epoch, EpochId, StepId, shard_name
+from keepstep.steps import Epoch, EpochId, StepId, base_name, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.index import (
     ABANDONED_S,
@@ -99,6 +99,13 @@ def test_what_cannot_be_judged_is_never_deleted() -> None:
 def test_a_step_with_a_fault_is_left_for_people_to_judge() -> None:
     broken = ArchivedStep(id=at(1), files=files("step.json"), fault="damaged")
     assert gone([broken, complete(at(2)), complete(at(3))], Retention(last=1)) == [at(2)]
+
+
+def test_a_base_that_newer_steps_link_to_does_not_keep_what_is_left_of_a_step() -> None:
+    base = files(base_name(0, 1), age_s=0.0)
+    for more, goes in ((files(shard_name(0, 1)), [at(1)]), ({}, [])):
+        left = ArchivedStep(id=at(1), files={**base, **more})
+        assert gone([left, complete(at(2))], Retention(last=1)) == goes
 
 
 @pytest.mark.parametrize(("age_s", "goes"), [(ABANDONED_S + 1, True), (ABANDONED_S - 1, False)])

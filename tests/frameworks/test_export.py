@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
+import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.cli.conftest import Keepstep
 
@@ -63,3 +66,46 @@ def test_from_pretrained_loads_the_model_that_was_trained(name: str, keepstep: K
         assert loaded.state_dict().keys() == expected.keys()
         for key, tensor in loaded.state_dict().items():
             assert torch.equal(tensor, expected[key]), key
+
+
+TRAIN_ADAPTER = """
+import sys, peft, torch, transformers, keepstep
+torch.manual_seed(0)
+config = transformers.AutoConfig.from_pretrained("config")
+model = transformers.AutoModelForCausalLM.from_config(config)
+model.save_pretrained("base")
+options = {"use_dora": True} if "dora" in sys.argv else {"modules_to_save": ["lm_head"]}
+lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options)
+model = peft.get_peft_model(model, lora)
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+parts = {"model": model, "optimizer": optimizer}
+checkpointer = keepstep.Checkpointer(parts, frozen_once=True)
+checkpointer.restore()
+rows = torch.randint(0, 64, (4, 8))
+for step in range(3):
+    model(input_ids=rows, labels=rows).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(step)
+checkpointer.close()
+model.save_pretrained("stock")
+"""
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_loads_the_adapter_that_was_trained(kind: str, keepstep: Keepstep) -> None:
+    CONFIGS["llama"].save_pretrained(keepstep.home / "config")
+    keepstep("run", "--", sys.executable, keepstep.script("train.py", TRAIN_ADAPTER), kind)
+    keepstep("export", "latest", "--to", "out", "--only", "adapter")
+    stock, out = keepstep.home / "stock", keepstep.home / "out"
+    expected = load_file(stock / "adapter_model.safetensors")
+    found = load_file(out / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    shutil.copy(stock / "adapter_config.json", out)
+    base = transformers.AutoModelForCausalLM.from_pretrained(keepstep.home / "base")
+    loaded = peft.PeftModel.from_pretrained(base, out)
+    rows = torch.arange(8).reshape(1, 8)
+    again = transformers.AutoModelForCausalLM.from_pretrained(keepstep.home / "base")
+    wanted = peft.PeftModel.from_pretrained(again, stock)
+    assert torch.equal(loaded(input_ids=rows).logits, wanted(input_ids=rows).logits)

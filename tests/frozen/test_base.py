@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -341,6 +343,55 @@ def test_a_change_that_nothing_tells_comes_back_if_the_script_says_so(sidecar, t
     with begun(components(other, fresh), strict=True, frozen_once=True):
         assert equal(model, other)
         assert (other.layers[2].base.weight[0, 101 : 101 + times] == 7).all()
+
+
+def test_a_sparse_change_past_the_version_is_found_some_saves_later(sidecar, caplog):
+    model, optimizer = made()
+    weight = model.layers[2].base.weight
+    with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
+        for step in range(8):
+            if step == 2:
+                weight.data[0, 101] = 7.0  # between the samples of the fingerprint
+            train(model, optimizer)
+            checkpointer.save(step)
+            checkpointer.wait(step)
+    other, fresh = made(1)
+    with begun(components(other, fresh), strict=True, frozen_once=True):
+        assert equal(model, other)
+    said = [one for one in caplog.messages if "past torch's version counters" in one]
+    assert len(said) == 1
+    assert "layers.2.base.weight" in said[0]
+
+
+def test_changes_that_are_found_one_after_the_other_end_the_bases_of_a_life(sidecar):
+    model, optimizer = made(layers=14)
+    bases = []
+    with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
+        for step in range(24):
+            for layer in model.layers:
+                layer.base.weight.data[0, 101] += 1  # between the samples of the fingerprint
+            checkpointer.save(step)
+            checkpointer.wait(step)
+            if (base := checkpointer._frozen.base) not in bases:
+                bases.append(base)
+    assert bases[-1] is None
+    assert len(bases) <= 1 + 6, "the first, five after it, and none"
+
+
+def test_comparing_a_slice_costs_less_than_one_percent_of_a_step_of_100_ms(sidecar):
+    model, optimizer = made(width=2048)
+    with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
+        for step in range(2):
+            checkpointer.save(step)
+            checkpointer.wait(step)
+        base = checkpointer._frozen.base
+        assert base.mapping is not None
+        took = []
+        for _ in range(2 * len(base._runs)):
+            began = time.perf_counter()
+            assert not base.differing_next()
+            took.append(time.perf_counter() - began)
+    assert statistics.median(took) < 1e-3
 
 
 def test_a_script_that_copies_at_once_has_no_base(sidecar):

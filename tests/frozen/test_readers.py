@@ -117,6 +117,32 @@ def trained(tmp_path, monkeypatch):
     made_here.end()
 
 
+def test_the_command_exports_the_adapter_alone(trained):
+    said = trained("export", "latest", "--to", "lora", "--only", "adapter").stdout
+    assert "adapter_config.json" in said
+    (path,) = (trained.home / "lora").iterdir()
+    assert path.name == "adapter_model.safetensors"
+    model = torch.load(trained.home / "model.pt")
+    assert same(load_file(path), {k: v for k, v in model.items() if k.endswith(("up", "down"))})
+
+
+def test_a_model_without_an_adapter_has_none_to_export(keepstep):
+    keepstep.script(
+        "whole.py",
+        "import keepstep, torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "parts = {'model': model, 'optimizer': optimizer}\n"
+        "with keepstep.Checkpointer(parts) as checkpointer:\n"
+        "    checkpointer.restore()\n"
+        "    checkpointer.save(0)\n",
+    )
+    keepstep("run", "--", sys.executable, "whole.py")
+    said = keepstep("export", "0", "--to", "out", "--only", "adapter", code=2).stderr
+    assert "has no adapter" in said
+    assert not (keepstep.home / "out").exists()
+
+
 def test_the_command_exports_and_verifies_base_and_step(trained):
     said = trained("verify").stdout
     assert "every digest is right" in said

@@ -38,7 +38,7 @@ from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
 from keepstep.state.leaves import parse as parse_tree
-from keepstep.steps import Epoch, EpochId, StepId, Tier, shard_name
+from keepstep.steps import Epoch, EpochId, StepId, Tier, base_name, shard_name
 from keepstep.wire import trainer
 from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.runs import Requested, RunReport
@@ -258,12 +258,15 @@ RUN_RECORD = RunRecord(
     run="demo", epochs=(Epoch(EpochId(1, "0badcafe")), Epoch(ID.epoch, ID, "other")),
     committed=ID, pinned=frozenset({ID}), failures=frozenset({ID}),
 ).to_json()  # fmt: skip
+BASE = {"step": str(ID), "name": base_name(0, 3), "bytes": 9, "root": "0" * 32}
+TWIN = {"twin_of": 0, "stored_bytes": 4}
 SHARDS = [
-    {"rank": rank, "name": shard_name(rank, 3), "bytes": 5, "root": "0" * 32, "params": None}
+    {"rank": rank, "name": shard_name(rank, 3), "bytes": 5, "root": "0" * 32, "params": None,
+     **({"base": BASE} if rank == 0 else {})}
     for rank in range(2)
 ] + [
-    {"rank": 2, "name": twin_name(2, 3, 0), "bytes": 5, "root": "0" * 32, "params": None,
-     "twin_of": 0, "stored_bytes": 4}
+    {"rank": 2, "name": twin_name(2, 3, 0), "bytes": 5, "root": "0" * 32, "params": None, **TWIN,
+     "base": {**BASE, "name": twin_name(2, 3, 0, is_base=True), **TWIN}}
 ]  # fmt: skip
 STEP_RECORD = {
     "format_version": 1, "keepstep": "0", "run": "demo", "step": str(ID), "world": 3,

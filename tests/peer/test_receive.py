@@ -65,9 +65,7 @@ def sealed(volume: Volume, rank: int) -> tuple[ShardName, bytes, bytes]:
 
 
 def begun(copies: Copies, name: ShardName, manifest: bytes) -> IncomingCopy:
-    part = copies.begin(
-        name, shard_name(name.rank, name.world), memoryview(manifest), whose="the test"
-    )
+    part = copies.begin(name, memoryview(manifest), whose="the test")
     assert part is not None
     return part
 

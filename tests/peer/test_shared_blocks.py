@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.receive import IncomingCopy
@@ -52,7 +51,7 @@ class Keeper:
         name = ShardName(id=ID, rank=0, world=2)
         layout = alike(0).layout
         manifest = self.sent[: len(layout.header)] + self.sent[layout.digests_begin :]
-        part = self.copies.begin(name, shard_name(0, 2), memoryview(manifest), whose="the test")
+        part = self.copies.begin(name, memoryview(manifest), whose="the test")
         assert part is not None
         return part
 

@@ -129,11 +129,12 @@ def test_a_pod_serves_what_lies_on_the_drives_that_work(
     die(drive)
     listing = shards.listing()
     assert ([one.rank for one in listing.shards], listing.ready) == ([1], False)
-    with shards.open(step_id(1), 1, 2) as reading:
+    lost, left = map(ShardName.of, written)
+    with shards.open(left) as reading:
         assert reading.size_bytes == written[1].size_bytes
-    (other,) = shards.others(ShardName(id=step_id(1), rank=0, world=2))
+    (other,) = shards.others(lost)
     assert other.shard.rank == 1
-    with pytest.raises(StorageError, match="not here"), shards.open(step_id(1), 0, 2):
+    with pytest.raises(StorageError, match="not here"), shards.open(lost):
         pass
 
 
@@ -143,9 +144,9 @@ def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
     here = node(0)
     _, found = here.write(1, rank=0)
     shards = here.remote_tier._served.shards
-    path, engine = shards._find(found.step_id, 0, found.world)
+    path, engine = shards._find(ShardName.of(found))
     monkeypatch.setattr(shards, "_find", lambda *which: (path.with_name("gone"), engine))
-    with pytest.raises(StorageError, match="any more"), shards.open(found.step_id, 0, found.world):
+    with pytest.raises(StorageError, match="any more"), shards.open(ShardName.of(found)):
         pass
     asyncio.run(here.remote_tier.close())
     here.volume.close()

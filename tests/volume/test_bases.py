@@ -44,13 +44,13 @@ def test_each_step_has_the_base_and_the_drive_has_it_once(volume):
         assert (written.bytes > base.layout.size_bytes) == (step == 0)
         volume.publish(step_id(step))
     scan = volume.scan()
-    assert [one.base_ref.root for one in scan.shards] == [scan.shards[0].base.root] * 3
-    assert len({one.base.path.stat().st_ino for one in scan.shards}) == 1
+    assert [one.base.root for one in scan.shards] == [scan.shards[0].base.root] * 3
+    assert len({one.beside.path.stat().st_ino for one in scan.shards}) == 1
     assert volume.used_bytes() < 1.2 * base.layout.size_bytes
     for step in range(2):
         volume.retire(step_id(step))
     (left,) = volume.scan().shards
-    assert left.base.path.stat().st_nlink == 1
+    assert left.beside.path.stat().st_nlink == 1
     volume.retire(step_id(2))
     assert volume.used_bytes() < 1 << 20
 
@@ -61,7 +61,7 @@ def test_where_links_are_impossible_each_step_has_a_base_of_its_own(open_volume)
     for step in range(2):
         assert write(volume, step, base).bytes > base.layout.size_bytes
     shards = volume.scan().shards
-    assert len({one.base.path.stat().st_ino for one in shards}) == len(shards) == 2
+    assert len({one.beside.path.stat().st_ino for one in shards}) == len(shards) == 2
 
 
 def test_another_base_of_the_same_layout_is_not_taken_for_it(volume):
@@ -83,13 +83,13 @@ def test_a_shard_joins_its_step_again_although_the_base_is_there(volume):
     volume.publish(step_id(0))
     (found,) = volume.scan().shards
     assert found.published
-    assert found.base.path.exists()
+    assert found.beside.path.exists()
 
 
 @pytest.mark.parametrize("lost", ["base", "shard"])
 def test_half_of_a_pair_is_no_shard_and_leaves_nothing(volume, lost):
     (shard,) = [write(volume, 0, base_of()).shard]
-    (shard.base.path if lost == "base" else shard.path).unlink()
+    (shard.beside.path if lost == "base" else shard.path).unlink()
     scan = volume.scan()
     assert not scan.shards
     if lost == "base":

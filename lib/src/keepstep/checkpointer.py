@@ -149,9 +149,9 @@ class Checkpointer:
           (DistributedDataParallel, the replicas of a mesh). With "PerNode", the ranks of each node
           stage them in parts, so that every node has a whole copy. With "Spread", all ranks share
           the parts: each stages fewer bytes, but the loss of a node loses its parts.
-        - `frozen_once`: keep parameters that need no gradient once, beside the steps. It is for a
-          machine alone, without an archive; elsewhere each step holds them. A write of few elements
-          past torch's version counters (`p.data[i] = x`) stays unseen: wrap it in `mutating()`.
+        - `frozen_once`: keep parameters that need no gradient once, beside the steps. A write of
+          few elements past torch's version counters (`p.data[i] = x`) stays unseen: wrap it in
+          `mutating()`.
         - `dir`: if no sidecar was started for this process (by `keepstep run`, or in its pod),
           start one on this machine. It keeps the run below this directory, is started again when it
           dies, and ends when it has had no trainer for five minutes. The environment holds its
@@ -844,14 +844,20 @@ class Checkpointer:
         """The base to which this state's image refers."""
         if not self._frozen_once:
             return None
-        whole = agent.session.whole if self._lazy else "lazy=False copies all that may change"
         lazy = self._lazy and not agent.copies_eagerly
-        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=not whole, lazy=lazy)
-        if whole and self._frozen.left_bytes:
+        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy)
+        if self._frozen.unseen:
+            agent.warn(
+                "unseen",
+                "frozen parameters were changed past torch's version counters:"
+                f" {few(sorted(self._frozen.unseen), 4)}. From this step on they are right; some"
+                " steps before it hold former values. Wrap such changes in checkpointer.mutating()",
+            )
+        if not self._lazy and self._frozen.left_bytes:
             agent.warn(
                 "whole",
                 f"each image holds {self._frozen.left_bytes:,} bytes of frozen parameters, which"
-                f" could be kept once: {whole}",
+                " could be kept once: lazy=False copies all that may change",
             )
         return base
 

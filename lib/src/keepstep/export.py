@@ -19,6 +19,7 @@ import json
 import math
 import mmap
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +55,10 @@ _KEPT_CHUNKS = 8
 """After this many chunks, the written pages of the new files are dropped from this process."""
 
 _INDEX = "model.safetensors.index.json"
+
+ADAPTER = "adapter"
+"""`only` for the parameters that an optimizer trains, as PEFT's `adapter_model.safetensors`, unless
+a component has this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +111,10 @@ class Export:
         lowest_rank: bool = False,
     ) -> None:
         """`layouts`: of all saved ranks, ascending, then of their bases. `only`: the component to
-        export; None for the only one with parameters, or the one named `model`. `shard_bytes`:
-        the maximum size of a file, unless a single tensor is larger. `lowest_rank`: of tensors
-        that each rank has for itself, take the lowest rank's even if the values of other ranks
-        differ.
+        export, or `ADAPTER`; None for the only one with parameters, or the one named `model`.
+        `shard_bytes`: the maximum size of a file, unless a single tensor is larger.
+        `lowest_rank`: of tensors that each rank has for itself, take the lowest rank's even if the
+        values of other ranks differ.
 
         Raises UsageError for a component that does not exist or a dtype that safetensors lacks, and
         FormatError or CoverageError if the images do not make up the component's tensors.
@@ -125,10 +130,13 @@ class Export:
         if index is None:
             raise UsageError(f"step {id} has no image")
         self.index = index.build()
-        self.component = _chosen(components, only, id)
+        self.is_adapter = only == ADAPTER and ADAPTER not in components
+        self.component = _chosen(components, None if self.is_adapter else only, id)
         self._id, self._lowest_rank = id, lowest_rank
         self._about = {"run": run, "step": str(id), "component": self.component}
         self._of = components[self.component]
+        if self.is_adapter:
+            self._of, shard_bytes = _adapter(self._of, found, id), sys.maxsize
         self._saved, self._tied = self._distinct()
         self._dtypes = {name: _dtype_of(one) for name, one in self._saved.items()}
         self._files = _divided([self._entry(name, dtype) for name in self._saved], shard_bytes)
@@ -152,7 +160,8 @@ class Export:
         """
         target = Path(os.path.realpath(target))
         _check_new(target)
-        files = _named(self._files, self._about)
+        stem = "adapter_model" if self.is_adapter else "model"
+        files = _named(self._files, self._about, stem)
         own = self._differing(read)
         if own and not self._lowest_rank:
             raise UsageError(_not_one(own, self._id))
@@ -273,6 +282,36 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
             one.own.setdefault(name, {})[kept] = None
 
 
+def _adapter(one: _Component, layouts: Iterable[Layout], id: StepId) -> _Component:
+    """What of a component an optimizer trains, under the names that PEFT gives it. Raises
+    UsageError."""
+    trained = {
+        layout.aliases.get(name, name)
+        for layout in layouts
+        for parameters in layout.parameters.values()
+        for name, _ in parameters
+    }
+    names = {_peft(name): stored for name, stored in one.names.items() if stored in trained}
+    if not names or len(names) == len(one.names):
+        how = "all of" if names else "no parameter of"
+        raise UsageError(
+            f"step {id} has no adapter: the optimizers train {how} the component; leave out --only"
+        )
+    own = {_peft(name): others for name, others in one.own.items() if _peft(name) in names}
+    return _Component(names=names, shapes=one.shapes, own=own, trained=True)
+
+
+def _peft(name: str) -> str:
+    """A parameter's name as in PEFT's files: without the name of the adapter, `default`."""
+    name = name.replace(".modules_to_save.default.", ".")
+    *above, last = name.split(".")
+    if last == "default":  # of a parameter
+        return ".".join(above)
+    if above and above[-1] == "default":  # of a module
+        name = ".".join([*above[:-1], last])
+    return name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
+
+
 def _bare(name: str) -> str:
     """The name without the rank that it carries if other ranks have another tensor of that name."""
     bare, _, rank = name.rpartition("@rank-")
@@ -383,12 +422,12 @@ def _divided(entries: list[_Entry], shard_bytes: int) -> list[list[_Entry]]:
     return files
 
 
-def _named(divided: list[list[_Entry]], about: Mapping[str, str]) -> list[_File]:
+def _named(divided: list[list[_Entry]], about: Mapping[str, str], stem: str) -> list[_File]:
     if len(divided) == 1:
-        return [_file("model.safetensors", divided[0], about)]
+        return [_file(f"{stem}.safetensors", divided[0], about)]
     count = len(divided)
     return [
-        _file(f"model-{number:05d}-of-{count:05d}.safetensors", entries, about)
+        _file(f"{stem}-{number:05d}-of-{count:05d}.safetensors", entries, about)
         for number, entries in enumerate(divided, start=1)
     ]
 

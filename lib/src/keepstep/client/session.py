@@ -315,8 +315,6 @@ class Session:
     ) -> None:
         self.rank, self.path = rank, path
         self.run, self.archive = "", False
-        self.whole = "the sidecar was not asked yet"
-        """Why images may have no base; see `LeaseGranted`."""
         self._world = world
         self._attempt = os.urandom(8).hex()
         self._changed = changed
@@ -365,7 +363,6 @@ class Session:
                 self._keeper.revive()
             raise
         self.run, self.archive = lease.granted.run, lease.granted.archive
-        self.whole = lease.granted.whole
         self._lease = lease
         self._require_seen(lease.granted)
         return lease.granted

@@ -112,7 +112,8 @@ class Shard:
     section `params`, in hex. `written_at`: unix seconds, from its own control page. `alike`: the
     rank and its twins, all of whose images hold the very same boxes, so that one image is enough to
     restore them all; no ranks if it has no twins. `size_bytes`: bytes of the whole image, 0 if
-    unknown. Shards that differ only in `size_bytes` are equal.
+    unknown. Shards that differ only in `size_bytes` are equal. `base`: the base that it refers to,
+    of the step that first referred to it; None if the shard is whole, or in memory.
     """
 
     step_id: StepId
@@ -123,6 +124,7 @@ class Shard:
     params_digest: str | None = None
     alike: Ranks = NOBODY
     written_at: float | None = None
+    base: Shard | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for twins that are no ranks of this world."""

@@ -163,6 +163,19 @@ class ControlPage:
         """The step, with its epoch."""
         return StepId(self.epoch.id, self.step)
 
+    @property
+    def base_shard(self) -> Shard | None:
+        """The base to which this image refers, as a shard; None without one."""
+        if (ref := self.base) is None:
+            return None
+        return Shard(
+            step_id=ref.step,
+            rank=self.rank,
+            world=self.world,
+            size_bytes=ref.size_bytes,
+            root=ref.root,
+        )
+
     def to_bytes(self) -> bytes:
         """The whole page. Raises FormatError if the content does not fit (a run's name of
         kilobytes)."""
@@ -434,7 +447,7 @@ class Manifest:
 
     @classmethod
     def parse(
-        cls, data: bytes | memoryview, *, run: str, shard: Shard, path: Path | str
+        cls, data: bytes | memoryview, *, run: str, shard: Shard | None = None, path: Path | str
     ) -> Manifest:
         """Inverse of `to_bytes`. Raises ImageError and its subclasses, naming `path`."""
         try:
@@ -497,6 +510,7 @@ class Manifest:
             params_digest=(self.control.sections or {}).get(Section.PARAMS.value),
             alike=self.layout.alike,
             written_at=self.control.written_at,
+            base=self.control.base_shard,
         )
 
     @property

@@ -4,12 +4,14 @@ They lie in a *base*, an image of its own, to which the images of steps refer (d
 what can be told to be unchanged stays in it: a parameter that needs no gradient, stands where it
 stood, and has the version, the address and the fingerprint that it had when it was copied (as for
 lazy copies, `keepstep.save.guard`). At each save all of this is compared. A parameter that fails is
-in the image of every later step of this life, and a new base is made without it. What none of this
-tells, a write of few elements past the version counter, stays unseen (docs/limits.md).
+in the image of every later step of this life, and a new base is made without it. None of this tells
+a write of few elements past the version counter. In memory of the host that is found some saves
+later, because each save also compares a further slice of all bytes with the base.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,9 +38,17 @@ _LEAST_SHARE = 0.25
 _MOST_BASES = 5
 """After so many bases, in each of which something changed that was frozen still, this life makes no
 other one."""
+_SLICE_BYTES = 4 << 20
+"""So much is compared at each save: a quarter of a millisecond."""
+_RUN_BYTES = 8 << 10
+"""What it costs to begin to compare a tensor, in bytes that are compared meanwhile."""
 _MOST_MUTATIONS = 3
 """So often all bytes are compared because the script said that it changes tensors. A script that
 says so more often may do it at each step: then each image holds everything."""
+
+
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Place(NamedTuple):
@@ -69,6 +79,7 @@ class Base:
     apart: tuple[Tensor, ...] = ()
     doubted: bool = False
     _cache: object = None
+    _compared: int = 0
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -115,6 +126,33 @@ class Base:
                 for leaf in self.leaves
                 if not torch.equal(mapping.view(entries[leaf.name]), leaf.tensor.cpu())
             }
+
+    def differing_next(self) -> set[str]:
+        """The names of the tensors of which some byte in the next slice is not that of the base.
+        Each call reads a further slice; after the last one comes the first again. They must lie
+        where they lay (`holds`). Nothing is read of what devices hold, or is not contiguous."""
+        found, left = set[str](), _SLICE_BYTES
+        for _ in self._runs if self.mapping is not None else ():
+            name, address, begin, size = self._runs[self._compared]
+            if self.mapping and _compare(address, self.mapping.address + begin, size):
+                found.add(name)
+            self._compared = (self._compared + 1) % len(self._runs)
+            left -= size + _RUN_BYTES
+            if left <= 0:
+                break
+        return found
+
+    @cached_property
+    def _runs(self) -> list[tuple[str, int, int, int]]:
+        """What can be compared by address: name, address, place in the base, bytes."""
+        device_of, aliases = accelerator.here().device_of, self.guard.fingerprint.aliases
+        return [
+            (leaf.name, one.data_ptr() + at, self.layout.entries[leaf.name].begin + at, size)
+            for leaf, one in zip(self.leaves, aliases, strict=True)
+            if device_of(one) is None and one.is_contiguous()
+            for at in range(0, one.nbytes, _SLICE_BYTES)
+            if (size := min(_SLICE_BYTES, one.nbytes - at))
+        ]
 
     def changed(self, taken: Taken) -> set[str]:
         """The names of the tensors that the state does not have, or has changed."""
@@ -188,6 +226,8 @@ class Frozen:
         self.base = base
         self.left_bytes = 0
         """Bytes of frozen parameters that a base could hold, if there may be none."""
+        self.unseen: set[str] = set()
+        """Names of parameters that changed unseen, so that earlier steps may have former values."""
         self._changing: set[str] = set()
         self._made_bases = 0
         self._mutations, self._in_doubt = 0, False
@@ -222,12 +262,15 @@ class Frozen:
         different = base.differing() if base is not None and self._in_doubt else set[str]()
         self._in_doubt = False
         if base is not None and not different and base.holds(taken, lazy=lazy):
-            return base
+            different = base.differing_next()
+            if not different:
+                return base
+            self.unseen |= different
         self._changing |= different
         if base is not None:
             changed = base.changed(taken)
             self._changing |= changed
-            self._made_bases += not changed.isdisjoint(_frozen(taken))
+            self._made_bases += not (changed | different).isdisjoint(_frozen(taken))
         self._seen = taken.cache
         self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
         return self.base

@@ -109,7 +109,7 @@ class LeaseGranted(Message):
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
     also go to an archive. `huge_pages_dir`: a directory on huge pages in which slots may be; '':
-    there is none. `whole`: why images may have no base; '': they may.
+    there is none.
     """
 
     lease: str
@@ -118,7 +118,6 @@ class LeaseGranted(Message):
     stage_every: int = 1
     held: tuple[str, ...] = ()
     archive: bool = False
-    whole: str = "this sidecar knows no bases"
 
 
 class LeaseNews(Message):

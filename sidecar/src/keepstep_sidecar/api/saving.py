@@ -121,14 +121,7 @@ class Saving:
             stage_every=self.config.stage_every,
             held=held,
             archive=self.config.archive is not None,
-            whole=self._why_whole(),
         )
-
-    def _why_whole(self) -> str:
-        """Why every image must hold the frozen parameters, too; '' where a base may hold them."""
-        if beyond := ", ".join(map(str, self.committer.remotes.tiers)):
-            return f"steps also go to {beyond}, where each image stands for itself"
-        return "" if self.config.alone else "other machines may ask for single images"
 
     async def _settle(self, lease: Lease) -> tuple[str, ...]:
         """Find out which slots this trainer fills, and take back those that its predecessor

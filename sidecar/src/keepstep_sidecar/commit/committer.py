@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
@@ -434,7 +434,7 @@ class Committer:
         are scanned anew. `id`: of the step whose base it is; None if it is an image."""
         rank, id = source.shard.rank, id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
-            self.remotes.reject(source, error)
+            self.remotes.reject(source, error, id=id)
             self.feed(Reported(ranks=of_ranks({rank: self.remotes.report(rank)})))
             self._changes.ring()
         elif self.local_shards.holds(rank, id) is not None:
@@ -519,15 +519,9 @@ class Committer:
         """What remote tiers compare their lists with. A published step counts as a commit even if
         the leader's newest reply no longer names it."""
         shards, is_dead = self.local_shards.shards, self.node.is_dead
-        alive = ((id, _whole(held)) for id, held in shards.items() if not is_dead(id))
-        whole = {id: held for id, held in alive if held}
+        alive = {id: held for id, held in shards.items() if not is_dead(id)}
         commits = self.local_shards.ever_published().union(self.node.commits())
-        return LocalInventory(shards=whole, commits=frozenset(whole) & commits)
-
-
-def _whole(held: Mapping[int, LocalShard]) -> dict[int, LocalShard]:
-    """Those that refer to no base: it would not be sent with them."""
-    return {rank: one for rank, one in held.items() if one.base_ref is None}
+        return LocalInventory(shards=alive, commits=frozenset(alive) & commits)
 
 
 def _log(alarm: Alarm) -> None:

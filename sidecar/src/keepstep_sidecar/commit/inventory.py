@@ -306,22 +306,24 @@ class RemoteInventory:
             self._index()
         return changed
 
-    def reject(self, source: ShardSource, error: Exception) -> None:
-        """This copy could not be used. A copy that failed verification is not offered any more. A
-        copy that was out of reach may be reachable the next time."""
+    def reject(self, source: ShardSource, error: Exception, *, id: StepId) -> None:
+        """This copy, of step `id` or of its base, could not be used. A copy that failed
+        verification is not offered any more. A copy that was out of reach may be reachable the next
+        time."""
         damaged, shard = isinstance(error, ImageError), source.shard
         warn(
             "copy refused" if damaged else "copy out of reach",
             tier=str(source.tier),
             where=source.where,
             rank=shard.rank,
-            step=str(shard.step_id),
+            step=str(id),
             reason=str(error),
         )
         if damaged:
             self._refused.add(source)
-            if self.peers is not None and source.tier is Tier.PEER:
-                self.peers.refuse(source)
+            for remote_tier in self.remote_tiers:
+                if remote_tier.tier is source.tier:
+                    remote_tier.refuse(source, id)
             self._index()
 
     def _index(self) -> None:
@@ -329,11 +331,14 @@ class RemoteInventory:
         self._at, self._of_rank = {}, {}
         for remote_tier, inventory in self._inventories.items():
             for one in inventory.shards:
-                sources = [at for at in remote_tier.sources(one) if at not in self._refused]
+                sources = [at for at in remote_tier.sources(one) if self._is_sound(at)]
                 if sources:
                     self._at.setdefault(one.step_id, {}).setdefault(one.rank, []).extend(sources)
                     tiers = self._of_rank.setdefault(one.rank, {})
                     tiers.setdefault(one.tier, []).append(one)
+
+    def _is_sound(self, source: ShardSource) -> bool:
+        return source not in self._refused and source.beside not in self._refused
 
     # --- what is sent there ------------------------------------------------------------------
 
@@ -503,9 +508,8 @@ class Copies:
         base (`Layout.number`), those of the base."""
         world = self.world_of(id) or 0
         if 0 < world <= rank:
-            shard = self._local.holds(rank - world, id)
-            base = None if shard is None else shard.base
-            return [] if base is None else [local_source(self._local.volumes, base)]
+            bases = (one.beside for one in self.origins(id, rank - world))
+            return [one for one in bases if one is not None]
         local, beyond = self._local.holds(rank, id), self._remotes.of(id).get(rank, ())
         if local is None:
             return list(beyond)

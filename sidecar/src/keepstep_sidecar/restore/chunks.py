@@ -239,7 +239,7 @@ class ChunkBuffers:
         async def read(source: ShardSource) -> None:
             await self.fetcher.read(source, fill)
 
-        return (await self.fetcher.ask(id, layout.rank, read))[0].tier
+        return (await self.fetcher.ask(id, layout.number, read))[0].tier
 
 
 def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:

@@ -83,10 +83,6 @@ class Fetcher:
             lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
         )
 
-    def origins(self, id: StepId, saved: int) -> list[ShardSource]:
-        """The copies of a saved rank's image, or of a base by its number, nearest first."""
-        return self._copies.origins(id, saved)
-
     async def manifest(self, source: ShardSource) -> Manifest:
         """The manifest, against which each chunk is verified."""
         if (known := self._manifests.known(source)) is not None:
@@ -186,21 +182,20 @@ class Prefetcher:
                 await self._read_base(slots, source, ref)
 
     async def _read_base(self, slots: RankSlots, source: ShardSource, ref: BaseRef) -> None:
-        id, number = source.shard.step_id, source.shard.rank + source.shard.world
-        places = self.fetcher.origins(id, number)
-        if not places:
+        id, beside = source.shard.step_id, source.beside
+        if beside is None:
             raise StorageError(f"step {id}, rank {source.shard.rank}: its base is not in reach")
-        manifest = await self.fetcher.manifest(places[0])
+        manifest = await self.fetcher.manifest(beside)
         if manifest.layout.id != ref.layout:
-            raise ForeignError("another base than the step refers to", path=places[0].where)
+            raise ForeignError("another base than the step refers to", path=beside.where)
         slot = await self.allocator.base_slot(slots, manifest.layout)
         try:
-            await self.fetcher.load(places[0], slot.file.view)
+            await self.fetcher.load(beside, slot.file.view)
         except BaseException:
             self.pool.unlink([slot.slot_set.abandon(slot.index)])
             slot.slot_set.wanted = slot.slot_set.count
             raise
-        slot.seal(ref.step, tier=places[0].tier)
+        slot.seal(ref.step, tier=beside.tier)
 
     async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
         """A slot of the shard's layout that holds no candidate. Waits while one is being made."""

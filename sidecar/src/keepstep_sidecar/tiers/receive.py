@@ -230,4 +230,4 @@ def part_name(shard: str) -> str:
 
 def is_part(name: str) -> bool:
     """Is this a name that `part_name` makes?"""
-    return name.startswith(".rank-") and name.endswith(".part")
+    return name.startswith((".rank-", ".base-")) and name.endswith(".part")

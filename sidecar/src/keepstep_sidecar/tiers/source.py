@@ -63,7 +63,8 @@ class ShardSource:
     `where`: the place, as a text for people. `run`: the run to which the image must belong.
     `adopted_by`: the run to which it belongs in memory, if that is another one; else ''. `streams`:
     how many parallel reads keep the connection or drive busy. `chunks_per_read`: how many
-    consecutive chunks one read asks for.
+    consecutive chunks one read asks for. `beside`: the base to which the shard refers, at the same
+    place; None if the shard is whole, or is a base.
     """
 
     shard: Shard
@@ -73,6 +74,7 @@ class ShardSource:
     adopted_by: str = ""
     streams: int = 4
     chunks_per_read: int = 1
+    beside: ShardSource | None = field(default=None, compare=False, repr=False)
 
     def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
         """Open the source for reads from any number of threads. An error inside is this copy's
@@ -104,7 +106,7 @@ class FileSource(ShardSource):
 
 def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
     """A source for a shard on a volume of this machine. A shard that fails goes into quarantine."""
-    volume = volumes.holder(shard.path)
+    volume, base = volumes.holder(shard.path), shard.beside
     return FileSource(
         shard=shard,
         tier=Tier.LOCAL,
@@ -112,6 +114,7 @@ def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
         run=volume.record.run,
         open=lambda: volumes.opened(shard.path),
         streams=volume.io_threads,
+        beside=None if base is None else local_source(volumes, base),
     )
 
 
@@ -119,12 +122,14 @@ def file_source(shard: LocalShard, *, run: str, engine: Engine = Engine.BUFFERED
     """A source for a shard on a drive of this machine, for those who do not own the volume, or
     change nothing there. It is found where it lies when it is opened: its step may have been
     published or hidden since. Raises Gone, Unreadable, StorageError."""
+    base = shard.beside
     return FileSource(
         shard=shard,
         tier=Tier.LOCAL,
         where=str(shard.path),
         run=run,
         open=lambda: _opened(shard.path, engine),
+        beside=None if base is None else file_source(base, run=run, engine=engine),
     )
 
 

@@ -137,6 +137,9 @@ class RemoteTier:
         answer."""
         return True
 
+    def refuse(self, source: ShardSource, id: StepId) -> None:
+        """This source of step `id`, or of its base, gave wrong bytes."""
+
     def status(self) -> TierStatus:
         """The state of the tier and its transfers."""
         return self.replicator.status(self.where)

@@ -26,16 +26,16 @@ import re
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.directory import NoFileError
 from keepstep.errors import ForeignError, FormatError, ImageError, TornError
-from keepstep.image import BaseRef, ControlPage
+from keepstep.image import ControlPage
 from keepstep.image.manifest import Manifest
-from keepstep.steps import StepId, base_name
+from keepstep.steps import StepId, base_name, shard_name
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.files import (
     PAGE_BYTES,
@@ -62,12 +62,14 @@ _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]+-[0-9]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardName:
-    """What a shard's path says; the control page inside must say the same. Raises ValueError for
-    ranks that no world has: what is held of a step is one bit for each."""
+    """What a shard's path says; the control page inside must say the same. `is_base`: it is the
+    path of what lies beside the shard, its base. Raises ValueError for ranks that no world has:
+    what is held of a step is one bit for each."""
 
     id: StepId
     rank: int
     world: int
+    is_base: bool = False
 
     def __post_init__(self) -> None:
         if not self.rank < self.world <= MOST_RANKS:
@@ -75,10 +77,28 @@ class ShardName:
 
     @classmethod
     def parse(cls, path: Path) -> ShardName:
-        """Read `.../<step>/rank-00000-of-00002.safetensors`. Raises ValueError."""
-        if not (match := _SHARD.fullmatch(path.name)):
+        """Read `.../<step>/rank-00000-of-00002.safetensors`, or the name of a base. Raises
+        ValueError."""
+        shard, base = _SHARD.fullmatch(path.name), _BASE.fullmatch(path.name)
+        if not (match := shard or base):
             raise ValueError(f"not a shard's name: {path.name}")
-        return cls(id=StepId.parse(path.parent.name), rank=int(match[1]), world=int(match[2]))
+        rank, world = int(match[1]), int(match[2])
+        return cls(id=StepId.parse(path.parent.name), rank=rank, world=world, is_base=bool(base))
+
+    @classmethod
+    def of(cls, shard: Shard) -> ShardName:
+        """The name of a shard, which is no base."""
+        return cls(id=shard.step_id, rank=shard.rank, world=shard.world)
+
+    @property
+    def base(self) -> ShardName:
+        """The name of the base beside this shard."""
+        return replace(self, is_base=True)
+
+    @property
+    def file(self) -> str:
+        """The file name."""
+        return (base_name if self.is_base else shard_name)(self.rank, self.world)
 
 
 class Tree:
@@ -148,31 +168,23 @@ BAD_BLOCKS = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard(Shard):
     """A shard on a volume. `published`: readers can see the step's directory, because the step was
-    committed. `base_ref`: the base that it refers to, which lies beside it; None if it is whole."""
+    committed."""
 
     path: Path = field(compare=False)
     published: bool = field(default=False, compare=False)
-    base_ref: BaseRef | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
         """A shard as the file itself describes it."""
-        base = manifest.control.base
-        return cls(**manifest.shard.facts, path=path, published=published, base_ref=base)
+        return cls(**manifest.shard.facts, path=path, published=published)
 
     @property
-    def base(self) -> LocalShard | None:
-        """Its base; None if it has none."""
-        if (ref := self.base_ref) is None:
+    def beside(self) -> LocalShard | None:
+        """Its base, which lies beside it; None if it is whole."""
+        if self.base is None:
             return None
-        return LocalShard(
-            step_id=ref.step,
-            rank=self.rank,
-            world=self.world,
-            size_bytes=ref.size_bytes,
-            root=ref.root,
-            path=self.path.with_name(base_name(self.rank, self.world)),
-        )
+        path = self.path.with_name(base_name(self.rank, self.world))
+        return LocalShard(**self.base.facts, path=path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,12 +351,16 @@ def check_base(shard: Path, control: ControlPage, filesystem: Filesystem) -> Non
         raise ForeignError(f"{path.name} is not the base that it names", path=shard)
 
 
-def base_control(path: Path, filesystem: Filesystem, *, size_bytes: int) -> ControlPage:
-    """The control page of a base that must have this size. Raises ImageError, OSError."""
+def base_control(
+    path: Path, filesystem: Filesystem, *, size_bytes: int | None = None
+) -> ControlPage:
+    """The control page of a base, which must have this size if one is given. Raises ImageError,
+    OSError."""
     with opened(path, filesystem) as fd:
-        if (found := os.fstat(fd).st_size) != size_bytes:
+        found = os.fstat(fd).st_size
+        if size_bytes not in (None, found):
             raise TornError(f"{found} bytes, not {size_bytes}", path=path)
-        return ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, size_bytes - PAGE_BYTES))
+        return ControlPage.from_bytes(os.pread(fd, PAGE_BYTES, max(0, found - PAGE_BYTES)))
 
 
 # --- moves -----------------------------------------------------------------------------------
@@ -566,12 +582,12 @@ class Directories:
                 with _said(path):
                     self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
-            self.discard(self._bases_alone(directory))
+            self.discard(self.bases_alone(directory))
         if not any(path.parent == directory for path in keep):
             with contextlib.suppress(OSError):  # not empty is the usual case
                 self.filesystem.remove_directory(directory)
 
-    def _bases_alone(self, directory: Path) -> list[Path]:
+    def bases_alone(self, directory: Path) -> list[Path]:
         """The bases of shards that are not there: whoever was to write these was killed, or they
         lie in quarantine."""
         names = self.filesystem.names(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from keepstep_sidecar.config.settings import format_size, size_option
 from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options, split
 
 if TYPE_CHECKING:
-    from keepstep.core.shard import Shard
     from keepstep.export import Exported
     from keepstep_sidecar.tiers.archive.browse import Holding
     from keepstep_sidecar.tiers.archive.index import ArchivedStep
@@ -52,7 +51,8 @@ _ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 @click.option(
     "--only",
     metavar="NAME",
-    help="Which component of the Checkpointer.  [default: the one with parameters, or 'model']",
+    help="Which component of the Checkpointer; `adapter`: what an optimizer trains of a model, as"
+    " PEFT loads it.  [default: the one with parameters, or 'model']",
 )
 @click.option(
     "--dtype",
@@ -97,6 +97,7 @@ def export(
       keepstep export latest --to ./model
       keepstep export 12000 --to ./model --dtype bf16
       keepstep export 12000 --to ./ema --only ema --shard-size 2GB
+      keepstep export latest --to ./lora --only adapter
       keepstep export 12000 --to ./model --archive s3://ckpt/runs --run gpt
       keepstep export 12000 --to ./model --config .keepstep/gpt/sidecar.toml
     """
@@ -146,6 +147,11 @@ def _print(id: StepId, told: Exported, dtype: str | None) -> None:
         f"{told.path}: step {id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
         + (f", as {dtype}" if dtype else "")
     )
+    if told.files == ("adapter_model.safetensors",):
+        output.echo(
+            "PEFT also reads adapter_config.json there: model.peft_config['default']"
+            ".save_pretrained(DIR) in the script writes it"
+        )
     if told.tied:
         names = few([f"{name} (is {first})" for name, first in told.tied.items()], 4)
         output.echo(f"tied, written once: {names}")
@@ -168,13 +174,11 @@ class _RetiredError(RestoreError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A step to export. `sources`: one for each rank, in the order of ranks. `bases`: those to
-    which these refer."""
+    """A step to export. `sources`: one for each rank, in the order of ranks."""
 
     run: str
     id: StepId
     sources: tuple[ShardSource, ...]
-    bases: tuple[ShardSource, ...] = ()
 
     @contextlib.contextmanager
     def opened(self, cancel: Cancel) -> Iterator[dict[int, Opened]]:
@@ -191,8 +195,9 @@ class _Step:
                 return stack.enter_context(transfer.opened(source, cancel))
 
             try:
+                bases = [one.beside for one in self.sources if one.beside is not None]
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-                    images = pool.map(enter, (*self.sources, *self.bases))
+                    images = pool.map(enter, (*self.sources, *bases))
                     opened = {one.manifest.layout.number: one for one in images}
             except Gone as error:
                 raise _RetiredError(
@@ -266,8 +271,7 @@ async def _with_step(
         if silent:
             output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
         sources = tuple(held[id][rank] for rank in sorted(held[id]))
-        bases = _bases_of(kept, (one.shard for one in sources))
-        return await finish(_Step(run=kept.run, id=id, sources=sources, bases=bases))
+        return await finish(_Step(run=kept.run, id=id, sources=sources))
     if archive is None:
         raise _incomplete(kept, word, held, silent)
     return await _from_archive(archive, kept.run, word, held, finish)
@@ -327,15 +331,6 @@ def _on_volumes(kept: RunDir) -> _Held:
         source = file_source(shard, run=kept.run)
         held.setdefault(shard.step_id, {}).setdefault(shard.rank, source)
     return held
-
-
-def _bases_of(kept: RunDir, shards: Iterable[Shard]) -> tuple[ShardSource, ...]:
-    """The bases of those of these shards that lie here and refer to one."""
-    from keepstep_sidecar.tiers.source import file_source
-    from keepstep_sidecar.volume.directories import LocalShard
-
-    bases = (one.base for one in shards if isinstance(one, LocalShard))
-    return tuple(file_source(one, run=kept.run) for one in bases if one is not None)
 
 
 async def _add_peers(

@@ -144,7 +144,7 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
 def _bases(shards: Iterable[LocalShard]) -> Iterator[LocalShard]:
     """The bases of these shards; each file once, whatever names it has."""
     seen: set[tuple[int, int]] = set()
-    for base in (one.base for one in shards):
+    for base in (one.beside for one in shards):
         if base is None:
             continue
         with contextlib.suppress(OSError):  # its step was retired meanwhile

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.directory import Directory
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
-from keepstep.steps import named, shard_name
+from keepstep.steps import named
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.read import ArchiveSource
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.receive import IncomingCopy, part_name
-from keepstep_sidecar.tiers.source import Cancel
+from keepstep_sidecar.tiers.source import Cancel, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard
+from keepstep_sidecar.volume.directories import ShardName
 from keepstep_sidecar.volume.files import Engine, Filesystem
 
 
@@ -64,12 +65,11 @@ class Holding:
     async def verify(self, step: ArchivedStep, *, on_chunk: Callable[[int], None]) -> list[str]:
         """The faults of the shards of a complete step. Raises StorageError."""
         faults = []
-        for shard in self.shards(step):
-            source = self.source(shard)
+        for at in self._sources(step):
 
-            def work(cancel: Cancel, source: ArchiveSource = source) -> None:
+            def work(cancel: Cancel, at: ShardSource = at) -> None:
                 """Verify every byte, with memory for a few chunks."""
-                with transfer.opened(source, cancel) as opened:
+                with transfer.opened(at, cancel) as opened:
                     chunks = opened.manifest.chunks
                     transfer.each(opened, chunks, lambda _, data: on_chunk(len(data)))
 
@@ -78,6 +78,12 @@ class Holding:
             except ImageError as error:
                 faults.append(str(error))
         return faults
+
+    def _sources(self, step: ArchivedStep) -> Iterator[ShardSource]:
+        for at in map(self.source, self.shards(step)):
+            yield at
+            if at.beside is not None:
+                yield at.beside
 
     def source(self, shard: RemoteShard) -> ArchiveSource:
         return source(self.store, shard, run=self.run)
@@ -125,8 +131,11 @@ async def pull_step(
             raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
         place.make(growing.name)
         directory = place.inside(growing.name)
-        for shard in holding.shards(step):
-            await _pull(holding, shard, directory, on_chunk)
+        for at in map(holding.source, holding.shards(step)):
+            name = ShardName.of(at.shard)
+            if at.beside is not None:
+                await _pull(at.beside, directory.path / name.base.file, directory, on_chunk)
+            await _pull(at, directory.path / name.file, directory, on_chunk)
         await asyncio.to_thread(_finish, place, directory, final.name)
     except OSError as error:
         raise StorageError(f"cannot write {growing}: {error}") from error
@@ -134,12 +143,10 @@ async def pull_step(
 
 
 async def _pull(
-    holding: Holding, shard: RemoteShard, directory: Directory, on_chunk: Callable[[int], None]
+    at: ShardSource, path: Path, directory: Directory, on_chunk: Callable[[int], None]
 ) -> None:
-    path = directory.path / shard_name(shard.rank, shard.world)
     filesystem = Filesystem()
     filesystem.hold(directory)
-    at = holding.source(shard)
 
     def work(cancel: Cancel) -> None:
         with transfer.opened(at, cancel) as opened:

@@ -8,6 +8,7 @@ most likely not mounted, which is not the same as an empty archive.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import stat
@@ -150,6 +151,25 @@ class DirectoryStore:
         new.flush()
         new.give_name()
 
+    async def copy(self, name: str, to: str) -> bool:
+        """A hard link: an object never changes."""
+        last, new = Path(name).name, Path(to).name
+
+        def work() -> bool:
+            try:
+                place, directory = self._above(name), self._made(to)
+                os.utime(last, dir_fd=place.fd, follow_symlinks=False)  # as of a file that is sent
+                with contextlib.suppress(FileNotFoundError):
+                    directory.unlink(new)
+                link = functools.partial(os.link, last, new, follow_symlinks=False)
+                link(src_dir_fd=place.fd, dst_dir_fd=directory.fd)
+            except OSError:  # another owner's, or a file system without links
+                return False
+            directory.sync()
+            return True
+
+        return await self._do(work)
+
     async def delete(self, names: Iterable[str]) -> None:
         def work() -> None:
             root = self._opened()
@@ -169,6 +189,14 @@ class DirectoryStore:
 
     def _begin(self, name: str) -> DurableFile:
         """A new, empty file, hidden until it gets its `name`."""
+        directory = self._made(name)
+        filesystem, path = Filesystem(), directory.path / Path(name).name
+        filesystem.hold(directory)
+        hidden = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+        return DurableFile(path, filesystem=filesystem, temporary=hidden)
+
+    def _made(self, name: str) -> Directory:
+        """The directory of an object, which is made if it is not there."""
         directory = self._opened()
         if not self._swept:
             self._swept = True
@@ -177,10 +205,7 @@ class DirectoryStore:
             if directory.make(part):
                 directory.sync()
             directory = directory.inside(part)
-        filesystem, path = Filesystem(), directory.path / Path(name).name
-        filesystem.hold(directory)
-        hidden = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-        return DurableFile(path, filesystem=filesystem, temporary=hidden)
+        return directory
 
     def _above(self, name: str) -> Directory:
         """The directory of an object. Raises FileNotFoundError."""

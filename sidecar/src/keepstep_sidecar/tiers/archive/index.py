@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention, left_behind, retired
@@ -30,7 +30,7 @@ from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Place
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
-from keepstep_sidecar.volume.directories import is_shard, is_step
+from keepstep_sidecar.volume.directories import is_base, is_shard, is_step
 
 RECORDS_BYTES = 16 << 20
 """The records of one run that are read, from the newest step on. The newest one always is. Parsed,
@@ -62,19 +62,27 @@ class ArchivedStep:
 
     @property
     def shard_files(self) -> list[str]:
+        """Names of the files of shards, without those of bases."""
+        return [name for name in self.own_files if name.startswith("rank-")]
+
+    @property
+    def own_files(self) -> list[str]:
         """Names of keepstep's own files, without the record."""
-        return sorted(name for name in self.files if is_shard(name) or is_twin(name))
+        return sorted(one for one in self.files if is_shard(one) or is_base(one) or is_twin(one))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the shard files take in the archive."""
-        return sum(self.files[name].bytes for name in self.shard_files)
+        """Bytes of the files of shards and bases. A base counts for each step, also where the
+        archive has one file for all of them."""
+        return sum(self.files[name].bytes for name in self.own_files)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of all images of a complete step; what twins share counts for each of them."""
+        """Bytes of all images of a complete step and of their bases; what twins share counts for
+        each of them."""
         assert self.record is not None
-        return sum(one.size_bytes for one in self.record.shards)
+        shards = self.record.shards
+        return sum(one.size_bytes + (one.base.size_bytes if one.base else 0) for one in shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +126,19 @@ def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
     prefix = step_prefix(run, step.id)
 
     def remote(shard: Shard) -> RemoteShard:
-        name, stored_bytes = record.file(shard)
         twin = record.twins.get(shard.rank)
         rest = None if twin is None else remote(record.shards[twin.rank])
-        place = Place(name=f"{prefix}/{name}", stored_bytes=stored_bytes, rest=rest)
+        base = None if shard.base is None else remote_base(shard.base)
+        return placed(replace(shard, base=base), record.file(shard), rest)
+
+    def remote_base(base: Shard) -> RemoteShard:
+        twin = record.base_twins.get(base.rank)
+        other = None if twin is None else record.shards[twin.rank].base
+        rest = None if other is None else remote_base(other)
+        return placed(base, record.file(base, is_base=True), rest)
+
+    def placed(shard: Shard, file: tuple[str, int], rest: RemoteShard | None) -> RemoteShard:
+        place = Place(name=f"{prefix}/{file[0]}", stored_bytes=file[1], rest=rest)
         return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
     return tuple(map(remote, record.shards))
@@ -161,12 +178,16 @@ def source(
 ) -> ArchiveSource:
     """The source from which such a shard is read. Call it on the event loop."""
     place: Place = shard.key
+    beside = None
+    if isinstance(shard.base, RemoteShard):
+        beside = source(store, shard.base, run=run, adopted_by=adopted_by, received=received)
     return ArchiveSource(
         shard=shard,
         where=f"{store.where}/{place.name}",
         run=run,
         place=place,
-        base=None if place.rest is None else source(store, place.rest, run=run),
+        rest=None if place.rest is None else source(store, place.rest, run=run),
+        beside=beside,
         store=store,
         loop=asyncio.get_running_loop(),
         received=received,
@@ -371,11 +392,14 @@ def _written_at(survey: Survey) -> dict[StepId, float]:
 
 def _abandoned(step: ArchivedStep, now: float) -> bool:
     """Whether only a part was sent, long ago. A step with a faulty record is for people to
-    judge."""
-    return step.partial and all(now - one.modified_at > ABANDONED_S for one in step.files.values())
+    judge. A base that other steps link to is as young as the newest of them, so it counts only
+    where there is nothing else."""
+    own = [one for name, one in step.files.items() if not is_base(name)]
+    files = own or step.files.values()
+    return step.partial and all(now - one.modified_at > ABANDONED_S for one in files)
 
 
 def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:
     """The names to delete of a step, in this order. Files that are not keepstep's stay."""
-    ours = [name for name in (records.NAME, *step.shard_files) if name in step.files]
+    ours = [name for name in (records.NAME, *step.own_files) if name in step.files]
     return tuple(f"{run}/{step.id}/{name}" for name in ours)

@@ -21,6 +21,7 @@ from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.sidecar import ArchiveConfig
+from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.archive.store import Stored
 
 _LIST_PAGE = 1000
@@ -150,6 +151,15 @@ class ObjectsStore:
                 if failed:  # an error in our own pieces, which says better what is wrong
                     raise failed[0] from None
                 raise
+
+    async def copy(self, name: str, to: str) -> bool:
+        source, target = self._begin + name, self._begin + to
+        try:
+            await obstore.copy_async(self._store, source, target)
+        except (exceptions.BaseError, OSError) as error:  # S3 copies no object of more than 5 GB
+            warn("not copied within the store", path=f"{self.where}/{to}", reason=_words(error))
+            return False
+        return True
 
     async def delete(self, names: Iterable[str]) -> None:
         for name in names:

@@ -50,7 +50,7 @@ class ArchiveSource(ShardSource):
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     """Called with the bytes and seconds of a read."""
 
-    base: ArchiveSource | None = field(default=None, compare=False, repr=False)
+    rest: ArchiveSource | None = field(default=None, compare=False, repr=False)
     """Where the rest is, if this is a twin's difference only."""
 
     tier: Tier = Tier.ARCHIVE
@@ -64,7 +64,7 @@ class ArchiveSource(ShardSource):
             _on_loop(self.loop, cancel, self.store.read(name, begin, view))
             sizes.append(len(view))
 
-        parts = self._in_one_file if self.base is None else self._in_two_files(self.base, get)
+        parts = self._in_one_file if self.rest is None else self._in_two_files(self.rest, get)
 
         def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
             for view in into:
@@ -80,11 +80,11 @@ class ArchiveSource(ShardSource):
         yield self.place.name, begin, view
 
     def _in_two_files(
-        self, base: ArchiveSource, get: _Get
+        self, rest: ArchiveSource, get: _Get
     ) -> Callable[[int, memoryview], Iterator[_Part]]:
         own = self.place.own
         if not own:
-            own[:] = self._own_pieces(base, get)
+            own[:] = self._own_pieces(rest, get)
         position = {piece: at for at, piece in enumerate(own)}
 
         def parts(begin: int, view: memoryview) -> Iterator[_Part]:
@@ -95,14 +95,14 @@ class ArchiveSource(ShardSource):
                 at = position.get(piece)
                 with view[done : done + size] as part:  # else it would hold the whole buffer
                     if at is None:
-                        yield base.place.name, begin + done, part
+                        yield rest.place.name, begin + done, part
                     else:
                         yield self.place.name, at * CHUNK_BYTES + inside, part
                 done += size
 
         return parts
 
-    def _own_pieces(self, base: ArchiveSource, get: _Get) -> list[int]:
+    def _own_pieces(self, rest: ArchiveSource, get: _Get) -> list[int]:
         """The own pieces, from both tables. Our header is in the first piece, our table last."""
         left_out = self.shard.size_bytes - self.place.stored_bytes
 
@@ -111,10 +111,10 @@ class ArchiveSource(ShardSource):
             return _in_a_row(get, self.place.name, begin - left_out * in_table, into)
 
         def theirs(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
-            return _in_a_row(get, base.place.name, begin, into)
+            return _in_a_row(get, rest.place.name, begin, into)
 
         manifests = Manifests()
-        return own_pieces(manifests.read(self, own), manifests.read(base, theirs))
+        return own_pieces(manifests.read(self, own), manifests.read(rest, theirs))
 
 
 _Part = tuple[str, int, memoryview]

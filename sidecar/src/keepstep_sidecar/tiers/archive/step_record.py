@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keepstep.core.shard import MOST_RANKS, Shard
@@ -18,7 +18,7 @@ from keepstep.image import strictjson
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import xxh3_128
-from keepstep.steps import Epoch, StepId, shard_name
+from keepstep.steps import Epoch, StepId, base_name, shard_name
 from keepstep_sidecar import __version__
 from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
@@ -46,9 +46,9 @@ class TwinOf:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """`shards`: in the order of ranks, one for each rank of `world`, with root and `params_digest`.
-    `twins`: ranks of which only a difference is stored; from which rank's file, and its size in
-    bytes. `written_at`: Unix seconds."""
+    """`shards`: in the order of ranks, one for each rank of `world`, with root, `params_digest` and
+    `base`. `twins`: ranks of which only a difference is stored; from which rank's file, and its
+    size in bytes. `base_twins`: the same of their bases. `written_at`: Unix seconds."""
 
     run: str
     id: StepId
@@ -57,18 +57,22 @@ class StepRecord:
     shards: tuple[Shard, ...]
     written_at: float
     twins: Mapping[int, TwinOf] = field(default_factory=dict)
+    base_twins: Mapping[int, TwinOf] = field(default_factory=dict)
     keepstep: str = __version__
 
-    def file(self, shard: Shard) -> tuple[str, int]:
-        """Name and size in bytes of the file that holds the shard."""
-        if (twin := self.twins.get(shard.rank)) is None:
-            return shard_name(shard.rank, shard.world), shard.size_bytes
-        return twin_name(shard.rank, shard.world, twin.rank), twin.stored_bytes
+    def file(self, shard: Shard, *, is_base: bool = False) -> tuple[str, int]:
+        """Name and size in bytes of the file that holds the shard. `is_base`: it is the base of a
+        shard."""
+        rank, world = shard.rank, shard.world
+        if (twin := (self.base_twins if is_base else self.twins).get(rank)) is None:
+            return (base_name if is_base else shard_name)(rank, world), shard.size_bytes
+        return twin_name(rank, world, twin.rank, is_base=is_base), twin.stored_bytes
 
     @property
     def files(self) -> dict[str, int]:
         """Size in bytes by name."""
-        return dict(map(self.file, self.shards))
+        bases = (one.base for one in self.shards if one.base is not None)
+        return dict([*map(self.file, self.shards), *(self.file(b, is_base=True) for b in bases)])
 
     def same_content(self, other: StepRecord) -> bool:
         """Whether both stand for the very same bytes."""
@@ -96,11 +100,22 @@ class StepRecord:
                     "root": one.root,
                     "params": one.params_digest,
                     **({} if one.rank not in self.twins else self.twins[one.rank].fields),
+                    **({} if one.base is None else {"base": self._base_json(one.base)}),
                 }
                 for one in self.shards
             ],
         }
         return json.dumps({**body, "seal": _seal(body)}, indent=1).encode() + b"\n"
+
+    def _base_json(self, base: Shard) -> dict[str, Any]:
+        twin = self.base_twins.get(base.rank)
+        return {
+            "step": str(base.step_id),
+            "name": self.file(base, is_base=True)[0],
+            "bytes": base.size_bytes,
+            "root": base.root,
+            **({} if twin is None else twin.fields),
+        }
 
     @classmethod
     def from_json(cls, data: bytes | bytearray, *, path: str) -> StepRecord:
@@ -154,10 +169,8 @@ def _read(reader: strictjson.Reader) -> StepRecord:
     if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     id, world = read_step(told["step"]), strictjson.integer(told["world"], "world", 1, _MAX_WORLD)
-    shards = tuple(
-        Shard(step_id=id, rank=rank, world=world, size_bytes=size, root=root, params_digest=params)
-        for rank, _, size, root, params, _ in told["shards"]
-    )
+    rows: list[_Row] = told["shards"]
+    shards = tuple(one.shard(id, world) for one in rows)
     record = StepRecord(
         run=strictjson.text(told["run"], "run"),
         id=id,
@@ -165,10 +178,11 @@ def _read(reader: strictjson.Reader) -> StepRecord:
         epochs=told["epochs"],
         shards=shards,
         written_at=strictjson.time(told["written_at"], "written_at"),
-        twins={rank: twin for rank, *_, twin in told["shards"] if twin is not None},
+        twins={one.rank: one.twin for one in rows if one.twin},
+        base_twins={one.rank: one.base.twin for one in rows if one.base and one.base.twin},
         keepstep=strictjson.text(told["keepstep"], "keepstep"),
     )
-    _check_names(record, [row[:2] for row in told["shards"]])
+    _check_names(record, rows)
     return record
 
 
@@ -178,27 +192,68 @@ def _epoch(number: int, value: object) -> Epoch:
     return read_epoch(value)
 
 
-def _check_names(record: StepRecord, told: list[tuple[int, str]]) -> None:
-    world = record.world
+def _check_names(record: StepRecord, rows: list[_Row]) -> None:
+    world, bases = record.world, {one.rank: one.base for one in record.shards if one.base}
     names = [(one.rank, record.file(one)[0]) for one in record.shards]
-    if told != names or [rank for rank, _ in told] != list(range(world)):
+    ranks = [one.rank for one in rows]
+    if [(one.rank, one.name) for one in rows] != names or ranks != list(range(world)):
         raise FormatError(f"its shards are not those of {world} ranks")
-    for rank, twin in record.twins.items():
-        if twin.rank >= world or twin.rank == rank or twin.rank in record.twins:
-            raise FormatError(f"rank {rank} is a twin of rank {twin.rank}, which has no whole file")
+    told = {one.rank: one.base.name for one in rows if one.base}
+    if told != {rank: record.file(one, is_base=True)[0] for rank, one in bases.items()}:
+        raise FormatError("its bases are not those of its shards")
+    whole = bases.keys() - record.base_twins.keys()
+    for twins, others in ((record.twins, range(world)), (record.base_twins, whole)):
+        for rank, twin in twins.items():
+            if twin.rank not in others or twin.rank == rank or twin.rank in twins:
+                raise FormatError(
+                    f"rank {rank} is a twin of rank {twin.rank}, which has no whole file"
+                )
 
 
-def _row(value: object) -> tuple[int, str, int, str, str | None, TwinOf | None]:
-    """Rank, name, bytes, root, the parameters' digest, and of which rank it is a twin."""
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A shard as a record tells it, or its base."""
+
+    rank: int
+    name: str
+    size_bytes: int
+    root: str
+    params: str | None
+    twin: TwinOf | None
+    step: StepId | None = None
+    base: _Row | None = None
+
+    def shard(self, id: StepId, world: int) -> Shard:
+        return Shard(
+            step_id=self.step or id,
+            rank=self.rank,
+            world=world,
+            size_bytes=self.size_bytes,
+            root=self.root,
+            params_digest=self.params,
+            base=None if self.base is None else self.base.shard(id, world),
+        )
+
+
+def _row(value: object) -> _Row:
     shard = strictjson.mapping(value, "shard")
-    params = shard.get("params")
-    return (
-        strictjson.integer(shard.get("rank"), "rank", 0, _MAX_WORLD),
-        strictjson.text(shard.get("name"), "name"),
-        strictjson.integer(shard.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
-        strictjson.text(shard.get("root"), "root"),
-        None if params is None else strictjson.text(params, "params"),
-        _twin(shard) if "twin_of" in shard else None,
+    rank = strictjson.integer(shard.get("rank"), "rank", 0, _MAX_WORLD)
+    base = _file_of(strictjson.mapping(shard["base"], "base"), rank) if "base" in shard else None
+    if base is not None and base.step is None:
+        raise FormatError("a base of no step")
+    return replace(_file_of(shard, rank), step=None, base=base)
+
+
+def _file_of(told: Mapping[str, object], rank: int) -> _Row:
+    params, step = told.get("params"), told.get("step")
+    return _Row(
+        rank=rank,
+        name=strictjson.text(told.get("name"), "name"),
+        size_bytes=strictjson.integer(told.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
+        root=strictjson.text(told.get("root"), "root"),
+        params=None if params is None else strictjson.text(params, "params"),
+        twin=_twin(told) if "twin_of" in told else None,
+        step=None if step is None else read_step(step),
     )
 
 
@@ -235,12 +290,13 @@ def _canonical(value: object) -> bytes:
 # follows from the two tables.
 
 
-_NAME = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})\.twin-of-([0-9]{5,})")
+_NAME = re.compile(r"(rank|base)-([0-9]{5,})-of-([0-9]{5,})\.twin-of-([0-9]{5,})")
 
 
-def twin_name(rank: int, world: int, of: int) -> str:
-    """The file name of such a difference in a step's directory."""
-    return shard_name(rank, world).removesuffix("safetensors") + f"twin-of-{of:05d}"
+def twin_name(rank: int, world: int, of: int, *, is_base: bool = False) -> str:
+    """The file name of such a difference, of a shard or of a base, in a step's directory."""
+    name = (base_name if is_base else shard_name)(rank, world)
+    return name.removesuffix("safetensors") + f"twin-of-{of:05d}"
 
 
 def is_twin(name: str) -> bool:
@@ -256,16 +312,17 @@ class Found:
     of: int | None = None
 
 
-def found(files: Mapping[str, Stored], *, world: int) -> dict[int, Found]:
-    """The file of each rank that has one; the whole file if there are both."""
+def found(files: Mapping[str, Stored], *, world: int, is_base: bool = False) -> dict[int, Found]:
+    """The file of each rank that has one, or of its base; the whole file if there are both."""
+    name_of, kind = (base_name, "base") if is_base else (shard_name, "rank")
     ranks = {
         rank: Found(stored=files[name])
         for rank in range(world)
-        if (name := shard_name(rank, world)) in files
+        if (name := name_of(rank, world)) in files
     }
     for name, stored in sorted(files.items()):
-        if match := _NAME.fullmatch(name):
-            rank, told, of = map(int, match.groups())
+        if (match := _NAME.fullmatch(name)) and match[1] == kind:
+            rank, told, of = map(int, match.groups()[1:])
             if told == world and rank < world and of in ranks and ranks[of].of is None:
                 ranks.setdefault(rank, Found(stored=stored, of=of))
     return ranks

@@ -62,6 +62,10 @@ class Store(Protocol):
         No reference to a piece is kept after it was sent.
         """
 
+    async def copy(self, name: str, to: str) -> bool:
+        """Make or replace the object `to`, with the content of another one, without sending its
+        bytes. Returns False where the store cannot do that, or has no such object."""
+
     async def delete(self, names: Iterable[str]) -> None:
         """Remove objects in this order. Missing objects are no error."""
 

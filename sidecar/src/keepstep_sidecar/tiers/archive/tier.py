@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.core.commit_rule import Standing, trace
@@ -27,6 +27,7 @@ from keepstep_sidecar.tiers.archive.index import (
     inventory,
     names_of,
     source,
+    step_prefix,
     unkept,
 )
 from keepstep_sidecar.tiers.archive.lives import Lives
@@ -42,7 +43,7 @@ from keepstep_sidecar.tiers.tier import (
     RemoteTier,
     TierStatus,
 )
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard, ShardName
 
 
 @dataclass
@@ -93,6 +94,8 @@ class ArchiveTier(RemoteTier):
         self._complete: frozenset[StepId] = frozenset()
         self._had: set[StepId] = set()
         """All steps that were ever complete."""
+        self._damaged: set[str | None] = set()
+        """Roots of what may be damaged there. Bases with these are sent again."""
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -156,6 +159,11 @@ class ArchiveTier(RemoteTier):
         received = self.replicator.traffic.count_received
         return [source(self._sender.store, shard, run=self._sender.run, received=received)]
 
+    def refuse(self, source: ShardSource, id: StepId) -> None:
+        """See `RemoteTier.refuse`."""
+        base = source.shard.base  # it may be this that is damaged
+        self._damaged.add(source.shard.root if base is None else base.root)
+
     def had(self, id: StepId) -> bool:
         """Whether the whole step is there, or was until it expired."""
         return id in self._had
@@ -214,7 +222,19 @@ class ArchiveTier(RemoteTier):
         return {(one.step_id, one.rank) for one in there}.intersection(sent)
 
     async def write(self, shard: LocalShard) -> int | None:
-        return await self._sender.send(shard)
+        return await self._sender.send(shard, bases=self._bases_like(shard))
+
+    def _bases_like(self, shard: LocalShard) -> Iterator[str]:
+        """The whole files in the archive that are the base of this shard, those of the newest step
+        first."""
+        if shard.base is None or shard.base.root in self._damaged:
+            return
+        for step in reversed(self._listed.complete):
+            record = step.record
+            if record is None or not shard.rank < record.world or shard.rank in record.base_twins:
+                continue
+            if (one := record.shards[shard.rank]).base == shard.base:
+                yield f"{step_prefix(record.run, step.id)}/{ShardName.of(one).base.file}"
 
     async def settle(self, sent: Collection[LocalShard]) -> bool:
         """Complete the steps that wait for shards of other sidecars, or for their record."""
@@ -294,8 +314,13 @@ class ArchiveTier(RemoteTier):
 def _is_there(shard: LocalShard, files: Mapping[str, Stored]) -> bool:
     """Whether the shard is there, as far as a listing tells. (A twin's difference was compared when
     it was sent.)"""
-    there = found(files, world=shard.world).get(shard.rank)
-    return there is not None and (there.of is not None or there.stored.bytes == shard.size_bytes)
+    for one, is_base in ((shard, False), (shard.base, True)):
+        there = found(files, world=shard.world, is_base=is_base).get(shard.rank)
+        if one is None:
+            continue
+        if there is None or (there.of is None and there.stored.bytes != one.size_bytes):
+            return False
+    return True
 
 
 def _reason(survey: Survey, where: str) -> str:

@@ -22,7 +22,7 @@ from keepstep.errors import ForeignError, ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage, Section
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
-from keepstep.steps import Epoch, StepId, merged, shard_name
+from keepstep.steps import Epoch, StepId, merged
 from keepstep_sidecar.concurrency import blocking, few_at_once
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
@@ -40,10 +40,10 @@ from keepstep_sidecar.tiers.archive.step_record import (
 )
 from keepstep_sidecar.tiers.archive.step_record import found as found_in
 from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.source import Cancel, file_source
+from keepstep_sidecar.tiers.source import Cancel, ShardSource, file_source
 from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.tiers.transfer import Opened
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard, ShardName
 from keepstep_sidecar.volume.files import Engine, aligned_buffer
 
 PARTS = 4
@@ -80,22 +80,34 @@ class Sender:
         left_s = max(0.0, self.until - time.monotonic())
         return min(self.patience_s + size_bytes / _SLOW_BYTES_S, left_s / 3)
 
-    async def send(self, found: LocalShard) -> int | None:
-        """Put a shard into the archive and check that it has arrived. Returns the bytes that were
-        sent, None when it was already there.
+    async def send(self, found: LocalShard, *, bases: Iterable[str] = ()) -> int | None:
+        """Put a shard into the archive, its base first, and check that it has arrived. Returns the
+        bytes that were sent, None when it was already there. `bases`: objects that are its base, as
+        far as is known.
 
         Raises Gone when the shard is no longer here, Unreadable or DigestError when it is damaged
         here, ForeignError when another image has its place, StorageError.
         """
-        prefix = step_prefix(self.run, found.step_id)
         at_rest = file_source(found, run=self.run, engine=Engine.DIRECT)
+        name, base_bytes = ShardName.of(found), 0
+        if at_rest.beside is not None:
+            base_bytes = await self._send(at_rest.beside, name.base, like=bases) or 0
+        sent_bytes = await self._send(at_rest, name)
+        return None if sent_bytes is None else base_bytes + sent_bytes
+
+    async def _send(
+        self, at_rest: ShardSource, name: ShardName, *, like: Iterable[str] = ()
+    ) -> int | None:
+        prefix = step_prefix(self.run, name.id)
         with contextlib.ExitStack() as stack:
             entering = functools.partial(stack.enter_context, transfer.opened(at_rest))
             shard = await blocking(self.executor, entering)
-            all_of_it = File(f"{prefix}/{shard_name(found.rank, found.world)}", shard)
+            all_of_it = File(f"{prefix}/{name.file}", shard)
             if await self._there(all_of_it):
                 return None
-            file = await self._difference(prefix, shard) or all_of_it
+            if await self._copied(all_of_it, like):
+                return 0
+            file = await self._difference(prefix, name, shard) or all_of_it
             if file is not all_of_it and await self._there(file):
                 return None
             part_bytes = _part_bytes(shard.manifest)
@@ -107,29 +119,42 @@ class Sender:
             await self._check(file)
             return file.size_bytes
 
-    async def _difference(self, prefix: str, shard: Opened) -> File | None:
+    async def _copied(self, file: File, like: Iterable[str]) -> bool:
+        """Whether the file could be made from an object of the archive, without sending it."""
+        for other in like:
+            with contextlib.suppress(StorageError, ForeignError):  # it was retired just now
+                there = await self._there(replace(file, name=other))
+                if there and await self.store.copy(other, file.name):
+                    return await self._there(file)
+        return False
+
+    async def _difference(self, prefix: str, name: ShardName, shard: Opened) -> File | None:
         """The shard as its difference from the file of its first twin; None without such a file or
         if that saves too little."""
         image = shard.manifest.shard
         first = min((image.rank, *image.alike))
         if first == image.rank or piece_count(shard.manifest) < FEWEST_PIECES:
             return None
-        name = f"{prefix}/{shard_name(first, image.world)}"
-        stored = await self._awaited(name, image.size_bytes)
+        twin = f"{prefix}/{replace(name, rank=first).file}"
+        stored = await self._awaited(twin, image.size_bytes)
         if stored is None:
-            say("archived whole", step=str(image.step_id), rank=image.rank,
+            say("archived whole", step=str(name.id), rank=name.rank,
                 reason=f"rank {first}, which has the same, did not come")  # fmt: skip
             return None
-        base = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
+        rest = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
-            theirs = await self._manifest(whole(base, stored))
+            theirs = await self._manifest(whole(rest, stored))
         except ImageError as error:
-            warn("archived whole", step=str(image.step_id), rank=image.rank, reason=str(error))
+            warn("archived whole", step=str(name.id), rank=name.rank, reason=str(error))
             return None
         own = own_pieces(shard.manifest, theirs)
         if not is_worth_it(shard.manifest, own):
             return None
-        return File(f"{prefix}/{twin_name(image.rank, image.world, first)}", shard, tuple(own))
+        return File(
+            f"{prefix}/{twin_name(image.rank, image.world, first, is_base=name.is_base)}",
+            shard,
+            tuple(own),
+        )
 
     async def _manifest(self, shard: RemoteShard) -> Manifest:
         at = source(self.store, shard, run=self.run)
@@ -209,10 +234,13 @@ class Sender:
         if records.NAME in files:
             await self._compare(id, files)
             return True
-        there = found_in(files, world=world)
+        there, bases = (found_in(files, world=world, is_base=one) for one in (False, True))
         if len(there) < world:
             return False
         shards = await self._described(id, world, there)
+        if any(one.base is not None and one.rank not in bases for one, _ in shards):
+            return False
+        await self._check_bases([one.base for one, _ in shards if one.base is not None], bases)
         record = StepRecord(
             run=self.run,
             id=id,
@@ -220,11 +248,8 @@ class Sender:
             epochs=merged((*(epoch for _, epoch in shards), *epochs)),
             shards=tuple(shard for shard, _ in shards),
             written_at=time.time(),
-            twins={
-                rank: TwinOf(rank=one.of, stored_bytes=one.stored.bytes)
-                for rank, one in there.items()
-                if one.of is not None
-            },
+            twins=_twins(there),
+            base_twins=_twins(bases),
         )
         if not await self.store.write(f"{prefix}/{records.NAME}", record.to_json()):
             await self._agree(record)
@@ -242,10 +267,25 @@ class Sender:
             shard = Shard(step_id=id, rank=rank, world=world, size_bytes=size_bytes)
             control = await control_page(self.store, one.stored, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
-            return replace(shard, root=control.root, params_digest=params), control.epoch
+            told = replace(shard, root=control.root, params_digest=params, base=control.base_shard)
+            return told, control.epoch
 
         asked = [functools.partial(describe, rank) for rank in range(world)]
         return await few_at_once(asked, most=16)
+
+    async def _check_bases(self, bases: Sequence[Shard], there: Mapping[int, Found]) -> None:
+        """Check that these are the bases to which the shards refer."""
+
+        async def check(base: Shard) -> None:
+            stored = there[base.rank].stored
+            control = await control_page(self.store, stored, base, run=self.run)
+            if control.root != base.root:
+                raise ForeignError(
+                    f"has the root {control.root}, but rank {base.rank} refers to {base.root}",
+                    path=f"{self.store.where}/{stored.name}",
+                )
+
+        await few_at_once([functools.partial(check, one) for one in bases], most=16)
 
     async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(id, files[records.NAME].bytes)
@@ -274,6 +314,14 @@ class Sender:
         data = await self._read(name, 0, min(size, records.LIMIT_BYTES))
         path = f"{self.store.where}/{name}"
         return await blocking(None, lambda: StepRecord.from_json(data, path=path))
+
+
+def _twins(there: Mapping[int, Found]) -> dict[int, TwinOf]:
+    return {
+        rank: TwinOf(rank=one.of, stored_bytes=one.stored.bytes)
+        for rank, one in there.items()
+        if one.of is not None
+    }
 
 
 # --- pieces of a shard -----------------------------------------------------------------------

@@ -19,8 +19,9 @@ from keepstep_sidecar.tiers.peer.client import Calls, Links
 from keepstep_sidecar.tiers.peer.protocol import Wanted
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Due, Key, Rejected
+from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.directories import LocalShard, ShardName
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
 
 T = TypeVar("T")
@@ -87,17 +88,23 @@ class Buddy:
 
 
 def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> int | None:
-    """Make a shard of this machine durable at the buddy. Returns the bytes sent, None when the
-    shard was already there.
+    """Make a shard of this machine durable at the buddy, its base first. Returns the bytes sent,
+    None when the shard was already there.
 
     Raises StorageError, DigestError when the shard here is damaged, Lied.
     """
-    with (
-        transfer.opened(shards.source(shard, where=str(shard.path))) as source,
-        links.taken() as link,
-    ):
-        manifest = source.manifest
-        missing = _Missing(shard, manifest, links)
+    source, name = shards.source(shard, where=str(shard.path)), ShardName.of(shard)
+    if source.beside is None:
+        return _send(source, name, links, pace)
+    base_bytes = _send(source.beside, name.base, links, pace)
+    sent_bytes = _send(source, name, links, pace)
+    return None if sent_bytes is None else sent_bytes + (base_bytes or 0)
+
+
+def _send(at: ShardSource, name: ShardName, links: Links, pace: RateLimit) -> int | None:
+    shard = at.shard
+    with transfer.opened(at) as source, links.taken() as link:
+        missing = _Missing(name, source.manifest, links)
         begun = missing.ask()
         if begun.sealed:
             return None
@@ -109,7 +116,7 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> in
             nonlocal sent
             pace.wait(len(data))
             with links.taken() as one:
-                one.put(shard, chunk, data)
+                one.put(name, chunk, data)
             with missing.lock:
                 sent += len(data)
 
@@ -121,10 +128,10 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> in
             niceness=WRITER_NICENESS,
             still=missing,
         )
-        sealed = link.seal(shard, size=shard.size_bytes)
+        sealed = link.seal(name, size=shard.size_bytes)
         if sealed.root != shard.root:
             raise Lied(
-                f"step {shard.step_id}, rank {shard.rank}: {link.name} says that its copy has the"
+                f"step {name.id}, rank {name.rank}: {link.name} says that its copy has the"
                 f" root {sealed.root}, not {shard.root}; it gets no copy of this shard again"
             )
         return sent
@@ -134,9 +141,9 @@ class _Missing:
     """The chunks that the buddy lacks. The buddy is asked again with growing pauses: an image of
     its own that is much like this one may have become durable there meanwhile."""
 
-    def __init__(self, shard: LocalShard, manifest: Manifest, links: Links) -> None:
+    def __init__(self, name: ShardName, manifest: Manifest, links: Links) -> None:
         self.lock = threading.Lock()
-        self._shard, self._manifest, self._links = shard, manifest, links
+        self._name, self._manifest, self._links = name, manifest, links
         self._left: frozenset[int] = frozenset()
         self._asking = threading.Lock()
         self._pause_s = _ASK_AGAIN_S
@@ -145,10 +152,11 @@ class _Missing:
     def ask(self) -> protocol.Begun:
         """Ask the buddy which chunks it lacks. Raises StorageError."""
         with self._links.taken() as link:
-            begun = link.begin(self._shard, self._manifest.to_bytes(), size=self._shard.size_bytes)
+            size = self._manifest.layout.size_bytes
+            begun = link.begin(self._name, self._manifest.to_bytes(), size=size)
             if not set(begun.missing) <= set(self._manifest.chunks):
                 raise StorageError(
-                    f"{link.name} misses chunks that step {self._shard.step_id} does not have"
+                    f"{link.name} misses chunks that step {self._name.id} does not have"
                 )
         self._left = frozenset(begun.missing)
         return begun

@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceError, StorageError
-from keepstep.steps import Tier, shard_name
+from keepstep.steps import Tier
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.sidecar import split
@@ -34,6 +34,7 @@ from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.protocol import Listing, receive
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, explain, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
+from keepstep_sidecar.volume.directories import ShardName
 
 T = TypeVar("T")
 
@@ -98,19 +99,19 @@ class Link:
         """All that the pod holds."""
         return self._ask("GET", protocol.SHARDS, kind=protocol.Listing)
 
-    def begin(self, shard: Shard, manifest: bytes, *, size: int) -> protocol.Begun:
+    def begin(self, name: ShardName, manifest: bytes, *, size: int) -> protocol.Begun:
         """Begin a copy of `size` bytes, or continue it."""
-        path = _path(protocol.COPIES, shard)
+        path = _path(protocol.COPIES, name)
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, manifest, kind=protocol.Begun, quiet_s=quiet_s)
 
-    def put(self, shard: Shard, chunk: int, data: memoryview) -> None:
+    def put(self, name: ShardName, chunk: int, data: memoryview) -> None:
         """Send one chunk of a copy."""
-        self._ask("PUT", f"{_path(protocol.COPIES, shard)}/{chunk}", data, kind=None)
+        self._ask("PUT", f"{_path(protocol.COPIES, name)}/{chunk}", data, kind=None)
 
-    def seal(self, shard: Shard, *, size: int) -> protocol.SealedCopy:
-        """Make the copy durable. All chunks must be there."""
-        path = f"{_path(protocol.COPIES, shard)}/seal"
+    def seal(self, name: ShardName, *, size: int) -> protocol.SealedCopy:
+        """Make the copy durable. All chunks must be there, and so must the base of the shard."""
+        path = f"{_path(protocol.COPIES, name)}/seal"
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, b"", kind=protocol.SealedCopy, quiet_s=quiet_s)
 
@@ -119,10 +120,12 @@ class Link:
         self._ask("PUT", protocol.WANTED, msgspec.json.encode(wanted), kind=None)
 
     @contextlib.contextmanager
-    def range(self, shard: Shard, begin: int, end: int) -> Iterator[Callable[[memoryview], None]]:
+    def range(
+        self, name: ShardName, begin: int, end: int
+    ) -> Iterator[Callable[[memoryview], None]]:
         """Read bytes `[begin, end)` of a shard. Yields a function that fills a buffer. Call it, in
         order, with buffers that together have exactly that size."""
-        path = _path(protocol.SHARDS, shard)
+        path = _path(protocol.SHARDS, name)
         with self._translated():
             self._send("GET", path, b"", {"Range": f"bytes={begin}-{end - 1}"}, QUIET_S)
             response = self._response((206,))
@@ -278,8 +281,8 @@ class Link:
             raise
 
 
-def _path(what: str, shard: Shard) -> str:
-    return f"{what}/{shard.step_id}/{shard_name(shard.rank, shard.world)}"
+def _path(what: str, name: ShardName) -> str:
+    return f"{what}/{name.id}/{name.file}"
 
 
 def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memoryview) -> None:
@@ -377,11 +380,12 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSource(ShardSource):
-    """See `ShardSource`. `expected`: who must answer. `received`: called with the
-    bytes and seconds of a read. A read takes enough chunks that the round trip of a request does
-    not matter."""
+    """See `ShardSource`. `name`: of the shard there. `expected`: who must answer. `received`:
+    called with the bytes and seconds of a read. A read takes enough chunks that the round trip of
+    a request does not matter."""
 
     address: str
+    name: ShardName
     expected: Expected
     credentials: Credentials = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
@@ -392,9 +396,13 @@ class PeerSource(ShardSource):
     @classmethod
     def at(cls, address: str, shard: Shard, *, expected: Expected, **more: Any) -> PeerSource:
         """The shard at this pod. `more`: the other fields."""
-        name = named(expected, address)
-        where = f"step {shard.step_id}, rank {shard.rank} from {name}"
-        return cls(shard=shard, where=where, address=address, expected=expected, **more)
+        name = ShardName.of(shard)
+        where = f"step {name.id}, rank {name.rank} from {named(expected, address)}"
+        at = cls(shard=shard, where=where, address=address, expected=expected, name=name, **more)
+        if shard.base is None:
+            return at
+        base = replace(at, shard=shard.base, where=f"the base of {where}", name=name.base)
+        return replace(at, beside=base)
 
     @contextmanager
     def opened(self, cancel: Cancel) -> Iterator[Read]:
@@ -403,7 +411,7 @@ class PeerSource(ShardSource):
 
             def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
                 end = begin + sum(map(len, into))
-                with links.taken() as link, link.range(self.shard, begin, end) as fill:
+                with links.taken() as link, link.range(self.name, begin, end) as fill:
                     for view in into:
                         fill(view)
                         yield view

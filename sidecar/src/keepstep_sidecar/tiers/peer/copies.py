@@ -1,4 +1,5 @@
-"""The copies that this machine keeps for other pods: `<run's root>/peers/<step>/<shard>`.
+"""The copies that this machine keeps for other pods: `<run's root>/peers/<step>/<shard>`, each with
+its base beside it, if it has one.
 
 They never lie among the machine's own shards, so that no reader takes them for its own, and they
 count against the volume's capacity together with these. Copies follow what their senders want kept,
@@ -18,20 +19,30 @@ from pathlib import Path
 from keepstep.core.retention import crowded_out, superseded
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import (
+    ForeignError,
     ImageError,
     KeepstepError,
     NoSpaceError,
     StorageError,
 )
-from keepstep.image.manifest import Manifest
+from keepstep.image.manifest import BaseRef, Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.protocol import Wanted
-from keepstep_sidecar.tiers.receive import Broken, IncomingCopy, is_part
+from keepstep_sidecar.tiers.receive import Broken, IncomingCopy, is_part, part_name
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.directories import LocalShard, ShardName, is_step, survey
-from keepstep_sidecar.volume.files import FULL, RateLimit
+from keepstep_sidecar.volume.directories import (
+    Directories,
+    LocalShard,
+    ShardName,
+    Tree,
+    base_control,
+    check_base,
+    step_directories,
+    survey,
+)
+from keepstep_sidecar.volume.files import FULL, Filesystem, RateLimit
 from keepstep_sidecar.volume.volume import Volume
 
 DIRECTORY = "peers"
@@ -81,11 +92,14 @@ class Copies:
             self._held = {key: one for key, one in found.items() if key not in gone} | newer
 
     def check(self) -> None:
-        """Forget copies whose files were removed by others. Their senders send them again."""
+        """Forget copies whose files, or those of their bases, were removed by others. Their senders
+        send them again."""
         gone = {}
         for key, one in dict(self._held).items():
+            filesystem, paths = self.holder(one.path).filesystem, [one.path]
+            paths += [one.beside.path] if one.beside else []
             with contextlib.suppress(OSError):  # of a drive that does not answer: not certain
-                if self.holder(one.path).filesystem.lstat(one.path) is None:
+                if not all(filesystem.lstat(path) for path in paths):
                     gone[key] = one
         with self._lock:
             for key, one in gone.items():
@@ -135,18 +149,20 @@ class Copies:
 
     # --- coming in ---------------------------------------------------------------------------
 
-    def begin(
-        self, name: ShardName, shard: str, data: memoryview, *, whose: str
-    ) -> IncomingCopy | None:
-        """Begin a copy, or continue it. Returns None when the copy is already here.
+    def begin(self, name: ShardName, data: memoryview, *, whose: str) -> IncomingCopy | None:
+        """Begin a copy, or continue it. Returns None when the copy is already here. A base that is
+        here for another step gets a further name.
 
         Raises ImageError for an invalid manifest, NoSpaceError, StorageError.
         """
-        where = Path(str(name.id)) / shard
-        wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
-        manifest = Manifest.parse(data, run=self._run, shard=wanted, path=Path(whose) / where)
+        where = Path(str(name.id)) / name.file
+        manifest = _manifest(name, data, run=self._run, path=Path(whose) / where)
         with self._lock:
-            if (copy := self._held.get((name.id, name.rank))) is not None:
+            if name.is_base and any(
+                _link_base(name, manifest, at) for at in _usable(self._volumes)
+            ):
+                return None
+            if not name.is_base and (copy := self._held.get((name.id, name.rank))) is not None:
                 if copy.root == manifest.control.root:
                     return None
                 raise StorageError(
@@ -157,19 +173,16 @@ class Copies:
                 if path.parts[-2:] == where.parts and part.manifest.page == manifest.page:
                     break
             else:
-                part = self._open(where, manifest)
+                part = self._open(name, manifest)
         with self._failing(part):  # not under the lock: other senders go on meanwhile
             part.look()
         return part
 
-    def _open(self, where: Path, manifest: Manifest) -> IncomingCopy:
+    def _open(self, name: ShardName, manifest: Manifest) -> IncomingCopy:
         """Call this under the lock. A part of an earlier life is continued where it lies."""
-        volume = self._volume_for(where, manifest.layout.size_bytes)
-        path = volume.root / DIRECTORY / where
+        volume = self._volume_for(name, manifest.layout.size_bytes)
         with self._translated(f"cannot keep a copy below {volume.root}"):
-            for directory in (path.parent.parent, path.parent):
-                if volume.filesystem.make_directory(directory):
-                    volume.filesystem.sync_directory(directory.parent)
+            path = _made(volume, name)
             if (old := self._parts.pop(path, None)) is not None:
                 old.close()
             part = volume.with_room(
@@ -186,14 +199,19 @@ class Copies:
         headers = sum(len(part.manifest.layout.header) for part in self._parts.values())
         return len(self._parts) > _MOST_PARTS or headers > _MOST_HEADER_BYTES
 
-    def _volume_for(self, where: Path, size_bytes: int) -> Volume:
-        usable = [one for one in self._volumes if not one.failed and not one.read_only]
+    def _volume_for(self, name: ShardName, size_bytes: int) -> Volume:
+        usable = _usable(self._volumes)
         if not usable:
             raise StorageError("no volume here takes writes; another machine must keep this copy")
-        begun = where.with_name(f".{where.name}.part")
+
+        def has(volume: Volume, file: str) -> bool:
+            path = volume.root / DIRECTORY / str(name.id) / file
+            return volume.filesystem.lstat(path) is not None
+
         for volume in usable:
-            if volume.filesystem.lstat(volume.root / DIRECTORY / begun) is not None:
+            if has(volume, part_name(name.file)):
                 return volume
+        usable = [one for one in usable if has(one, name.base.file)] or usable
         self._free(usable, size_bytes)
         roomiest = max(usable, key=lambda one: one.free_bytes())
         if (free := roomiest.free_bytes()) < size_bytes:
@@ -228,11 +246,21 @@ class Copies:
 
     def part(self, name: ShardName) -> IncomingCopy | None:
         """The incoming copy with this name; None if there is none."""
-        where = str(name.id)
+        where = (str(name.id), name.file)
         with self._lock:
             for path, part in self._parts.items():
-                if path.parent.name == where and part.manifest.control.rank == name.rank:
+                if path.parts[-2:] == where:
                     return part
+        return None
+
+    def root_of(self, name: ShardName) -> str | None:
+        """The root of a sealed copy, or of a base beside one; None if there is none."""
+        if (copy := self._held.get((name.id, name.rank))) is not None and not name.is_base:
+            return copy.root
+        for volume in self._volumes if name.is_base else ():
+            path = volume.root / DIRECTORY / str(name.id) / name.file
+            with contextlib.suppress(ImageError, OSError):
+                return base_control(path, volume.filesystem).root
         return None
 
     def write(self, part: IncomingCopy, chunk: int, data: memoryview, *, whose: str) -> None:
@@ -241,14 +269,18 @@ class Copies:
             part.write(chunk, data, whose=whose)
 
     def seal(self, part: IncomingCopy) -> str:
-        """`IncomingCopy.seal`. From then on it is a copy. Raises FormatError, StorageError."""
+        """`IncomingCopy.seal`. From then on it is a copy, or the base of one. Raises FormatError,
+        also if the base of a copy is not there, StorageError."""
         with self._failing(part):
+            filesystem = self.holder(part.path).filesystem
+            check_base(part.path, part.manifest.control, filesystem)
             root = part.seal()
         copy = LocalShard.of(part.path, part.manifest)
         with self._lock:
             if self._parts.pop(part.path, None) is not None:
                 self.shared_bytes += part.shared_bytes
-            self._held[copy.step_id, copy.rank] = copy
+            if not part.manifest.layout.is_base:
+                self._held[copy.step_id, copy.rank] = copy
         return root
 
     @contextlib.contextmanager
@@ -295,12 +327,11 @@ class Copies:
         unwanted: dict[Path, Volume] = {}
         for volume in self._volumes:
             for path in _parts(volume):
-                name = ShardName.parse(path.with_name(path.name[1:].removesuffix(".part")))
+                name = ShardName.parse(_final(path))
                 if name.rank in wanted.ranks and name.id not in wanted.ranks[name.rank]:
                     unwanted[path] = volume
         for path, volume in unwanted.items():
-            final = path.with_name(path.name[1:].removesuffix(".part"))
-            if (part := self._parts.pop(final, None)) is not None:
+            if (part := self._parts.pop(_final(path), None)) is not None:
                 part.close()
             with contextlib.suppress(OSError):
                 volume.filesystem.unlink(path)
@@ -313,6 +344,9 @@ class Copies:
         try:
             filesystem = self.holder(copy.path).filesystem
             filesystem.unlink(copy.path)
+            if copy.beside is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    filesystem.unlink(copy.beside.path)
             with contextlib.suppress(OSError):  # copies of other ranks are the usual case
                 filesystem.remove_directory(copy.path.parent)
         except OSError as error:
@@ -344,8 +378,62 @@ class Copies:
             raise kind(f"{what}: {error}") from error
 
 
+def _usable(volumes: Sequence[Volume]) -> list[Volume]:
+    return [one for one in volumes if not one.failed and not one.read_only]
+
+
+def _manifest(name: ShardName, data: memoryview, *, run: str, path: Path) -> Manifest:
+    """What is sent as this copy. Raises ImageError."""
+    wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
+    manifest = Manifest.parse(data, run=run, shard=None if name.is_base else wanted, path=path)
+    layout = manifest.layout
+    if (layout.is_base, layout.rank, layout.world) != (name.is_base, name.rank, name.world):
+        what = "base" if name.is_base else "image"
+        raise ForeignError(f"not the {what} of rank {name.rank} of {name.world}", path=path)
+    return manifest
+
+
+def _made(volume: Volume, name: ShardName) -> Path:
+    """The path of a copy on this volume; its directory is there. Raises OSError."""
+    path = volume.root / DIRECTORY / str(name.id) / name.file
+    for directory in (path.parent.parent, path.parent):
+        if volume.filesystem.make_directory(directory):
+            volume.filesystem.sync_directory(directory.parent)
+    return path
+
+
+def _link_base(name: ShardName, manifest: Manifest, volume: Volume) -> bool:
+    """Whether the base lies beside the copy of some step on this volume. If so, it then lies beside
+    that of this step, too. One of the same bytes that another step referred to first is not it."""
+    filesystem, wanted = volume.filesystem, BaseRef.of(manifest.control, manifest.layout)
+    with contextlib.suppress(OSError):  # what cannot be linked is sent
+        for known in Directories(Tree(volume.root / DIRECTORY), filesystem).bases(name.file):
+            with contextlib.suppress(ImageError):
+                if wanted.names(base_control(known, filesystem, size_bytes=wanted.size_bytes)):
+                    _link(known, _made(volume, name), filesystem)
+                    return True
+    return False
+
+
+def _link(known: Path, path: Path, filesystem: Filesystem) -> None:
+    if known != path:
+        with contextlib.suppress(FileNotFoundError):  # another one, of a copy that never came
+            filesystem.unlink(path)
+        filesystem.link(known, path)
+        filesystem.sync_directory(path.parent)
+
+
 def _parts(volume: Volume) -> list[Path]:
-    """Unfinished copies on this volume. Raises OSError, but not for absence."""
-    top, names = volume.root / DIRECTORY, volume.filesystem.names
-    steps = [top / name for name in names(top) if is_step(name)]
-    return [step / name for step in steps for name in names(step) if is_part(name)]
+    """Unfinished copies on this volume, and bases without their shards. Raises OSError, but not for
+    absence."""
+    directories = Directories(Tree(volume.root / DIRECTORY), volume.filesystem)
+    found: list[Path] = []
+    for step in step_directories(directories.tree, volume.filesystem):
+        found += [step / name for name in volume.filesystem.names(step) if is_part(name)]
+        found += directories.bases_alone(step)
+    return found
+
+
+def _final(path: Path) -> Path:
+    """The path that an unfinished copy will have."""
+    return path.with_name(path.name.removeprefix(".").removesuffix(".part"))

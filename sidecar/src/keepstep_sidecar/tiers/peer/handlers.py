@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from mmap import mmap
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -25,7 +26,6 @@ from keepstep.errors import (
 )
 from keepstep.image import MAX_HEADER_BYTES, PAGE_BYTES
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.steps import StepId, shard_name
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import protocol
@@ -38,7 +38,7 @@ from keepstep_sidecar.volume.files import aligned_buffer
 
 _MOST_BUFFERS = 8
 _BUFFER_WAIT_S = 30.0
-_SHARD = r"rank-\d{1,9}-of-\d{1,9}\.safetensors"
+_SHARD = r"(?:rank|base)-\d{1,9}-of-\d{1,9}\.safetensors"
 _PATH = re.compile(rf"(/v1/\w+)(?:/([^/]+)/({_SHARD})(?:/(\d{{1,9}}|seal))?)?", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _LARGEST_MANIFEST: Final = MAX_HEADER_BYTES + (64 << 20)
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
             self._say(self.context.shards.listing())
             return
         name = _name(match)
-        with self.context.shards.open(name.id, name.rank, name.world) as reading:
+        with self.context.shards.open(name) as reading:
             self._send_range(reading, *_range(self.headers.get("Range", ""), reading.size_bytes))
 
     def _post(self, match: re.Match[str]) -> None:
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         data = self._body(_LARGEST_MANIFEST)
         with memoryview(data) as view:
-            part = self.context.copies.begin(name, match[3], view, whose=str(self.sender))
+            part = self.context.copies.begin(name, view, whose=str(self.sender))
         if part is None:
             self._say(protocol.Begun(sealed=True))
             return
@@ -165,10 +165,10 @@ class Handler(BaseHTTPRequestHandler):
         self._say(protocol.Begun(missing=part.missing))
 
     def _sealed_before(self, name: ShardName) -> None:
-        copy = self.context.copies.find(name.id, name.rank)
-        if copy is None:
+        root = self.context.copies.root_of(name)
+        if root is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
-        self._say(protocol.SealedCopy(root=copy.root or ""))
+        self._say(protocol.SealedCopy(root=root))
 
     def _chunk(self, match: re.Match[str]) -> None:
         name, copies = _name(match), self.context.copies
@@ -270,11 +270,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def _name(match: re.Match[str]) -> ShardName:
     try:
-        id = StepId.parse(match[2] or "")
-        rank, world = (int(text) for text in re.findall(r"\d+", match[3]))
-        if match[3] != shard_name(rank, world):
-            raise ValueError(match[3])
-        return ShardName(id=id, rank=rank, world=world)
+        return ShardName.parse(Path(match[2] or "") / match[3])
     except (ValueError, TypeError) as error:
         raise UsageError(f"not a shard: {match[0]}") from error
 

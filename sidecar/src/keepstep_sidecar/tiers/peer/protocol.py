@@ -1,8 +1,10 @@
 """The protocol between pods of a run: HTTPS, JSON about shards, plain bytes of shards.
 
     GET  /v1/shards                       Listing: all sealed shards here, own ones and copies
-    GET  /v1/shards/<step>/<shard>        the file; `Range: bytes=a-b` for a part of it
-    POST /v1/copies/<step>/<shard>        header, digest table and control page -> Begun
+    GET  /v1/shards/<step>/<shard>        the file; `Range: bytes=a-b` for a part of it. <shard> may
+                                          be the base beside a shard, here and below
+    POST /v1/copies/<step>/<shard>        header, digest table and control page -> Begun; of a base
+                                          before those of its shard
     PUT  /v1/copies/<step>/<shard>/<n>    chunk n, checked against the table
     POST /v1/copies/<step>/<shard>/seal   -> SealedCopy; durable there when this is answered
     PUT  /v1/wanted                       Wanted: what the sender still wants kept
@@ -50,6 +52,10 @@ class Listed(Shard):
             raise ValueError("a sealed shard without a root")
         if not 0 < self.size_bytes <= MAX_BYTES:
             raise ValueError(f"a shard of {quoted(self.size_bytes)} bytes")
+        if (base := self.base) is not None:
+            alike = (base.rank, base.world) == (self.rank, self.world) and base.base is None
+            if not alike or base.root is None or not 0 < base.size_bytes <= MAX_BYTES:
+                raise ValueError("a base that no shard has")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError, StorageError, TornError
-from keepstep.steps import StepId, Tier, shard_name
+from keepstep.steps import Tier
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
@@ -80,24 +80,31 @@ class Shards:
 
     def _look(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
-            found = survey(volume.root, run=self._run, filesystem=volume.filesystem).shards
-            # one that refers to a base would arrive without it
-            return [one for one in found if one.base_ref is None], ""
+            return survey(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
         except OSError as error:
             return (), str(error)
 
     def source(self, shard: Shard, *, where: str) -> FileSource:
         """A source for a shard of this pod, wherever the shard lies when it is opened."""
+        name = ShardName.of(shard)
+        at = self._source(shard, name, where=where)
+        if shard.base is None:
+            return at
+        base = self._source(shard.base, name.base, where=f"the base of {where}")
+        return replace(at, beside=base)
+
+    def _source(self, shard: Shard, name: ShardName, *, where: str) -> FileSource:
         return FileSource(
             shard=shard,
             tier=Tier.PEER,
             where=where,
             run=self._run,
-            open=lambda: self._opened(*self._find(shard.step_id, shard.rank, shard.world)),
+            open=lambda: self._opened(*self._find(name)),
         )
 
     def others(self, name: ShardName) -> Iterator[FileSource]:
-        """Shards of the same step and of other ranks of this pod: replicas of a model are alike."""
+        """Shards of the same step and of other ranks of this pod, or their bases: replicas of a
+        model are alike."""
         for volume in self._volumes.volumes:
             with contextlib.suppress(OSError):  # dead: what lies on the others is as good
                 yield from self._others_on(volume, name)
@@ -107,8 +114,13 @@ class Shards:
         for place in (tree.published_step(name.id), tree.pending_step(name.id)):
             for path in (place / one for one in volume.filesystem.names(place) if is_shard(one)):
                 shard = self._shard(path, volume)
-                if shard is not None and (shard.world, shard.rank) != (name.world, name.rank):
-                    yield self.source(shard, where=str(path))
+                if shard is None or (shard.world, shard.rank) == (name.world, name.rank):
+                    continue
+                source = self.source(shard, where=str(path))
+                if not name.is_base:
+                    yield source
+                elif isinstance(source.beside, FileSource):
+                    yield source.beside
 
     def _shard(self, path: Path, volume: Volume) -> Shard | None:
         try:
@@ -118,9 +130,10 @@ class Shards:
             return None
 
     @contextmanager
-    def open(self, id: StepId, rank: int, world: int) -> Iterator[Reading]:
-        """Open a shard by its name. Raises StorageError when it is not here (any more)."""
-        path, volume = self._find(id, rank, world)
+    def open(self, name: ShardName) -> Iterator[Reading]:
+        """Open a shard, or the base beside one. Raises StorageError when it is not here (any
+        more)."""
+        path, volume = self._find(name)
         with self._opened(path, volume) as file:
             yield Reading(file, path, os.fstat(file.fd).st_size)
 
@@ -132,13 +145,15 @@ class Shards:
         except OSError as error:  # also when a rename moved it after we looked
             raise StorageError(f"{path}: not readable (any more): {error}") from error
 
-    def _find(self, id: StepId, rank: int, world: int) -> tuple[Path, Volume]:
+    def _find(self, name: ShardName) -> tuple[Path, Volume]:
         for volume in self._volumes.volumes:
             directories = Directories(Tree(volume.root), volume.filesystem)
             with contextlib.suppress(OSError):  # dead: it may lie on another one
-                if (path := directories.find(id, shard_name(rank, world))) is not None:
+                if (path := directories.find(name.id, name.file)) is not None:
                     return path, volume
-        copy = self._copies.find(id, rank)
-        if copy is None or copy.world != world:
-            raise StorageError(f"step {id}, rank {rank} of {world}: not here (any more)")
-        return copy.path, self._copies.holder(copy.path)
+        copy = self._copies.find(name.id, name.rank)
+        if copy is None or copy.world != name.world:
+            raise StorageError(
+                f"step {name.id}, rank {name.rank} of {name.world}: not here (any more)"
+            )
+        return copy.path.with_name(name.file), self._copies.holder(copy.path)

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepstep.core.shard import Shard
 from keepstep.errors import KeepstepError, StorageError, UsageError
-from keepstep.steps import Tier
+from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
@@ -201,10 +201,10 @@ class PeerTier(RemoteTier):
         """See `RemoteTier`."""
         return any(map(self._directory.may_hold, shard.key or ()))
 
-    def refuse(self, source: ShardSource) -> None:
-        """This source gave wrong bytes. It is not named again."""
+    def refuse(self, source: ShardSource, id: StepId) -> None:
+        """See `RemoteTier.refuse`. The step is not named there again."""
         address = source.address if isinstance(source, PeerSource) else OWN
-        self._directory.liars.add((address, source.shard.step_id, source.shard.rank))
+        self._directory.liars.add((address, id, source.shard.rank))
 
     # --- what happens here -------------------------------------------------------------------
 

@@ -1,0 +1,247 @@
+"""Bases of a run of several machines: each has those of its own ranks, and keeps copies of those of
+others; what a machine lost comes back with its base from where it lies."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from tests.harness import SidecarProcess, eventually, flip, free_port, matching, torchrun
+
+RANK = Path(__file__).parent / "machine_rank.py"
+
+
+class Machine(SidecarProcess):
+    """One of two machines of a run. `leader`: the port of node rank 0."""
+
+    def __init__(self, number: int, memory: Path, home: Path, leader: int) -> None:
+        for one in (memory, home):
+            one.mkdir(parents=True)
+        super().__init__("run", memory, home / "volume", home / "log")
+        self.places = ("--nodes", "2", "--node-rank", str(number))
+        self.places += ("--leader", f"127.0.0.1:{leader}")
+        self.places += ("--peer-listen", f"127.0.0.1:{free_port() if number else leader}")
+
+    def start(self, *options: str, **environment: str) -> SidecarProcess:
+        return super().start(
+            *self.places, *options, KEEPSTEP_SECRET="a secret of the tests", **environment
+        )
+
+    def steps(self) -> set[int]:
+        """Steps of which its own shards lie on the drive."""
+        found = matching(self.root, "0*/rank-*", "pending/0*/rank-*")
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
+
+    def copies(self) -> set[int]:
+        """Steps of which it keeps whole copies for the other."""
+        found = matching(self.root, "peers/0*/rank-*.safetensors")
+        return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
+
+
+class Run:
+    """Two machines with a rank each."""
+
+    def __init__(self, machines: list[Machine], out: Path) -> None:
+        self.machines, self.out, self.lives = machines, out, 0
+
+    def start(self, *options: str) -> None:
+        for one in self.machines:
+            one.start(*options)
+
+    def live(
+        self, kind: str, last: int, machines: list[Machine], **variables: str
+    ) -> tuple[Path, CompletedProcess[str]]:
+        self.lives += 1
+        out, sockets = self.out / f"life-{self.lives}", [one.socket for one in machines]
+        words = (kind, self.lives, last, out, *sockets)
+        return out, torchrun(len(machines), RANK, *words, **variables)
+
+    def train(self, kind: str, last: int, machines: list[Machine] | None = None) -> list[dict]:
+        """What each rank left."""
+        machines = machines or self.machines
+        out, done = self.live(kind, last, machines)
+        said = "".join(one.text()[-2000:] for one in self.machines)
+        assert done.returncode == 0, done.stderr[-3000:] + said
+        return [torch.load(f"{out}.{rank}") for rank in range(len(machines))]
+
+    def lose(self, number: int, *options: str, drive: bool = True) -> None:
+        """The machine is gone, and another one takes its place; or its memory alone is."""
+        one = self.machines[number]
+        one.kill()
+        one.lose_memory()
+        if drive:
+            shutil.rmtree(one.volume)
+        one.start(*options)
+
+
+@pytest.fixture
+def run(tmp_path: Path, memory_dir: Path) -> Iterator[Run]:
+    leader = free_port()
+    machines = [Machine(at, memory_dir / str(at), tmp_path / str(at), leader) for at in range(2)]
+    yield Run(machines, tmp_path)
+    for one in machines:
+        one.end()
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def bases(machine: Machine, *patterns: str) -> set[int]:
+    """The files of bases on a machine's drive; each counts once, whatever names it has."""
+    found = matching(machine.root, *(patterns or ("0*/base-*", "pending/0*/base-*")))
+    return {path.stat().st_ino for path in found}
+
+
+def copied(run: Run, step: int) -> None:
+    """Each machine keeps a copy of the other's shard of this step."""
+    eventually(
+        lambda: all(step in one.copies() for one in run.machines), within_s=30, what="its copies"
+    )
+
+
+ALONE = ("--peer-replicas", "0", "--persist-every", "1")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("memory", ["kept", "lost"])
+def test_each_machine_has_the_bases_of_its_ranks(run, kind, memory):
+    run.start(*ALONE)
+    saved = run.train(kind, 3)
+    for one in run.machines:
+        assert len(bases(one)) == 1
+        assert not bases(one, "peers/*/base-*")
+    if memory == "lost":
+        for number in range(2):
+            run.lose(number, *ALONE, drive=False)
+    found = run.train(kind, 4)
+    assert [one["from"] for one in found] == [3, 3]
+    assert all(map(same, (one["begin"] for one in found), (one["end"] for one in saved)))
+    for one in run.machines:
+        assert len(bases(one)) == 1, "the next life refers to it, too"
+
+
+def test_a_rank_alone_puts_the_shards_and_bases_of_two_machines_together(run):
+    run.start(*ALONE)
+    saved = run.train("fsdp", 3)
+    run.lose(0, *ALONE, drive=False)  # a sidecar that starts looks at what the other has
+    (found,) = run.train("fsdp", 2, run.machines[:1])
+    assert found["from"] == 3
+    assert same(found["begin"], saved[0]["end"])
+
+
+def test_a_machine_that_is_lost_borrows_base_and_step_of_its_twin(run):
+    run.start(*ALONE)
+    saved = run.train("ddp", 3)
+    run.lose(1, *ALONE)
+    found = run.train("ddp", 4)
+    assert [one["from"] for one in found] == [3, 3]
+    assert all(same(one["begin"], saved[0]["end"]) for one in found)
+
+
+WITH_COPIES = ("--persist-every", "1")
+
+
+def test_a_buddy_gets_the_base_once(run, monkeypatch):
+    monkeypatch.setenv("WIDTH", "2048")
+    run.start(*WITH_COPIES)
+    run.train("ddp", 0)
+    copied(run, 0)
+    first = [one.get("/v1/status")["tiers"]["peer"] for one in run.machines]
+    run.train("ddp", 4)
+    copied(run, 4)
+    for one, before in zip(run.machines, first, strict=True):
+        now = one.get("/v1/status")["tiers"]["peer"]
+        assert before["sent"] == 1
+        each = (now["sent_bytes"] - before["sent_bytes"]) / (now["sent"] - 1)
+        (base,) = {path.stat().st_size for path in matching(one.root, "peers/*/base-*")}
+        assert each <= 0.02 * (each + base)
+        assert len(bases(one, "peers/*/base-*")) == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_lost_its_drive_gets_base_and_step_from_its_buddy(run, lost):
+    run.start(*WITH_COPIES)
+    saved = run.train("fsdp", 3)
+    copied(run, 3)
+    run.lose(lost, *WITH_COPIES)
+    found = run.train("fsdp", 5)
+    assert [one["from"] for one in found] == [3, 3]
+    assert same(found[0]["begin"], saved[0]["end"])
+    assert found[lost]["tier"] == "peer"
+    copied(run, 5)
+    assert all(len(bases(one)) == 1 for one in run.machines), "it was not written again"
+
+
+def test_ranks_that_change_machines_take_their_bases_with_them(run):
+    run.start(*WITH_COPIES)
+    saved = run.train("fsdp", 3)
+    copied(run, 3)
+    found = run.train("fsdp", 4, run.machines[::-1])
+    assert [one["from"] for one in found] == [3, 3]
+    assert same(found[0]["begin"], saved[0]["end"])
+
+
+def test_a_buddy_that_lost_its_base_gets_it_again(run):
+    run.start(*WITH_COPIES)
+    run.train("fsdp", 2)
+    copied(run, 2)
+    keeper = run.machines[1]
+    for path in matching(keeper.root, "peers/*/base-*"):
+        path.unlink()
+    saved = run.train("fsdp", 3)
+    copied(run, 3)
+    run.lose(0, *WITH_COPIES)
+    found = run.train("fsdp", 4)
+    assert [one["from"] for one in found] == [3, 3]
+    assert same(found[0]["begin"], saved[0]["end"])
+
+
+def test_a_damaged_base_at_a_buddy_is_named_and_not_restored(run):
+    run.start(*WITH_COPIES)
+    run.train("fsdp", 2)
+    copied(run, 2)
+    for path in matching(run.machines[1].root, "peers/*/base-*")[:1]:
+        flip(path, path.stat().st_size // 2)
+    run.lose(0, *WITH_COPIES)
+    with pytest.raises(AssertionError, match="chunk"):
+        run.train("fsdp", 3)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_and_machines_that_are_lost_at_any_moment_change_nothing(run, kind, memory_dir):
+    generator = random.Random(memory_dir.name)
+    run.start(*WITH_COPIES)
+    run.train(kind, 0)
+    copied(run, 0)
+    killed = 0
+    for _ in range(4):
+        kill = f"{generator.randrange(2)}:{generator.uniform(0.0, 0.3):.3f}"
+        _, done = run.live(kind, 12, run.machines, KILL=kill)
+        killed += done.returncode != 0
+        if generator.random() < 0.5:
+            newest = min(max(one.steps()) for one in run.machines)
+            copied(run, newest)
+            run.lose(generator.randrange(2), *WITH_COPIES)
+    assert killed
+    found = run.train(kind, 12)
+    undisturbed = expected(run, kind)
+    assert all(same(one["end"], undisturbed) for one in found)
+
+
+def expected(run: Run, kind: str) -> dict:
+    """The model after the same steps of a run that begins anew and is left alone."""
+    for one in run.machines:
+        one.kill()
+        one.lose_memory()
+        shutil.rmtree(one.volume)
+        one.start(*ALONE)
+    run.lives = 0
+    return run.train(kind, 12)[0]["end"]
