@@ -62,6 +62,7 @@ class Buddy:
 
     async def write(self, shard: LocalShard) -> int | None:
         began = time.monotonic()
+        self.told = None  # what may go there depends on what is there
         sent = await self._call(lambda links: send(shard, self._shards, links, self._pace))
         say(
             "copy sent",
