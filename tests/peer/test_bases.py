@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.errors import FormatError, ImageError
+from keepstep.errors import ForeignError, FormatError, ImageError
 from keepstep.image import BaseRef, Layout, Section, TensorSpec
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
 from keepstep_sidecar.tiers.receive import IncomingCopy
+from keepstep_sidecar.tiers.source import local_source
 from keepstep_sidecar.volume.directories import LocalShard, ShardName
 from keepstep_sidecar.volume.files import aligned_buffer
 from keepstep_sidecar.volume.volume import SealedImage, Volume
@@ -76,6 +77,20 @@ async def test_a_base_of_the_same_bytes_that_another_step_named_first_is_sent(pa
             durable(here.remote_tier, write(here.volume, step, base_of(first=step)))
             await until(lambda step=step: (step, 0) in buddy.copies())
         assert len(set(bases(buddy).values())) == 2
+
+
+async def test_what_lies_beside_a_shard_must_be_the_base_that_it_refers_to(pair: Pair) -> None:
+    here, _ = pair
+    async with running(*pair):
+        shards = [write(here.volume, step, base_of(step)) for step in range(2)]
+        good, other = (local_source(here.volumes, one) for one in shards)
+        with transfer.opened(good):
+            pass
+        with (
+            pytest.raises(ForeignError, match="it refers to another base than"),
+            transfer.opened(replace(good, beside=other.beside)),
+        ):
+            pass
 
 
 async def test_another_pod_reads_shard_and_base_from_the_copy(pair: Pair) -> None:

@@ -70,6 +70,7 @@ class Manifests:
                 shard=source.shard,
                 path=source.where,
             )
+            _check_beside(source, manifest)
             with self._lock:
                 while len(self._known) >= _MANIFESTS_KEPT:
                     del self._known[next(iter(self._known))]
@@ -79,6 +80,20 @@ class Manifests:
     def forget(self, source: ShardSource) -> None:
         with self._lock:
             self._known.pop(source, None)
+
+
+def _check_beside(source: ShardSource, manifest: Manifest) -> None:
+    """Raises ForeignError if what lies beside the shard is not the base that it refers to."""
+    if source.beside is None:
+        return
+    beside, named = source.beside.shard, manifest.control.base_shard
+    if named is None or any(
+        getattr(named, name) not in (None, getattr(beside, name))
+        for name in ("step_id", "rank", "world", "size_bytes", "root")
+    ):
+        raise ForeignError(
+            f"it refers to another base than {source.beside.where}", path=source.where
+        )
 
 
 def _bytes(fetch: Read, begin: int, end: int) -> bytes:
