@@ -99,10 +99,18 @@ def bases(machine: Machine, *patterns: str) -> set[int]:
     return {path.stat().st_ino for path in found}
 
 
+def committed(run: Run) -> int:
+    """The newest step of which both machines have their shard on the drive. A slow drive may leave
+    out steps, on each machine others."""
+    found = (matching(one.root, "0*/rank-*", "pending/0*/rank-*") for one in run.machines)
+    return int(max(set.intersection(*({path.parent.name for path in one} for one in found)))[-9:])
+
+
 def copied(run: Run, step: int) -> None:
-    """Each machine keeps a copy of the other's shard of this step."""
+    """Each machine keeps a copy of the other's shard of this step. A buddy whose drive was replaced
+    is looked at again after a minute."""
     eventually(
-        lambda: all(step in one.copies() for one in run.machines), within_s=30, what="its copies"
+        lambda: all(step in one.copies() for one in run.machines), within_s=100, what="its copies"
     )
 
 
@@ -214,7 +222,7 @@ def test_a_damaged_base_at_a_buddy_is_named_and_not_restored(run):
         run.train("fsdp", 3)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_and_machines_that_are_lost_at_any_moment_change_nothing(run, kind, memory_dir):
     generator = random.Random(memory_dir.name)
@@ -222,13 +230,12 @@ def test_ranks_and_machines_that_are_lost_at_any_moment_change_nothing(run, kind
     run.train(kind, 0)
     copied(run, 0)
     killed = 0
-    for _ in range(4):
+    for _ in range(3):
         kill = f"{generator.randrange(2)}:{generator.uniform(0.0, 0.3):.3f}"
         _, done = run.live(kind, 12, run.machines, KILL=kill)
         killed += done.returncode != 0
         if generator.random() < 0.5:
-            newest = min(max(one.steps()) for one in run.machines)
-            copied(run, newest)
+            copied(run, committed(run))
             run.lose(generator.randrange(2), *WITH_COPIES)
     assert killed
     found = run.train(kind, 12)
