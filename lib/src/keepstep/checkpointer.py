@@ -847,12 +847,12 @@ class Checkpointer:
         lazy = self._lazy and not agent.copies_eagerly
         base = self._frozen.of(taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy)
         if self._frozen.unseen:
-            agent.warn(
-                "unseen",
+            told = (
                 "frozen parameters were changed past torch's version counters:"
                 f" {few(sorted(self._frozen.unseen), 4)}. From this step on they are right; some"
-                " steps before it hold former values. Wrap such changes in checkpointer.mutating()",
+                " steps before it hold former values. Wrap such changes in checkpointer.mutating()"
             )
+            agent.warn(told, told)  # again where others are found later
         if not self._lazy and self._frozen.left_bytes:
             agent.warn(
                 "whole",
