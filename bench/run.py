@@ -2,6 +2,7 @@
 
     python -m bench.run                        64 machines, a step a second; 2,048, a step each 5 s
     python -m bench.run --machines 64 --every 1 --seconds 60
+    python -m bench.run --machines 64 --train  what leading takes from a training beside it
 
 The leader is the product's own code: hub, host and ledger in a process of their own, on the port of
 a real peers' server. Each other machine has a real connection (TCP, TLS, an address of its own).
@@ -13,6 +14,11 @@ last.
 Printed: each figure, its bar, and their ratio. *commit*: from the moment at which the last rank of
 all is durable to that at which a machine knows of the commit. *known again*: from the start of a
 leader in place of one that was killed, until it knows everything of all machines.
+
+With `--train`, a process computes steps of 100 ms beside the leader, in turns of ten seconds with
+the other machines silent and at work. *held up*: how much longer the mean step is then. *free*: the
+leader may run on another core, too. *shared*: it has only the core of that process, as on a node
+whose cores are all busy.
 """
 
 from __future__ import annotations
@@ -30,7 +36,8 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import zlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +64,7 @@ RANKS: Final = 8
 _decode: Final = msgspec.json.Decoder(LeaderReply).decode
 SECRET: Final = b"a secret of this benchmark"
 EPOCH: Final = EpochId(1, "0123abcd")
+_TURN_S: Final = 10.0
 COPIED_S: Final = 0.1
 """How long after it is durable a machine's shards are copied to its buddy."""
 
@@ -325,11 +333,12 @@ def _rss_mib() -> float:
 class LeaderProcess:
     """A process that leads; killed at the end."""
 
-    def __init__(self, clock: Clock, port: int) -> None:
+    def __init__(self, clock: Clock, port: int, *, cores: Iterable[int] = ()) -> None:
         fork = multiprocessing.get_context("spawn")
         self._told, there = fork.Pipe()
         self._process = fork.Process(target=lead, args=(clock, port, there), daemon=True)
         self._process.start()
+        os.sched_setaffinity(self._process.pid or 0, cores) if cores else None
 
     async def figures(self) -> tuple[dict[str, float], dict[int, float]]:
         self._told.send("figures")
@@ -365,9 +374,16 @@ async def _others(clock: Clock, port: int) -> AsyncIterator[list[Machine]]:
         machine = Machine(clock, node_rank)
         link = _Link(node_rank, f"127.0.0.1:{port}", machine)
         machines.append(machine)
-        tasks += [asyncio.create_task(one) for one in (link.run(), machine.live())]
-    try:
+        tasks.append(link.run())
+    async with _running(*tasks):
         yield machines
+
+
+@contextlib.asynccontextmanager
+async def _running(*work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
     finally:
         for task in tasks:
             task.cancel()
@@ -380,7 +396,10 @@ async def measure(machines: int, every_s: float, seconds: float) -> dict[str, fl
     clock = Clock(machines, time.monotonic() + 2.0, every_s)
     leader = LeaderProcess(clock, port)
     try:
-        async with _others(clock, port) as others:
+        async with (
+            _others(clock, port) as others,
+            _running(*(one.live() for one in others)),
+        ):
             first_s = await leader.all_known(within_s=300.0)
             await asyncio.sleep(2 * every_s)
             await leader.figures()
@@ -406,6 +425,62 @@ async def measure(machines: int, every_s: float, seconds: float) -> dict[str, fl
     }
 
 
+async def held_up(machines: int, every_s: float, turns: int, cores: set[int]) -> float:
+    """By which part a step of a training is longer while the leader leads: the median of `turns`.
+    `cores`: the leader's; the training has the first of this process, the simulation the last."""
+    ours = sorted(os.sched_getaffinity(0))
+    port, clock = _free_port(), Clock(machines, time.monotonic() + 2.0, every_s)
+    leader = LeaderProcess(clock, port, cores=cores)
+    asked, there = multiprocessing.Pipe()
+    training = multiprocessing.get_context("spawn").Process(
+        target=train, args=(ours[0], there), daemon=True
+    )
+    training.start()
+    os.sched_setaffinity(0, ours[-1:])
+    means: list[float] = []
+
+    async def mean_s() -> float:
+        asked.send("the mean since the last")
+        found: float = await asyncio.to_thread(asked.recv)
+        return found
+
+    try:
+        async with _others(clock, port) as others:
+            for turn in range(2 * turns):
+                async with _running(*(one.live() for one in others if turn % 2)):
+                    await asyncio.sleep(2.0)  # what begins with the turn
+                    await mean_s()
+                    await asyncio.sleep(_TURN_S)
+                    means.append(await mean_s())
+    finally:
+        training.kill()
+        leader.kill()
+        os.sched_setaffinity(0, ours)
+    pairs = zip(means[::2], means[1::2], strict=True)
+    return statistics.median(busy / idle for idle, busy in pairs) - 1
+
+
+def train(core: int, asked: Connection) -> None:
+    """Compute steps of about 100 ms. Each message is answered with the mean seconds of a step since
+    the last."""
+    os.sched_setaffinity(0, {core})
+    work, began, pieces = bytes(1 << 20), time.monotonic(), 0
+    while time.monotonic() < began + 1:
+        zlib.crc32(work)
+        pieces += 1
+    pieces //= 10
+    steps, began = 0, time.monotonic()
+    while True:
+        for _ in range(pieces):
+            zlib.crc32(work)
+        steps += 1
+        if asked.poll():
+            asked.recv()
+            now = time.monotonic()
+            asked.send((now - began) / steps)
+            steps, began = 0, now
+
+
 def _waits(clock: Clock, seen: dict[int, float], begin: float, end: float) -> Iterator[float]:
     """How long after it was durable everywhere this machine knew of each step's commit."""
     for step, at in seen.items():
@@ -428,6 +503,7 @@ def show(machines: int, figures: dict[str, float]) -> None:
         "mib": bars and bars.mib,
         "slowest_commit_s": bars and bars.commit_s,
         "known_s": bars and bars.known_s,
+        "held_up_free": 0.01,
     }
     print(f"{machines} machines of {RANKS} ranks", flush=True)
     for name, value in figures.items():
@@ -443,6 +519,7 @@ def main() -> None:
     parser.add_argument("--machines", type=int, help="only a run of so many machines")
     parser.add_argument("--every", type=float, default=1.0, help="seconds from step to step")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long is measured")
+    parser.add_argument("--train", action="store_true", help="what it takes from a training")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -452,7 +529,14 @@ def main() -> None:
     if options.machines:
         sizes = ((options.machines, options.every),)
     for machines, every_s in sizes:
-        figures = asyncio.run(measure(machines, every_s, options.seconds))
+        if options.train:
+            ours = os.sched_getaffinity(0)
+            figures = {
+                f"held_up_{name}": asyncio.run(held_up(machines, every_s, 8, cores))
+                for name, cores in (("free", ours), ("shared", {min(ours)}))
+            }
+        else:
+            figures = asyncio.run(measure(machines, every_s, options.seconds))
         if options.json:
             print(json.dumps({"machines": machines, "every_s": every_s, **figures}), flush=True)
         else:

@@ -10,8 +10,9 @@ one connection, so of two leaders at most one ever has all of them. What an oper
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
+from operator import attrgetter
 
 from keepstep.core.commit_rule import ALL_RANKS
 from keepstep.core.ledger import Alarm, is_among
@@ -472,13 +473,19 @@ def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:
     are gone, or that memory alone holds."""
     was, reply = sent.reply, now.reply
     local = str(Tier.LOCAL)
-    if sent.answers != now.answers or was.committed.get(local) != reply.committed.get(local):
+    if was.committed.get(local) != reply.committed.get(local):
         return False
     ahead = was.plan is not None and reply.plan is not None and was.plan <= reply.plan
-    alike = replace(
-        reply,
-        committed=was.committed,
-        commits=was.commits if {*reply.commits} <= {*was.commits} else reply.commits,
-        plan=was.plan if ahead else reply.plan,
+    return (
+        (ahead or was.plan == reply.plan)
+        and {*reply.commits} <= {*was.commits}
+        and _FRAME(sent) == _FRAME(now)
+        and _REST(was) == _REST(reply)
     )
-    return sent == replace(now, number=sent.number, reply=alike)
+
+
+# a reply to each member is compared several times a step, so without copies of it
+_FRAME = attrgetter(*({one.name for one in fields(LeaderReply)} - {"number", "reply"}))
+_REST = attrgetter(
+    *({one.name for one in fields(ReportReply)} - {"committed", "commits", "plan"}),
+)

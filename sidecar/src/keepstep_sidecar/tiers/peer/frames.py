@@ -24,8 +24,9 @@ LARGEST_BYTES: Final = 8 << 20
 _HEAD: Final = struct.Struct(">BI")
 _PIECE_BYTES: Final = 64 << 10
 _PIECES: Final = 16
-"""How many pieces are moved before other connections have their turn. OpenSSL moves one record at a
-time, of 16 KiB at most."""
+"""How many pieces are moved before other connections have their turn."""
+_RECORD_BYTES: Final = 16 << 10
+"""OpenSSL moves one record at a time, of so many bytes at most."""
 _LONGEST_REASON: Final = 1000
 
 
@@ -183,6 +184,8 @@ class Frames:
                 self._received(data)
                 if not self._working:
                     return None
+                if len(data) < _RECORD_BYTES and not self._failure:
+                    break  # the event loop comes again if there is more
             if self._secure.pending():  # the socket does not become readable for these
                 self._loop.call_soon(self._read)
         except ssl.SSLWantReadError:
