@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import peft
 import pytest
 import torch
 import transformers
@@ -108,14 +109,12 @@ def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of(
     assert caplog.text.count("draws from the random generators") == (0 if seeded else 1)
 
 
-def trained(tmp_path, kind=transformers.Trainer, rows=8, callbacks=(), **arguments):
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 3}
-    args = transformers.TrainingArguments(
-        **options | {"per_device_train_batch_size": 1} | arguments
-    )
+def trained(tmp_path, kind=transformers.Trainer, rows=8, callbacks=(), options=None, **arguments):
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 3}
+    args = transformers.TrainingArguments(**given | {"per_device_train_batch_size": 1} | arguments)
     data = [{"x": torch.ones(2)}] * rows
     trainer = kind(model=Line(2, 2), args=args, train_dataset=data, callbacks=list(callbacks))
-    integration.attach(trainer).train()
+    integration.attach(trainer, **options or {}).train()
     return trainer
 
 
@@ -242,6 +241,35 @@ def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog,
 
     trained(tmp_path, of_bias)
     assert caplog.text.count("of each step do not train") == frozen
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen_once": False}])
+def test_what_lies_below_an_adapter_is_kept_once(tmp_path, sidecar, lives, options):
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(2, 1 << 19, bias=False)
+
+        def forward(self, x):
+            return {"loss": self.line(x).square().mean()}
+
+    def of_lora(**given):
+        given["model"] = peft.get_peft_model(Wide(), peft.LoraConfig(r=1, target_modules=["line"]))
+        return transformers.Trainer(**given)
+
+    def train(steps):
+        lives()
+        torch.manual_seed(5)
+        return trained(tmp_path, of_lora, options=options, max_steps=steps)
+
+    first = train(2)
+    before = {name: one.clone() for name, one in first.model.state_dict().items()}
+    again = train(3)
+    assert again.checkpointer.epoch.parent.step == 2
+    plain = "base_model.model.line.base_layer.weight"
+    assert torch.equal(again.model.state_dict()[plain], before[plain])
+    kept_once = again.checkpointer._frozen.base is not None
+    assert kept_once == (not options)
 
 
 def test_an_object_in_the_place_of_the_model_keeps_what_it_gives(tmp_path, sidecar, lives, caplog):

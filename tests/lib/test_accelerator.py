@@ -311,6 +311,11 @@ class Trainer:
         for model in (self.model, self.twin):
             model.frozen[self.step % 3].data.add_(1)
 
+    def change_little_frozen(self) -> None:
+        """As `change_frozen`, between the samples of the fingerprint."""
+        for model in (self.model, self.twin):
+            model.frozen[self.step % 3].data[1:2].add_(1)
+
     def change_frozen_in_place(self) -> None:
         for model in (self.model, self.twin):
             with torch.no_grad():
@@ -443,6 +448,21 @@ def test_what_a_device_holds_frozen_is_copied_once_until_it_changes():
             held.append((len(trainer.slots.bases), len(trainer.checkpointer._frozen.base.leaves)))
     assert held == [(1, 3), (2, 2), (3, 1)]
     assert trainer.slots.staged == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, caplog):
+    with training(seed=seed) as trainer:
+        for action in ["save", "drain", "train"] * 2:
+            getattr(trainer, action)()
+        trainer.change_little_frozen()
+        for action in ["save", "drain", "train"] * 2:
+            getattr(trainer, action)()
+        assert "model.frozen.2" not in trainer.checkpointer._frozen.base.names
+    assert trainer.slots.staged == [1, 2, 4], "the image with the former value is given up"
+    said = [one for one in caplog.messages if "past torch's version counters" in one]
+    assert len(said) == 1
+    assert "model.frozen.2" in said[0]
 
 
 @pytest.mark.parametrize("lazy", [True, False])

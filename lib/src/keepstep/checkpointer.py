@@ -150,8 +150,8 @@ class Checkpointer:
           stage them in parts, so that every node has a whole copy. With "Spread", all ranks share
           the parts: each stages fewer bytes, but the loss of a node loses its parts.
         - `frozen_once`: keep parameters that need no gradient once, beside the steps. A write of
-          few elements past torch's version counters (`p.data[i] = x`) stays unseen: wrap it in
-          `mutating()`.
+          few elements past torch's version counters (`p.data[i] = x`) is seen some saves later:
+          wrap it in `mutating()`.
         - `dir`: if no sidecar was started for this process (by `keepstep run`, or in its pod),
           start one on this machine. It keeps the run below this directory, is started again when it
           dies, and ends when it has had no trainer for five minutes. The environment holds its

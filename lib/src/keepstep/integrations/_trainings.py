@@ -91,6 +91,8 @@ class Training:
         """
         self.kept["base"] = base = frozen_digest(model)
         self._components = components
+        # who trains an adapter leaves what is below it alone
+        self._options = {"frozen_once": _has_adapter(model), **self._options}
         self.checkpointer = Checkpointer(components, **self._options)
         found = self.checkpointer.preview("trainer")
         if found is not None:
@@ -125,7 +127,7 @@ class Training:
                     f"{self._left_alone} was left alone for a step of this run that not all ranks"
                     " hold; start this job again, or a new run"
                 )
-            if self.speaks:
+            if self.speaks and not self._options["frozen_once"]:
                 _say_frozen(self._components.get("model"))
             return None
         if self.speaks:
@@ -230,6 +232,11 @@ def _shown(arguments: Mapping[str, Any], name: str) -> str:
     return json.dumps(arguments[name]) if name in arguments else "(none)"
 
 
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether PEFT has put an adapter into it."""
+    return any(hasattr(module, "peft_config") for module in model.modules())
+
+
 def _say_frozen(model: object) -> None:
     """Log that most of each step does not train. `model`: what is kept of it; a script's own object
     knows best."""
@@ -241,8 +248,9 @@ def _say_frozen(model: object) -> None:
     trained = 3 * sum(size for size, trains in sizes if trains)
     if frozen > trained:
         log.warning(
-            "keepstep: %.3g of about %.3g MiB of each step do not train: they are copied and"
-            " written with every step all the same; see docs/frameworks.md#lora-and-frozen-models",
+            "keepstep: %.3g of about %.3g MiB of each step do not train, but are copied and written"
+            " with it: frozen_once=True keeps them once; see"
+            " docs/frameworks.md#lora-and-frozen-models",
             *(frozen / _MIB, (frozen + trained) / _MIB),
         )
 

@@ -5,16 +5,17 @@ what can be told to be unchanged stays in it: a parameter that needs no gradient
 stood, and has the version, the address and the fingerprint that it had when it was copied (as for
 lazy copies, `keepstep.save.guard`). At each save all of this is compared. A parameter that fails is
 in the image of every later step of this life, and a new base is made without it. None of this tells
-a write of few elements past the version counter. In memory of the host that is found some saves
-later, because each save also compares a further slice of all bytes with the base.
+a write of few elements past the version counter. That is found some saves later, because each save
+also compares a further slice of all bytes with the base, where the tensors are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ _MOST_BASES = 5
 other one."""
 _SLICE_BYTES = 4 << 20
 """So much is compared at each save: a quarter of a millisecond."""
-_RUN_BYTES = 8 << 10
-"""What it costs to begin to compare a tensor, in bytes that are compared meanwhile."""
+_RUN_BYTES, _DEVICE_RUN_BYTES = 8 << 10, 1 << 20
+"""What it costs to begin to compare a tensor, in bytes that are compared meanwhile: a call, or four
+kernels of a device."""
 _MOST_MUTATIONS = 3
 """So often all bytes are compared because the script said that it changes tensors. A script that
 says so more often may do it at each step: then each image holds everything."""
@@ -64,6 +66,17 @@ class _Place(NamedTuple):
         return same and not self.parameter.requires_grad
 
 
+class _Run(NamedTuple):
+    """Bytes to compare at once: the tensor's name, where it lies, and from where in it and in the
+    base, in bytes."""
+
+    name: str
+    tensor: Tensor
+    at: int
+    begin: int
+    size: int
+
+
 @dataclass(eq=False)
 class Base:
     """Frozen parameters, and the base image that holds them. `ref`: how images name it; None until
@@ -79,7 +92,8 @@ class Base:
     apart: tuple[Tensor, ...] = ()
     doubted: bool = False
     _cache: object = None
-    _compared: int = 0
+    _compared: dict[torch.device | None, int] = field(default_factory=dict)
+    _asked: deque[tuple[str, Tensor]] = field(default_factory=lambda: deque(maxlen=32))
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -111,8 +125,11 @@ class Base:
             return not self.doubted
         differences = self.guard.differences()
         device_of = accelerator.here().device_of
-        self.apart = tuple(one for one in differences if device_of(one) is not None)
-        return not any(map(bool, (one for one in differences if device_of(one) is None)))
+        if any(bool(one) for one in differences if device_of(one) is None):
+            return False
+        on_devices = (one for one in differences if device_of(one) is not None)
+        self.apart = (*on_devices, *self._asked_next())
+        return True
 
     def differing(self) -> set[str]:
         """The names of the tensors of which some byte is not that of the base: reads all of them.
@@ -128,31 +145,61 @@ class Base:
             }
 
     def differing_next(self) -> set[str]:
-        """The names of the tensors of which some byte in the next slice is not that of the base.
-        Each call reads a further slice; after the last one comes the first again. They must lie
-        where they lay (`holds`). Nothing is read of what devices hold, or is not contiguous."""
-        found, left = set[str](), _SLICE_BYTES
-        for _ in self._runs if self.mapping is not None else ():
-            name, address, begin, size = self._runs[self._compared]
-            if self.mapping and _compare(address, self.mapping.address + begin, size):
-                found.add(name)
-            self._compared = (self._compared + 1) % len(self._runs)
-            left -= size + _RUN_BYTES
+        """The names of the tensors in memory of the host of which some byte in the next slice is
+        not that of the base. Each call reads a further slice; after the last one comes the first
+        again. They must lie where they lay (`holds`)."""
+        return {
+            run.name
+            for run in self._next(None, cost=_RUN_BYTES)
+            if self.mapping
+            and _compare(run.tensor.data_ptr() + run.at, self.mapping.address + run.begin, run.size)
+        }
+
+    def _asked_next(self) -> Iterator[Tensor]:
+        """Ask each device the same of what it holds: truth values there, once it has come to this
+        call. The host waits for nothing."""
+        device = accelerator.here()
+        for place in self._runs.keys() - {None}:
+            for run in self._next(place, cost=_DEVICE_RUN_BYTES):
+                assert place is not None
+                assert self.mapping is not None
+                kept = torch.frombuffer(
+                    self.mapping.memory, dtype=torch.uint8, offset=run.begin, count=run.size
+                )
+                there = device.zeros(run.size, place)
+                there.copy_(kept, non_blocking=True)
+                now = run.tensor.view(-1).view(torch.uint8)[run.at : run.at + run.size]
+                self._asked.append((run.name, torch.ne(now, there).any()))
+                yield self._asked[-1][1]
+
+    def differing_asked(self) -> set[str]:
+        """The names of the tensors of which a device that was asked lately has said that they are
+        not those of the base. Waits for the devices."""
+        return {name for name, differs in self._asked if differs}
+
+    def _next(self, place: torch.device | None, *, cost: int) -> Iterator[_Run]:
+        """The next slice of what is there. `cost`: of one run more, in bytes."""
+        runs, left = self._runs.get(place, []), _SLICE_BYTES
+        for _ in runs if self.mapping is not None else ():
+            at = self._compared.get(place, 0)
+            self._compared[place] = (at + 1) % len(runs)
+            yield runs[at]
+            left -= runs[at].size + cost
             if left <= 0:
-                break
-        return found
+                return
 
     @cached_property
-    def _runs(self) -> list[tuple[str, int, int, int]]:
-        """What can be compared by address: name, address, place in the base, bytes."""
-        device_of, aliases = accelerator.here().device_of, self.guard.fingerprint.aliases
-        return [
-            (leaf.name, one.data_ptr() + at, self.layout.entries[leaf.name].begin + at, size)
-            for leaf, one in zip(self.leaves, aliases, strict=True)
-            if device_of(one) is None and one.is_contiguous()
-            for at in range(0, one.nbytes, _SLICE_BYTES)
-            if (size := min(_SLICE_BYTES, one.nbytes - at))
-        ]
+    def _runs(self) -> dict[torch.device | None, list[_Run]]:
+        """What can be compared byte by byte: all that is contiguous, by where it is."""
+        device_of, runs = accelerator.here().device_of, dict[Any, list[_Run]]()
+        for leaf, one in zip(self.leaves, self.guard.fingerprint.aliases, strict=True):
+            begin = self.layout.entries[leaf.name].begin
+            for at in range(0, one.nbytes if one.is_contiguous() else 0, _SLICE_BYTES):
+                size = min(_SLICE_BYTES, one.nbytes - at)
+                runs.setdefault(device_of(one), []).append(
+                    _Run(leaf.name, one, at, begin + at, size)
+                )
+        return runs
 
     def changed(self, taken: Taken) -> set[str]:
         """The names of the tensors that the state does not have, or has changed."""
@@ -261,6 +308,9 @@ class Frozen:
             return None
         different = base.differing() if base is not None and self._in_doubt else set[str]()
         self._in_doubt = False
+        if base is not None and base.doubted:
+            self.unseen |= (asked := base.differing_asked())
+            different |= asked
         if base is not None and not different and base.holds(taken, lazy=lazy):
             different = base.differing_next()
             if not different:
