@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench import hugepages, machine, report
+from bench.floors import CopyAndFio
 from bench.ours import OURS, KeepstepLazy
 from bench.peers import PEERS, FastPersist
 from bench.processes import MEMORY_PREFIX, ROOT, environment
@@ -47,6 +48,7 @@ def jobs(number: int, *, pages: Sequence[bool] = (False,), peers: bool = False) 
     for one in OURS:
         measures = f"{_MEASURES},busy" if one is KeepstepLazy else _MEASURES
         found += [Job(one.name, ("--measures", measures), huge) for huge in pages]
+    found += [Job(CopyAndFio.name, ("--measures", "durable,busy,lost"), huge) for huge in pages]
     if peers:
         # some take minutes, so later rounds have only the fastest of them
         present = (FastPersist,) if number else PEERS

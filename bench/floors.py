@@ -1,4 +1,5 @@
-"""The floors: how long the machine itself takes to copy, write and read as many bytes."""
+"""The floors: how long the machine itself takes to copy, write and read as many bytes, and what
+both take from a training beside them, whatever the writer does else."""
 
 from __future__ import annotations
 
@@ -9,28 +10,32 @@ import os
 import shutil
 import statistics
 import subprocess
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import hugepages
 from bench.processes import cpu_s
+from bench.savers import Saver
+from bench.state import State
 
 CHUNK_BYTES = 8 << 20
 _THREADS = 4
 Figures = dict[str, float]
 
 
-def memcpy(size_bytes: int, *_: object, repeats: int = 5) -> Figures:
-    """One memmove per tensor of the state into touched memory, without the GIL."""
+def copier(state: State) -> Callable[[], None]:
+    """Copies the state into touched memory: one memmove per tensor, without the GIL."""
     import torch
 
-    from bench.state import fill, gpt
+    from bench.state import fill
 
     # functions of a CDLL release the GIL, ctypes.memmove does not
     move = ctypes.CDLL(None).memmove
     move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    sources = list(gpt(size_bytes).tensors().values())
+    sources = list(state.tensors().values())
     ones = torch.ones(1 << 20, dtype=torch.uint8)
     target = fill(torch.empty(sum(one.nbytes for one in sources), dtype=torch.uint8), ones)
 
@@ -41,6 +46,14 @@ def memcpy(size_bytes: int, *_: object, repeats: int = 5) -> Figures:
             address += source.nbytes
 
     copy()
+    return copy
+
+
+def memcpy(size_bytes: int, *_: object, repeats: int = 5) -> Figures:
+    """The time and the CPU time of one copy of the state."""
+    from bench.state import gpt
+
+    copy = copier(gpt(size_bytes))
     times, spent = [], []
     for _ in range(repeats):
         cpu, begun = cpu_s(os.getpid()), time.perf_counter()
@@ -104,6 +117,45 @@ def _fio(file: Path, size_bytes: int, direction: str, options: list[str]) -> Fig
         (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in results
     )
     return {"seconds": seconds, "cpu_s": spent}
+
+
+class CopyAndFio(Saver):
+    """What any writer costs: on a thread, one copy of the state; then fio writes as many bytes at
+    the writer's priority, hashes nothing, and has no other process to talk to."""
+
+    name = "memcpy and fio"
+    note = "a copy on a thread, then fio in a process of its own, at the priority of the writer"
+
+    def __init__(self, state: State, directory: Path) -> None:
+        super().__init__(state, directory)
+        self._copy = copier(state)
+        self._copied = threading.Event()
+        self._writer: threading.Thread | None = None
+
+    def save(self, step: int) -> None:
+        self.wait_durable()
+        self._copied.clear()
+        self._writer = threading.Thread(target=self._write, name="floor")
+        self._writer.start()
+
+    def _write(self) -> None:
+        from keepstep_sidecar.volume.files import WRITER_NICENESS
+
+        self._copy()
+        self._copied.set()
+        options = [*_FIO_WRITES["libaio_qd16"], "--end_fsync=1", f"--nice={WRITER_NICENESS}"]
+        size = self.state.size_bytes // CHUNK_BYTES * CHUNK_BYTES
+        _fio(self.directory / "fio.dat", size, "write", options)
+
+    def fence(self) -> None:
+        if self._writer is not None:
+            self._copied.wait()
+
+    wait_staged = fence
+
+    def wait_durable(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
 
 
 def bare_read(file: Path) -> float:

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from bench import measures
+from bench.floors import CopyAndFio
 from bench.ours import OURS
 from bench.peers import PEERS, PeerMissing
 from bench.state import gpt
@@ -48,9 +49,9 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
         module, _, function = part.partition(".")
         measure = getattr(importlib.import_module(f"bench.{module}"), function)
         return dict(measure(options.bytes, options.dir))
-    kinds = {one.name: one for one in (*OURS, *PEERS)}
+    kinds = {one.name: one for one in (*OURS, CopyAndFio, *PEERS)}
     saver = kinds[options.subject](gpt(options.bytes), options.dir)
-    ours = isinstance(saver, OURS)
+    ours = isinstance(saver, (*OURS, CopyAndFio))
     steps, size = measures.Steps(), options.bytes
     # longer than the copy, as the bar requires
     gap_s = 0.1 + 0.45 * size / (1 << 30)
