@@ -41,6 +41,11 @@ def readme() -> str:
     return f"{head}{BEGIN}{table()}{END}{tail}"
 
 
+def rights() -> str:
+    """What the chart grants, as its README says."""
+    return PLACE.read_text().partition("## What it may do\n")[2].partition("\n## ")[0]
+
+
 def undescribed() -> list[str]:
     """The values that need a description and have none."""
     said = _said((CHART / "values.yaml").read_text())

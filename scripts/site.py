@@ -43,6 +43,7 @@ def tables() -> dict[str, str]:
         "values": chart_reference.table(),
         "conformance": conformance.render(),
         "metrics": metrics_reference.reference(),
+        "rights": chart_reference.rights(),
     }
 
 
