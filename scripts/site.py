@@ -60,6 +60,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return "\n".join(lines)
 
 
+def on_page_content(html: str, *, page: Any, **_: Any) -> None:
+    """Refuse a row of a table that stands apart from it."""
+    if "<p>|" in html:
+        log.warning("%s has a row of a table outside of it", page.file.src_uri)
+
+
 def on_post_build(config: Any, **_: Any) -> None:
     """Refuse a site that asks another host for anything."""
     site = Path(config["site_dir"])
