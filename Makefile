@@ -20,7 +20,7 @@ TORCH_TESTS ?= $(addprefix tests/,lib image layouts resharding dcp faults archiv
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo packages test test-torch test-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo docs packages test test-torch test-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -92,6 +92,16 @@ e2e: $(READY) ## the end-to-end suite on a kind cluster of its own (needs docker
 chart: $(READY) ## the chart's README from its values, and a package of it in build/, for helm push
 	$(BIN)/python scripts/chart_reference.py package $(CHART_ARGS)
 
+.venv-docs/.ready: requirements-docs.txt
+	@echo "setting up $(@D)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install -q --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
+docs: $(READY) .venv-docs/.ready ## the site, in build/site; fails where a link or a reference leads nowhere
+	$(BIN)/python scripts/site.py build/tables
+	PYTHONPATH=lib/src:sidecar/src NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 dist: build/dist-tools/.ready ## wheels and sdists of library, sidecar and operator, in build/dist
 	rm -rf build/dist build/dist-source
 	mkdir -p build/dist-source
@@ -132,7 +142,7 @@ fuzz: $(READY) ## fuzz every parser for MINUTES=5; adds its counts to docs/fuzz.
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
 clean: ## remove the virtual environment and whatever tests left
-	rm -rf $(VENV) .venv-torch-* $(FRAMEWORKS) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* $(FRAMEWORKS) .venv-docs build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # a peer that cannot be had or built is missing in the report, which says why
 build/peers/.ready: $(READY) requirements-peers.txt

@@ -1,7 +1,4 @@
-"""Writes docs/api.md from crds/. A test compares the two, so run this after every change in crds/.
-
-python scripts/api_reference.py
-"""
+"""The tables of docs/api.md, from crds/."""
 
 from __future__ import annotations
 
@@ -14,15 +11,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "api.md"
 _ORDER = ("CheckpointPolicy", "CheckpointRun", "Checkpoint")
-
-_HEAD = """# API reference
-
-Generated from [crds/](../crds) by `python scripts/api_reference.py`; do not edit. Group and
-version: `keepstep.dev/v1alpha1`; every kind is namespaced. A field marked * must be given. Sizes
-are Kubernetes quantities (`512Mi`, `32Gi`), durations sums of hours, minutes and seconds (`1h30m`).
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +33,8 @@ def crds() -> list[dict[str, Any]]:
 
 
 def reference() -> str:
-    """The text of docs/api.md."""
-    return "\n".join([_HEAD, *(_kind(crd) for crd in crds())])
+    """A section for each kind, in Markdown."""
+    return "\n".join(_kind(crd) for crd in crds())
 
 
 def _kind(crd: dict[str, Any]) -> str:
@@ -137,8 +126,3 @@ def _rules(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _rules(inner)
     if "items" in schema:
         yield from _rules(schema["items"])
-
-
-if __name__ == "__main__":
-    TARGET.write_text(reference())
-    print(f"wrote {TARGET.relative_to(ROOT)}")

@@ -38,7 +38,12 @@ def readme() -> str:
     """The whole README, with the table that values.yaml makes."""
     head, _, rest = PLACE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}{_table()}{END}{tail}"
+    return f"{head}{BEGIN}{table()}{END}{tail}"
+
+
+def rights() -> str:
+    """What the chart grants, as its README says."""
+    return PLACE.read_text().partition("## What it may do\n")[2].partition("\n## ")[0]
 
 
 def undescribed() -> list[str]:
@@ -48,7 +53,7 @@ def undescribed() -> list[str]:
     return [".".join(path) for path in leaves if path[-1] not in USUAL and not said.get(path)]
 
 
-def _table() -> str:
+def table() -> str:
     said = _said((CHART / "values.yaml").read_text())
     rows = [
         f"| `{'.'.join(path)}` | `{json.dumps(value)}` | {_cell(said.get(path, ''))} |"

@@ -1,9 +1,7 @@
-"""Writes docs/conformance.md: what a killed training is beside an undisturbed one, row by row.
-
-    python scripts/conformance.py
+"""The tables of docs/conformance.md: what a killed training is beside an undisturbed one.
 
 The rows declare their results (tests/conformance/rows), and their tests fail unless exactly these
-are seen. So the page needs no results of a test run: a test compares it with the rows.
+are seen. So the tables need no results of a test run.
 """
 
 from __future__ import annotations
@@ -19,10 +17,6 @@ sys.path.insert(0, str(ROOT))
 from tests.conformance.rows import every_row  # noqa: E402
 from tests.conformance.table import Result, Row  # noqa: E402
 
-PAGE = ROOT / "docs" / "conformance.md"
-
-BEGIN, END = "<!-- conformance:begin -->", "<!-- conformance:end -->"
-
 
 def render() -> str:
     """The tables, one for each kind."""
@@ -36,12 +30,6 @@ def render() -> str:
     ]
     said = f"{len(rows)} rows: {words}. In {better} of the equal ones `torch.save` is not equal."
     return "\n".join([said, "", *tables])
-
-
-def place(page: str, tables: str) -> str:
-    """The page with `tables` between its marks."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{tables}\n{END}{rest.split(END)[1]}"
 
 
 def _table(kind: str, rows: list[Row]) -> str:
@@ -63,7 +51,3 @@ def _table(kind: str, rows: list[Row]) -> str:
 def _versions() -> dict[str, str]:
     text = (ROOT / "requirements-frameworks.txt").read_text()
     return dict(re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE))
-
-
-if __name__ == "__main__":
-    PAGE.write_text(place(PAGE.read_text(), render()))

@@ -1,12 +1,8 @@
-"""Writes docs/metrics.md from the code: every metric, by the process that exports it.
-
-Run `python scripts/metrics_reference.py` after a metric was added. A test compares the two.
-"""
+"""The tables of docs/metrics.md, from the code: every metric, by the process that exports it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -15,30 +11,19 @@ from keepstep_operator.certificates.main import Metrics as CertificateMetrics
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
 from keepstep_sidecar.api.metrics import TABLE
 
-PLACE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-
-_HEAD = """\
-# Metrics
-
-Made from the code by `scripts/metrics_reference.py`; a test compares the two. In Prometheus' text
-format at `/metrics`: port 26740 of a pod with a sidecar, port 9090 of the operator's pods, and on
-one machine the sidecar's socket. The chart's `podMonitor`, `serviceMonitor` and `prometheusRule`
-use them.
-"""
-
 Line = tuple[str, str, str]
 """The name under which a metric is scraped, its type, and its help."""
 
 
 def reference() -> str:
-    """The whole document."""
+    """The tables, in Markdown."""
     parts = [
         ("Sidecar", sorted(_sidecar())),
         ("keepstep-reconcile", sorted(_of(ReconcileMetrics({}).registry))),
         ("keepstep-admission", sorted(_of(AdmissionMetrics().registry))),
         ("keepstep-certificates", sorted(_of(CertificateMetrics().registry))),
     ]
-    return _HEAD + "".join(_section(name, lines) for name, lines in parts)
+    return "".join(_section(name, lines) for name, lines in parts)
 
 
 def _sidecar() -> Iterator[Line]:
@@ -58,8 +43,3 @@ def _scraped(name: str, kind: str) -> str:
 def _section(name: str, lines: list[Line]) -> str:
     table = "\n".join(f"| `{line[0]}` | {line[1]} | {line[2]} |" for line in lines)
     return f"\n## {name}\n\n| metric | type | |\n| --- | --- | --- |\n{table}\n"
-
-
-if __name__ == "__main__":
-    PLACE.write_text(reference())
-    print(f"{PLACE} written")

@@ -12,6 +12,7 @@ from keepstep_operator.certificates.main import Metrics as CertificatesMetrics
 from keepstep_operator.reconcile.metrics import Metrics as ReconcileMetrics
 from keepstep_sidecar.api.metrics import TABLE
 from tests.chart.charts import CHART, Chart, Object, of_kind
+from tests.harness import ROOT
 
 
 @pytest.fixture
@@ -40,3 +41,11 @@ def test_every_metric_of_an_alert_or_of_the_dashboard_is_made_by_some_process(
         assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in used} <= {
             name.removesuffix("_total") for name in made
         }
+
+
+def test_every_alert_leads_to_its_section_of_the_page(alerts: dict[str, Object]) -> None:
+    page = (ROOT / "docs" / "troubleshoot.md").read_text()
+    assert sorted(re.findall(r"^### (Keepstep\w+)$", page, re.MULTILINE)) == sorted(alerts)
+    for name, alert in alerts.items():
+        url = alert["annotations"]["runbook_url"]
+        assert url.endswith(f"/docs/latest/troubleshoot/#{name.lower()}")

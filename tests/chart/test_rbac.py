@@ -1,4 +1,4 @@
-"""The table of docs/security.md is what the chart grants, and it grants no more than that."""
+"""The table in the chart's README is what the chart grants, and it grants no more than that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from keepstep_operator.api import job_kinds
-from tests.chart.charts import ROOT, Chart, Object, Refused, is_hook, of_kind, pod_specs
+from tests.chart.charts import CHART, Chart, Object, Refused, is_hook, of_kind, pod_specs
 
 COMPONENTS = ("admission", "reconcile", "certificates")
 GRANTED = (*COMPONENTS, "agent")
@@ -28,8 +28,8 @@ def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
     objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
     rendered = {grant for component in GRANTED for grant in _rendered(objects, component)}
     documented = _documented()
-    assert rendered - documented == set(), "granted, but not in docs/security.md"
-    assert documented - rendered == set(), "in docs/security.md, but not granted"
+    assert rendered - documented == set(), "granted, but not in the table"
+    assert documented - rendered == set(), "in the table, but not granted"
 
 
 def test_reconcile_may_read_every_kind_of_job_that_it_knows(chart: Chart) -> None:
@@ -126,7 +126,7 @@ def _rendered(objects: list[Object], component: str) -> set[Grant]:
 
 
 def _documented() -> set[Grant]:
-    text = (ROOT / "docs" / "security.md").read_text().partition("## RBAC")[2]
+    text = (CHART / "README.md").read_text().partition("## What it may do")[2]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()

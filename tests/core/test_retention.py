@@ -178,7 +178,7 @@ def test_nothing_can_be_kept_every_zero_steps_or_seconds(wrong: dict[str, Any]) 
 
 # --- the table ---------------------------------------------------------------------------------
 
-_DOCS = Path(__file__).parents[2] / "docs" / "ledger.md"
+_DOCS = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 Named = Callable[[Collection[StepId], StepId, frozenset[StepId]], Iterable[StepId]]
 

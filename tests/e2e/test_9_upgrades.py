@@ -70,8 +70,8 @@ def _chart_without_dashboards(directory: Path) -> Path:
 
 
 def _documented_upgrade() -> list[str]:
-    """The command of docs/operations.md, word for word."""
-    text = (ROOT / "docs" / "operations.md").read_text()
+    """The command of docs/install.md, word for word."""
+    text = (ROOT / "docs" / "install.md").read_text()
     (line,) = [one for one in text.splitlines() if one.startswith("    helm upgrade ")]
     return line.split()[1:]
 

@@ -1,7 +1,7 @@
 """Decides what a run has kept, from reports alone: reports in, watermarks and actions out.
 
 Like etcd's raft, the ledger does no I/O and has no clock. The host has both; its duties are
-numbered in docs/ledger.md. All state can be rebuilt from new reports. So a ledger that is
+numbered in docs/protocol.md. All state can be rebuilt from new reports. So a ledger that is
 restarted, or moved from one leader to the next, gives the same answers.
 
 Reports are level-triggered: a report says all that *is* there now, and replaces what the same node

@@ -2,10 +2,10 @@
 
 A node combines the slots of its ranks (`slot_table`), the choice of what is written
 (`schedule`), of what is committed (`ledger`) and of what may be deleted (`retention`). It
-fulfils the duties of a host (docs/ledger.md), without I/O and without a clock. The sidecar executes
-the actions and feeds back their results. The model check (tests/core/test_whole_run.py) does the
-same with names instead of bytes. Facts are level-triggered: an action that was not carried out is
-returned again.
+fulfils the duties of a host (docs/protocol.md), without I/O and without a clock. The sidecar
+executes the actions and feeds back their results. The model check (tests/core/test_whole_run.py)
+does the same with names instead of bytes. Facts are level-triggered: an action that was not carried
+out is returned again.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ RULES = (
     ),
     Rule("crowded_out", "peer", "a volume is full", "copies but each rank's newest committed one"),
 )  # fmt: skip
-"""Every rule by which anything of a step is deleted. docs/ledger.md shows this table."""
+"""Every rule by which anything of a step is deleted. docs/protocol.md shows this table."""
 
 NEVER_WHOLE_KEPT = 4
 """Of the steps that no rank can complete any more, so many of the newest stay, to be looked at."""

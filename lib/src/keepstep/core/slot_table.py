@@ -17,7 +17,7 @@ never takes
       other ranks have sealed one more.
 
 So with four slots and at most one pinned, a lock-step run that dies loses one finished step at
-most, and never waits (docs/ledger.md). With two slots, or with three of which one is pinned, the
+most, and never waits (docs/protocol.md). With two slots, or with three of which one is pinned, the
 second newest image may be taken, because the training must not stop. Then there are moments without
 a common step in memory, and a crash in such a moment falls back to the newest commit.
 """

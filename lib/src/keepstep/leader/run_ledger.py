@@ -1,4 +1,4 @@
-"""The ledger of one run, and the last report of each node rank: the duties that docs/ledger.md
+"""The ledger of one run, and the last report of each node rank: the duties that docs/protocol.md
 gives to the host of a ledger.
 
 Reports may come late, twice, from a replaced sidecar, or from a pod that is being deleted. This

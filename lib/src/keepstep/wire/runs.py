@@ -179,7 +179,7 @@ class NodeReport:
 
 
 class DoubtKind(StrEnum):
-    """What the leader alone can see, and a condition of the run shows. docs/operations.md has the
+    """What the leader alone can see, and a condition of the run shows. docs/troubleshoot.md has the
     conditions."""
 
     COMMIT_STALLED = "CommitStalled"

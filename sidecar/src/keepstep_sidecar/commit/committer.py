@@ -1,7 +1,7 @@
 """Executes what `core.node` decides (writes, publishes, retires) and tells the node what happens.
 
-Its duties as a host (docs/ledger.md): list what this machine holds whenever that changes, record an
-epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
+Its duties as a host (docs/protocol.md): list what this machine holds whenever that changes, record
+an epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
 storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run of several
 machines, none sees a complete step. The leader tells each which steps are committed (`Heard`).
 """
