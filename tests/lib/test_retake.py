@@ -113,6 +113,12 @@ MOVES = {
     "a state of its own": lambda s: setattr(
         s.model[1], "state_dict", lambda *_, destination, prefix, **__: destination
     ),
+    "another dict of parameters": lambda s: setattr(
+        s.model[0], "_parameters", {**s.model[0]._parameters, "bias": nn.Parameter(torch.ones(4))}
+    ),
+    "buffers of another order": lambda s: s.model[1]._buffers.update(
+        running_mean=s.model[1]._buffers.pop("running_mean")
+    ),
     "another class": lambda s: setattr(s.model[0], "__class__", Silent),
     "one more field": lambda s: s.optimizer.state[s.model[0].weight].update(x=torch.ones(1)),
     "a field of another name": lambda s: s.optimizer.state[s.model[0].weight].update(
@@ -213,6 +219,17 @@ def test_a_layer_that_moves_to_the_next_module_is_found():
     model[1].add_module("0", model[0].pop(0))
     now = retake(before, {"model": model}, ALONE)
     assert [leaf.name for leaf in now.tensors] == ["model.1.0.weight", "model.1.0.bias"]
+
+
+@pytest.mark.parametrize("at", [0, 255, 256, 700, -1])
+@pytest.mark.parametrize("change", [torch.ones(4), torch.ones(2)], ids=["memory", "shape"])
+def test_one_of_many_tensors_that_moved_is_found(at, change):
+    parts = {"extra": {str(one): torch.zeros(4) for one in range(701)}}
+    before = take(parts)
+    for _ in range(3):
+        assert retake(before, parts, ALONE).tensors is before.tensors
+    list(parts["extra"].values())[at].data = change
+    assert retake(before, parts, ALONE).tensors is not before.tensors
 
 
 def test_tied_weights_and_a_shared_layer_stay():

@@ -18,8 +18,8 @@ import importlib
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, itemgetter
+from itertools import chain, repeat
+from operator import attrgetter, contains, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -827,7 +827,7 @@ class _Marks:
         marks = [leaf.mark for leaf in found]
         self._columns = [list(one) for one in zip(*marks, strict=True)] or [[]] * 8
         del self._columns[2]  # the shape of a DTensor
-        self._check: Callable[..., bool] | None = None
+        self._checks: list[Callable[..., bool]] = []
 
     def fit(self, own: list[Tensor], new: list[Tensor]) -> bool:
         """Whether these tensors have these marks."""
@@ -842,32 +842,46 @@ class _Marks:
                 return False
             for at, one in zip(self._sharded, sharded, strict=True):
                 tensors[at] = one.to_local()
+        if self._checks and self._pass(tensors):
+            return True
         if not _KINDS.issuperset(map(type, tensors)):
             return False
-        if self._check is not None and self._check(*tensors):
-            return list(map(Tensor.data_ptr, tensors)) == self._columns[0]
         same = all(
             list(map(read, tensors)) == column
             for read, column in zip(_READ, self._columns, strict=True)
         )
-        self._check = _check_of(tensors) if same else None
+        self._checks = _checks_of(tensors) if same else []
         return same
 
+    def _pass(self, tensors: list[Tensor]) -> bool:
+        """The same by `_checks`. Each block is read twice while the core's cache has it."""
+        addresses = self._columns[0]
+        for begin, check in zip(range(0, len(tensors), _BLOCK), self._checks, strict=True):
+            end = begin + _BLOCK
+            block = tensors[begin:end]
+            if not check(*block) or list(map(Tensor.data_ptr, block)) != addresses[begin:end]:
+                return False
+        return True
 
-def _check_of(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """What tells whether tensors have the types, dtypes, shapes, strides and devices of these, and
-    are conjugated or negated as these are.
+
+_BLOCK = 256
+
+
+def _checks_of(tensors: list[Tensor]) -> list[Callable[..., bool]]:
+    """What tells of each block of tensors whether others have the types, dtypes, shapes, strides
+    and devices of these, and are conjugated or negated as these are.
 
     It is what torch.compile checks its guards by: one call, in a quarter of the time of `_READ`.
     As it is not public, the marks are read where it is absent, and where it says no for any reason.
     """
     try:
         guards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
-        made = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        check: Callable[..., bool] = made.check
+        blocks = [tensors[at : at + _BLOCK] for at in range(0, len(tensors), _BLOCK)]
+        return [
+            guards(*one, dynamic_dims_sizes=None, dynamic_dims_strides=None).check for one in blocks
+        ]
     except Exception:
-        return None
-    return check
+        return []
 
 
 class _Table(NamedTuple):
@@ -973,6 +987,15 @@ class _States:
 
 
 _CODE = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_PARTS = itemgetter(
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+_MODULE_VERSION = attrgetter("_version")
 _DICTS = frozenset({dict, OrderedDict})
 _Hook = tuple[Callable[..., object], nn.Module, str]
 """A hook with its arguments: the module, and the prefix of its names."""
@@ -989,7 +1012,11 @@ class _Modules:
         self.root, self.tensors, self.names, self._hooks = root, tensors, names, hooks
         self._all = list(root.modules())
         self._kinds = set(map(type, self._all))
-        self._values, self._objects = self._read()
+        self._modules, self._parts = self._read()
+        self._lengths = list(map(len, self._parts))
+        self._full = [one for one in self._parts if one]
+        self._full_dicts = [one for one in self._full if isinstance(one, dict)]
+        self._names, self._objects = self._read_parts()
 
     @classmethod
     def of(cls, root: nn.Module, node: Node) -> _Modules | None:
@@ -1017,27 +1044,30 @@ class _Modules:
         """Whether nothing came, went or was replaced."""
         for hook, module, prefix in self._hooks:
             hook(module, prefix, False)
-        values, objects = self._read()
+        modules, parts = self._read()
+        if modules != self._modules or not _all_same(parts, self._parts):
+            return False
+        names, objects = self._read_parts()
         return (
-            values == self._values
+            list(map(len, parts)) == self._lengths
+            and names == self._names
             and _all_same(objects, self._objects)
             and all(map(_has_no_code, self._kinds))
         )
 
-    def _read(self) -> tuple[list[Any], list[object]]:
-        """What must be equal, and which objects must be the same."""
-        values: list[Any] = []
-        objects: list[object] = []
-        for module in self._all:
-            of = vars(module)
-            parameters, buffers, children = of["_parameters"], of["_buffers"], of["_modules"]
-            values += (type(module), type(parameters), type(buffers), type(children))
-            values += (*parameters, None, *buffers, None, *children, None)
-            values += (*of["_non_persistent_buffers_set"], None, module._version)
-            values += (len(of["_state_dict_hooks"]), *of["_state_dict_pre_hooks"].values())
-            values += ("state_dict" in of, "_save_to_state_dict" in of, "get_extra_state" in of)
-            objects += (*parameters.values(), *buffers.values(), *children.values())
-        return values, objects
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        """What must be equal of the modules, and the dicts and sets that must be the same."""
+        of = list(map(vars, self._all))
+        own = [name for name in _CODE if any(map(contains, of, repeat(name)))]
+        values = [*map(type, self._all), *map(_MODULE_VERSION, self._all), *own]
+        return values, list(chain.from_iterable(map(_PARTS, of)))
+
+    def _read_parts(self) -> tuple[list[Any], list[Any]]:
+        """What must be equal in these dicts and sets, and which objects must be the same. Most are
+        empty, and their lengths say so."""
+        return list(chain.from_iterable(self._full)), list(
+            chain.from_iterable(map(dict.values, self._full_dicts))
+        )
 
 
 def _is_plain(module: nn.Module) -> bool:
