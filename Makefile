@@ -71,6 +71,9 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt requirements-vision.txt lib/py
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check -r requirements-frameworks.txt
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(FRAMEWORKS)/vision -r requirements-vision.txt
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar
+	@echo "compiling DeepSpeed's CPU Adam (some minutes); without it one row of tests/conformance is skipped"
+	-@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(FRAMEWORKS)/extensions PATH=$(CURDIR)/$(FRAMEWORKS)/bin:$$PATH \
+		$(FRAMEWORKS)/bin/python -c "from deepspeed.ops.op_builder import CPUAdamBuilder as one; one().load(verbose=False)" >/dev/null 2>&1
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the frameworks themselves, in an environment of their own

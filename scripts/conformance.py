@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.conformance.rows import every_row  # noqa: E402
+from tests.conformance.rows import every_row, packages  # noqa: E402
 from tests.conformance.table import Result, Row  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def render() -> str:
         for kind in dict.fromkeys(row.kind for row in rows)
     ]
     said = f"{len(rows)} rows: {words}. In {better} of the equal ones `torch.save` is not equal."
-    return "\n".join([said, "", *tables])
+    return "\n".join([said, "", _optimizers(rows), *tables])
 
 
 def _table(kind: str, rows: list[Row]) -> str:
@@ -45,6 +45,34 @@ def _table(kind: str, rows: list[Row]) -> str:
     for row in rows:
         cells = (row.what, row.control.value, row.keepstep.value, row.reason)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_EQUAL = {Result.EQUAL: "yes", Result.AS_CONTROL: "as with `torch.save`"}
+
+
+def _optimizers(rows: tuple[Row, ...]) -> str:
+    """A line for all optimizers of one package that have one result, for one reason."""
+    pins = _versions()
+    found: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in rows:
+        if row.optimizer:
+            package = (*row.packages, "torch")[0]
+            name, _, option = row.optimizer.partition(", with ")
+            kept = f"with `{option}`" if option else "yes"
+            key = (package, pins[package], kept, _EQUAL[row.keepstep], row.reason)
+            found.setdefault(key, {})[f"`{name}`"] = None
+    for (package, name), why in packages.UNTRIED.items():
+        found.setdefault((package, pins[package], "not tried", "", why), {})[f"`{name}`"] = None
+    lines = [
+        "## Optimizers\n",
+        "On a CPU, each killed and compared as its rows below say.\n",
+        "| package | tested version | optimizers | kept | bit-equal | note |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (package, version, kept, equal, why), names in found.items():
+        cells = (package, version, ", ".join(names), kept, equal, why)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

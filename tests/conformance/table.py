@@ -78,7 +78,8 @@ class Life:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One training. `says`: what the warning or the error of keepstep must contain. `looks`:
-    whether the state is also compared directly after a restore."""
+    whether the state is also compared directly after a restore. `optimizer`: its name in the table
+    of optimizers, if it is about one."""
 
     kind: str
     what: str
@@ -91,6 +92,7 @@ class Row:
     says: str = ""
     looks: bool = True
     packages: tuple[str, ...] = ()
+    optimizer: str = ""
 
     @property
     def name(self) -> str:

@@ -250,7 +250,8 @@ def _halves(args: Sequence[Any]) -> list[list[Any]]:
     tensors = [one for one in args if isinstance(one, Tensor)]
     size = tensors[0].shape[0] if tensors[0].dim() else 0
     if size < 2 or any(one.shape != tensors[0].shape for one in tensors):
-        return [list(args)]
+        # over the memory of now: the script may give a tensor other memory before this runs
+        return [[one.detach() if isinstance(one, Tensor) else one for one in args]]
     cut = size // 2
     return [
         [one.narrow(0, begin, count) if isinstance(one, Tensor) else one for one in args]

@@ -343,6 +343,19 @@ class Trainer:
         there.copy_(layer.data)
         layer.data = there
 
+    def move(self) -> None:
+        """To other memory of the device; the former is given away at once, unless it is held."""
+        for layer in self.model.layers:
+            there = layer.data
+            place = self.device.place(layer)
+            layer.data = self.device.made(there.clone(), place)
+            self.device.free(there)
+        for state in self.optimizers[0].state.values():
+            for name, there in state.items():
+                if (place := self.device.place(there)) is not None:
+                    state[name] = self.device.made(there.clone(), place)
+                    self.device.free(there)
+
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether the image on its way refers to this memory."""
         pending = self.agent.pending
@@ -388,7 +401,7 @@ ACTIONS = [
     *["train", "train", "train", "save", "save", "save", "wait", "train_beside", "drain", "mutate"],
     *["change", "change_data", "offload", "save_without_memory", "save_interrupted"],
     *["train_in_forks", "there_and_back"],
-    *["change_frozen", "change_frozen_in_place", "unfreeze"],
+    *["change_frozen", "change_frozen_in_place", "unfreeze", "move"],
 ]
 
 
@@ -530,6 +543,16 @@ def test_memory_that_the_script_lets_go_of_is_not_given_away_while_it_is_copied(
         for action in ["save", "offload", "train", "save", "offload", "drain"]:
             getattr(trainer, action)()
     assert trainer.slots.staged == [1, 2]
+
+
+@pytest.mark.parametrize("pace", ["late", "any", "early"])
+@pytest.mark.parametrize("seed", range(4))
+def test_state_that_is_moved_between_steps_costs_none_and_is_soon_copied_at_once(pace, seed):
+    with training(pace=pace, seed=seed) as trainer:
+        for action in ["train", "save", "move"] * 5 + ["drain"]:
+            getattr(trainer, action)()
+        assert trainer.agent.copies_eagerly
+    assert (trainer.slots.staged, trainer.slots.discarded) == ([1, 2, 3, 4, 5], [])
 
 
 # --- the seam over torch, as far as it can be seen without a device ------------------------------

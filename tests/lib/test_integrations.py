@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations import require
+from keepstep.integrations import TESTED, require
 from keepstep.integrations.loaders import Batches
 
 
@@ -35,14 +35,19 @@ class Framework:
 HERE = f"{__name__}:Framework"
 
 
-def needed(version, *hooks, owner=HERE):
-    require(f"x{hooks}", version, tested=("5.19", "5.23"), hooks={owner: hooks})
+@pytest.fixture
+def needed(monkeypatch):
+    def needed(version, *hooks, owner=HERE):
+        monkeypatch.setitem(TESTED, f"x{hooks}", ("5.19", "5.23"))
+        require(f"x{hooks}", version, hooks={owner: hooks})
+
+    return needed
 
 
 @pytest.mark.parametrize(
     "missing", ["fit", "train(model, batches)", "_loss", "train(epoch, step, model)"]
 )
-def test_a_version_that_lacks_a_hook_is_refused_whatever_its_number(missing):
+def test_a_version_that_lacks_a_hook_is_refused_whatever_its_number(needed, missing):
     for version in ("4.60.0", "5.20.1", "6.0"):
         with pytest.raises(keepstep.UsageError, match=r"install .* 5.19 to 5.23") as error:
             needed(version, "train", missing, "_step")
@@ -50,12 +55,12 @@ def test_a_version_that_lacks_a_hook_is_refused_whatever_its_number(missing):
 
 
 @pytest.mark.parametrize("owner", ["no_such_module:Framework", f"{__name__}:Other"])
-def test_a_class_that_is_gone_is_a_hook_that_is_missing(owner):
+def test_a_class_that_is_gone_is_a_hook_that_is_missing(needed, owner):
     with pytest.raises(keepstep.UsageError, match=rf"{owner.partition(':')[2]}.train; install"):
         needed("5.20", "train", owner=owner)
 
 
-def test_a_version_that_was_never_tested_is_tried_with_one_warning(caplog):
+def test_a_version_that_was_never_tested_is_tried_with_one_warning(needed, caplog):
     hooks = ("train(model, epoch)", "_step")
     for version in ("5.19.0", "5.20.1", "5.23.9", "5.19.0rc1"):
         needed(version, *hooks)

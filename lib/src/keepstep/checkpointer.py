@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
@@ -60,6 +60,7 @@ from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
 from keepstep.state.sharding import ALONE, Claim
 from keepstep.state.take import (
+    Taking,
     UnsavedBuffers,
     check_components,
     encode,
@@ -67,10 +68,8 @@ from keepstep.state.take import (
     layout_changes,
     loaders_of,
     loose_places,
-    retake,
     take,
 )
-from keepstep.state.walk import NOWHERE, Loose
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
@@ -85,11 +84,11 @@ _NO_RNG = (
     'restore(rng="later") was called, but restore_rng() was not before the first save(): random'
     " numbers are not those of an undisturbed run"
 )
-_MISSES = 3
-"""After so many saves in a row at which tensors had moved, they are expected to move each time."""
 _SLOW_VALUES_S = 0.02
-_MISSES_BETWEEN = 16
-"""Then so many saves pass until it is tried whether they have settled."""
+_MOVES = (
+    "the state was given other memory between two steps, as if it was offloaded: from now on every"
+    " step is copied before save() returns, and none of the former memory is held after that"
+)
 _MOST_CHANGES = 2
 """After so many saves in a row at which the layout had changed, small tensors that come and go are
 kept as values are."""
@@ -188,9 +187,8 @@ class Checkpointer:
         self._epoch: Epoch | None = None
         self._probed: Taken | None = None
         self._restored: Layout | None = None
-        self._taken: Taken | None = None
-        self._misses = self._layout_changes = 0
-        self._loose: Loose = NOWHERE
+        self._taking = Taking(self._components)
+        self._layout_changes = 0
         self._structure: Structure = {}
         self._changed: frozenset[str] = frozenset()
         self._refused: tuple[Structure, str] = {}, ""
@@ -355,7 +353,7 @@ class Checkpointer:
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._compare_replicas(agreed.epoch)
-        self._taken, self._restored = probed and _without_values(probed), layout
+        self._taking, self._restored = Taking(self._components, probed), layout
         if probed is not None and self._frozen_once:
             self._frozen.watch(probed)
         self._order_slots()
@@ -546,20 +544,6 @@ class Checkpointer:
         tensor is filled."""
         return self._probed or take(self._known(), self._topology)
 
-    def _retake(self) -> Taken:
-        """The taken state, beside how it was taken at the last save. Where it never stays the same,
-        only a walk is tried."""
-        before, self._taken = self._taken, None
-        if before is None:
-            taken = take(self._components, self._topology, loose=self._loose)
-            self._misses += self._misses >= _MISSES
-        else:
-            taken = retake(before, self._components, self._topology, loose=self._loose)
-            self._misses = 0 if taken.cache is before.cache else self._misses + 1
-        if self._misses < _MISSES or self._misses % _MISSES_BETWEEN == 0:
-            self._taken = _without_values(taken)
-        return taken
-
     def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
         assert self._agent is not None
         return Restore(
@@ -590,7 +574,7 @@ class Checkpointer:
             if not is_known(one) or (isinstance(inner, torch.optim.Optimizer) and not inner.state):
                 return
         with contextlib.suppress(Exception):  # the first save raises it again
-            taken = self._retake()
+            taken = self._taking.take(self._topology)
             self._snapshots_for(self._agent, taken, len(self._encode(taken)))
 
     # --- save --------------------------------------------------------------------------------
@@ -763,8 +747,10 @@ class Checkpointer:
             # no fault of the script's, and memory may be given later: training goes on
             agent.skip(step, str(error), unkeepable=bool(agent.refusal))
             return False
-        agent.eager_next = False
+        doubted, agent.eager_next = agent.eager_next and self._lazy, False
         self._fill(agent, slot, state, step=step, lazy=lazy, started=started)
+        if doubted:
+            agent.doubt(state.snapshots.guard_of_lazy(state.taken))
         return True
 
     def _fill(
@@ -802,17 +788,17 @@ class Checkpointer:
         A layout that changes at each save costs the training thread a wait for new memory each
         time. So small tensors that come and go move to the extras, which have room for more.
         """
-        taken = self._retake()
+        taken = self._taking.take(self._topology)
         data, before = self._encode(taken), self._snapshots
         found: dict[str, str] = {}
         if before is not None and not before.fits(taken, len(data)):
             found = layout_changes(before.joined, taken)
         self._layout_changes = self._layout_changes + 1 if found else 0
         if self._layout_changes >= _MOST_CHANGES:
-            loose = self._loose | loose_places(found, taken)
-            if loose != self._loose:
-                self._loose, self._taken = loose, None
-                taken = self._retake()
+            loose = self._taking.loose | loose_places(found, taken)
+            if loose != self._taking.loose:
+                self._taking.loose, self._taking.before = loose, None
+                taken = self._taking.take(self._topology)
                 data = self._encode(taken)
         if self._layout_changes > _MOST_CHANGES:
             names = few([f"{name} {what}" for name, what in found.items()], 5)
@@ -934,11 +920,11 @@ class Checkpointer:
         if agent is None:
             return
         self._moved = True
-        if agent.pending is None:
-            return
         started = time.perf_counter()
         try:
             agent.settle(decided=decided)
+            if self._taking.found_moving():
+                agent.copy_all_eagerly(_MOVES)
         except Exception as error:
             if self._strict:
                 raise
@@ -1042,7 +1028,7 @@ class Checkpointer:
 
     def _let_go(self, reason: str, *, timeout_s: float) -> None:
         agent, self._agent, self._off = self._agent, None, reason
-        self._taken = self._snapshots = self._left = None  # they hold the script's tensors
+        self._taking.before = self._snapshots = self._left = None  # they hold the script's tensors
         _LIVE.discard(self)
         if self._replicas is not None:
             self._replicas.close(timeout_s=max(0.0, min(timeout_s, 1.0)))
@@ -1175,11 +1161,6 @@ class Left(NamedTuple):
 
 def _left_s(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
-
-
-def _without_values(taken: Taken) -> Taken:
-    """The same, to be compared with the next save: values may be large, and are taken anew."""
-    return replace(taken, values=[None] * len(taken.values))
 
 
 def _joined(components: Mapping[str, Any] | None, named: Mapping[str, Any]) -> Mapping[str, Any]:

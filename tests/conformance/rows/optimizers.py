@@ -57,10 +57,11 @@ for _kind, _variants in _KINDS.items():
             f"{_kind.__name__}({_words})",
             lambda kind=_kind, options=_options: _of(kind, **{"lr": 1e-2, **options}),
             kills=(3,) if _options else (2, 5),
+            optimizer=_kind.__name__,
         )
 
 
-@TABLE.row("Muon of the matrices beside AdamW of the rest")
+@TABLE.row("Muon of the matrices beside AdamW of the rest", optimizer="Muon")
 def _() -> Training:
     model = net()
     flat = [p for p in model.parameters() if p.dim() == 2]
@@ -79,7 +80,7 @@ def _() -> Training:
     return Training(components={"model": model, "muon": muon, "adam": adam}, step=step)
 
 
-@TABLE.row("SparseAdam of an embedding with sparse gradients")
+@TABLE.row("SparseAdam of an embedding with sparse gradients", optimizer="SparseAdam")
 def _() -> Training:
     model = nn.Embedding(10, 4, sparse=True)
     return trained(
@@ -107,7 +108,7 @@ def _lbfgs(**options: Any) -> Training:
     return Training(components={"model": model, "optimizer": optimizer}, step=step)
 
 
-TABLE.add("LBFGS whose history grows", _lbfgs)
+TABLE.add("LBFGS whose history grows", _lbfgs, optimizer="LBFGS")
 TABLE.add(
     "LBFGS whose history is full, with a line search",
     lambda: _lbfgs(history_size=3, line_search_fn="strong_wolfe"),

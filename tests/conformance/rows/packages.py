@@ -4,7 +4,10 @@ them."""
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,17 @@ TABLE = Table("Packages")
 
 def _add(package: str, what: str, make: Callable[..., Training], *given: Any, **more: Any) -> None:
     TABLE.add(f"{package}: {what}", make, *given, packages=(package,), **more)
+
+
+def _of(package: str, name: str, make: Callable[..., Training], *given: Any, **more: Any) -> None:
+    """A row of an optimizer."""
+    _add(package, name, make, *given, optimizer=name, **more)
+
+
+UNTRIED = {
+    ("torchao", "CPUOffloadOptimizer"): "needs a GPU: it asserts that one is there",
+}
+"""Optimizers without a row, by package and name, and why."""
 
 
 def _uncompiled() -> None:
@@ -37,8 +51,8 @@ def _torchao(name: str) -> Training:
     return trained(model, optimizer, data=lambda: batch(64))
 
 
-for _name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"):
-    _add("torchao", _name, _torchao, _name)
+for _name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8"):
+    _of("torchao", _name, _torchao, _name)
 
 
 def _bits(name: str, **options: Any) -> Training:
@@ -49,10 +63,32 @@ def _bits(name: str, **options: Any) -> Training:
     return trained(model, kind(model.parameters(), lr=1e-2, **options), data=lambda: batch(64))
 
 
-for _name in ("Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit"):
+_PAGED = "nothing is paged on a CPU; not tried on a GPU"
+for _name in (
+    *("Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit", "AdEMAMix8bit", "RMSprop8bit"),
+    *("Adagrad8bit", "LAMB8bit", "PagedAdamW8bit", "PagedLion8bit", "PagedAdEMAMix8bit"),
+):
     _options = {"momentum": 0.9} if _name == "SGD8bit" else {}
-    _add("bitsandbytes", _name, functools.partial(_bits, _name, min_8bit_size=0, **_options))
-_add("bitsandbytes", "AdamW in 32 bits", _bits, "AdamW")
+    if _name != "LAMB8bit":
+        _options["min_8bit_size"] = 0
+    _paged = {"reason": _PAGED} if _name.startswith("Paged") else {}
+    _of("bitsandbytes", _name, functools.partial(_bits, _name, **_options), **_paged)
+_of("bitsandbytes", "AdamW", _bits, "AdamW")
+_of("bitsandbytes", "PagedAdamW", _bits, "PagedAdamW", reason=_PAGED)
+
+
+EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/extensions"))
+"""Where `make test-frameworks` compiles what DeepSpeed compiles at its first use."""
+
+
+@functools.partial(_of, "deepspeed", "DeepSpeedCPUAdam")
+def _() -> Training:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(EXTENSIONS)}
+    os.environ["PATH"] = os.pathsep.join([f"{sys.prefix}/bin", os.environ["PATH"]])  # of ninja
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    model = net()
+    return trained(model, DeepSpeedCPUAdam(model.parameters(), lr=1e-2))
 
 
 class QLora(nn.Module):
@@ -133,7 +169,7 @@ def _schedulefree(name: str, *, after_save: bool) -> Training:
 
 
 for _name in ("AdamWScheduleFree", "SGDScheduleFree"):
-    _add("schedulefree", _name, lambda name=_name: _schedulefree(name, after_save=False))
+    _of("schedulefree", _name, lambda name=_name: _schedulefree(name, after_save=False))
 _add(
     "schedulefree",
     "AdamWScheduleFree that evaluates after the save",
@@ -151,8 +187,10 @@ def _heavyball(name: str) -> Training:
     return trained(model, kind(model.parameters(), lr=1e-2), data=lambda: batch(8))
 
 
-for _name in ("SOAP", "AdamW", "Muon", "PSGDKron", "ADOPT"):
-    _add(
+for _name in (
+    *("SOAP", "AdamW", "Muon", "PSGDKron", "ADOPT", "SFAdamW", "KLShampoo", "MuonAdamW"),
+):
+    _of(
         "heavyball",
         _name,
         _heavyball,
@@ -188,13 +226,13 @@ _add(
 )
 
 
-def _trusted_galore() -> Training:
-    training = _galore("GaLoreAdamW")
+def _trusted(make: Callable[..., Training], *given: Any) -> Training:
+    training = make(*given)
     training.options = {"trusted": True}
     return training
 
 
-_add("galore-torch", "GaLoreAdamW, with trusted=True", _trusted_galore)
+_of("galore-torch", "GaLoreAdamW, with trusted=True", _trusted, _galore, "GaLoreAdamW")
 
 
 def _of_many(name: str) -> Training:
@@ -207,9 +245,39 @@ def _of_many(name: str) -> Training:
 
 for _name in (
     *("lion", "adabelief", "prodigy", "adan", "lamb", "stablespam", "soap", "shampoo"),
-    *("came", "aggmo", "ademamix", "mars", "tiger", "adopt"),
+    *("came", "aggmo", "ademamix", "mars", "tiger", "adopt", "kron"),
 ):
-    _add("pytorch_optimizer", _name, _of_many, _name)
+    _of("pytorch_optimizer", _name, _of_many, _name)
+
+
+def _groups(name: str, *, of_matrices: dict[str, Any], of_rest: dict[str, Any]) -> Training:
+    import pytorch_optimizer
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    kinds = {True: of_matrices, False: of_rest}
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() == 2) is matrix], **options}
+        for matrix, options in kinds.items()
+    ]
+    optimizer = pytorch_optimizer.load_optimizer(name)(groups, lr=1e-2)
+    return trained(model, optimizer, data=lambda: batch(8))
+
+
+for _name in ("muon", "adamuon"):
+    _of(
+        "pytorch_optimizer",
+        _name,
+        functools.partial(
+            _groups, _name, of_matrices={"use_muon": True}, of_rest={"use_muon": False}
+        ),
+    )
+_low_rank = {"rank": 4, "update_proj_gap": 3, "scale": 0.25, "projection_type": "std"}
+_low = functools.partial(_groups, of_matrices=_low_rank, of_rest={})
+for _name, _make in {
+    **{name: functools.partial(_low, name) for name in ("galore", "fira", "apollo")},
+    "scalableshampoo": functools.partial(_of_many, "scalableshampoo"),
+}.items():
+    _of("pytorch_optimizer", f"{_name}, with trusted=True", _trusted, _make)
 
 
 def _wrapped(name: str) -> Training:

@@ -27,17 +27,27 @@ log = logging.getLogger("keepstep")
 
 _SHOWN = 8
 
+TESTED = {
+    "accelerate": ("1.15", "1.15"),
+    "deepspeed": ("0.19", "0.19"),
+    "lightning": ("2.6", "2.6"),
+    "pytorch_lightning": ("2.6", "2.6"),
+    "sentence_transformers": ("6.2", "6.2"),
+    "torchtitan": ("0.3", "0.3"),
+    "transformers": ("5.19", "5.23"),
+    "trl": ("1.16", "1.16"),
+}
+"""The lowest and the highest release of each package that was tested."""
 
-def require(
-    package: str, version: str, *, tested: tuple[str, str], hooks: Mapping[str, Iterable[str]]
-) -> None:
-    """Raise UsageError if this version of a package lacks a hook; warn once if it was never tested.
 
-    `tested`: the lowest and the highest release that was, as "5.19". `hooks`: what the adapter
-    calls, replaces or reads, by owner (`module:Class`, or `module:`): `method`,
-    `method(parameter, parameter)`, or an attribute that the code of the class assigns.
+def require(package: str, version: str, *, hooks: Mapping[str, Iterable[str]]) -> None:
+    """Raise UsageError if this version of a package lacks a hook; warn once if it is not between
+    those of `TESTED`.
+
+    `hooks`: what the adapter calls, replaces or reads, by owner (`module:Class`, or `module:`):
+    `method`, `method(parameter, parameter)`, or an attribute that the code of the class assigns.
     """
-    lowest, highest = tested
+    lowest, highest = TESTED[package]
     missing = [
         f"{owner.partition(':')[2] or owner}.{one}"
         for owner, names in hooks.items()
@@ -92,7 +102,6 @@ def require_accelerate() -> None:
     require(
         "accelerate",
         importlib.metadata.version("accelerate"),
-        tested=("1.15", "1.15"),
         hooks={
             "accelerate.state:AcceleratorState": ["distributed_type"],
             "accelerate.data_loader:DataLoaderAdapter": ["base_dataloader"],

@@ -41,7 +41,6 @@ from keepstep.state.wrappers import Flat, Replicated, copy_options
 require(
     "deepspeed",
     importlib.metadata.version("deepspeed"),
-    tested=("0.19", "0.19"),
     hooks={
         "deepspeed.runtime.engine:DeepSpeedEngine": (
             *("global_steps", "global_samples", "micro_steps", "skipped_steps", "param_names"),

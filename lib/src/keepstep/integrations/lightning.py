@@ -84,7 +84,7 @@ _HOOKS = {
 def _require(package: str) -> None:
     version = importlib.import_module(package).__version__
     hooks = {f"{package}.{owner}": names for owner, names in _HOOKS.items()}
-    require(package.partition(".")[0], version, tested=("2.6", "2.6"), hooks=hooks)
+    require(package.partition(".")[0], version, hooks=hooks)
 
 
 _lightning: Any = _package()

@@ -40,7 +40,6 @@ log = logging.getLogger("keepstep")
 require(
     "torchtitan",
     importlib.metadata.version("torchtitan"),
-    tested=("0.3", "0.3"),
     hooks={
         "torchtitan.components.checkpointer:CheckpointManager": (
             *("_load(step)", "_save(curr_step, last_step)", "_should_save(curr_step, last_step)"),

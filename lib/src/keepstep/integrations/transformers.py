@@ -74,8 +74,6 @@ OWN: dict[str, dict[str, tuple[str, ...]]] = {
 """The attributes that a step keeps, by package and class: sums for the next line of the log, the
 rollouts of the steps to come, and of a loss what is trained along."""
 
-_TESTED = {"trl": ("1.16", "1.16"), "sentence_transformers": ("6.2", "6.2")}
-
 _INCIDENTAL = frozenset(
     {"_logs", "_last_loaded_step", "_pending_extra_logs", "_pending_metrics", "_signature_columns"}
 )
@@ -250,7 +248,6 @@ T = TypeVar("T", bound=Trainer)
 require(
     "transformers",
     transformers.__version__,
-    tested=("5.19", "5.23"),
     hooks={
         "transformers:Trainer": (
             "set_initial_training_values(args, dataloader)",
@@ -692,7 +689,7 @@ def _refuse(trainer: Any) -> None:
         own = {f"{one.__module__}:{one.__name__}": names.get(one.__name__, ()) for one in kinds}
         if own:
             version = importlib.metadata.version(package)
-            require(package, version, tested=_TESTED[package], hooks=own)
+            require(package, version, hooks=own)
     if trainer.is_fsdp_enabled and is_quantized(trainer.model):
         raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)

@@ -36,6 +36,7 @@ from keepstep.errors import (
 )
 from keepstep.image import Layout
 from keepstep.save.frozen import Base
+from keepstep.save.guard import Guard
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
 from keepstep.wire.trainer import (
@@ -64,6 +65,11 @@ _KNOWN_STEPS = 10_000
 _KINDS = 100
 _OTHERS = "other reasons"
 _EAGER_WITHIN = 100
+_HOW = (
+    ": from now on every step is copied before save() returns. An optimizer that is no"
+    " torch.optim.Optimizer needs `with checkpointer.mutating():` around its step to be copied"
+    " beside it"
+)
 _DRAIN_S = 2.0
 _COPY_S = 60.0
 _ASK_AGAIN = ("starting", "stopping", "no-lease")
@@ -149,6 +155,7 @@ class Agent:
         self.trains: int | None = None
         self.mutated_step: int | None = None
         self._eager = False
+        self._doubted: Guard | None = None
         self._discarded_at: int | None = None
         # `with` on a Lock is C code, so no exception can come between acquiring it and holding it
         # Reentrant: a signal handler may call close() while this thread holds it
@@ -347,6 +354,7 @@ class Agent:
         `decided=False`: an accelerator may come to the comparison of the fingerprints later. What
         this thread's streams do after this call waits for it.
         """
+        self._learn()
         pending = self.pending
         if pending is None or pending.judged.is_set():
             return
@@ -363,6 +371,22 @@ class Agent:
             pending.finish(Verdict.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
         pending.judge()
+
+    def doubt(self, guard: Guard | None) -> None:
+        """The image before was discarded, so this one was copied at once: `settle` finds out
+        whether it would have been discarded, too."""
+        self._doubted = guard
+
+    def _learn(self) -> None:
+        guard, self._doubted = self._doubted, None
+        if guard is not None and (culprit := guard.changed()):
+            self.copy_all_eagerly(f"{culprit} has changed again after a save{_HOW}")
+
+    def copy_all_eagerly(self, why: str) -> None:
+        """Copy all images at once from now on. Says so once."""
+        if not self._eager:
+            self._eager = True
+            self.warn("eager", why)
 
     def reads(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
@@ -647,14 +671,10 @@ class Agent:
         self.eager_next = True
         saves, before = self.stats.saves, self._discarded_at
         self._discarded_at = saves
-        if before is not None and saves - before <= _EAGER_WITHIN and not self._eager:
-            self._eager = True
-            self.warn(
-                "eager",
-                f"step {pending.step} is the second of {saves - before} saves that changed"
-                " before it was copied: from now on every step is copied before save() returns."
-                " An optimizer that is no torch.optim.Optimizer needs `with"
-                " checkpointer.mutating():` around its step to be copied beside it",
+        if before is not None and saves - before <= _EAGER_WITHIN:
+            self.copy_all_eagerly(
+                f"step {pending.step} is the second of {saves - before} saves that changed before"
+                f" it was copied{_HOW}"
             )
 
     def _refuse(self, layout: Layout, reason: str) -> None:

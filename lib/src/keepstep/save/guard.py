@@ -35,14 +35,19 @@ _VERSION = attrgetter("_version")
 
 
 class Watched:
-    """Tensors as a guard watches them: flat lists, which are read and compared as a whole."""
+    """Tensors as a guard watches them: flat lists, which are read and compared as a whole.
 
-    def __init__(self, leaves: Sequence[TensorLeaf]) -> None:
+    `aliases`: what is copied in the place of the tensors, over the memory that they have now. Then
+    other memory that they are given (`tensor.data = tensor.data.to("cpu")`) is no change.
+    """
+
+    def __init__(self, leaves: Sequence[TensorLeaf], aliases: Sequence[Tensor] = ()) -> None:
         # in-place operations on a DTensor and on its part are counted apart
         apart = [leaf for leaf in leaves if leaf.live is not leaf.tensor]
         self._names = [leaf.name for leaf in (*leaves, *apart)]
-        self._tensors = [leaf.tensor for leaf in leaves]
-        self._counting = [*self._tensors, *(leaf.live for leaf in apart)]
+        self._tensors = list(aliases) or [leaf.tensor for leaf in leaves]
+        live = [leaf.live.detach() if aliases else leaf.live for leaf in apart]
+        self._counting = [*self._tensors, *live]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     def versions(self) -> list[int]:

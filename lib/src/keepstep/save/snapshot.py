@@ -342,7 +342,7 @@ class _Divided:
             else:
                 (patient if waits else urgent).setdefault(place, []).append(leaf)
         self.fingerprint = fingerprint_of(later) if later else None
-        self.watched = Watched(later)
+        self.watched = Watched(later, self.fingerprint.aliases if self.fingerprint else ())
         self.now = Lot(now, [leaf.tensor for leaf in now])
         self.later = Lot(later, self.fingerprint.aliases if self.fingerprint else [])
         self.aside = _Aside(host, fingerprint_over) if host and (urgent or patient) else None
@@ -439,6 +439,8 @@ class Snapshots:
             elsewhere = frozenset[str]() if self.base is None else self.base.names
             leaves = tuple(leaf for leaf in taken.tensors if leaf.name not in elsewhere)
             divided = _Divided(leaves, *ways, lazy=lazy)
+            if not lazy:
+                self._fingerprint = None  # it would hold memory that the tensors once had
             taken.cache[key] = divided
         return divided
 
@@ -507,6 +509,10 @@ class Snapshots:
             device = accelerator.here()
             with device.on(device.copying(place)), torch.no_grad():
                 device.copy_again(lot.copies(mapping), place, pinned=mapping.pinned)
+
+    def guard_of_lazy(self, taken: Taken) -> Guard | None:
+        """A guard of what a lazy copy would have left for later."""
+        return self._divided(taken, lazy=True).guard()
 
     def guard_of_all(self, taken: Taken) -> Guard | None:
         """A guard of all tensors; None if changes of one of them cannot be detected."""

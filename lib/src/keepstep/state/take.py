@@ -38,6 +38,11 @@ from keepstep.state.sharding import ALONE, Bulk, Topology, cut
 from keepstep.state.walk import NOWHERE, Again, Loose, Walker
 from keepstep.state.wrappers import is_deepspeed, unwrap
 
+_MISSES = 3
+"""After so many saves in a row at which tensors had moved, they are expected to move each time."""
+_MISSES_BETWEEN = 16
+"""Then so many saves pass until it is tried whether they have settled."""
+
 
 def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the same mapping, so that a later replacement of an entry is seen.
@@ -120,6 +125,61 @@ def retake(
     if again.finds(components):
         return replace(before, values=again.values, metadata=again.metadata)
     return take(components, topology, loose=loose)
+
+
+class Taking:
+    """Takes the state at each save, beside how it was taken at the last one.
+
+    Where tensors never stay the same, only a walk is tried. Where they are given other memory
+    outside the optimizer's steps (`moves`: state that is offloaded after each update), nothing of
+    the last save is held, because that would keep the former memory from being freed.
+    """
+
+    def __init__(self, components: Mapping[str, Any], before: Taken | None = None) -> None:
+        self._components, self._topology, self._misses = components, ALONE, 0
+        self.before = before and _without_values(before)
+        self.loose: Loose = NOWHERE
+        self.moves = False
+        self._doubted: Taken | None = None
+
+    def take(self, topology: Topology) -> Taken:
+        """The state as it is now."""
+        self._topology = topology
+        before, self.before, self._doubted = self.before, None, None
+        if before is None:
+            taken = take(self._components, topology, loose=self.loose)
+            self._misses += self._misses >= _MISSES
+        else:
+            taken = retake(before, self._components, topology, loose=self.loose)
+            self._misses = 0 if taken.cache is before.cache else self._misses + 1
+        if not self.moves and (self._misses < _MISSES or self._misses % _MISSES_BETWEEN == 0):
+            self.before = _without_values(taken)
+            if before is not None and self._misses and _lazy(before) != _lazy(taken):
+                self._doubted = self.before
+        return taken
+
+    def found_moving(self) -> bool:
+        """Called before an optimizer's step: whether what only such a step changes was given other
+        memory since it was taken, as between the last two saves. True once."""
+        doubted, self._doubted = self._doubted, None
+        if doubted is None:
+            return False
+        before = _lazy(doubted)
+        now = _lazy(take(self._components, self._topology, loose=self.loose))
+        self.moves = any(now.get(name, place) != place for name, place in before.items())
+        if self.moves:
+            self.before = None
+        return self.moves
+
+
+def _lazy(taken: Taken) -> dict[str, tuple[Any, ...]]:
+    """Where the tensors are that only an optimizer's step changes."""
+    return {leaf.name: leaf.mark for leaf in taken.tensors if leaf.lazy}
+
+
+def _without_values(taken: Taken) -> Taken:
+    """The same, to be compared with the next save: values may be large, and are taken anew."""
+    return replace(taken, values=[None] * len(taken.values))
 
 
 def layout_changes(layout: Layout, taken: Taken) -> dict[str, str]:

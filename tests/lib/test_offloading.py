@@ -1,0 +1,146 @@
+"""State that is moved between steps, as trainers by reinforcement do to make room for the rollouts:
+other memory after each step. No step is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import keepstep
+from tests.lib.training import begun, hold_copies
+
+STEPS = 12
+LAZY = 2
+"""After so many saves it is known that the state moves, and nothing is copied later any more."""
+
+
+def by_new_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As verl's `offload_fsdp_optimizer`."""
+    for state in optimizer.state.values():
+        for name, one in state.items():
+            state[name] = one.clone()
+
+
+def by_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `model.to(device)` for parameters, and the former for the optimizer."""
+    for one in model.parameters():
+        one.data = one.data.clone()
+    by_new_tensors(model, optimizer)
+
+
+def by_data_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for one in state.values():
+            one.data = one.data.clone()
+
+
+def by_swapping(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `model.to(device)` for DTensors."""
+    for one in model.parameters():
+        torch.utils.swap_tensors(one, nn.Parameter(one.detach().clone()))
+
+
+def kept_where_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    pass
+
+
+MOVES = [by_new_tensors, by_data, by_data_of_state, by_swapping]
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("when", ["before the save", "after the save"])
+@pytest.mark.parametrize("move", [*MOVES, kept_where_it_is])
+def test_no_step_is_lost(
+    sidecar, monkeypatch, move: Callable[..., None], when: str, caplog
+) -> None:
+    model, optimizer = trained()
+    copies = hold_copies(monkeypatch)
+    checkpointer = begun({"model": model, "optimizer": optimizer})
+    for step in range(STEPS):
+        copies.set()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if when == "before the save":
+            move(model, optimizer)
+        if step < LAZY:
+            copies.clear()
+        assert checkpointer.save(step)
+        if when == "after the save":
+            move(model, optimizer)
+    copies.set()
+    checkpointer.close()
+    assert (checkpointer.stats.staged, checkpointer.stats.discarded) == (STEPS, 0)
+    said = sum("was given other memory between two steps" in one for one in caplog.messages)
+    assert said == (move is not kept_where_it_is and when == "after the save")
+    other, its = trained()
+    with keepstep.Checkpointer({"model": other, "optimizer": its}) as again:
+        assert again.restore().step == STEPS - 1
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    states = zip(its.state.values(), optimizer.state.values(), strict=True)
+    assert all(torch.equal(one[name], state[name]) for one, state in states for name in state)
+
+
+def test_what_is_written_to_the_other_memory_is_in_no_image(sidecar, monkeypatch) -> None:
+    model, optimizer = trained()
+    copies = hold_copies(monkeypatch)
+    checkpointer = begun({"model": model})
+    assert checkpointer.save(0)
+    expected = model[0].weight.detach().clone()
+    by_data(model, optimizer)
+    model[0].weight.data.add_(1)
+    copies.set()
+    checkpointer.wait(0, "staged")
+    assert checkpointer.save(1)
+    checkpointer.wait(1, "staged")
+    image = checkpointer._agent.staged_step.slot.mapping
+    saved = image.view(image.layout.entries["model.0.weight"])
+    assert torch.equal(saved, model[0].weight), "the next image has the memory of now"
+    assert torch.equal(saved, expected + 1)
+    checkpointer.close()
+    assert checkpointer.stats.discarded == 0
+
+
+def test_the_memory_that_the_state_had_is_soon_held_no_more(sidecar) -> None:
+    model, optimizer = trained()
+    checkpointer = begun({"model": model, "optimizer": optimizer})
+    for step in range(STEPS):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        assert checkpointer.save(step)
+        storages = [one.untyped_storage() for one in model.parameters()]
+        storages += [
+            one.untyped_storage() for each in optimizer.state.values() for one in each.values()
+        ]
+        former = [StorageWeakRef(one) for one in storages]
+        del storages
+        checkpointer.wait(step, "staged")
+        by_data(model, optimizer)
+        if step > LAZY:
+            assert all(one.expired() for one in former)
+    checkpointer.close()
+
+
+def test_a_tensor_of_the_scripts_that_is_made_anew_in_each_forward_pass_is_no_move(
+    sidecar, caplog
+) -> None:
+    model, optimizer = trained()
+    carried = {"hidden": torch.zeros(8)}
+    checkpointer = begun({"model": model, "optimizer": optimizer, "carried": carried})
+    for step in range(STEPS):
+        out = model(torch.randn(4, 64))
+        carried["hidden"] = out.detach().mean(0)
+        out.square().mean().backward()
+        optimizer.step()
+        assert checkpointer.save(step)
+    assert not checkpointer._agent.copies_eagerly
+    checkpointer.close()
+    assert "other memory" not in caplog.text
