@@ -275,6 +275,9 @@ def texts() -> Iterator[Attack]:
     yield Attack("json-surrogate-in-metadata", FormatError, "valid Unicode", half)
 
 
+MANY = [1, 1, 1, 1, 1, 5]
+
+
 def metadata() -> Iterator[Attack]:
     for name, edit, says in [
         ("future-version", lambda ours: ours.update(format_version=2), "newer one"),
@@ -294,6 +297,9 @@ def metadata() -> Iterator[Attack]:
         ("vector-lie", "exp_avg", {"unflattened_shape": [3, 2]}, "vector"),
         ("box-outside", "weight", {"global_shape": [3, 4]}, "outside"),
         ("box-of-no-name", "weight", {"tensor": 5}, "not a string"),
+        ("flat-box-lie", "exp_avg", {"flat_box": [[0, 0], [2, 3], [4, 3]]}, "no range"),
+        ("flat-box-outside", "exp_avg", {"flat_box": [[3], [5], [7]]}, "outside"),
+        ("flat-box-of-many-dimensions", "exp_avg", {"flat_box": [[0] * 6, MANY, MANY]}, "no box"),
     ]:
         data = with_boxes(lambda boxes, tensor=tensor, row=row: boxes[tensor].update(row))
         yield Attack(f"metadata-{name}", FormatError, says, data)

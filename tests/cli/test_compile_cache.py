@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from keepstep import compile_cache
 from keepstep.directory import Directory
@@ -52,6 +53,47 @@ checkpointer.close()
 """
 
 
+RANKS = """
+import json, os, pathlib, signal, sys, threading, time, torch, keepstep
+from torch._dynamo.utils import counters
+
+rank, lives = int(os.environ["RANK"]), len(list(pathlib.Path().glob("life-*-0")))
+torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()
+pathlib.Path(f"life-{lives}-{rank}").touch()
+
+def die_while_compiling(place):
+    while not any(place.rglob("*.cpp")):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if lives == 0 and rank == 1:  # the other rank may hold a lock, or wait for one
+    place = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    threading.Thread(target=die_while_compiling, args=[place]).start()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)), torch.nn.GELU())
+compiled = torch.nn.parallel.DistributedDataParallel(torch.compile(model))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
+at = checkpointer.restore()
+for step in range(at.step + 1 if at else 0, 4):
+    loss = compiled(torch.full((2, 16), 1.0 + rank)).sum()
+    loss.backward()
+    told = {"life": lives, "step": step, "loss": loss.item(), **counters["inductor"]}
+    pathlib.Path(f"told-{rank}-{lives}-{step}").write_text(json.dumps(told))
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(step)
+    if lives == 1 and step == 1:
+        checkpointer.wait(step, "staged", timeout=60)
+        torch.distributed.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        signal.pause()
+checkpointer.close()
+"""
+
+
 def places(keepstep: Keepstep, *options: str) -> list[str | None]:
     """Where a command of the run `show` would keep its caches."""
     script = keepstep.script("show.py", SHOW)
@@ -82,6 +124,41 @@ def test_the_life_after_a_kill_compiles_nothing(keepstep: Keepstep) -> None:
     assert "fxgraph_cache_miss" not in second
     kept = keepstep.directory / "train" / "compile-cache"
     assert list(kept.glob("*/inductor/**/*.so"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
+def test_ranks_that_compile_at_once_and_are_killed_leave_caches_that_are_right(
+    keepstep: Keepstep,
+) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (PYTHON, *launch, keepstep.script("train.py", RANKS))
+    with keepstep.start("run", "--restarts", "2", "--", *command) as process:
+        assert process.wait(240) == 0
+    assert not list(keepstep.home.glob("told-?-0-*")), "the first life died while it compiled"
+    for rank in range(2):
+        told = [json.loads(one.read_text()) for one in keepstep.home.glob(f"told-{rank}-*")]
+        losses = {(one["life"], one["step"]): one["loss"] for one in told}
+        assert sorted(losses) == [(1, 0), (1, 1), (2, 2), (2, 3)]
+        assert [losses[at] for at in sorted(losses)] == undisturbed(rank)
+        last = next(one for one in told if (one["life"], one["step"]) == (2, 3))
+        assert last["fxgraph_cache_hit"] > 0
+        assert "fxgraph_cache_miss" not in last
+
+
+def undisturbed(rank: int) -> list[float]:
+    """The losses of a rank of the same training, in one process that compiles nothing."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)), torch.nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(4):
+        losses = [model(torch.full((2, 16), 1.0 + of)).sum() for of in range(2)]
+        (sum(losses) / 2).backward()
+        found.append(losses[rank].item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return pytest.approx(found, rel=1e-5)
 
 
 def test_the_caches_are_this_users_alone_and_the_same_at_each_start(keepstep: Keepstep) -> None:

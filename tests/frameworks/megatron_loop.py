@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import pkgutil
 from collections.abc import Iterator
@@ -53,12 +54,13 @@ from tests.frameworks.script import (
 )
 
 STEPS = SETTINGS.get("steps", 14)
-ROWS, LENGTH, VOCABULARY = 2, 8, 32
+ROWS, LENGTH, VOCABULARY = 2, 8, SETTINGS.get("vocabulary", 32)
 TP, PP, EP = (SETTINGS.get(name, 1) for name in ("tp", "pp", "ep"))
 PRECISION = SETTINGS.get("precision", "bf16")
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[PRECISION]
 FLOATS = {"bf16": PRECISION == "bf16", "fp16": PRECISION == "fp16", "params_dtype": DTYPE}
 DISTRIBUTED = SETTINGS.get("distributed", False)
+DROPOUT = SETTINGS.get("dropout", 0.1)
 
 
 def configuration() -> TransformerConfig:
@@ -80,6 +82,8 @@ def configuration() -> TransformerConfig:
         use_cpu_initialization=True,
         pipeline_dtype=DTYPE,
         finalize_model_grads_func=finalize_model_grads,
+        hidden_dropout=DROPOUT,
+        attention_dropout=DROPOUT,
         # kernels of CUDA's
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -192,26 +196,44 @@ def state(optimizer: Any) -> list[Any]:
     return found
 
 
-def parts_of_parameters(model: Any, optimizer: Any) -> dict[str, Any]:
-    """What this rank's distributed optimizer has: by the name in the whole model, where it begins
-    there, and main parameter and moments."""
-    names = {one: name for name, one in unwrap_model(model).named_parameters()}
-    layers = {f"layers.{at}.": one for at, one in enumerate(unwrap_model(model).decoder.layers)}
-    found = {}
+def parts_of_parameters(model: Any, optimizer: Any) -> list[Any]:
+    """What this rank's optimizer has of each parameter: Megatron's name and size of all layers'
+    together, where each element lies there, and main parameter and moments."""
+    inner = unwrap_model(model)
+    names, sharded = {one: at for at, one in inner.named_parameters()}, inner.sharded_state_dict()
     (only,) = optimizer.chained_optimizers
-    for models, mains in zip(
-        only.model_float16_groups, only.shard_fp32_from_float16_groups, strict=True
-    ):
-        for parameter, main in zip(models, mains, strict=True):
-            name = names[parameter]
-            for local, layer in layers.items():
-                if local in name:
-                    name = name.replace(local, f"layers.{layer.layer_number - 1}.")
-                    break
-            begin = only._get_model_param_range_map(parameter)["param"].start
-            moments = only.optimizer.state[main]
-            found[name] = begin, torch.stack([main, moments["exp_avg"], moments["exp_avg_sq"]])
+    found = []
+    for parameter, main in mains_of(only):
+        one = sharded[names[parameter]]
+        boxes = one.build() if hasattr(one, "build") else [one]
+        places = torch.cat([places_of(box) for box in boxes])
+        if DISTRIBUTED:
+            here = only._get_model_param_range_map(parameter)["param"]
+            places = places[here.start : here.end]
+        moments = only.optimizer.state[main]
+        values = torch.stack([main, moments["exp_avg"], moments["exp_avg_sq"]]).detach()
+        found.append((one.key, math.prod(boxes[0].global_shape), places, values.flatten(1)))
     return found
+
+
+def mains_of(only: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of an optimizer, each with what is changed in its place."""
+    if not DISTRIBUTED:
+        pairs = [(only.float16_groups, only.fp32_from_float16_groups)]
+    else:
+        pairs = [
+            (only.model_float16_groups, only.shard_fp32_from_float16_groups),
+            (only.model_fp32_groups, only.shard_fp32_groups),
+        ]
+    for models, mains in pairs:
+        for group, own in zip(models, mains, strict=True):
+            yield from zip(group, own, strict=True)
+
+
+def places_of(box: Any) -> torch.Tensor:
+    sizes = (*[1] * box.prepend_axis_num, *box.local_shape)
+    where = tuple(slice(a, a + n) for a, n in zip(box.global_offset, sizes, strict=True))
+    return torch.arange(math.prod(box.global_shape)).view(box.global_shape)[where].flatten()
 
 
 def own_checkpoint(parts: Any, progress: dict[str, int], *, load: bool) -> None:
@@ -363,7 +385,7 @@ def main() -> None:
             one.key: one.data for one in named.values() if isinstance(one.data, torch.Tensor)
         }
         torch.save(weights, OUT / "weights.pt")
-    if DISTRIBUTED and EP == 1 and progress["iteration"]:
+    if EP == 1 and progress["iteration"]:
         torch.save(parts_of_parameters(model, optimizer), OUT / f"began-with-{RANK}.pt")
     train(model, optimizer, scheduler, progress, save)
     if SETTINGS.get("bridge"):
@@ -372,7 +394,7 @@ def main() -> None:
         checkpointer.close()
         if SETTINGS.get("keep_own"):
             own_checkpoint(parts, progress, load=False)
-    if DISTRIBUTED and EP == 1 and PRECISION == "bf16":
+    if EP == 1 and (DISTRIBUTED or PRECISION == "bf16"):
         torch.save(parts_of_parameters(model, optimizer), OUT / f"ended-with-{RANK}.pt")
     write(
         {

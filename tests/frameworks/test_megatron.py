@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.frameworks.conftest import Lives, assert_same, drawn, result
+from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
 
 STEPS = 14
 
@@ -68,7 +68,7 @@ def test_megatron_bridges_manager_is_replaced_bit_by_bit(loop):
 
 @pytest.mark.parametrize(("before", "after"), [("tp", "pp"), ("pp", "tp")])
 def test_another_layout_gets_what_megatrons_own_checkpoint_gives_it(loop, tmp_path, before, after):
-    loop.kept(ranks=2, **{before: 2}, steps=4, out="before", keep_own=True)
+    first, _ = loop.kept(ranks=2, **{before: 2}, steps=4, out="before", keep_own=True)
     own = loop.undisturbed(ranks=2, **{after: 2}, own=True, steps=4, seed=2)
     kept, _ = loop.kept(ranks=2, **{after: 2}, steps=4, seed=2, out="after")
     for rank in range(2):
@@ -77,37 +77,78 @@ def test_another_layout_gets_what_megatrons_own_checkpoint_gives_it(loop, tmp_pa
     one, _ = loop.kept(steps=4, seed=3, out="one")
     assert result(one)["progress"]["iteration"] == 4
     loop.keepstep("export", "latest", "--to", str(tmp_path / "exported"))
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    weights = torch.load(one / "weights.pt")
-    assert exported.keys() == weights.keys()
-    assert all(torch.equal(exported[name].bfloat16(), weights[name]) for name in weights)
+    assert_exported(tmp_path / "exported", one)
+    divided, _ = loop.kept(ranks=2, distributed=True, steps=4, seed=4, out="divided")
+    assert_equal(whole(first, "ended"), whole(divided, "began"))
+
+
+OTHERS = {
+    "half the ranks": {"ranks": 2, "tp": 2, "distributed": True},
+    "data parallel": {"ranks": 3, "distributed": True},
+    "pipeline": {"ranks": 2, "pp": 2, "distributed": True},
+    "both": {"ranks": 4, "tp": 2, "pp": 2, "distributed": True},
+    "one rank": {"ranks": 1, "distributed": True},
+    "not distributed": {"ranks": 2, "tp": 2},
+}
 
 
 def whole(folder: Path, when: str) -> dict[str, torch.Tensor]:
-    """The parameters and moments of all ranks' distributed optimizers, put together."""
-    parts: dict[str, dict[int, torch.Tensor]] = {}
+    """The parameters in full precision, with their moments, of all ranks put together."""
+    found: dict[str, torch.Tensor] = {}
     for file in folder.glob(f"{when}-with-*.pt"):
-        for name, (begin, part) in torch.load(file).items():
-            parts.setdefault(name, {})[begin] = part
-    parts.pop("output_layer.weight", None)  # a pipeline's copy of the embedding
-    return {name: torch.cat([of[at] for at in sorted(of)], 1) for name, of in parts.items()}
+        for name, size, places, values in torch.load(file):
+            found.setdefault(name, torch.full((3, size), torch.nan))[:, places] = values
+    assert found
+    assert not any(one.isnan().any() for one in found.values())
+    return found
 
 
-def test_the_distributed_optimizer_in_other_data_parallel_and_pipeline_sizes(loop):
+def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    assert [name for name, one in expected.items() if not torch.equal(one, found[name])] == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_distributed_optimizer_in_another_layout(loop, tmp_path, precision):
     """Megatron's own checkpoint is no measure here: it cannot load torch's Adam into this one."""
-    before, _ = loop.kept(ranks=2, distributed=True, steps=4, out="before")
-    for ranks, options in ((2, {"pp": 2}), (1, {}), (3, {})):
-        kept, _ = loop.kept(
-            ranks=ranks, **options, distributed=True, steps=4, seed=2, out=f"{ranks}"
-        )
-        ended, began = whole(before, "ended"), whole(kept, "began")
-        assert ended.keys() == began.keys()
-        assert all(torch.equal(ended[name], began[name]) for name in ended)
+    options = {"precision": precision, "steps": 4}
+    first, _ = loop.kept(ranks=4, tp=2, distributed=True, **options, out="first")
+    ended = whole(first, "ended")
+    for name, layout in OTHERS.items():
+        if precision == "fp32" and not layout.get("distributed"):
+            continue
+        kept, _ = loop.kept(**layout, **options, seed=2, out=name)
+        assert_equal(ended, whole(kept, "began"))
+    loop.keepstep("export", "latest", "--to", str(tmp_path / "exported"))
+    assert_exported(tmp_path / "exported", first.with_name("one rank"))
 
 
-def test_another_tensor_parallel_size_of_the_distributed_optimizer_is_refused(loop):
+def assert_exported(folder: Path, one: Path) -> None:
+    """What was exported is what the only rank of a restored training computes with."""
+    exported, weights = load_file(folder / "model.safetensors"), torch.load(one / "weights.pt")
+    assert_equal(weights, {name: of.to(weights[name].dtype) for name, of in exported.items()})
+
+
+def test_losses_go_on_in_another_tensor_parallel_size(loop):
+    """Up to the order in which the parts of a sum are added, which depends on the layout; and
+    without dropout, whose masks do, too."""
+    options = {"distributed": True, "precision": "fp32", "dropout": 0.0}
+    plain = loop.undisturbed(ranks=2, tp=2, **options, steps=10)
+    loop.kept(ranks=2, tp=2, **options, steps=4, out="before")
+    alone, _ = loop.kept(**options, steps=7, seed=2, out="alone")
+    again, _ = loop.kept(ranks=2, tp=2, **options, steps=10, seed=3, out="again")
+    expected, found = losses(plain), losses(alone) | losses(again)
+    assert [*found] == [*range(4, 10)]
+    for step, runs in found.items():
+        ((*of,),), ((*like,),) = runs, expected[step]
+        assert [*map(float.fromhex, of)] == pytest.approx([*map(float.fromhex, like)], rel=1e-5)
+
+
+def test_a_vocabulary_that_was_padded_to_another_size_is_refused(loop):
     loop.kept(ranks=2, tp=2, distributed=True, steps=2)
-    kept, _ = loop.kept(ranks=2, distributed=True, steps=2, out="other")
+    kept, _ = loop.kept(ranks=2, distributed=True, vocabulary=48, steps=2, out="other")
     said = (kept / "refused-0").read_text()
-    assert "megatron (distributed optimizer, tensor parallel size 2): in the checkpoint" in said
+    assert "embedding.word_embeddings.weight: float32[32, 16] in the checkpoint" in said
     assert "nothing was changed" in said
+    same, _ = loop.kept(ranks=2, distributed=True, steps=2, out="same")
+    assert result(same)["progress"]["iteration"] == 2

@@ -1,7 +1,8 @@
-"""A rank of a job on several machines, each with a sidecar of its own, that trains adapters:
+"""A rank of a job that trains adapters, on several machines with a sidecar each, or on one:
 `machine_rank.py KIND SEED LAST OUT SOCKET...` restores, trains and saves each step up to LAST, and
 leaves what it went on from, and the whole model as it was then and is at the end, in OUT.<rank>.
-KILL=RANK:SECONDS in the environment: this rank is killed so long after its restore."""
+KILL=RANK:SECONDS in the environment: this rank is killed so long after its restore. SWAP=STEP:
+before this step, the first two layers change their frozen weights with one another."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 rank = int(os.environ["RANK"])
-os.environ["KEEPSTEP_SOCKET"] = sys.argv[5 + rank]
-os.environ["LOCAL_WORLD_SIZE"] = "1"
+if len(sockets := sys.argv[5:]) > 1:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+os.environ["KEEPSTEP_SOCKET"] = sockets[rank if len(sockets) > 1 else 0]
 
 import keepstep  # noqa: E402
 from tests.frozen.models import made  # noqa: E402
@@ -55,6 +57,12 @@ def main() -> None:
     if rank == int(victim):
         threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(at.step + 1 if at else 0, last + 1):
+        if step == int(os.environ.get("SWAP", "-1")):
+            with torch.no_grad():
+                one, other = (layer.base.weight for layer in model.layers[:2])
+                before = one.clone()
+                one.copy_(other)
+                other.copy_(before)
         torch.manual_seed(step)
         optimizer.zero_grad()
         wrapped(torch.randn(8, WIDTH)).square().mean().backward()

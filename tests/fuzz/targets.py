@@ -31,7 +31,7 @@ from keepstep.core.history import Kind, Tally
 from keepstep.core.shard import Shard
 from keepstep.dcp.session import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
+from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec, extras
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.image.layout import digest_of
 from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
@@ -132,6 +132,9 @@ KEPT: dict[str, Any] = {
 }
 
 
+FLAT = FlatBox((0, 2), (4, 2), (4, 6))
+
+
 def rich_layout(rank: int = 0) -> Layout:
     """Every kind of thing that a header can say."""
     specs = [
@@ -139,6 +142,7 @@ def rich_layout(rank: int = 0) -> Layout:
         TensorSpec("weight", "F32", (2, 4), Section.PARAMS, (2, 0), (4, 4), (1, 0)),
         TensorSpec("mask", "BOOL", (7,), Section.REST),
         TensorSpec("spectrum", "C128", (1, 2), Section.REST),
+        TensorSpec("range", "F32", (1, 5), Section.PARAMS, (1, 2), (2, 8), flat=FLAT),
         TensorSpec("tiny", "F8_E8M0", (3,), Section.PARAMS),
         TensorSpec("scalar", "BF16", (), Section.PARAMS),
         TensorSpec("empty", "I64", (0, 3), Section.REST, (4, 0), (4, 3)),

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 from hypothesis import strategies as st
 
-from keepstep.image import ELEMENT_BYTES, Section, TensorSpec
+from keepstep.image import ELEMENT_BYTES, FlatBox, Section, TensorSpec
 
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
     lambda name: name != "__metadata__" and not name.startswith("keepstep.")
@@ -18,17 +18,20 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def specs(draw: st.DrawFn) -> TensorSpec:
-    """A tensor: whole, or a box of a larger one; perhaps a vector that is used in another shape."""
+    """A tensor: whole, or a box of a larger one; perhaps a vector that is used in another shape, or
+    whose elements are those of a box."""
     shape = draw(shapes)
     name, dtype = draw(names), draw(st.sampled_from(sorted(ELEMENT_BYTES)))
     section = draw(st.sampled_from(Section))
     before = tuple(draw(st.integers(0, 3)) for _ in shape)
     after = [draw(st.integers(0, 3)) for _ in shape]
     whole = tuple(a + b + c for a, b, c in zip(before, shape, after, strict=True))
-    flat = (1, *whole) if len(whole) == 1 and draw(st.booleans()) else None
-    if whole == shape:
-        return TensorSpec(name, dtype, shape, section, unflattened=flat)
-    return TensorSpec(name, dtype, shape, section, before, whole, unflattened=flat)
+    used = (1, *whole) if len(whole) == 1 and draw(st.booleans()) else None
+    flat = None
+    if len(whole) == 1 and used is None and draw(st.booleans()):
+        flat = FlatBox((2, 0), (1, *whole), (4, *whole))
+    box = () if whole == shape else (before, whole)
+    return TensorSpec(name, dtype, shape, section, *box, unflattened=used, flat=flat)
 
 
 tensor_lists = st.lists(specs(), max_size=12, unique_by=lambda spec: spec.name)

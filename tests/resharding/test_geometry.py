@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from keepstep.errors import CoverageError
+from keepstep.image import FlatBox
 from keepstep.restore.images import Images, view_of
 from keepstep.restore.images import fill as fill_from
 from keepstep.restore.plan import Box, Piece, Want, blocks, byte_range, cover, make
+from keepstep.restore.targets import boxes
 from tests.resharding.worlds import Step, bits, cut, some, take
 from tests.torch_version import NEWER_DTYPES
 
@@ -66,6 +69,46 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
     assert size == sum(one.numel() * one.element_size() for one in expected)
     for target, value in zip(targets, expected, strict=True):
         assert torch.equal(bits(target), bits(value))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_ranges_of_elements_are_put_together_into_any_boxes_and_ranges(tmp_path, seed):
+    generator = random.Random(seed)
+    print(f"seed {seed}")
+    shape = tuple(generator.randrange(1, 7) for _ in range(generator.randrange(5)))
+    tensor = some(generator, shape, generator.choice(DTYPES))
+    saved, wanted = ranges(generator, shape), ranges(generator, shape)
+    step = Step(len(saved))
+    for rank, (flat, begin, end) in enumerate(saved):
+        step.add_range(rank, "t", elements(tensor, flat)[begin:end], begin, flat)
+    wants, targets, expected = [], [], []
+    for flat, begin, end in wanted:
+        vector = torch.zeros(end - begin, dtype=tensor.dtype)
+        parts = list(boxes(vector, (begin,), flat))
+        assert len(parts) < max(2 * len(shape), 2)
+        wants += [Want("t", box) for _, box in parts]
+        targets += [part for part, _ in parts]
+        expected.append((vector, elements(tensor, flat)[begin:end]))
+    for _, box in cut(generator, shape, 1):
+        wants.append(Want("t", box))
+        targets.append(torch.zeros(box.sizes, dtype=tensor.dtype))
+        expected.append((targets[-1], take(tensor, box)))
+    fill(step, tmp_path, wants, targets)
+    assert all(torch.equal(bits(found), bits(value)) for found, value in expected)
+
+
+def ranges(generator, shape):
+    """All of a tensor, in ranges of the elements of boxes."""
+    found = []
+    for _, box in cut(generator, shape, 1):
+        flat, length = FlatBox(*box, shape), math.prod(box.sizes)
+        cuts = sorted(generator.randrange(length + 1) for _ in range(generator.randrange(4)))
+        found += [(flat, *pair) for pair in itertools.pairwise([0, *cuts, length])]
+    return found
+
+
+def elements(tensor, flat):
+    return take(tensor, Box(flat.offsets, flat.sizes)).flatten()
 
 
 @pytest.mark.parametrize("seed", range(60))

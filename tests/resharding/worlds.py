@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
 import torch
 
-from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec
 from keepstep.restore.plan import Box
 from keepstep.state.leaves import CODE_OF
 from keepstep.steps import Epoch, EpochId, StepId, Tier
@@ -68,10 +69,19 @@ class Step:
         self.boxes: list[dict[str, tuple[torch.Tensor, Box, tuple[int, ...]]]] = [
             {} for _ in range(world)
         ]
+        self.flats: dict[tuple[int, str], FlatBox] = {}
 
     def add(self, rank: int, name: str, data: torch.Tensor, box: Box, shape) -> None:
         assert name not in self.boxes[rank]
         self.boxes[rank][name] = (data, box, tuple(shape))
+
+    def add_range(
+        self, rank: int, name: str, data: torch.Tensor, begin: int, flat: FlatBox
+    ) -> None:
+        """A vector: a range of the elements of a box."""
+        length = math.prod(flat.sizes)
+        self.add(rank, name, data, Box((rank, begin), (1, len(data))), (self.world, length))
+        self.flats[rank, name] = flat
 
     def write(self, directory: Path, *, without=(), twins=None) -> Sources:
         found = (
@@ -86,7 +96,13 @@ class Step:
         layout = Layout.build(
             [
                 TensorSpec(
-                    name, CODE_OF[data.dtype], tuple(data.shape), Section.REST, box.offsets, shape
+                    name,
+                    CODE_OF[data.dtype],
+                    box.sizes,
+                    Section.REST,
+                    box.offsets,
+                    shape,
+                    flat=self.flats.get((rank, name)),
                 )
                 for name, (data, box, shape) in held.items()
             ],

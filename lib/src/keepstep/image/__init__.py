@@ -22,6 +22,7 @@ from keepstep.image.manifest import section_digests as section_digests
 from keepstep.image.manifest import table_of as table_of
 from keepstep.image.manifest import tensors_in_chunk as tensors_in_chunk
 from keepstep.image.tensors import ELEMENT_BYTES as ELEMENT_BYTES
+from keepstep.image.tensors import FlatBox as FlatBox
 from keepstep.image.tensors import Parameters as Parameters
 from keepstep.image.tensors import Section as Section
 from keepstep.image.tensors import TensorSpec as TensorSpec

@@ -31,6 +31,7 @@ from keepstep.image.strictjson import MAX_BYTES, Reader, is_text, quoted
 from keepstep.image.tensors import (
     NATIVE_BYTES,
     OPAQUE_BYTES,
+    FlatBox,
     Parameters,
     Section,
     TensorSpec,
@@ -152,6 +153,7 @@ def _row(spec: TensorSpec) -> dict[str, Any]:
         "dtype": spec.dtype if spec.dtype in OPAQUE_BYTES else None,
         "global_shape": None if spec.global_shape == spec.shape else spec.global_shape,
         "tensor": spec.tensor,
+        "flat_box": spec.flat,
         "dim_order": spec.dim_order,
         "strides": spec.strides,
         "unflattened_shape": spec.unflattened,
@@ -389,7 +391,9 @@ def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
     whole = _sizes_in(row, "global_shape", name)
     box = _box(name, shape, offsets, shape if whole is None else whole)
     unflattened = _sizes_in(row, "unflattened_shape", name)
-    if unflattened is not None and math.prod(unflattened) != math.prod(box[1] or shape):
+    flat = _flat_box(name, row["flat_box"], shape, box[1]) if "flat_box" in row else None
+    elements = math.prod(box[1] or shape if flat is None else flat.shape)
+    if unflattened is not None and math.prod(unflattened) != elements:
         raise FormatError(f"{quoted(name)}: {quoted(unflattened)} cannot be made of it")
     tensor = row.get("tensor")
     return TensorSpec(
@@ -403,6 +407,7 @@ def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
         unflattened,
         strides,
         None if tensor is None else strictjson.text(tensor, name),
+        flat,
     )
 
 
@@ -446,6 +451,21 @@ def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Siz
     ):
         raise FormatError(f"{quoted(name)}: its box lies outside of its global shape")
     return offsets, whole
+
+
+_MAX_FLAT_DIMS = 5
+
+
+def _flat_box(name: str, value: object, shape: _Sizes, whole: _Sizes | None) -> FlatBox:
+    """`shape`, `whole`: of the entry, which is a part of a row of `whole`."""
+    rows = [strictjson.sizes(one, name) for one in strictjson.array(value, name)]
+    if len(rows) != 3 or len({*map(len, rows)}) != 1 or len(rows[0]) > _MAX_FLAT_DIMS:
+        raise FormatError(f"{quoted(name)}: {quoted(value)} is no box of a tensor")
+    flat = FlatBox(*rows)
+    _box(name, flat.sizes, flat.offsets, flat.shape)
+    if (whole or shape)[-1:] != (math.prod(flat.sizes),) or math.prod(shape) != shape[-1]:
+        raise FormatError(f"{quoted(name)}: it is no range of the elements of its box")
+    return flat
 
 
 def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:

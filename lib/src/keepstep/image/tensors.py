@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from keepstep.errors import FormatError
@@ -41,6 +41,47 @@ Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 parameter numbers."""
 
 
+class FlatBox(NamedTuple):
+    """A box of a tensor of shape `shape`, whose elements, row by row, are one vector."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def boxes(self, begin: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of the boxes of the tensor that the elements `[begin, begin + count)`
+        of the vector make up, in their order: fewer than two for each dimension."""
+        for offsets, sizes in _boxes(self.sizes, begin, begin + count):
+            yield tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)), sizes
+
+
+def _boxes(
+    sizes: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    if begin == end:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    row = math.prod(sizes[1:])
+    first, last = -(-begin // row), end // row  # the whole rows
+    if first > last:
+        yield from _in_row(sizes, last, begin, end)
+        return
+    yield from _in_row(sizes, first - 1, begin, first * row)
+    if first < last:
+        yield (first, *[0] * (len(sizes) - 1)), (last - first, *sizes[1:])
+    yield from _in_row(sizes, last, last * row, end)
+
+
+def _in_row(
+    sizes: Sequence[int], at: int, begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    row = math.prod(sizes[1:])
+    for offsets, inner in _boxes(sizes[1:], begin - at * row, end - at * row):
+        yield (at, *offsets), (1, *inner)
+
+
 class TensorSpec(NamedTuple):
     """A tensor of one rank: a box at `offsets` in a tensor of shape `global_shape`, or a whole
     tensor (no `offsets`, `global_shape` None).
@@ -53,7 +94,9 @@ class TensorSpec(NamedTuple):
     does not say.
     `unflattened`: the shape with which the tensor is used, in row-major order; None if it is used
     as it is. `tensor`: the name of the tensor, where it is not the entry's,
-    because one rank has several boxes of it.
+    because one rank has several boxes of it. `flat`: the box of a tensor of which this is a range
+    of elements, from its last offset on; then `offsets` and `global_shape` are in a tensor whose
+    rows are such vectors.
     """
 
     name: str
@@ -67,6 +110,14 @@ class TensorSpec(NamedTuple):
     unflattened: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
     tensor: str | None = None
+    flat: FlatBox | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        if self.flat is not None:
+            return self.flat.shape
+        return self.shape if self.global_shape is None else self.global_shape
 
     @property
     def element_bytes(self) -> int:

@@ -15,7 +15,8 @@ These rules must hold:
 - Every tensor is the one that the optimizer changes: nothing is copied on the way to a save.
 - Names and boxes are those of `sharded_state_dict`, so that layers and experts have the same name
   on whatever rank they are, and another layout finds its own parts.
-- The distributed optimizer cuts parameters anywhere. So its part of one is rows of a vector.
+- The distributed optimizer cuts parameters anywhere. So its part of one is a range of the elements
+  of a box.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from keepstep.errors import UsageError
+from keepstep.image import FlatBox
 from keepstep.integrations import require_torch
 from keepstep.state import sharding
 from keepstep.state.sharding import Sharing
@@ -63,8 +65,7 @@ def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict
     pieces: dict[Tensor, _Piece] = {}
     for one in parts:
         for main, parameter, begin in _mains(one):
-            box = boxes[parameter]
-            pieces[main] = _Piece(box, main) if begin is None else _rows(box, main, begin)
+            pieces[main] = _Piece(boxes[parameter], main, begin)
     trained = {id(parameter) for one in parts for parameter in _parameters(one)}
     others = [_Piece(box, one) for one, box in boxes.items() if id(one) not in trained]
     found: dict[str, Any] = {"model": _Model(names, [*pieces.values(), *others])}
@@ -73,11 +74,7 @@ def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict
         found[f"optimizer_{at}" if at else "optimizer"] = one
     if scheduler is not None:
         found["scheduler"] = _Scheduler(scheduler)
-    name = "megatron"
-    if any(map(_is_distributed, parts)):  # another layout is refused by this name
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        name = f"megatron (distributed optimizer, tensor parallel size {size})"
-    found[name] = _State(chunks, parts, shards)
+    found["megatron"] = _State(chunks, parts, shards)
     return found
 
 
@@ -101,13 +98,16 @@ class _Box(NamedTuple):
     replicas: tuple[int, ...]
     tensor_parallel: tuple[int, int]
 
-    @property
-    def first(self) -> int | None:
-        """Where it begins in the whole parameter as a vector; None if it is not of one piece
-        there."""
-        if self.sizes[1:] != self.global_shape[1:]:
-            return None
-        return self.offsets[0] * math.prod(self.sizes[1:]) if self.sizes else 0
+    def part(self, begin: int) -> Sharing:
+        """That of a vector of its elements, from `begin` on, which only this rank has."""
+        mine, length = (distributed.get_rank(),), math.prod(self.sizes)
+        if self.sizes[1:] == self.global_shape[1:]:  # it is of one piece in the whole parameter
+            begin += self.offsets[0] * math.prod(self.sizes[1:]) if self.sizes else 0
+            flat = FlatBox((0,) * len(self.sizes), self.global_shape, self.global_shape)
+            return Sharing((begin,), (math.prod(flat.sizes),), mine, self.members, flat)
+        rank, ranks = self.tensor_parallel  # a row of each rank for readers that know no FlatBox
+        flat = FlatBox(self.offsets, self.sizes, self.global_shape)
+        return Sharing((rank, begin), (ranks, length), mine, self.members, flat)
 
 
 class _Names:
@@ -223,18 +223,17 @@ def _inside(chunk: Any) -> Any:
 
 class _Piece:
     """A tensor that an optimizer changes, or a parameter that none changes: `vector` is a DTensor
-    over it. `shape`: that of the whole parameter, if the vector does not have it."""
+    over it."""
 
-    def __init__(self, box: _Box, main: Tensor, sharing: Sharing | None = None) -> None:
-        self.box, self.main, self.shape = box, main, box.shape
-        self._sizes: tuple[int, ...] = box.sizes
-        if sharing is None:
-            sharing = Sharing(box.offsets, box.global_shape, box.replicas, box.members)
+    def __init__(self, box: _Box, main: Tensor, begin: int | None = None) -> None:
+        """`begin`: the element of the box where `main` begins; None if it is all of the box."""
+        self.box, self.main = box, main
+        if begin is None:
+            self._sizes: tuple[int, ...] = box.sizes
+            self._sharing = Sharing(box.offsets, box.global_shape, box.replicas, box.members)
         else:
-            self._sizes = (main.numel(),)
-            if len(sharing.global_shape) > 1:  # in an order that nobody knows
-                self._sizes, self.shape = (1, main.numel()), sharing.global_shape
-        self._sharing = sharing
+            self._sharing = box.part(begin)
+            self._sizes = (*[1] * (len(self._sharing.offsets) - 1), main.numel())
         self._views: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.vector = self._of(main)
 
@@ -256,17 +255,6 @@ def _mesh(device_type: str) -> DeviceMesh:
     """Any mesh of all ranks; a box is not cut by it."""
     ranks = list(range(distributed.get_world_size()))
     return DeviceMesh(device_type, ranks, _init_backend=False)
-
-
-def _rows(box: _Box, main: Tensor, begin: int) -> _Piece:
-    """A piece of the distributed optimizer's, which begins at that element of the box."""
-    rank, size = box.tensor_parallel
-    mine = (distributed.get_rank(),)
-    if box.first is None:
-        whole = size, math.prod(box.sizes)
-        return _Piece(box, main, Sharing((rank, begin), whole, mine, box.members))
-    length = math.prod(box.global_shape)
-    return _Piece(box, main, Sharing((box.first + begin,), (length,), mine, box.members))
 
 
 def _mains(part: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
@@ -314,7 +302,7 @@ class _Model(Flat):
 
     def __init__(self, chunks: list[_Names], pieces: Sequence[_Piece]) -> None:
         super().__init__(
-            {one.box.name: one.shape for one in pieces if one.shape != tuple(one.vector.shape)}
+            {one.box.name: one.box.shape for one in pieces if one.box.shape != one.box.global_shape}
         )
         vectors: dict[str, Any] = {one.box.name: one.vector for one in pieces}
         if len(vectors) < len(pieces):

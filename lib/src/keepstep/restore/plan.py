@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import CoverageError, few
-from keepstep.image import Layout
+from keepstep.image import Entry, FlatBox, Layout
 from keepstep.steps import base_name, shard_name
 
 MAX_CELLS = 1 << 24
@@ -133,9 +133,12 @@ class IndexBuilder:
         for entry in layout.entries.values():
             spec = entry.spec
             name = spec.name if spec.tensor is None else spec.tensor
-            shape = spec.shape if spec.global_shape is None else spec.global_shape
-            at = spec.offsets or (0,) * len(shape)
-            row = array("q", (layout.number, entry.begin, *at, *spec.shape))
+            shape = spec.whole_shape
+            if spec.flat is None:
+                at = spec.offsets or (0,) * len(shape)
+                row = array("q", (layout.number, entry.begin, *at, *spec.shape))
+            else:
+                row = array("q", _rows_of(spec.flat, entry, layout.number))
             saved = tensors.get(name)
             if saved is None:
                 how = spec.dim_order, spec.device, spec.strides
@@ -165,6 +168,15 @@ class IndexBuilder:
             )
         ]
         self._conflicts.setdefault(saved.name, " but ".join(meanings))
+
+
+def _rows_of(flat: FlatBox, entry: Entry, number: int) -> Iterator[int]:
+    """The numbers of `Saved` for all boxes of a range of elements."""
+    spec, at = entry.spec, entry.begin
+    begin = spec.offsets[-1] if spec.offsets else 0
+    for offsets, sizes in flat.boxes(begin, math.prod(spec.shape)):
+        yield from (number, at, *offsets, *sizes)
+        at += math.prod(sizes) * spec.element_bytes
 
 
 def file_name(number: int, world: int) -> str:

@@ -39,6 +39,7 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images, Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
+from keepstep.restore.targets import boxes
 from keepstep.save.frozen import Base, restored
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
@@ -251,7 +252,7 @@ class Restore:
         }
         for path, one in taken.by_path.items():
             if path[0] in modules:
-                yield one.whole
+                yield from (part for part, _ in boxes(one.whole, one.whole_offsets, one.flat))
 
     def _all_images(self, *, every: bool = False) -> Images:
         """`every`: see `Images.find`. What this rank lends is asked for once, and is all."""
@@ -320,8 +321,7 @@ def fits(layout: Layout, taken: Taken) -> bool:
         if leaf.tensor.shape != leaf.whole.shape:
             return False
         saved = entry.spec
-        same_tensor = (saved.global_shape or saved.shape) == (spec.global_shape or spec.shape)
-        if same_tensor and (saved.shape, saved.offsets) != (spec.shape, spec.offsets):
+        if saved.whole_shape == spec.whole_shape and _box_of(saved) != _box_of(spec):
             return False
     known = {leaf.name: leaf for leaf in taken.tensors}
     missing = layout.entries.keys() - known.keys()
@@ -336,8 +336,12 @@ def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
     parameter = known.get(saved.name.partition(".state.")[2].rpartition(".")[0])
     if parameter is None:
         return False
-    shape = tuple(parameter.whole.shape)
-    return (saved.shape, saved.offsets) == (shape, parameter.whole_offsets)
+    place = tuple(parameter.whole.shape), parameter.whole_offsets, parameter.flat
+    return _box_of(saved) == place
+
+
+def _box_of(spec: TensorSpec) -> tuple[Any, ...]:
+    return spec.shape, spec.offsets, spec.flat
 
 
 # --- tensors that an attempt has begun to fill -----------------------------------------------

@@ -9,6 +9,8 @@ than at the save.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from keepstep.client import copying
 from keepstep.errors import MismatchError, few
-from keepstep.image import Section, base_of, extras, local_name
+from keepstep.image import FlatBox, Section, base_of, extras, local_name
 from keepstep.image.codecs import ViewForm
 from keepstep.restore.images import Images
 from keepstep.restore.plan import Box, Index, Saved, Want
@@ -46,7 +48,7 @@ class Target(NamedTuple):
 
     `name`: the name that the tensor would be saved under. `first`: the first of the names that are
     tied to one tensor. `live`: the user's tensor, perhaps a DTensor; None for a new tensor. `own`:
-    see `Want`.
+    see `Want`. `flat`: see `TensorSpec`.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     own: bool = False
     live: Tensor | None = None
+    flat: FlatBox | None = None
 
     @property
     def whole(self) -> bool:
@@ -74,10 +77,25 @@ def target_of(leaf: TensorLeaf, name: str) -> Target:
         first=first,
         tensor=leaf.whole,
         offsets=leaf.whole_offsets,
-        shape=tuple(leaf.whole.shape) if leaf.sharing is None else leaf.sharing.global_shape,
+        shape=tuple(leaf.whole.shape) if leaf.sharing is None else leaf.sharing.shape,
         own=leaf.section is Section.REST,
         live=leaf.live,
+        flat=leaf.flat,
     )
+
+
+def boxes(
+    tensor: Tensor, offsets: tuple[int, ...], flat: FlatBox | None
+) -> Iterator[tuple[Tensor, Box]]:
+    """The boxes of the global tensor that a local one consists of, each with its part of it."""
+    if flat is None:
+        yield tensor, Box(offsets, tuple(tensor.shape))
+        return
+    vector, at = tensor.view(-1), 0
+    for one in itertools.starmap(Box, flat.boxes(offsets[-1], tensor.numel())):
+        end = at + math.prod(one.sizes)
+        yield vector[at:end].view(one.sizes), one
+        at = end
 
 
 class Names:
@@ -296,9 +314,9 @@ class Tensors:
                 f" {describe(target.shape, dtype)} here"
             )
         else:
-            self.targets.append(target.tensor)
-            box = Box(target.offsets, tuple(target.tensor.shape))
-            self._wants.append(Want(saved.name, box, own=target.own))
+            for tensor, box in boxes(target.tensor, target.offsets, target.flat):
+                self.targets.append(tensor)
+                self._wants.append(Want(saved.name, box, own=target.own))
 
     def _give(self, saved: Saved | None, here: Target) -> None:
         """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
@@ -353,7 +371,8 @@ class Tensors:
         """
         if like is not None and sharding.is_dtensor(like) and saved.shape == tuple(like.shape):
             sharing = sharding.sharing_of(like, saved.name)
-            local = self._new(saved, tuple(sharding.local_of(like).shape), sharing.offsets, device)
+            shape = tuple(sharding.local_of(like).shape)
+            local = self._new(saved, shape, sharing.offsets, device, flat=sharing.flat)
             return sharding.like(like, local)
         tensor = self._made.get(saved.name)
         if tensor is None:
@@ -369,16 +388,17 @@ class Tensors:
         device: torch.device | None,
         *,
         own: bool = False,
+        flat: FlatBox | None = None,
     ) -> Tensor:
         """A new tensor for a box of a saved tensor."""
         device = device_of(saved.device) if device is None else device
         strides = saved.strides if shape == saved.shape else None
-        tensor = empty(
-            shape, saved.dim_order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device
-        )
+        order = saved.dim_order if flat is None else None
+        tensor = empty(shape, order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device)
         copying.prefer_huge_pages(tensor)
-        self.targets.append(tensor)
-        self._wants.append(Want(saved.name, Box(offsets, shape), own=own))
+        for part, box in boxes(tensor, offsets, flat):
+            self.targets.append(part)
+            self._wants.append(Want(saved.name, box, own=own))
         return tensor
 
     def built(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import (
+    FlatBox,
     Parameters,
     Section,
     TensorSpec,
@@ -110,6 +111,11 @@ class TensorLeaf(NamedTuple):
     unflattened: tuple[int, ...] | None = None
     mark: tuple[Any, ...] = ()
 
+    @property
+    def flat(self) -> FlatBox | None:
+        """See `TensorSpec`."""
+        return None if self.sharing is None else self.sharing.flat
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -166,6 +172,7 @@ class Taken:
                 strides=strides_with_gaps(leaf.whole.shape, leaf.whole.stride()),
                 device=device_name(leaf.tensor.device),
                 unflattened=leaf.unflattened,
+                flat=leaf.flat,
             )
             for leaf in self.tensors
         ]
@@ -185,6 +192,7 @@ class Taken:
                     leaf.offsets,
                     leaf.global_shape,
                     leaf.unflattened,
+                    leaf.flat,
                 )
                 for leaf in self.tensors
             ],

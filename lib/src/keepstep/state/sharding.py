@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import RestoreError, UsageError
+from keepstep.image import FlatBox
 from keepstep.image.layout import digest_of
 
 
@@ -40,13 +41,19 @@ class Sharing(NamedTuple):
 
     `offsets`, `global_shape`: the box on this rank. `replicas`: the ranks that have the very same
     box. `members`: the ranks that have any part of the tensor. Both are ascending and include this
-    rank.
+    rank. `flat`: see `TensorSpec`.
     """
 
     offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
     replicas: tuple[int, ...]
     members: tuple[int, ...]
+    flat: FlatBox | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.global_shape if self.flat is None else self.flat.shape
 
 
 _GIVEN = "_keepstep_sharing"
@@ -113,7 +120,7 @@ def placed(local: Tensor, mesh: Any, sharing: Sharing) -> Tensor:
     that it has on `mesh`, whatever that is, say nothing."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    shape = torch.Size(sharing.global_shape)
+    shape = torch.Size(sharing.shape)
     stride = torch.empty(shape, device="meta").stride()
     placements = [Replicate()] * mesh.ndim
     made: Tensor = DTensor.from_local(
