@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,16 @@ def test_memory_is_private_and_never_through_a_link(
     with pytest.raises(UsageError, match=f"{mine.parent} is a directory of user nobody"):
         make_memory(mine)
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m keepstep_sidecar.cli start --run a --dir {tmp_path}"
+    script = f"mount -t tmpfs -o ro none /dev/shm && exec {command}"
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("unshare cannot make mount namespaces here")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "no slots can be kept in shared memory (/dev/shm/keepstep-0: Read-only" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -178,6 +178,35 @@ def train_job() -> dict[str, Any]:
     return pod
 
 
+def ray_worker(*, replica: int = 1, host: int | None = None) -> dict[str, Any]:
+    """As KubeRay 1.6 makes it for a RayCluster; with a host where a replica has several."""
+    labels = {
+        "ray.io/is-ray-node": "yes",
+        "ray.io/cluster": "llama-raycluster-9x7wq",
+        "ray.io/node-type": "worker",
+        "ray.io/group": "gpu",
+        "ray.io/identifier": "llama-raycluster-9x7wq-worker",
+        "ray.io/worker-group-replica-index": str(replica),
+        "app.kubernetes.io/name": "kuberay",
+        "app.kubernetes.io/created-by": "kuberay-operator",
+    }
+    if host is not None:
+        labels["ray.io/worker-group-replica-name"] = "gpu-4kx2p"
+        labels["ray.io/replica-host-index"] = str(host)
+    metadata = {
+        "generateName": "llama-raycluster-9x7wq-gpu-worker-",
+        "labels": labels,
+        "annotations": {"ray.io/ft-enabled": "false"},
+        "ownerReferences": [owner("RayCluster", "llama-raycluster-9x7wq", api_version="ray.io/v1")],
+    }
+    environment = [
+        {"name": "FQ_RAY_IP", "value": "llama-raycluster-9x7wq-head-svc.team-a.svc.cluster.local"},
+        {"name": "RAY_PORT", "value": "6379"},
+        {"name": "RAY_NODE_TYPE_NAME", "value": "gpu"},
+    ]
+    return _pod(metadata, _container("ray-worker", *environment), _container("logger"))
+
+
 def bare_pod(name: str = "try") -> dict[str, Any]:
     return _pod({"name": name, "labels": {}}, _container("main"))
 
@@ -188,6 +217,7 @@ ALL = {
     "Indexed Job": indexed_job,
     "JobSet": job_set,
     "TrainJob": train_job,
+    "RayCluster": ray_worker,
     "bare pod": bare_pod,
 }
 

@@ -30,6 +30,7 @@ from tests.operator.injection.pods import (
     owner,
     policy,
     pytorch_job,
+    ray_worker,
     train_job,
 )
 
@@ -44,9 +45,14 @@ Body = dict[str, Any]
         (indexed_job(index=3), "bert-3f6a1f0e", 3, "train"),
         (job_set(job=2, index=1), "llama-aa11bb22", 20001, "train"),
         (train_job(), "llama-aa11bb22", 0, "node"),
+        (ray_worker(replica=3), "llama-raycluster-9x7wq-3f6a1f0e", 30_000, "ray-worker"),
+        (ray_worker(replica=1, host=2), "llama-raycluster-9x7wq-3f6a1f0e", 10_002, "ray-worker"),
         (bare_pod(), "try", 0, "main"),
     ],
-    ids=["master", "worker", "Indexed Job", "JobSet", "TrainJob", "bare pod"],
+    ids=[
+        *("master", "worker", "Indexed Job", "JobSet", "TrainJob"),
+        *("worker of Ray", "one of several hosts of Ray", "bare pod"),
+    ],
 )
 def test_each_kind_of_job_gives_its_pods_a_run_and_a_place(
     body: Body, key: str, rank: int, container: str
@@ -180,6 +186,16 @@ def test_a_pod_that_its_controller_has_not_numbered_is_no_first_one() -> None:
         assert refused.value.reason == "UnknownJobKind"
         one["metadata"]["labels"]["keepstep.dev/node-rank"] = "3"
         assert node_rank(parse_pod(one)) == 3
+
+
+def test_the_head_of_a_ray_cluster_and_workers_of_an_older_kuberay_are_refused() -> None:
+    older, head = ray_worker(), ray_worker()
+    head["metadata"]["labels"] |= {"ray.io/node-type": "head", "ray.io/group": "headgroup"}
+    for body in (older, head):
+        del body["metadata"]["labels"]["ray.io/worker-group-replica-index"]
+        with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
+            node_rank(parse_pod(body))
+        assert refused.value.reason == "UnknownJobKind"
 
 
 def _of_an_older_job_set() -> Body:

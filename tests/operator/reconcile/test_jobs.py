@@ -216,3 +216,31 @@ async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
         assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.FINISHED
         body["status"] = {"conditions": [{"type": "Suspended", "status": "True"}]}
         assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.ACTIVE
+
+
+RAY_JOB = Job(api_version="ray.io/v1", kind="RayJob", name="llama", uid="ray-1")
+RAY_CLUSTER = Job(api_version="ray.io/v1", kind="RayCluster", name="llama-9x7wq", uid="ray-2")
+RAY = f"/apis/ray.io/v1/namespaces/{KEY.namespace}"
+
+
+async def test_a_ray_job_owns_its_cluster_and_tells_its_end_by_its_deployment_status() -> None:
+    ready = {"state": "ready", "conditions": [{"type": "RayClusterProvisioned", "status": "True"}]}
+    owned = {"name": "llama-9x7wq", "uid": "ray-2", "ownerReferences": [_owner(RAY_JOB)]}
+    job: dict[str, Any] = {"metadata": {"name": "llama", "uid": "ray-1"}}
+    cluster = ApiServer(
+        objects={
+            f"{RAY}/rayclusters/llama-9x7wq": {"metadata": owned, "status": ready},
+            f"{RAY}/rayjobs/llama": job,
+        }
+    )
+    async with cluster.running(), Client(cluster.access) as client:
+        assert await owner_of(client, RAY_CLUSTER, KEY.namespace) == RAY_JOB
+        assert await state_of(client, RAY_CLUSTER, KEY.namespace) is JobState.ACTIVE
+        for said, state in (
+            ("Running", JobState.ACTIVE),
+            ("Retrying", JobState.ACTIVE),
+            ("Complete", JobState.FINISHED),
+            ("Failed", JobState.FAILED),
+        ):
+            job["status"] = {"jobStatus": "RUNNING", "jobDeploymentStatus": said}
+            assert await state_of(client, RAY_JOB, KEY.namespace) is state

@@ -19,6 +19,7 @@ class RankSource(enum.Enum):
     COMPLETION_INDEX = "completion index"
     JOBSET = "index of the job in its set, and completion index"
     GROUPED = "index of the group, and of the pod in it"
+    REPLICATED = "index of the replica in its worker group, and of the host in it"
     WRITTEN = "RANK, else a label of its controller"
     LABEL = "a label of its controller"
 
@@ -87,6 +88,14 @@ _KINDS: Final = (
         rank=RankSource.LABEL,
         label="training.kubeflow.org/replica-index",
     ),
+    JobKind(
+        group="ray.io",
+        kind="RayCluster",
+        plural="rayclusters",
+        rank=RankSource.REPLICATED,
+        owner=("ray.io", "RayJob"),
+    ),
+    JobKind(group="ray.io", kind="RayJob", plural="rayjobs", rank=RankSource.REPLICATED),
     JobKind(
         group="batch.volcano.sh",
         kind="Job",

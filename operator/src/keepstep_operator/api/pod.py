@@ -35,6 +35,9 @@ TRAINJOB_LABELS = (
 LWS_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 LWS_GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
 LWS_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+RAY_REPLICA_LABEL = "ray.io/worker-group-replica-index"
+RAY_HOST_LABEL = "ray.io/replica-host-index"
+"""Only where a replica has several hosts."""
 _TRAINJOB_CONTAINER = "node"
 
 _KUEUE = "kueue.x-k8s.io/"
@@ -42,8 +45,8 @@ _KUEUE = "kueue.x-k8s.io/"
 
 PODS_OF_A_JOB = 10_000
 """How many node ranks each job of a JobSet has: a node rank is the job's global index times this,
-plus the completion index. Each group of a LeaderWorkerSet has as many. A node rank identifies a pod
-within the run; it is not torch's RANK."""
+plus the completion index. Each group of a LeaderWorkerSet, and each replica of a RayCluster, has as
+many. A node rank identifies a pod within the run; it is not torch's RANK."""
 
 _LONGEST_KEY = 63
 _HEX_OF_UID = 8
@@ -229,7 +232,9 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
     """The node rank by what tells pods of this kind of job apart; None if this pod lacks it."""
     match kind.rank:
         case RankSource.JOBSET:
-            return _of_a_set(pod)
+            return _in_a_group(_indexed(pod, JOBSET_INDEX_LABEL), pod, COMPLETION_INDEX)
+        case RankSource.REPLICATED:
+            return _in_a_group(_indexed(pod, RAY_REPLICA_LABEL), pod, RAY_HOST_LABEL)
         case RankSource.WRITTEN:
             return _written_rank(pod, kind.label)
         case RankSource.GROUPED:
@@ -240,11 +245,11 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
             return 0
 
 
-def _of_a_set(pod: Pod) -> int | None:
-    """The node rank of a JobSet's pod. None for an older JobSet: it has no global index, only one
-    within a template."""
-    job = _indexed(pod, JOBSET_INDEX_LABEL)
-    return None if job is None else job * PODS_OF_A_JOB + (_indexed(pod, COMPLETION_INDEX) or 0)
+def _in_a_group(group: int | None, pod: Pod, label: str) -> int | None:
+    """The node rank of a pod of a job that consists of groups, 0 in its group without the label.
+    None without a group: an older JobSet has an index within a template alone; the head of a
+    RayCluster has none, nor have workers before KubeRay 1.6."""
+    return None if group is None else group * PODS_OF_A_JOB + (_indexed(pod, label) or 0)
 
 
 def _grouped(pod: Pod) -> int | None:

@@ -45,10 +45,12 @@ _LONGEST_WARNING = 400
 _DONE = {"Complete", "Succeeded", "Completed", "Finished"}
 _PHASES = {
     "Completed": JobState.FINISHED,
+    "Complete": JobState.FINISHED,
     "Failed": JobState.FAILED,
     "Terminated": JobState.FAILED,
 }
-"""The phases of a Volcano Job that is over. An Aborted one may be suspended, and be resumed."""
+"""The phases of a Volcano Job that is over, and the deployment statuses of a RayJob. An Aborted
+Volcano Job may be suspended, and be resumed."""
 
 
 def asks(body: Body) -> bool:
@@ -254,12 +256,14 @@ def _snapshot(status: RunStatus, namespace: str) -> Policy | None:
 
 
 def job_state(body: Body) -> JobState:
-    """Whether a job is over: by the phase of a Volcano Job, and by the conditions of all others. A
-    job that is being deleted makes no pod again."""
+    """Whether a job is over: by the phase of a Volcano Job, the deployment status of a RayJob, and
+    the conditions of all others. A job that is being deleted makes no pod again."""
     if (body.get("metadata") or {}).get("deletionTimestamp"):
         return JobState.GONE
     status = body.get("status") or {}
-    if phase := (status.get("state") or {}).get("phase"):
+    state = status.get("state")  # of a RayCluster one word, which is no end
+    phase = state.get("phase") if isinstance(state, dict) else status.get("jobDeploymentStatus")
+    if phase:
         return _PHASES.get(str(phase), JobState.ACTIVE)
     for one in status.get("conditions") or []:
         if one.get("status") == "True" and one.get("type") in _DONE:

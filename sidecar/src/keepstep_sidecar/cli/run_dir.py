@@ -153,7 +153,7 @@ def _memory(directory: Path, run: str) -> dict[str, Path | None]:
 
 def make_memory(memory: Path) -> None:
     """Make the memory directory, private to this user. Raises UsageError if another user owns it,
-    and names that user.
+    and names that user, and where it cannot be made.
 
     Every user can write to /dev/shm. A link, or a directory that another user made, is refused:
     its owner could read or replace the model.
@@ -161,8 +161,15 @@ def make_memory(memory: Path) -> None:
     if not SHARED_MEMORY.is_dir():
         raise UsageError(f"{SHARED_MEMORY} is missing: keepstep keeps slots in shared memory")
     for directory in (memory.parent, memory):
-        with contextlib.suppress(FileExistsError):
+        try:
             directory.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise UsageError(
+                f"no slots can be kept in shared memory ({_reason(error)}): mount a tmpfs on"
+                f" {SHARED_MEMORY} that user {user_name(os.geteuid())} may write to"
+            ) from error
         found = directory.lstat()
         what = "directory" if stat.S_ISDIR(found.st_mode) else "file or link"
         if what != "directory" or found.st_uid != os.getuid():
