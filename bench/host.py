@@ -1,19 +1,26 @@
-"""How long a save keeps the training thread by how many tensors there are, however small they are.
+"""How long a save keeps the training thread by how many tensors there are, however small they are;
+and how much memory images take.
 
     python -m bench.host                       1,200 and 10,000 tensors on the CPU
     python -m bench.host --device cuda --tensors 1200
+    python -m bench.host --slots 3 2           the peak of memory by number of slots
 
 The state is a module of linear layers under AdamW: two weights a layer, and for each of them two
 moments and a step counter. Every step is saved. The floor reads the address of every tensor once.
 `save`: the call alone; `cpu`: what this thread computed in it. `fence`: the fence before the next
 step. `first`: the save that takes the state apart.
+
+The peak is that of slots and sidecar together over 20 steps, all of them written, and a restore
+from the drive after the memory was lost, as a multiple of a state of 512 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,9 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from bench.ours import KeepstepLazy
-from bench.state import State
+from bench.state import State, gpt
 
 _WARM, _SAVES = 6, 30
+_PEAK_BYTES, _PEAK_STEPS = 512 << 20, 10
 
 
 def small(tensors: int, device: str) -> State:
@@ -68,11 +76,45 @@ def measure(state: State, directory: Path, device: str) -> dict[str, float]:
     return medians | {"first": times[0][0], "skipped": skipped}
 
 
+def peak(directory: Path, slots: int) -> float:
+    """The peak of memory outside of the training process, in states."""
+    state = gpt(_PEAK_BYTES)
+    saver, highest, ended = KeepstepLazy(state, directory, slots=slots), 0, threading.Event()
+
+    def look() -> None:
+        nonlocal highest
+        while not ended.wait(0.005):
+            with contextlib.suppress(FileNotFoundError, KeyError):  # as it ends
+                highest = max(highest, saver.held_bytes())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for steps in (range(_PEAK_STEPS), range(_PEAK_STEPS, 2 * _PEAK_STEPS)):
+            for step in steps:
+                state.update(step)
+                saver.save(step)
+                saver.wait_durable()
+                saver.wait_ready()
+            saver.restore_again("local")
+    finally:
+        ended.set()
+        looking.join()
+        saver.close()
+    return highest / state.size_bytes
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--device", default="cpu")
     options.add_argument("--tensors", type=int, nargs="+", default=[1200, 10000])
+    options.add_argument("--slots", type=int, nargs="+", default=[])
     chosen = options.parse_args()
+    for slots in chosen.slots:
+        with tempfile.TemporaryDirectory() as directory:
+            print(f"{slots} slots: at most {peak(Path(directory), slots):.2f} states in memory")
+    if chosen.slots:
+        return
     for tensors in chosen.tensors:
         with tempfile.TemporaryDirectory() as directory:
             found = measure(small(tensors, chosen.device), Path(directory), chosen.device)

@@ -18,20 +18,20 @@ _DURABLE_TIMEOUT_S = 120.0
 
 
 def slots_for(size_bytes: int) -> int:
-    """Four slots, the default, unless the machine's memory has no room for them."""
+    """Three slots, the default on one machine, unless its memory has no room for them."""
     memory = memory_limit_bytes()
     shared = shutil.disk_usage("/dev/shm").free
-    return 4 if 7 * size_bytes < memory and 4.1 * size_bytes < shared else 2
+    return 3 if 6 * size_bytes < memory and 3.1 * size_bytes < shared else 2
 
 
 class KeepstepLazy(Saver):
     name = "keepstep"
-    note = "every step staged and persisted, 4 slots (2 where memory has no room for 4)"
+    note = "every step staged and persisted, 3 slots (2 where memory has no room for 3)"
     lazy: ClassVar[bool] = True
 
-    def __init__(self, state: State, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path, *, slots: int | None = None) -> None:
         super().__init__(state, directory)
-        self._sidecar = Sidecar(directory, slots=slots_for(state.size_bytes))
+        self._sidecar = Sidecar(directory, slots=slots or slots_for(state.size_bytes))
         self._peak_kib = 0
         self._unready = 0
         try:
@@ -69,6 +69,13 @@ class KeepstepLazy(Saver):
         if self._last >= 0:
             self._checkpointer.wait(self._last, "durable", timeout=_DURABLE_TIMEOUT_S)
             self._peak_kib = max(self._peak_kib, own_memory_kib(self._sidecar.pid))
+
+    def held_bytes(self) -> int:
+        """Memory of the machine that keepstep takes now, outside of this process."""
+        roots = (self._sidecar.memory, *filter(None, [self._sidecar.huge]))
+        files = [path for root in roots for path in root.rglob("*")]
+        own = own_memory_kib(self._sidecar.pid) << 10
+        return own + sum(path.stat().st_blocks * 512 for path in files if path.is_file())
 
     def background_cpu_s(self) -> float:
         return cpu_s(self._sidecar.pid)

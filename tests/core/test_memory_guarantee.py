@@ -1,4 +1,5 @@
-"""With four slots a crash costs at most one finished step; with fewer, more. Visits all states.
+"""With three slots a crash costs at most one finished step if one sidecar serves all ranks, with
+four in any case; with fewer, more. Visits all states.
 
 The model is a lock-step run of trainers and sidecars with all their interleavings: each rank's copy
 ends early or late (lazy), ranks ask for slots ahead of time, and a worst-case persister pins any
@@ -51,7 +52,8 @@ class Rank:
 class Rules:
     """What is possible. `pins`: the persister may pin one image per rank. `zeroed_early`: a victim
     is zeroed as soon as it is assigned, without waiting for the collective (a bug of a trainer).
-    `protects`: at each move the host protects the images that are worth keeping, as `Node` does.
+    `protects`: at each move the host protects the images that are worth keeping, as `Node` does for
+    the ranks of one machine; else each rank is on another machine.
     `lost`: how many finished steps may be missing."""
 
     slots: int
@@ -262,8 +264,15 @@ def test_three_ranks_need_no_more_slots_than_two() -> None:
     assert search(Rules(slots=3, pins=False), ranks=3)[1] is None
 
 
-def test_three_slots_with_a_pinned_one_leave_a_window() -> None:
-    _, window = search(Rules(slots=3))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_three_slots_on_one_machine_one_finished_step_is_lost_at_most(ranks: int) -> None:
+    visited, window = search(Rules(slots=3), ranks)
+    assert window is None
+    assert visited > 50 * ranks, "the search must not end early"
+
+
+def test_three_slots_with_a_pinned_one_leave_a_window_across_machines() -> None:
+    _, window = search(Rules(slots=3, protects=False))
     assert window is not None
     assert any("writes" in move for move in window), "it takes a pin"
     assert window[-1].endswith("saves"), "the window opens when a victim is zeroed"
@@ -279,6 +288,21 @@ def test_two_slots_leave_a_window_even_without_pins() -> None:
     _, window = search(Rules(slots=2, pins=False))
     assert window is not None
     assert window[-1].endswith("saves")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_two_slots_a_rank_waits_for_the_drive_or_nothing_is_in_common(ranks: int) -> None:
+    """Whatever the table does, because a third step must begin while the first is written and the
+    second is the newest: three images at once."""
+    waits: list[State] = []
+
+    def each(state: State) -> None:
+        names = [name for name, _ in _moves(state, Rules(slots=2))]
+        if all(name.endswith(("is written", "writes slot 0", "writes slot 1")) for name in names):
+            waits.append(state)
+
+    _, window = search(Rules(slots=2), ranks, each=each)
+    assert waits or window
 
 
 def test_two_slots_leave_no_window_when_images_are_copied_before_save_returns() -> None:

@@ -415,7 +415,7 @@ class WholeRun(RuleBasedStateMachine):
         except (NothingCommonError, RestoreError):
             assert expected is None, "there was a step that all could restore"
             lost = not self.unharmed or self.left_out
-            assert lost or self.slots < 4, "four slots, and nothing was lost"
+            assert lost or self.slots < 3, "three slots, and nothing was lost"
             self._remove_the_run()
             return
         assert decision.id == expected
@@ -457,8 +457,8 @@ class WholeRun(RuleBasedStateMachine):
     # --- what always holds ---------------------------------------------------------------
 
     @invariant()
-    def four_slots_leave_a_step_in_common_in_memory(self) -> None:
-        if self.epoch is None or self.slots < 4:
+    def three_slots_leave_a_step_in_common_in_memory(self) -> None:
+        if self.epoch is None or self.slots < 3:
             return
         began = self.epoch.parent is not None or all(
             rank.newest is not None and rank.newest.epoch == self.epoch.id for rank in self.ranks

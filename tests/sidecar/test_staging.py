@@ -25,7 +25,7 @@ def slots_of(sidecar: SidecarProcess, rank: int = 0) -> list[dict[str, object]]:
 
 def test_a_report_sent_twice_is_taken_once(sidecar: SidecarProcess, trainers: Trainers) -> None:
     trainer = trainers(sidecar.socket).begin_run()
-    eventually(lambda: len(slots_of(sidecar)) == 4)
+    eventually(lambda: len(slots_of(sidecar)) == 3)
     trainer.begin()
     trainer.fill(0)
     granted = trainer.slot
@@ -103,16 +103,26 @@ def test_slots_shrink_to_the_memory_limit_and_say_so(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     size = make_layout().size_bytes
-    sidecar = sidecars().start("--memory-limit", str(2 * 3 * size))
+    sidecar = sidecars().start("--memory-limit", str(2 * 2 * size))
     trainer = trainers(sidecar.socket, 0, 2)
     trainer.connect()
     accepted = trainer.register()
-    assert accepted.slots == 3
+    assert accepted.slots == 2
     assert "raise --memory-limit" in accepted.warning
-    eventually(lambda: len(slots_of(sidecar)) == 3)
+    eventually(lambda: len(slots_of(sidecar)) == 2)
     other = trainers(sidecar.socket, 1, 2)
     other.connect()
-    assert other.register().slots == 3
+    assert other.register().slots == 2
+
+
+@pytest.mark.parametrize(("here", "slots"), [(2, 3), (1, 4)])
+def test_ranks_that_share_their_run_with_another_machine_have_one_image_more(
+    sidecar: SidecarProcess, trainers: Trainers, here: int, slots: int
+) -> None:
+    trainer = trainers(sidecar.socket, 0, 2)
+    trainer.connect(local_world=here)
+    accepted = trainer.register()
+    assert (accepted.slots, accepted.warning) == (slots, "")
 
 
 def test_the_sidecar_uses_little_memory_beside_its_slots(

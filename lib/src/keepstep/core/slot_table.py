@@ -13,13 +13,14 @@ never takes
     - while another slot is assigned: at most one image of a rank is unsealed;
     - a pinned one: somebody reads it;
     - the newest one;
-    - a protected one, as long as there is any other choice; while several are, it waits until the
-      other ranks have sealed one more.
+    - a protected one, unless there are two slots alone: it waits until the other ranks have sealed
+      one more.
 
-So with four slots and at most one pinned, a lock-step run that dies loses one finished step at
-most, and never waits (docs/protocol.md). With two slots, or with three of which one is pinned, the
-second newest image may be taken, because the training must not stop. Then there are moments without
-a common step in memory, and a crash in such a moment falls back to the newest commit.
+So with three slots and at most one pinned, a lock-step run that dies loses one finished step at
+most, and never waits for the drive, if all its ranks are on this machine: only these are known to
+`protect`. Else it takes four (docs/protocol.md). With two slots the second newest image may be
+taken, because the training must not stop. Then there are moments without a common step in memory,
+and a crash in such a moment falls back to the newest commit.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.steps import StepId, StrEnum
+
+_FEW = 2
+"""So few slots cannot keep what is protected: a rank that waits for another one skips a step, the
+other one does not, and from then on they would seal different steps in turns."""
 
 
 class SlotState(StrEnum):
@@ -259,6 +264,7 @@ class SlotTable:
             if slot.live and not slot.pinned and slot.live not in newest
         ]
         others = [(id, i) for id, i in victims if id not in self._protected]
-        if not others and len(victims) > 1:
+        removed = self._with(SlotState.REMOVED)
+        if not others and len(self._slots) - len(removed) > _FEW:
             return None
         return min(others or victims, default=(None, None))[1]

@@ -59,6 +59,11 @@ class Fields:
             raise self.wrong(name, f"{value!r} is not a whole number from {least} to {most}")
         return value
 
+    def optional_number(self, name: str, *, least: int, most: int) -> int | None:
+        if self.fields.get(name) is None:
+            return None
+        return self.number(name, least, least=least, most=most)
+
     def text(
         self, name: str, form: re.Pattern[str], what: str, *, default: str | None = None
     ) -> str:

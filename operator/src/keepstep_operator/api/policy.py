@@ -128,7 +128,8 @@ class Volume:
 class Policy:
     """What a CheckpointPolicy asks for. Times in seconds, sizes in bytes, CPU in millicores.
 
-    `memory_limit_bytes`: for the slots of all ranks of one pod. The sidecar gets `overhead_bytes`
+    `memory_limit_bytes`: for the slots of all ranks of one pod. `slots`: None for as many as the
+    sidecar finds needed. The sidecar gets `overhead_bytes`
     in addition. `cpu_limit_millicores`: None for no limit. `persist_every`: None with mode Auto.
     `drive_writes_per_day`: a number, as it is written. `keep`: the committed steps that stay on
     volumes. `compile_cache_bytes`: 0 keeps none. `spec`: as in the object, for snapshots; no code
@@ -140,7 +141,7 @@ class Policy:
     generation: int
     memory_limit_bytes: int
     volumes: tuple[Volume, ...]
-    slots: int = 4
+    slots: int | None = None
     huge_pages: HugePages = HugePages.NONE
     stage_every: int = 1
     persist_every: int | None = None
@@ -227,7 +228,7 @@ def parse_policy(body: Body) -> Policy:
         generation=int(metadata.get("generation") or 0),
         memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
         volumes=volumes,
-        slots=memory.number("slots", 4, least=2, most=16),
+        slots=memory.optional_number("slots", least=2, most=16),
         huge_pages=memory.choice("hugePages", HugePages.NONE),
         stage_every=stage_every,
         persist_every=_persist(persist, stage_every),

@@ -48,6 +48,7 @@ def render(run: Run, cluster: Cluster, *, now: float) -> RunStatus:
     """The whole status as it should be now. What only a report shows stays as an earlier process
     wrote it, until there is a report."""
     found = verdicts(run, cluster, now=now)
+    slots = None if run.policy is None else run.policy.slots
     status = replace(
         run.status,
         observed_generation=run.object.generation if run.object is not None else 0,
@@ -61,7 +62,7 @@ def render(run: Run, cluster: Cluster, *, now: float) -> RunStatus:
         nodes_summary=_nodes(run),
         committed=run.committed,
         protected=found[PROTECTED].status,
-        memory=MemoryStatus(slots=run.policy.slots) if run.policy is not None else None,
+        memory=MemoryStatus(slots=slots) if slots is not None else None,
         recent=run.recent,
         warnings=_warnings(run, cluster),
         conditions=_conditions(run, found, now),

@@ -53,7 +53,7 @@ from keepstep_sidecar.leases import (
     parse_layout,
 )
 from keepstep_sidecar.log import say, warn
-from keepstep_sidecar.memory.allocator import Allocator
+from keepstep_sidecar.memory.allocator import SLOTS, Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 
@@ -184,7 +184,7 @@ class Saving:
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
             (one.current.wanted for one in self.slots.ranks.values() if one.current),
-            default=self.config.slots,
+            default=SLOTS,
         )
         if self._local_shards.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
@@ -355,7 +355,9 @@ class Saving:
         """Make the slots for which there was no room before."""
         for rank, slots in self.slots.ranks.items():
             lease, current = self.leases.of(rank), slots.current
-            if lease is not None and current is not None and current.wanted < self.config.slots:
+            if lease is None or current is None:
+                continue
+            if current.wanted < self.allocator.wanted(lease):
                 slots.warning = self.allocator.fit(slots, current, lease)
                 self.allocator.fill(current)
         self.plan_persists()

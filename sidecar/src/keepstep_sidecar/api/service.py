@@ -33,6 +33,7 @@ from keepstep_sidecar.concurrency import Tasks, detached
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Owner
 from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.memory.allocator import SLOTS
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
@@ -159,7 +160,7 @@ class Service:
             if mended:
                 warn("volume made anew", reason="somebody removed the run's directory")
                 self.local_shards.removed()  # whether or not the scan succeeds
-                self.committer.feed(Serves(frozenset(), self.config.slots))  # and then anew
+                self.committer.feed(Serves(frozenset(), SLOTS))  # and then anew
                 await self._look()
 
     async def _is_given_up(self) -> bool:

@@ -381,9 +381,10 @@ class Config:
         " them.",
         several=True,
     )
-    slots: int = setting(
-        whole(2), 4,
-        "Images of each rank in memory; with 4 a restart always finds a common step there.",
+    slots: int | None = setting(
+        whole(2), None,
+        "Images of each rank in memory.  [default: as many as a restart needs to find a common step"
+        " there: 3 if all ranks are on this machine, else 4]",
     )
     memory_limit_bytes: int | None = setting(
         SIZE, None, "Memory for all slots, like 32Gi.  [default: what the shared memory has]"

@@ -23,7 +23,7 @@ from keepstep.image import Layout
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, Leases
+from keepstep_sidecar.leases import Lease, Leases, sees_all
 from keepstep_sidecar.log import say, warn
 from keepstep_sidecar.memory.directories import entered
 from keepstep_sidecar.memory.slot_file import (
@@ -39,6 +39,10 @@ _FIRST_HUGE = 100_000_000
 """Slot numbers on huge pages begin here. Otherwise a life that does not see these slots would reuse
 their names."""
 LEAST_SLOTS = 2
+SLOTS = 4
+"""Images of a rank that shares its run with ranks of other machines."""
+_SLOTS_TOGETHER = 3
+"""Images of a rank if this sidecar knows what all ranks have sealed. See `core.slot_table`."""
 _KEPT_OF_GONE = 2
 """Images of a rank that trains here no more, until the run has restored: of its newest two steps,
 one is common to all ranks."""
@@ -174,6 +178,12 @@ class Allocator:
 
     # --- how many ----------------------------------------------------------------------------
 
+    def wanted(self, lease: Lease | None) -> int:
+        """How many images of a rank shall be in memory, if there is room."""
+        if self.config.slots is not None:
+            return self.config.slots
+        return _SLOTS_TOGETHER if lease is not None and sees_all(lease.request) else SLOTS
+
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone
         take the memory. If need be, slots of older layouts are given up. Returns a warning when
@@ -182,7 +192,7 @@ class Allocator:
         Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
         images of former layouts are on the drive.
         """
-        size_bytes, wanted = slot_set.layout.size_bytes, self.config.slots
+        size_bytes, wanted = slot_set.layout.size_bytes, self.wanted(lease)
         others = [one for one in slots.slot_sets.values() if one is not slot_set]
         # once: slots that are given up below have no names any more, but still take their memory
         total_bytes = self._total_bytes(size_bytes)
@@ -216,7 +226,7 @@ class Allocator:
     def _shortage(self, lease: Lease, total_bytes: int, slot_bytes: int, count: int) -> str:
         """The warning about fewer slots than configured; "" when there are enough. Raises
         NoMemoryError when even two do not fit."""
-        wanted, ranks = self.config.slots, _ranks(lease)
+        wanted, ranks = self.wanted(lease), _ranks(lease)
         if count >= wanted:
             return ""
         there = self._share_bytes(lease, total_bytes) * ranks
@@ -269,12 +279,12 @@ class Allocator:
         total_bytes = self._total_bytes(size_bytes)
         if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
             others = self.pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
-            return min(self.config.slots, (total_bytes - others) // size_bytes)
+            return min(self.wanted(lease), (total_bytes - others) // size_bytes)
         taken = slots.taken_bytes - slot_set.size_bytes
 
         def affordable(lease: Lease) -> int:
             left = self._share_bytes(lease, total_bytes) - taken
-            return max(0, min(self.config.slots + 1, left // size_bytes))
+            return max(0, min(self.wanted(lease) + 1, left // size_bytes))
 
         if not affordable(lease):
             self._give_up_gone(lease, keep=_KEPT_OF_GONE)

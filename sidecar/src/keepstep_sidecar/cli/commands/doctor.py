@@ -30,7 +30,8 @@ from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.settings import format_duration, format_size, size_option
-from keepstep_sidecar.config.sidecar import IO_THREADS, Config
+from keepstep_sidecar.config.sidecar import IO_THREADS
+from keepstep_sidecar.memory.allocator import LEAST_SLOTS, SLOTS
 from keepstep_sidecar.memory.directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
@@ -42,7 +43,6 @@ SLOW_BYTES_PER_SECOND: Final = 200_000_000
 LEAST_SHARED_BYTES: Final = 256 << 20
 """The least free shared memory when the need is not known. Containers have 64 MiB by default."""
 
-_LEAST_SLOTS = 2
 _IMAGES_ON_A_VOLUME = 3
 """The two newest committed steps, and the step that is being written."""
 
@@ -76,7 +76,7 @@ class Need:
 
     image_bytes: int | None
     ranks: int = 1
-    slots: int = Config.slots
+    slots: int = SLOTS
 
     @property
     def memory_bytes(self) -> int | None:
@@ -143,7 +143,7 @@ def shared_memory(directory: Path, need: Need) -> Finding:
     free += free_huge_bytes()
     if free >= wanted:
         return Finding("shared memory", Outcome.OK, f"{found}, {format_size(wanted)} needed")
-    least = wanted * _LEAST_SLOTS // need.slots
+    least = wanted * LEAST_SLOTS // need.slots
     outcome = Outcome.SLOW if free >= least else Outcome.MISSING
     found += f", {format_size(wanted)} needed for {need.slots} slots, {format_size(least)} at least"
     return Finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
