@@ -9,6 +9,7 @@ from pathlib import Path
 
 import keepstep
 import keepstep.dcp
+from keepstep_sidecar import errors
 from scripts import chart_reference, site
 from tests.harness import ROOT
 
@@ -56,3 +57,21 @@ def _defined(path: Path) -> Iterator[tuple[str, str, str | None]]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             yield path.stem, node.name, ast.get_docstring(node)
+
+
+def test_every_code_of_a_refusal_has_a_status_and_a_row() -> None:
+    raised = {
+        code
+        for path in (ROOT / "sidecar/src").rglob("*.py")
+        for code in re.findall(r'\brefuse\(\s*"([a-z-]+)"', path.read_text())
+    }
+    assert "pins" in raised
+    assert raised <= errors.STATUS.keys()
+    rows = (ROOT / "docs/protocol.md").read_text().split("## Problems")[1].split("\n## ")[0]
+    named = {
+        code
+        for row in rows.splitlines()
+        if row.startswith("| `")
+        for code in re.findall(r"`([a-z-]+)`", row.split("|")[1])
+    }
+    assert named == errors.STATUS.keys()

@@ -22,6 +22,7 @@ STATUS = {
     "no-memory": 507,
     "no-slot": 507,
     "not-verified": 409,
+    "pins": 409,
     "protocol": 426,
     "rank-of-parent": 409,
     "rank-taken": 409,

@@ -36,7 +36,7 @@ from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_kee
 from keepstep.steps import IN_POD, Epoch, StepId, Tier
 
 SILENT_AFTER_S = 60.0
-"""After so long without an answer the leader counts as silent: two usual report intervals."""
+"""After so long without an answer the leader counts as silent: six usual report intervals."""
 
 _MOST_ALARMS = 100
 
