@@ -463,11 +463,13 @@ def test_what_a_device_holds_frozen_is_copied_once_until_it_changes():
     assert trainer.slots.staged == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, caplog):
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, eager, caplog):
     with training(seed=seed) as trainer:
         for action in ["save", "drain", "train"] * 2:
             getattr(trainer, action)()
+        trainer.agent._eager = eager
         trainer.change_little_frozen()
         for action in ["save", "drain", "train"] * 2:
             getattr(trainer, action)()

@@ -109,6 +109,77 @@ def test_what_is_written_to_the_other_memory_is_in_no_image(sidecar, monkeypatch
     assert checkpointer.stats.discarded == 0
 
 
+def test_an_image_is_given_up_if_others_may_write_to_the_memory_that_the_state_had(
+    sidecar, monkeypatch
+) -> None:
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.weight.grad = torch.randn(256, 256)
+    optimizer.step()
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    pool = momentum.clone().view(-1)
+    momentum.data = pool.view(256, 256)
+    copies = hold_copies(monkeypatch)
+    checkpointer = begun({"model": model, "optimizer": optimizer})
+    assert checkpointer.save(1)
+    momentum.data = momentum.data.clone()
+    pool[1:9] = 77.0  # between the samples of the fingerprint
+    copies.set()
+    with pytest.raises(keepstep.NotDurableError):
+        checkpointer.wait(1, "staged", timeout=20)
+    with pytest.raises(keepstep.NotDurableError, match="no step was staged"):
+        checkpointer.close()
+    assert checkpointer.stats.discarded == 1
+
+
+def test_a_parameter_in_the_place_of_another_over_the_same_memory_is_watched(
+    sidecar, monkeypatch
+) -> None:
+    model = nn.Linear(256, 256)
+    copies = hold_copies(monkeypatch)
+    copies.set()
+    checkpointer = begun({"model": model})
+    assert checkpointer.save(1)
+    checkpointer.wait(1, "staged")
+    model.weight = nn.Parameter(model.weight.data)
+    copies.clear()
+    assert checkpointer.save(2)
+    with torch.no_grad():
+        model.weight[0, 1:5] = 77.0  # between the samples of the fingerprint
+    copies.set()
+    with pytest.raises(keepstep.NotDurableError):
+        checkpointer.wait(2, "staged", timeout=20)
+    checkpointer.close()
+
+
+def test_no_code_of_the_scripts_runs_inside_of_an_optimizers_step(sidecar) -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+            self.where = ""
+
+        def state_dict(self) -> dict[str, int]:
+            self.calls.append(self.where)
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    model, optimizer = trained()
+    own = Own()
+    checkpointer = begun({"model": model, "optimizer": optimizer, "own": own})
+    for step in range(6):
+        own.where = "step"
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        own.where = "save"
+        by_new_tensors(model, optimizer)
+        assert checkpointer.save(step)
+        checkpointer.wait(step, "staged")
+    checkpointer.close()
+    assert "step" not in own.calls
+
+
 def test_the_memory_that_the_state_had_is_soon_held_no_more(sidecar) -> None:
     model, optimizer = trained()
     checkpointer = begun({"model": model, "optimizer": optimizer})

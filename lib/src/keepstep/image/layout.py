@@ -392,6 +392,8 @@ def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
     box = _box(name, shape, offsets, shape if whole is None else whole)
     unflattened = _sizes_in(row, "unflattened_shape", name)
     flat = _flat_box(name, row["flat_box"], shape, box[1]) if "flat_box" in row else None
+    if flat is not None and (order is not None or strides is not None):
+        raise FormatError(f"{quoted(name)}: a range of elements has no order of dimensions")
     elements = math.prod(box[1] or shape if flat is None else flat.shape)
     if unflattened is not None and math.prod(unflattened) != elements:
         raise FormatError(f"{quoted(name)}: {quoted(unflattened)} cannot be made of it")

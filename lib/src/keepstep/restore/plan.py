@@ -174,6 +174,8 @@ def _rows_of(flat: FlatBox, entry: Entry, number: int) -> Iterator[int]:
     """The numbers of `Saved` for all boxes of a range of elements."""
     spec, at = entry.spec, entry.begin
     begin = spec.offsets[-1] if spec.offsets else 0
+    if not math.prod(spec.shape):
+        yield from (number, at, *flat.offsets, *[0] * len(flat.shape))
     for offsets, sizes in flat.boxes(begin, math.prod(spec.shape)):
         yield from (number, at, *offsets, *sizes)
         at += math.prod(sizes) * spec.element_bytes

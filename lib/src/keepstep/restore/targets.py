@@ -494,8 +494,13 @@ def plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]
 
 
 def _spans(saved: Saved) -> dict[int, slice]:
-    """The bytes of a saved tensor in the image of each rank that holds any of it."""
+    """The bytes of a saved tensor in the image of each rank that holds any of it: from the first of
+    its rows there to the last, which are adjacent."""
     itemsize = DTYPE_OF[saved.dtype].itemsize
     sizes = (saved.sizes.prod(dim=1) * itemsize).tolist()
-    rows = zip(saved.ranks.tolist(), saved.begins.tolist(), sizes, strict=True)
-    return {rank: slice(begin, begin + size) for rank, begin, size in rows if size}
+    found: dict[int, slice] = {}
+    for rank, begin, size in zip(saved.ranks.tolist(), saved.begins.tolist(), sizes, strict=True):
+        if size:
+            known = found.get(rank, slice(begin, begin + size))
+            found[rank] = slice(min(known.start, begin), max(known.stop, begin + size))
+    return found

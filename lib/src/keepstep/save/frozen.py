@@ -122,6 +122,8 @@ class Base:
             return False
         if self.doubted or not lazy:  # wait for the devices
             self.apart, self.doubted = (), bool(self.guard.changed())
+            if not self.doubted:
+                self.apart = tuple(self._asked_next())
             return not self.doubted
         differences = self.guard.differences()
         device_of = accelerator.here().device_of
@@ -299,12 +301,12 @@ class Frozen:
         """The base for this state; None if the image must hold all of it. `may`: whether it may
         refer to one. `lazy`: see `Base.holds`."""
         if not may or self._mutations > _MOST_MUTATIONS:
-            if self._seen is not taken.cache:
-                self._seen = taken.cache
+            if self._seen is not taken.cache.setdefault("seen", object()):
+                self._seen = taken.cache.setdefault("seen", object())
                 self.left_bytes = _worth(self._candidates(taken), taken)
             return None
         base = self.base
-        if base is None and self._seen is taken.cache:
+        if base is None and self._seen is taken.cache.setdefault("seen", object()):
             return None
         different = base.differing() if base is not None and self._in_doubt else set[str]()
         self._in_doubt = False
@@ -321,7 +323,7 @@ class Frozen:
             changed = base.changed(taken)
             self._changing |= changed
             self._made_bases += not (changed | different).isdisjoint(_frozen(taken))
-        self._seen = taken.cache
+        self._seen = taken.cache.setdefault("seen", object())
         self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
         return self.base
 

@@ -32,22 +32,29 @@ SAMPLES = 16
 _STRIDE_BYTES = 256 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _VERSION = attrgetter("_version")
+_references = getattr(torch._C, "_storage_Use_Count", None)
+"""How many refer to a tensor's memory. Without it, a tensor that moved counts as changed."""
 
 
 class Watched:
     """Tensors as a guard watches them: flat lists, which are read and compared as a whole.
 
-    `aliases`: what is copied in the place of the tensors, over the memory that they have now. Then
-    other memory that they are given (`tensor.data = tensor.data.to("cpu")`) is no change.
+    `over`: what is read in their place, and keeps the memory that they have now. Then other memory
+    that they are given (`tensor.data = tensor.data.to("cpu")`) is no change, if nobody else refers
+    to the former memory, so that nobody can write to it.
     """
 
-    def __init__(self, leaves: Sequence[TensorLeaf], aliases: Sequence[Tensor] = ()) -> None:
+    def __init__(self, leaves: Sequence[TensorLeaf], over: Fingerprint | None = None) -> None:
         # in-place operations on a DTensor and on its part are counted apart
         apart = [leaf for leaf in leaves if leaf.live is not leaf.tensor]
         self._names = [leaf.name for leaf in (*leaves, *apart)]
-        self._tensors = list(aliases) or [leaf.tensor for leaf in leaves]
-        live = [leaf.live.detach() if aliases else leaf.live for leaf in apart]
-        self._counting = [*self._tensors, *live]
+        self._tensors = [leaf.tensor for leaf in leaves]
+        # of the tensors as they are now: a detached one has their memory and their counter
+        self._aliases = [one.detach() for one in self._tensors] if over else []
+        # by these, by the fingerprint, and by what asks for their number
+        self._ours = [held + 2 for held in over.references] if over else []
+        live = [leaf.live.detach() if over else leaf.live for leaf in apart]
+        self._counting = [*(self._aliases or self._tensors), *live]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     def versions(self) -> list[int]:
@@ -60,10 +67,20 @@ class Watched:
 
     def all_moved(self, versions: list[int]) -> Iterator[str]:
         """The names of all such tensors."""
-        now = self.versions(), list(map(Tensor.data_ptr, self._tensors))
-        for marks, before in zip(now, (versions, self._addresses), strict=True):
-            if marks != before:
-                yield from (self.name(at) for at, one in enumerate(marks) if one != before[at])
+        now = list(map(Tensor.data_ptr, self._tensors))
+        if now != self._addresses:
+            for at, before in enumerate(self._addresses):
+                if now[at] != before and not self._is_ours(at):
+                    yield self.name(at)
+        if (counted := self.versions()) != versions:
+            yield from (self.name(at) for at, one in enumerate(counted) if one != versions[at])
+
+    def _is_ours(self, at: int) -> bool:
+        """Whether nobody but us refers to the memory that the tensor had."""
+        if not self._aliases or _references is None:
+            return False
+        storage = self._aliases[at].untyped_storage()
+        return bool(_references(storage._cdata) <= self._ours[at])
 
     def name(self, at: int) -> str:
         """The name of the tensor of a version, or of the tensor of this number."""
@@ -134,13 +151,15 @@ class Fingerprint:
     lay.
 
     `aliases`: the same tensors. They hold the memory that the live ones had, so that a copy never
-    reads memory that was freed because a live tensor was given other memory.
+    reads memory that was freed because a live tensor was given other memory. `references`: by how
+    many tensors this refers to the memory of each.
     """
 
     def __init__(self, tensors: Sequence[Tensor], begins: Sequence[int] = ()) -> None:
         """Prepare the views; copies nothing. Tensors must be dense and non-overlapping. `begins`:
         where the bytes of each begin in the image, for `in_image`."""
         self.aliases = [tensor.detach() for tensor in tensors]
+        self.references = [1] * len(self.aliases)
         device_of = accelerator.here().device_of
         groups: dict[tuple[torch.device | None, int], _Group] = {}
         for number, (tensor, begin) in enumerate(
@@ -152,7 +171,8 @@ class Fingerprint:
             size = tensor.element_size()
             place = device_of(tensor)
             group = groups.setdefault((place, size), _Group(size, in_host=place is None))
-            group.add(number, tensor, begin)
+            held = [self.aliases[number], tensor, *group.add(number, tensor, begin)]
+            self.references[number] = len({one._cdata for one in held})
         self._groups = list(groups.values())
 
     def take(self) -> list[Tensor]:
@@ -181,10 +201,12 @@ class _Group:
         self._views: list[Tensor] = []
         self._tensors: list[tuple[int, Tensor, int, int]] = []
 
-    def add(self, number: int, tensor: Tensor, begin: int) -> None:
+    def add(self, number: int, tensor: Tensor, begin: int) -> list[Tensor]:
+        """Returns the tensors by which the samples refer to this one's memory."""
         view, stride = sampled(tensor)
         self._views.append(view)
         self._tensors.append((number, tensor, stride, begin // self._size))
+        return [view] if view._base is None else [view, view._base]
 
     def take(self) -> Tensor:
         """The samples. Those in memory of the host are read as elements of one tensor over all of

@@ -342,7 +342,7 @@ class _Divided:
             else:
                 (patient if waits else urgent).setdefault(place, []).append(leaf)
         self.fingerprint = fingerprint_of(later) if later else None
-        self.watched = Watched(later, self.fingerprint.aliases if self.fingerprint else ())
+        self.watched = Watched(later, self.fingerprint)
         self.now = Lot(now, [leaf.tensor for leaf in now])
         self.later = Lot(later, self.fingerprint.aliases if self.fingerprint else [])
         self.aside = _Aside(host, fingerprint_over) if host and (urgent or patient) else None

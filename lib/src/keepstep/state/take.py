@@ -162,7 +162,7 @@ class Taking:
         """Called before an optimizer's step: whether what only such a step changes was given other
         memory since it was taken, as between the last two saves. True once."""
         doubted, self._doubted = self._doubted, None
-        if doubted is None:
+        if doubted is None or not all(map(_is_plain, self._components.values())):
             return False
         before = _lazy(doubted)
         now = _lazy(take(self._components, self._topology, loose=self.loose))
@@ -170,6 +170,22 @@ class Taking:
         if self.moves:
             self.before = None
         return self.moves
+
+
+def _is_plain(component: Any) -> bool:
+    """Whether to walk it calls no code of the script's, which might wait for other ranks."""
+    inner = unwrap(component)
+    if isinstance(inner, torch.optim.Optimizer):
+        return type(inner).state_dict is torch.optim.Optimizer.state_dict
+    if not isinstance(inner, nn.Module):
+        return type(inner) is dict
+    return all(
+        type(one).state_dict is nn.Module.state_dict
+        and type(one).get_extra_state is nn.Module.get_extra_state
+        and not one._state_dict_hooks
+        and not one._state_dict_pre_hooks
+        for one in inner.modules()
+    )
 
 
 def _lazy(taken: Taken) -> dict[str, tuple[Any, ...]]:

@@ -1066,7 +1066,7 @@ class _Modules:
         """What must be equal in these dicts and sets, and which objects must be the same. Most are
         empty, and their lengths say so."""
         return list(chain.from_iterable(self._full)), list(
-            chain.from_iterable(map(dict.values, self._full_dicts))
+            chain.from_iterable(one.values() for one in self._full_dicts)
         )
 
 
