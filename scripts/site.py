@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -36,6 +37,9 @@ log = logging.getLogger("mkdocs.plugins.keepstep")
 
 def tables() -> dict[str, str]:
     """The tables by name, made from the code."""
+    from keepstep.core import node
+    from keepstep.save import agent
+    from keepstep_sidecar.volume import volume
     from scripts import api_reference, chart_reference, conformance, metrics_reference
 
     return {
@@ -44,7 +48,23 @@ def tables() -> dict[str, str]:
         "conformance": conformance.render(),
         "metrics": metrics_reference.reference(),
         "rights": chart_reference.rights(),
+        "step_states": states(node, node.STEP),
+        "image_states": states(agent, agent.IMAGE),
+        "shard_states": states(volume, volume.SHARD),
     }
+
+
+def states(module: ModuleType, table: Any) -> str:
+    """A theory of operation: the usual way through the states, what is said, all transitions."""
+    way, following = list[str](), table[0].states
+    while following:
+        way.append(following)
+        after = (row.after for row in table if following in row.states.split(", "))
+        following = next((one for one in after if not {*way} & {*one.split(", ")}), "")
+    said = (module.__doc__ or "").partition("\n\n")[2]
+    rows = (f"| {row.states} | {row.event} | {row.after} | `{row.where}` |" for row in table)
+    head = "| state | event | next | in the code |\n| --- | --- | --- | --- |"
+    return "\n".join([f"**{' → '.join(way)}**\n", said, head, *rows, ""])
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

@@ -46,6 +46,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.report.leader_channel import LinkChannel
 from keepstep_sidecar.report.report import changes, other
+from tests.core.test_states import watched_node  # noqa: F401
 from tests.leader.runs import credentials
 
 _SLOTS = 4

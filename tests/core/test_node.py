@@ -28,6 +28,7 @@ from keepstep.core.schedule import Grid, Write
 from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from tests.core.test_states import watched_node  # noqa: F401
 
 EPOCH = EpochId(1, "0000000a")
 

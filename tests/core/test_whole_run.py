@@ -40,6 +40,7 @@ from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep.wire.reports import MemberReport, Report, ReportedRanks
 from keepstep.wire.runs import RunPolicy
+from tests.core.test_states import watched_node  # noqa: F401
 
 _KEEP = Retention(last=2)
 _NEVER_WHOLE_KEPT = keepstep.core.retention.NEVER_WHOLE_KEPT

@@ -24,6 +24,7 @@ from torch import nn
 import keepstep
 from keepstep.errors import NotDurableError, UsageError
 from keepstep.steps import StepId
+from tests.core.test_states import watched_agent  # noqa: F401
 from tests.faults import injection
 from tests.faults.trainer import digest
 from tests.harness import SidecarProcess, eventually, layout_of, verify_image

@@ -15,6 +15,7 @@ from torch import nn
 import keepstep
 from keepstep.client import copying
 from keepstep.save import snapshot
+from tests.core.test_states import watched_agent  # noqa: F401
 from tests.lib.training import begun, hold_copies
 
 

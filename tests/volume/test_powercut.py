@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.directories import Scan, is_step
 from keepstep_sidecar.volume.files import Engine
 from keepstep_sidecar.volume.run_record import RunRecord
-from keepstep_sidecar.volume.volume import Volume
+from keepstep_sidecar.volume.volume import SHARD, Volume
 from tests.harness import control_of, layout_of, verify_image
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 from tests.volume.powercut import Crash, Entry, Note, Recorder, crashes, without_syncs_after
@@ -31,6 +32,8 @@ SLOTS = {
     for rank in range(WORLD)
     for step in (1, 2, 3)
 }
+PASSED: set[tuple[str, str]] = set()
+"""The fault points, and the functions that have them."""
 LATER_EPOCH = Epoch(EpochId(2, "0badcafe"), step_id(2))
 ENDS = {1: "retiring 1", 2: "losing 2"}
 """From here on a step need not be visible, and of its shards only rank 0's of step 2 must stay."""
@@ -46,6 +49,8 @@ def recorded(root: Path) -> Iterator[tuple[Volume, Recorder]]:
     class Noted(dict[tuple[str, int], str]):
         def get(self, passed: tuple[str, int]) -> None:  # type: ignore[override]
             recorder.note(f"point {passed[0]}")
+            frame = sys._getframe(3 if sys._getframe(2).f_code.co_name == "_point" else 2)
+            PASSED.add((passed[0], frame.f_code.co_qualname))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_armed", Noted({("none", 1): "kill"}))
@@ -191,6 +196,11 @@ def judged(log: list[Entry], memory: Path, *, seed: int = 20240229) -> Iterator[
 # --- the tests ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("log", "reusing")
+def test_the_functions_that_the_table_of_a_shard_names_move_it_on() -> None:
+    assert {(row.event, row.where) for row in SHARD if "." in row.event} <= PASSED
+
+
 @pytest.mark.timeout(300)
 def test_no_power_cut_breaks_a_promise(log: list[Entry], memory_dir: Path) -> None:
     verdicts = list(judged(log, memory_dir))
@@ -218,12 +228,8 @@ def test_the_sync_before_a_file_is_written_over_is_needed(
 @pytest.mark.parametrize(
     "point",
     [
+        *(row.event for row in SHARD if row.event.endswith("sync") and row.states != "hidden"),
         "write.data-sync",
-        "write.control-sync",
-        "write.directory-sync",
-        "publish.sync",
-        "unpublish.sync",
-        "retire.sync",
         "record.data-sync",
         "record.directory-sync",
     ],

@@ -1,4 +1,4 @@
-"""The values that all other modules share: epochs, steps, tiers, states.
+"""The values that all other modules share: epochs, steps, tiers, states, tables of these.
 
 An *epoch* is one life of a run between restores. All ranks agree on it in the collective of
 `Checkpointer.restore`, and every image carries it, so no commit can mix two lives. Steps are
@@ -11,6 +11,7 @@ import enum
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _HEX = "0123456789abcdef"
 # A number that needs no padding has no leading zeros. Else one step could have two directories.
@@ -149,6 +150,21 @@ class State(StrEnum):
     DURABLE = "durable"
     COMMITTED = "committed"
     ARCHIVED = "archived"
+
+
+class Transition(NamedTuple):
+    """A row of a table: in any of `states`, `event` leads to one of `after`; `where` does it."""
+
+    states: str
+    event: str
+    after: str
+    where: str
+
+
+def transitions(table: str) -> tuple[Transition, ...]:
+    """The rows `states | event | after | where` of a table."""
+    rows = table.strip().splitlines()
+    return tuple(Transition(*map(str.strip, row.split("|"))) for row in rows)
 
 
 class Answer(StrEnum):

@@ -1,11 +1,24 @@
 """Decides what one machine of a run does: facts in, actions out.
 
-A node combines the slots of its ranks (`slot_table`), the choice of what is written
-(`schedule`), of what is committed (`ledger`) and of what may be deleted (`retention`). It
-fulfils the duties of a host (docs/protocol.md), without I/O and without a clock. The sidecar
-executes the actions and feeds back their results. The model check (tests/core/test_whole_run.py)
-does the same with names instead of bytes. Facts are level-triggered: an action that was not carried
-out is returned again.
+A step on this machine goes through the states of `STEP`:
+
+- `absent`, `staged`: no image of it is here; a rank has one in a slot.
+- `writing`, `durable`: a rank's slot is pinned for a `Write`; a shard of it lies on the volumes.
+- `committed`, `published`: every rank of the run has it durable; readers see it.
+- `retiring`: it is being deleted, until a listing shows that it is gone.
+
+The host feeds events and carries out actions: the sidecar's committer, or a model in tests. `Node`
+decides by slots (`slot_table`), what is due (`schedule`), committed (`ledger`) and deletable
+(`retention`), without I/O and clock. An action that was not carried out is returned again.
+
+What may never happen, and the test that would fail:
+
+- A slot is assigned while its image is written: `_begin_write` of the model check.
+- A step is shown that some rank lacks, or deleted although it is read, or although some rank might
+  complete it: `_feed` of the model check.
+- The newest commit is deleted: `the_newest_commit_is_never_retired`.
+- A pinned step is deleted: `test_pins_stay_although_the_leader_asks_for_them`.
+- A step moves otherwise than `STEP` says: `watched_node`.
 """
 
 from __future__ import annotations
@@ -33,7 +46,29 @@ from keepstep.core.retention import (
 )
 from keepstep.core.schedule import Grid, Interval, Pacing, PersistCounts, PersistPlanner, Write
 from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
-from keepstep.steps import IN_POD, Epoch, StepId, Tier
+from keepstep.steps import IN_POD, Epoch, StepId, Tier, transitions
+
+STEP = transitions("""
+absent                  | Sealed                                | staged    | Node._plan
+absent, staged, durable | Serves, Settled, Sealed, EpochStarted | writing   | Node._begin
+absent, staged, durable | Overwritten, Wrote, Died, Flush       | writing   | Node._begin
+writing                 | Wrote                                 | durable   | Node._wrote
+any                     | Listed, Reported, Heard, EpochStarted | committed | Node.commits
+any                     | Listed                                | published | Node._report
+durable, committed      | Listed, Reported, Heard, EpochStarted | retiring  | Node._conclude
+published               | Listed, Reported, Heard, EpochStarted | retiring  | Node._conclude
+absent, staged          | Listed                                | retiring  | Node._conclude
+durable, committed      | Full                                  | retiring  | Node._least_wanted
+published               | Full                                  | retiring  | Node._least_wanted
+any                     | Listed                                | absent, staged | Node._report
+any                     | Listed                                | durable   | Node._report
+committed               | Reported, Heard, EpochStarted         | durable   | Node.commits
+writing                 | Wrote                                 | committed, published | Node._wrote
+writing                 | Wrote                                 | absent, staged | Node._wrote
+staged                  | Overwritten, EpochStarted             | absent    | SlotTable.assign
+any                     | Reading                               | any       | Node.must_stay
+any                     | Scanned                               | any       | Node._never_whole
+""")
 
 SILENT_AFTER_S = 60.0
 """After so long without an answer the leader counts as silent: six usual report intervals."""

@@ -1,11 +1,26 @@
 """The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
 
-All of this happens outside the training thread. When the sidecar is gone, the thread keeps trying
-to reconnect. Meanwhile `await_slot` fails at once, and the step is skipped.
+An image goes through the states of `IMAGE`, first as the slot that is to have it (`Held`), then as
+the `Pending` that `save` submits:
 
-Invariants: at most one image is unsealed, and no slot is requested before the last one was
-reported. When anything raises, anywhere, the affected step is counted and reported, and the next
-`save` finds a state in which a step can be kept (`heal`).
+- `none`, `at hand`, `taken`: no slot; one waits to be filled; the training thread fills it.
+- `open`: the slot has what changes soon; the agent thread copies the rest.
+- `valid`, `sealed`: no tensor changed until it was copied; the control page is written, too.
+- `mutated`, `lost`: a tensor changed, or the image cannot be finished: it is counted and reported.
+- `staged`: the sidecar has taken the sealed image.
+
+The training thread takes and submits, and may judge at the fence (`settle`); the agent thread does
+the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot` fails at once.
+`Held` is replaced in one step, so an exception leaves a state from which `heal` goes on.
+
+What may never happen, and the test that would fail:
+
+- A torn image is sealed: `test_a_change_between_save_and_copy_discards_the_image`.
+- A slot is filled twice: `test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time`.
+- An error costs two steps: `test_an_error_at_whatever_line_of_save_costs_that_step_and_no_other`.
+- A step is lost uncounted: `test_nothing_is_lost_in_silence_whatever_happens_in_whatever_order`.
+- Training waits for a sidecar again: `test_a_hanging_sidecar_costs_one_wait_not_one_a_step`.
+- An image moves otherwise than `IMAGE` says: `watched_agent`.
 """
 
 from __future__ import annotations
@@ -39,6 +54,7 @@ from keepstep.save.frozen import Base
 from keepstep.save.guard import Guard
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
+from keepstep.steps import transitions
 from keepstep.wire.trainer import (
     DiscardRequest,
     LayoutAccepted,
@@ -49,6 +65,24 @@ from keepstep.wire.trainer import (
     SlotRequest,
     StagedRequest,
 )
+
+IMAGE = transitions("""
+none                  | the sidecar grants a slot              | at hand | Agent._keep
+at hand               | save() takes it                        | taken   | Agent.await_slot
+at hand               | another layout, or the lease is lost   | none    | Agent._drop_ready
+taken                 | save() has copied what changes soon    | open    | Agent.submit
+taken                 | save() has copied all                  | sealed, mutated | Agent.submit
+taken                 | save() fails                           | at hand | Agent.put_back
+open                  | copied, and no tensor has changed      | valid   | Pending._decide
+open                  | a tensor changed before it was copied  | mutated | Pending._decide
+open                  | no copy, or none in time               | lost    | Agent._copy, Agent.settle
+valid                 | the control page is written            | sealed  | Pending.seal
+valid                 | the control page cannot be written     | lost    | Agent._copy
+sealed                | the sidecar takes it                   | staged  | Agent._report_staged
+sealed, mutated       | the sidecar refuses it, or is not asked | lost    | Agent._lose
+staged, mutated, lost | the outcome is counted                 | none    | Agent._clear
+any                   | fork()                                 | none    | Agent.disown
+""")
 
 log = logging.getLogger("keepstep")
 
@@ -113,12 +147,7 @@ class Stats:
 
 
 class Held(NamedTuple):
-    """The slot that this process may fill: it waits at hand, the training thread fills it
-    (`taken`), or its image is on its way (`pending`).
-
-    It is one value that is replaced in one step, so an exception in the training thread leaves
-    either the old value or the new one.
-    """
+    """The slot that this process may fill, and the image on its way; see the module."""
 
     slot: Slot
     taken: bool = False

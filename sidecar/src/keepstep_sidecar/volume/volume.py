@@ -1,9 +1,27 @@
 """One local volume: makes staged images durable, finds shards again, and opens them for reading.
 
-Once `write` returns, a shard is durable and lies in `pending/`. It moves by rename only, so it is
-in exactly one place at any time; see `paths` for the places. When a method returns, the names that
-it changed are on the medium. The volume does not decide which steps are committed or may be
-deleted: callers use `publish` and `retire`.
+A shard goes through the states of `SHARD`; its places are those of `directories`. An event with a
+dot is the fault point before the call that it names: each call is one that may be the last.
+
+- `absent`, `hidden`: no file; a temporary one without a seal, in any part written.
+- `flushed`, `sealed`, `whole`: data and digests are on the medium; the control page is written; and
+  is on the medium.
+- `named`, `durable`: it lies in `pending/`; that name is on the medium, too.
+- `shown`, `published`: its step's directory is one that readers see; durably.
+- `retired`, `quarantined`: it is being deleted, or kept to be written over; it failed.
+
+`Writer` moves a shard to `durable`, in the thread of whoever called. The volume does not decide
+which steps are committed or may be deleted: callers use `publish` and `retire`.
+
+What may never happen, and the test that would fail:
+
+- A torn shard has a seal, readers see part of a step, or a durable shard is lost:
+  `test_no_power_cut_breaks_a_promise`.
+- A sync could be left out: `test_each_sync_is_needed`.
+- A file that failed is written again: `test_an_io_error_quarantines_the_file_and_is_not_retried`.
+- A full drive keeps half a shard: `test_a_full_disk_leaves_nothing_behind`.
+- Two processes write to one directory: `test_a_second_owner_is_told_who_the_first_is`.
+- Another function moves it: `test_the_functions_that_the_table_of_a_shard_names_move_it_on`.
 """
 
 from __future__ import annotations
@@ -31,7 +49,7 @@ from keepstep.errors import (
 )
 from keepstep.image import BaseRef, ControlPage, Layout, check_control
 from keepstep.image.manifest import Manifest
-from keepstep.steps import StepId, base_name, shard_name
+from keepstep.steps import StepId, base_name, shard_name, transitions
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume import run_record
@@ -66,6 +84,33 @@ from keepstep_sidecar.volume.files import (
 from keepstep_sidecar.volume.run_record import RunRecord
 
 __all__ = ["Unread", "Volume", "Written"]
+
+SHARD = transitions("""
+absent             | write.create         | hidden    | DurableFile.__init__
+hidden             | spare.unseal         | hidden    | SpareFiles._unsealed
+hidden             | spare.sync           | hidden    | SpareFiles._unsealed
+hidden             | write.allocate       | hidden    | DurableFile.allocate
+hidden             | write.data           | hidden    | DurableFile.write
+hidden             | write.table          | hidden    | DurableFile.seal
+hidden             | write.data-sync      | flushed   | DurableFile.flush
+flushed            | write.control        | sealed    | DurableFile.seal
+sealed             | write.control-sync   | whole     | DurableFile.seal
+whole              | write.rename         | named     | DurableFile.give_name
+named              | write.directory-sync | durable   | DurableFile.give_name
+durable            | write.done           | durable   | Writer.write
+durable            | publish.rename       | shown     | Directories._move
+shown              | publish.sync         | published | Directories._move
+published          | unpublish.rename     | named     | Directories._move
+named              | unpublish.sync       | durable   | Directories._move
+durable, published | retire.rename        | retired   | Directories._move
+retired            | retire.sync          | retired   | Directories._move
+retired            | retire.unlink        | absent    | Directories.delete
+absent             | retire.done          | absent    | Directories.delete
+durable            | quarantine.rename    | quarantined | Directories.quarantine
+hidden, flushed, sealed, whole, named | the drive fails | quarantined | Writer._give_up
+hidden, flushed, sealed, whole, named | no room | absent | Writer._give_up
+hidden, flushed, sealed, whole | this process is killed | absent | Directories.sweep
+""")
 
 T = TypeVar("T")
 
