@@ -60,8 +60,7 @@ def train(config: dict[str, Any]) -> None:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     kept, begin, handed = None, 0, {"model": model, "optimizer": optimizer}
-    here = "" if bare else ray.util.get_node_ip_address()
-    second = nodes(script.OUT)[1]
+    here, second = "" if bare else ray.util.get_node_ip_address(), nodes(script.OUT)[1]
     if not bare:
         kept = checkpointer(handed, dir=script.OUT / here)
         if (at := kept.restore()) is not None:
@@ -224,17 +223,18 @@ class _Cluster:
         shutil.rmtree(drive)
 
     def announce(self) -> None:
-        """When the second node asks for that, say that it is to go, as a cloud's handler does."""
+        """When the second node asks for that, do what `ray drain-node` does."""
         import ray
+        from ray.core.generated import autoscaler_pb2
 
         second = self._addresses[1]
         _wait((self._out / "notice").exists)
         (node,) = (one for one in ray.nodes() if one["NodeManagerAddress"] == second)
-        program = str(Path(sys.executable).with_name("ray"))
-        words = ["--address", self.address, "--node-id", node["NodeID"]]
-        words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-        words += ["--deadline-remaining-seconds", "90"]
-        subprocess.run([program, "drain-node", *words], check=True)
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + _WAIT_S) * 1000)
+        client = ray._raylet.GcsClient(address=self.address)
+        accepted, why = client.drain_node(node["NodeID"], reason, "spot", deadline_ms)
+        assert accepted, why
         logs = [self._out / one / "two-nodes" / "sidecar.log" for one in self._addresses]
         _wait(lambda: all('"flushed"' in log.read_text() for log in logs))
         (self._out / "flushed").touch()
