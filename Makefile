@@ -20,7 +20,7 @@ TORCH_TESTS ?= $(addprefix tests/,lib image layouts resharding dcp faults archiv
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo docs packages test test-torch test-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo docs packages test test-torch test-gpu try-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -61,6 +61,11 @@ test: check packages ## lint, types, import contracts, and every test that needs
 test-torch: .venv-torch-$(TORCH)/.ready ## the library's tests with another torch: TORCH=2.14.1, TORCH_TESTS=DIRECTORIES
 	.venv-torch-$(TORCH)/bin/python -m pytest $(TORCH_TESTS) -n $(JOBS) --dist worksteal -m "not e2e and not soak" \
 		--junitxml build/junit-torch.xml $(PYTEST_ARGS)
+
+try-gpu: $(READY) ## the scripts for a GPU at a tiny size on a CPU, so that none is tried on a device first
+	TRAIN_ON=cpu $(BIN)/python -m pytest tests/gpu -n $(JOBS) -k plain --junitxml build/junit-try-gpu.xml
+	TRAIN_ON=cpu PYTHONPATH=lib/src:sidecar/src $(BIN)/python -m bench.gpu --out build --name try-gpu
+	PYTHONPATH=lib/src:sidecar/src $(BIN)/python -m bench.host --tensors 1200
 
 test-gpu: .venv-torch-$(TORCH)/.ready ## kills of a training on a GPU, with a torch that has CUDA
 	.venv-torch-$(TORCH)/bin/python -m pytest tests/gpu -n 4 --junitxml build/junit-gpu.xml $(PYTEST_ARGS)
