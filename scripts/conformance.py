@@ -25,7 +25,7 @@ def render() -> str:
     words = ", ".join(f"{counted[one]} {one.value}" for one in Result if counted[one])
     better = sum(row.keepstep is Result.EQUAL is not row.control for row in rows)
     tables = [
-        _table(kind, [row for row in rows if row.kind == kind])
+        _table(kind, [row for row in rows if row.kind == kind and not _is_above(row)])
         for kind in dict.fromkeys(row.kind for row in rows)
     ]
     said = f"{len(rows)} rows: {words}. In {better} of the equal ones `torch.save` is not equal."
@@ -51,6 +51,11 @@ def _table(kind: str, rows: list[Row]) -> str:
 _EQUAL = {Result.EQUAL: "yes", Result.AS_CONTROL: "as with `torch.save`"}
 
 
+def _is_above(row: Row) -> bool:
+    """Whether the table of optimizers says it all."""
+    return bool(row.optimizer and row.packages)
+
+
 def _optimizers(rows: tuple[Row, ...]) -> str:
     """A line for all optimizers of one package that have one result, for one reason."""
     pins = _versions()
@@ -66,7 +71,7 @@ def _optimizers(rows: tuple[Row, ...]) -> str:
         found.setdefault((package, pins[package], "not tried", "", why), {})[f"`{name}`"] = None
     lines = [
         "## Optimizers\n",
-        "On a CPU, each killed and compared as its rows below say.\n",
+        "Each with a row of its own, killed and compared on a CPU.\n",
         "| package | tested version | optimizers | kept | bit-equal | note |",
         "| --- | --- | --- | --- | --- | --- |",
     ]

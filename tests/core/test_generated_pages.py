@@ -10,7 +10,7 @@ from pathlib import Path
 import keepstep
 import keepstep.dcp
 from keepstep_sidecar import errors
-from scripts import chart_reference, site
+from scripts import chart_reference, frameworks, site
 from tests.harness import ROOT
 
 INTEGRATIONS = ROOT / "lib/src/keepstep/integrations"
@@ -19,6 +19,11 @@ INTEGRATIONS = ROOT / "lib/src/keepstep/integrations"
 def test_the_readme_of_the_chart_is_what_its_script_writes() -> None:
     shown = chart_reference.PLACE.read_text()
     assert shown == chart_reference.readme(), "run: python scripts/chart_reference.py"
+
+
+def test_the_table_of_frameworks_is_that_of_results_of_tests_that_there_are() -> None:
+    assert frameworks.PAGE.read_text() == frameworks.reference(), "run: scripts/frameworks.py"
+    assert frameworks.unknown() == []
 
 
 def test_pages_name_all_tables_that_the_code_makes_and_no_others() -> None:

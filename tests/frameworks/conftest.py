@@ -107,6 +107,24 @@ def lives(tmp_path: Path) -> Iterator[Callable[..., Lives]]:
         one.keepstep.end()
 
 
+_SAME: dict[str, set[Any]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _reported(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """What a test found to be the same, for `scripts/frameworks.py`."""
+    _SAME.clear()
+    yield
+    for name, values in _SAME.items():
+        record_property(name, " ".join(map(str, sorted(values))))
+
+
+def found_same(ranks: int, *names: str) -> None:
+    """After a kill, these are as in an undisturbed training of so many ranks, bit by bit."""
+    _SAME.setdefault("ranks", set()).add(ranks)
+    _SAME.setdefault("same", set()).update(names)
+
+
 def losses(folder: Path, rank: int = 0) -> dict[int, set[tuple[str, ...]]]:
     """By step: the losses of its micro-batches, once for each time that it was done."""
     found: dict[int, set[tuple[str, ...]]] = {}
@@ -139,6 +157,7 @@ def assert_same(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
     for rank in range(ranks):
         assert losses(kept, rank) == losses(plain, rank)
         assert result(kept, rank) == result(plain, rank)
+    found_same(ranks, "losses", *(name for name, one in result(kept).items() if one))
 
 
 def drawn(*ranges: range) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
+from tests.frameworks.conftest import Lives, assert_same, drawn, found_same, losses, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -26,6 +26,7 @@ def logged(folder: Path, rank: int = 0) -> set[str]:
 def assert_same_log(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
     assert_same(plain, kept, kills=kills, ranks=ranks)
     assert logged(kept) == logged(plain)
+    found_same(ranks, "log")
 
 
 def test_two_kills_in_two_epochs_change_nothing(fit):
@@ -141,6 +142,7 @@ def test_an_average_of_the_weights(fit):
     plain = fit.undisturbed(average=True)
     kept, _ = fit.kept(average=True, kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
     assert_same_log(plain, kept, kills=2)
+    found_same(1, "averages")
     assert result(plain)["weights"] != result(fit.undisturbed(out="without"))["weights"]
     again, _ = fit.kept(average=True, out="again")
     assert result(again)["weights"] == result(plain)["weights"]

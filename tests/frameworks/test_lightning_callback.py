@@ -39,7 +39,7 @@ class Model(lightning.LightningModule):
 def made(tmp_path, *callbacks, **options):
     return lightning.Trainer(
         accelerator="cpu",
-        max_epochs=1,
+        max_epochs=options.pop("max_epochs", 1),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -163,6 +163,24 @@ def test_the_last_step_is_whole_where_not_every_step_is_staged(
     trainer = made(tmp_path, KeepstepCallback())
     trainer.fit(Model())
     assert trainer.global_step == 4, "what is over is not trained again"
+
+
+def test_what_is_logged_lies_in_the_same_tensors_at_each_save(tmp_path, sidecar):
+    """Or each save would walk through the whole state."""
+    keeper, misses = KeepstepCallback(), []
+
+    class Logging(Model):
+        def training_step(self, batch, at):
+            loss = super().training_step(batch, at)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    class Look(lightning.Callback):
+        def on_train_batch_end(self, *_):
+            misses.append(keeper.checkpointer._taking._misses)
+
+    made(tmp_path, keeper, Look(), max_epochs=2).fit(Logging())
+    assert misses[3] == misses[7] == 0
 
 
 def test_a_strategy_that_cannot_be_kept_is_refused_by_name(tmp_path):

@@ -30,6 +30,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import RestoreError, UsageError
 from keepstep.integrations import (
@@ -198,6 +200,7 @@ class _Fit(Training):
         self.before_iterator: dict[str, Any] = {}
         self.metrics: list[tuple[str, Any]] = []
         self.undo: list[tuple[Any, str]] = []
+        self._held: dict[str, Any] = {}
 
     # --- wrapping the trainer's methods --------------------------------------------------------
 
@@ -454,6 +457,19 @@ class _Fit(Training):
         between, loops = not self.kept["begun"], trainer.fit_loop.state_dict()
         if not self._own_states():
             loops["state_dict"].pop("combined_loader", None)
+        tensors = {
+            "results": dict(_logged(trainer.fit_loop.epoch_loop._results)),
+            "metrics": {
+                name: (metric.metric_state, metric._update_count) for name, metric in self.metrics
+            },
+            "log": {
+                "callback": connector._callback_metrics,
+                "logged": connector._logged_metrics,
+                "bar": connector._progress_bar_metrics,
+            },
+        }
+        with torch.no_grad():
+            self._held = _in_place(tensors, self._held)
         self.note(
             loops=loops,
             should_stop=trainer.should_stop,
@@ -462,15 +478,7 @@ class _Fit(Training):
             reloaded=trainer.fit_loop._last_train_dl_reload_epoch,
             validated=self.kept.get("validated", False)
             or not all(map(loaders.is_fresh, self._validation_loaders)),
-            results=dict(_logged(trainer.fit_loop.epoch_loop._results)),
-            metrics={
-                name: (metric.metric_state, metric._update_count) for name, metric in self.metrics
-            },
-            log={
-                "callback": dict(connector._callback_metrics),
-                "logged": dict(connector._logged_metrics),
-                "bar": dict(connector._progress_bar_metrics),
-            },
+            **self._held,
         )
 
     def _take_up_log(self) -> None:
@@ -484,6 +492,26 @@ class _Fit(Training):
         if kept["begun"]:
             # the next batch is not the epoch's first: the sums over the epoch must not begin anew
             connector._first_loop_iter = True
+
+
+def _in_place(tree: Any, held: Any) -> Any:
+    """The same tree, of copies: where `held` has a tensor that suits, that one takes the value. A
+    save takes a third of the time as long as all tensors stay the same."""
+    if type(tree) is torch.Tensor:
+        if isinstance(held, torch.Tensor) and _form(held) == _form(tree):
+            return held.copy_(tree)
+        return tree.detach().clone()
+    if type(tree) is dict:
+        held = held if isinstance(held, dict) else {}
+        return {key: _in_place(one, held.get(key)) for key, one in tree.items()}
+    if type(tree) is tuple:
+        held = held if isinstance(held, tuple) and len(held) == len(tree) else [None] * len(tree)
+        return tuple(map(_in_place, tree, held))
+    return tree  # a list of a metric's grows: it stays as it is
+
+
+def _form(one: torch.Tensor) -> tuple[Any, ...]:
+    return one.shape, one.dtype, one.device, one.stride()
 
 
 def _logged(results: Any) -> Iterator[tuple[str, dict[str, Any]]]:

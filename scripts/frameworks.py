@@ -1,0 +1,135 @@
+"""Writes the first table of docs/frameworks.md: what the tests of each framework found to be equal.
+
+    python scripts/frameworks.py [JUNIT.xml]
+
+With a report of `make test-frameworks`, or of a part of it, what its tests found and the versions
+of the environment first go into tests/frameworks/results.json: start it in that environment then.
+What no test can find (names, lines, how many people use it) is in scripts/frameworks.toml. A test
+compares the page with both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from keepstep.integrations import TESTED  # noqa: E402
+
+PAGE = ROOT / "docs" / "frameworks.md"
+ROWS = ROOT / "scripts" / "frameworks.toml"
+RESULTS = ROOT / "tests" / "frameworks" / "results.json"
+BEGIN, END = "<!-- frameworks:begin -->", "<!-- frameworks:end -->"
+
+Results = dict[str, dict[str, dict[str, Any]]]
+"""By file of tests: `versions` of packages, and `tests` with what each found to be the same."""
+
+
+def reference() -> str:
+    """The page with the table as it is to be."""
+    page = PAGE.read_text()
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{_table()}{END}{rest.split(END)[1]}"
+
+
+def _table() -> str:
+    given, results = tomllib.loads(ROWS.read_text()), json.loads(RESULTS.read_text())
+    rows = sorted(given["row"], key=lambda row: row.get("rank", 15_001))
+    equal = [_equal(row, given["same"], results) for row in rows]
+    every = [one for one in equal[0] if all(one in here for here in equal)]
+    head = ("framework", "line", "equal beside these", "tested with", "tested releases", "rank")
+    lines = [head, ("---",) * len(head)]
+    for row, here in zip(rows, equal, strict=True):
+        rest = ", ".join(one for one in here if one not in every)
+        rank = f"{row['rank']:,}" if "rank" in row else "none"
+        lines.append((row["name"], row["line"], rest, *_tested(row, results), rank))
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return f"After a kill, bit-equal in all rows: {', '.join(every)}.\n\n{table}"
+
+
+def _found(row: dict[str, Any], results: Results) -> list[dict[str, Any]]:
+    """What each test of a row found."""
+    wanted = [one.partition("::") for one in row["tests"]]
+    return [
+        found
+        for file, _, begin in wanted
+        for test, found in results[file]["tests"].items()
+        if test.startswith(begin)
+    ]
+
+
+def _equal(row: dict[str, Any], words: dict[str, str], results: Results) -> list[str]:
+    same = {name for one in _found(row, results) for name in one.get("same", "").split()}
+    return list(dict.fromkeys(text for name, text in words.items() if name in same and text))
+
+
+def _tested(row: dict[str, Any], results: Results) -> tuple[str, str]:
+    found, versions = _found(row, results), set()
+    for file in {one.partition("::")[0] for one in row["tests"]}:
+        packages = results[file]["versions"].items()
+        versions |= {f"{one} {is_}" for one, is_ in packages if one in ("torch", *row["packages"])}
+    several = row.get("ranks")
+    ranks = ["1 rank"] * any(one.get("ranks") == 1 for one in found) + [several] * bool(several)
+    tests = f"{len(found)} test{'s' * (len(found) != 1)}"
+    within = "; ".join([", ".join(sorted(versions)), "CPU", ", ".join(ranks), tests])
+    ranges = [(one, TESTED.get(one.replace("-", "_"))) for one in row["packages"]]
+    tried = "; ".join(f"{one} {' to '.join(dict.fromkeys(both))}" for one, both in ranges if both)
+    return within, row.get("releases") or tried or "not looked at"
+
+
+def take(report: Path) -> None:
+    """The tests of a report replace what was known of them."""
+    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = tomllib.loads(ROWS.read_text())["row"]
+    packages: dict[str, set[str]] = {}
+    for row in rows:
+        for one in row["tests"]:
+            packages.setdefault(one.partition("::")[0], {"torch"}).update(row["packages"])
+    for case in ElementTree.parse(report).iter("testcase"):
+        file = case.attrib["classname"].rpartition(".")[2] + ".py"
+        if file not in packages:
+            continue
+        versions = {one: metadata.version(one).partition("+")[0] for one in sorted(packages[file])}
+        if results.get(file, {}).get("versions") != versions:
+            results[file] = {"versions": versions, "tests": {}}
+        known = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
+        tests, name = results[file]["tests"], case.attrib["name"]
+        tests.pop(name, None)
+        if not any(case.find(one) is not None for one in ("failure", "error", "skipped")):
+            same = {"ranks": max(map(int, known["ranks"].split()))} if "ranks" in known else {}
+            tests[name] = same | ({"same": known["same"]} if "same" in known else {})
+    RESULTS.write_text(_text(results))
+
+
+def _text(results: Results) -> str:
+    """A line for each test, so that the changes of two branches merge."""
+    files = []
+    for file, here in sorted(results.items()):
+        tests = [f"{json.dumps(one)}: {json.dumps(same)}" for one, same in here["tests"].items()]
+        versions, lines = json.dumps(here["versions"]), ",\n   ".join(sorted(tests))
+        files.append(f'"{file}": {{"versions": {versions}, "tests": {{\n   {lines}}}}}')
+    return "{" + ",\n ".join(files) + "}\n"
+
+
+def unknown() -> list[str]:
+    """Tests in the results that the files do not have."""
+    return [
+        f"{file}::{test}"
+        for file, here in json.loads(RESULTS.read_text()).items()
+        for test in here["tests"]
+        if f"def {test.partition('[')[0]}(" not in (RESULTS.parent / file).read_text()
+    ]
+
+
+if __name__ == "__main__":
+    for report in sys.argv[1:]:
+        take(Path(report))
+    PAGE.write_text(reference())
