@@ -28,6 +28,7 @@ LAYOUTS = {
     "pipeline": {"pp": 2},
     "data parallel": {},
     "distributed optimizer": {"distributed": True},
+    "distributed optimizer, tensor parallel": {"distributed": True, "tp": 2},
     "distributed optimizer, float16": {"distributed": True, "precision": "fp16", "overflow": 4},
     "experts": {"ep": 2, "distributed": True},
 }
