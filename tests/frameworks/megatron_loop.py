@@ -56,6 +56,7 @@ from tests.frameworks.script import (
 STEPS = SETTINGS.get("steps", 14)
 ROWS, LENGTH, VOCABULARY = 2, 8, SETTINGS.get("vocabulary", 32)
 TP, PP, EP = (SETTINGS.get(name, 1) for name in ("tp", "pp", "ep"))
+EXPERTS = SETTINGS.get("experts", 4 if EP > 1 else None)
 PRECISION = SETTINGS.get("precision", "bf16")
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[PRECISION]
 FLOATS = {"bf16": PRECISION == "bf16", "fp16": PRECISION == "fp16", "params_dtype": DTYPE}
@@ -69,8 +70,8 @@ def configuration() -> TransformerConfig:
         "pipeline_model_parallel_size": PP,
         "expert_model_parallel_size": EP,
     }
-    if EP > 1:
-        sizes |= {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"}
+    if EXPERTS:
+        sizes |= {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather"}
     return TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -201,9 +202,9 @@ def parts_of_parameters(model: Any, optimizer: Any) -> list[Any]:
     together, where each element lies there, and main parameter and moments."""
     inner = unwrap_model(model)
     names, sharded = {one: at for at, one in inner.named_parameters()}, inner.sharded_state_dict()
-    (only,) = optimizer.chained_optimizers
     found = []
-    for parameter, main in mains_of(only):
+    pairs = ((one, pair) for one in optimizer.chained_optimizers for pair in mains_of(one))
+    for only, (parameter, main) in pairs:
         one = sharded[names[parameter]]
         boxes = one.build() if hasattr(one, "build") else [one]
         places = torch.cat([places_of(box) for box in boxes])
@@ -385,7 +386,7 @@ def main() -> None:
             one.key: one.data for one in named.values() if isinstance(one.data, torch.Tensor)
         }
         torch.save(weights, OUT / "weights.pt")
-    if EP == 1 and progress["iteration"]:
+    if progress["iteration"]:
         torch.save(parts_of_parameters(model, optimizer), OUT / f"began-with-{RANK}.pt")
     train(model, optimizer, scheduler, progress, save)
     if SETTINGS.get("bridge"):
@@ -394,7 +395,7 @@ def main() -> None:
         checkpointer.close()
         if SETTINGS.get("keep_own"):
             own_checkpoint(parts, progress, load=False)
-    if EP == 1 and (DISTRIBUTED or PRECISION == "bf16"):
+    if DISTRIBUTED or PRECISION == "bf16":
         torch.save(parts_of_parameters(model, optimizer), OUT / f"ended-with-{RANK}.pt")
     write(
         {

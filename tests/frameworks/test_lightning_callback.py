@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import bitsandbytes
@@ -130,10 +131,11 @@ def lives(monkeypatch):
 class Quantized(Model):
     """A frozen layer of four bits below one that trains."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, block=64):
         super().__init__()
         torch.manual_seed(seed)
         first = bitsandbytes.nn.Linear4bit(2, 64, compute_dtype=torch.float32, quant_type="nf4")
+        first.weight.blocksize = block
         first.weight.requires_grad = first.bias.requires_grad = False
         self.net = torch.nn.Sequential(first.to("cpu"), torch.nn.Linear(64, 2))
 
@@ -141,7 +143,10 @@ class Quantized(Model):
         return torch.optim.SGD(self.net[1].parameters(), lr=self.lr)
 
 
-def test_what_trains_on_a_quantised_base_is_kept_and_another_base_refused(tmp_path, sidecar, lives):
+@pytest.mark.parametrize("other", [{"seed": 1}, {"block": 128}], ids=["base", "block size"])
+def test_what_trains_on_a_quantised_base_is_kept_and_another_base_refused(
+    tmp_path, sidecar, lives, other
+):
     first = Quantized()
     made(tmp_path, KeepstepCallback()).fit(first)
     lives()
@@ -151,7 +156,20 @@ def test_what_trains_on_a_quantised_base_is_kept_and_another_base_refused(tmp_pa
     assert torch.equal(again.net[1].weight, first.net[1].weight)
     lives()
     with pytest.raises(keepstep.MismatchError, match="step 4 was trained on another frozen base"):
-        made(tmp_path, KeepstepCallback()).fit(Quantized(seed=1))
+        made(tmp_path, KeepstepCallback()).fit(Quantized(**other))
+
+
+def test_callbacks_can_be_copied_while_they_train(tmp_path, sidecar):
+    class Copies(lightning.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            self.found = copy.deepcopy(trainer.callbacks)
+
+    copies, callback = Copies(), KeepstepCallback()
+    made(tmp_path, copies, callback).fit(Model())
+    (found,) = [one for one in copies.found if isinstance(one, KeepstepCallback)]
+    assert found.options == callback.options
+    assert found.checkpointer is None
+    assert callback.checkpointer is not None
 
 
 def test_the_last_step_is_whole_where_not_every_step_is_staged(

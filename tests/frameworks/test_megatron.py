@@ -28,6 +28,7 @@ LAYOUTS = {
     "pipeline": {"pp": 2},
     "data parallel": {},
     "distributed optimizer": {"distributed": True},
+    "distributed optimizer, tensor parallel": {"distributed": True, "tp": 2},
     "distributed optimizer, float16": {"distributed": True, "precision": "fp16", "overflow": 4},
     "experts": {"ep": 2, "distributed": True},
 }
@@ -127,6 +128,15 @@ def assert_exported(folder: Path, one: Path) -> None:
     """What was exported is what the only rank of a restored training computes with."""
     exported, weights = load_file(folder / "model.safetensors"), torch.load(one / "weights.pt")
     assert_equal(weights, {name: of.to(weights[name].dtype) for name, of in exported.items()})
+
+
+def test_experts_in_another_expert_parallel_size(loop):
+    first, _ = loop.kept(ranks=2, ep=2, distributed=True, steps=4, out="first")
+    for name, layout in (("one each", {"ep": 4}), ("divided", {"ep": 2, "tp": 2})):
+        kept, _ = loop.kept(ranks=4, **layout, distributed=True, steps=4, seed=2, out=name)
+        assert_equal(whole(first, "ended"), whole(kept, "began"))
+    alone, _ = loop.kept(experts=4, distributed=True, steps=4, out="alone")
+    assert "optimizer_1: in the checkpoint" in (alone / "refused-0").read_text()
 
 
 def test_losses_go_on_in_another_tensor_parallel_size(loop):

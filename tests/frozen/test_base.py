@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from keepstep.errors import RestoreError
+from keepstep.errors import MismatchError, RestoreError
 from tests import warm
 from tests.frozen.models import equal, made, train
 from tests.harness import eventually, flip, matching
@@ -101,6 +101,18 @@ def test_a_sidecar_that_is_started_again_brings_it_back(sidecar, memory):
     again, optimizer = made(2)
     with begun(components(again, optimizer), strict=True, frozen_once=True):
         assert equal(other, again)
+
+
+def test_an_adapter_of_another_rank_is_refused_and_nothing_is_changed(sidecar):
+    model, _ = lives(sidecar, 0)
+    other, optimizer = made(1, rank=3)
+    before = {name: one.clone() for name, one in other.state_dict().items()}
+    with pytest.raises(MismatchError, match=r"layers.0.down: float32\[2, 1024\] in the checkpoint"):
+        begun(components(other, optimizer), strict=True, frozen_once=True)
+    assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
+    again, optimizer = made(1)
+    with begun(components(again, optimizer), strict=True, frozen_once=True):
+        assert equal(model, again)
 
 
 def test_a_trainer_outlives_its_sidecar_and_goes_on_with_the_same_base(sidecar):

@@ -58,6 +58,17 @@ def test_swapped_weights_come_back_in_any_world(sidecar, tmp_path, kind, memory)
     assert "discarded" not in sidecar.text()
 
 
+def test_a_step_of_which_one_ranks_base_is_gone_is_left_for_the_one_before(sidecar, tmp_path):
+    lives = Lives(sidecar, tmp_path, "fsdp")
+    found = lives.train(2, 2)
+    lives.train(2, 3)
+    sidecar.kill()
+    sidecar.lose_memory()
+    next(max(sidecar.root.glob("0*")).glob("base-00001-*")).unlink()
+    sidecar.start()
+    assert {one["from"] for one in lives.go_on(3, 3, found)} == {2}
+
+
 def test_a_fork_in_another_world_has_the_swapped_weights(sidecars, tmp_path):
     archive, memory = tmp_path / "archive", tmp_path / "slots"
     archive.mkdir()

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from keepstep.errors import FormatError, KeepstepError
-from keepstep.image import Layout, Section, TensorSpec, extras
+from keepstep.image import FlatBox, Layout, Section, TensorSpec, extras
 from keepstep.image.strictjson import Reader
+from keepstep.restore.plan import IndexBuilder
 from tests.harness import peak_of
 from tests.image.test_attacks import make
 
@@ -58,6 +59,19 @@ def test_a_header_of_very_many_tensors_is_read_in_memory_that_its_size_bounds() 
     header = Layout.build(specs, rank=0, world=1).header
     assert peak_of(lambda: Layout.parse(header)) < 8 * len(header)
     assert len(Layout.parse(header).entries) == len(specs)
+
+
+def test_a_header_of_ranges_of_boxes_and_their_index_are_read_in_such_memory_too() -> None:
+    flat = FlatBox((0, 0, 0, 0, 1), (3, 3, 3, 3, 3), (3, 3, 3, 3, 9))
+    specs = [
+        TensorSpec(f"t{i}", "F32", (241,), Section.PARAMS, (1,), (243,), flat=flat)
+        for i in range(10_000)
+    ]
+    header = Layout.build(specs, rank=0, world=1).header
+    assert peak_of(lambda: Layout.parse(header)) < 8 * len(header)
+    layout, builder = Layout.parse(header), IndexBuilder(1)
+    assert peak_of(lambda: builder.add(layout)) < 8 * len(header)
+    assert len(builder.build().tensors["t0"].rows) == 9
 
 
 def test_a_text_has_room_for_as_many_names_as_its_length_makes_plausible() -> None:

@@ -127,6 +127,10 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
         self.checkpointer: Checkpointer | None = None
         self._fit: _Fit | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: scripts copy `trainer.callbacks` while they train."""
+        return {**vars(self), "checkpointer": None, "_fit": None}
+
     def keepstep_components(self, trainer: Any) -> dict[str, Any]:
         """The components to keep, by name, once everything is prepared.
 
