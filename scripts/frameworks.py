@@ -106,7 +106,13 @@ def take(report: Path) -> None:
         if not any(case.find(one) is not None for one in ("failure", "error", "skipped")):
             same = {"ranks": max(map(int, known["ranks"].split()))} if "ranks" in known else {}
             tests[name] = same | ({"same": known["same"]} if "same" in known else {})
+    for file, here in results.items():
+        here["tests"] = {one: same for one, same in here["tests"].items() if _is_in(file, one)}
     RESULTS.write_text(_text(results))
+
+
+def _is_in(file: str, test: str) -> bool:
+    return f"def {test.partition('[')[0]}(" in (RESULTS.parent / file).read_text()
 
 
 def _text(results: Results) -> str:
@@ -125,7 +131,7 @@ def unknown() -> list[str]:
         f"{file}::{test}"
         for file, here in json.loads(RESULTS.read_text()).items()
         for test in here["tests"]
-        if f"def {test.partition('[')[0]}(" not in (RESULTS.parent / file).read_text()
+        if not _is_in(file, test)
     ]
 
 

@@ -40,8 +40,8 @@ def run(keepstep: Keepstep, text: str, *, code: int = 1, launcher: tuple[str, ..
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         (
             "from keepstep.integrations import require\\n"
-            "require('x', '1.0', tested=('2.0', '3.0'), hooks={'json:': ['fit']})",
-            "UsageError: x 1.0 lacks what keepstep needs of it",
+            "require('trl', '1.0', hooks={'json:': ['fit']})",
+            "UsageError: trl 1.0 lacks what keepstep needs of it",
         ),
         (
             "try:\\n    keepstep.Checkpointer(model=7)\\n"

@@ -47,6 +47,8 @@ class Runs:
 
     def start(self, place: str) -> subprocess.Popen[str]:
         where = ("--dir", place, *NAME, "--archive", str(self.archive), "--archive-every", "1")
+        # enough that a step is there for as long as a slow machine reads it
+        where += ("--archive-keep", "1000")
         words = ("--", warm.python(), "train.py", f"end-{place}")
         return self.keepstep.start("run", *where, "--persist-every", "1", *words)
 

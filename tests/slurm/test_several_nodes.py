@@ -98,7 +98,13 @@ def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
     empty by then."""
     eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job))
     eventually(slurm.idle, what=lambda: f"no node ends a job any more: {slurm.story(job)}")
-    shutil.rmtree(slurm.scratch / f"local-{lost}" / "keepstep")
+    drive = slurm.scratch / f"local-{lost}" / "keepstep"
+
+    def emptied() -> bool:
+        shutil.rmtree(drive, ignore_errors=True)  # a sidecar may still be at its end
+        return not drive.exists()
+
+    eventually(emptied)
     slurm.begin_soon(job)
     eventually(
         lambda: slurm.state(job) == "COMPLETED",

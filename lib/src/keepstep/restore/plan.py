@@ -61,6 +61,8 @@ class Saved:
     def rows(self) -> Tensor:
         """One row per saved box; the module describes the columns."""
         width = 2 + 2 * len(self.shape)
+        if not self.numbers:
+            return torch.empty(0, width, dtype=torch.int64)
         return torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, width)
 
     def only(self, box: Box) -> tuple[int, int] | None:
@@ -163,7 +165,7 @@ class IndexBuilder:
         meanings = [
             f"{dtype}{list(shape)} in {file_name(rank, self._world)}"
             for dtype, shape, rank in (
-                (saved.dtype, saved.shape, saved.numbers[0]),
+                (saved.dtype, saved.shape, saved.numbers[0] if saved.numbers else rank),
                 (dtype, shape, rank),
             )
         ]
@@ -174,7 +176,7 @@ def _rows_of(flat: FlatBox, entry: Entry, number: int) -> Iterator[int]:
     """The numbers of `Saved` for all boxes of a range of elements."""
     spec, at = entry.spec, entry.begin
     begin = spec.offsets[-1] if spec.offsets else 0
-    if not math.prod(spec.shape):
+    if flat.shape and not math.prod(spec.shape):  # a row of no element: of a scalar there is none
         yield from (number, at, *flat.offsets, *[0] * len(flat.shape))
     for offsets, sizes in flat.boxes(begin, math.prod(spec.shape)):
         yield from (number, at, *offsets, *sizes)
