@@ -167,16 +167,20 @@ def test_no_code_of_the_scripts_runs_inside_of_an_optimizers_step(sidecar) -> No
 
     model, optimizer = trained()
     own = Own()
-    checkpointer = begun({"model": model, "optimizer": optimizer, "own": own})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    beside = {"scheduler": scheduler, "own": own, "progress": {"batches": 0}}
+    checkpointer = begun({"model": model, "optimizer": optimizer, **beside})
     for step in range(6):
         own.where = "step"
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
         own.where = "save"
-        by_new_tensors(model, optimizer)
         assert checkpointer.save(step)
         checkpointer.wait(step, "staged")
+        by_data(model, optimizer)
+    assert checkpointer._agent.copies_eagerly, "what torch makes of model and optimizer was read"
     checkpointer.close()
+    assert "save" in own.calls
     assert "step" not in own.calls
 
 

@@ -55,7 +55,7 @@ from keepstep.save.frozen import Base, Frozen
 from keepstep.save.guard import Guard
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots, Verdict
-from keepstep.state import accelerator, rng, sharding
+from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.leaves import Taken, text_of
 from keepstep.state.sharding import ALONE, Claim
@@ -923,7 +923,7 @@ class Checkpointer:
         started = time.perf_counter()
         try:
             agent.settle(decided=decided)
-            if not accelerator.here().is_capturing() and self._taking.found_moving():
+            if self._taking.found_moving():
                 agent.copy_all_eagerly(_MOVES)
         except Exception as error:
             if self._strict:

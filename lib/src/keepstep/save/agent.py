@@ -407,10 +407,10 @@ class Agent:
         self._doubted = guard
 
     def _learn(self) -> None:
-        if accelerator.here().is_capturing():
+        if self._doubted is None or accelerator.here().is_capturing():
             return
         guard, self._doubted = self._doubted, None
-        if guard is not None and (culprit := guard.changed()):
+        if culprit := guard.changed():
             self.copy_all_eagerly(f"{culprit} has changed again after a save{_HOW}")
 
     def copy_all_eagerly(self, why: str) -> None:

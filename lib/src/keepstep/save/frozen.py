@@ -300,13 +300,14 @@ class Frozen:
     ) -> Base | None:
         """The base for this state; None if the image must hold all of it. `may`: whether it may
         refer to one. `lazy`: see `Base.holds`."""
+        seen = taken.cache.setdefault("seen", object())  # the cache itself would hold tensors
         if not may or self._mutations > _MOST_MUTATIONS:
-            if self._seen is not taken.cache.setdefault("seen", object()):
-                self._seen = taken.cache.setdefault("seen", object())
+            if self._seen is not seen:
+                self._seen = seen
                 self.left_bytes = _worth(self._candidates(taken), taken)
             return None
         base = self.base
-        if base is None and self._seen is taken.cache.setdefault("seen", object()):
+        if base is None and self._seen is seen:
             return None
         different = base.differing() if base is not None and self._in_doubt else set[str]()
         self._in_doubt = False
@@ -323,7 +324,7 @@ class Frozen:
             changed = base.changed(taken)
             self._changing |= changed
             self._made_bases += not (changed | different).isdisjoint(_frozen(taken))
-        self._seen = taken.cache.setdefault("seen", object())
+        self._seen = seen
         self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
         return self.base
 

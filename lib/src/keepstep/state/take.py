@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.image.codecs import GradForm
+from keepstep.state import accelerator
 from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
 from keepstep.state.sharding import ALONE, Bulk, Topology, cut
-from keepstep.state.walk import NOWHERE, Again, Loose, Walker
+from keepstep.state.walk import NOWHERE, Again, Loose, Walker, is_torchs
 from keepstep.state.wrappers import is_deepspeed, unwrap
 
 _MISSES = 3
@@ -161,31 +162,17 @@ class Taking:
     def found_moving(self) -> bool:
         """Called before an optimizer's step: whether what only such a step changes was given other
         memory since it was taken, as between the last two saves. True once."""
-        doubted, self._doubted = self._doubted, None
-        if doubted is None or not all(map(_is_plain, self._components.values())):
+        if self._doubted is None or accelerator.here().is_capturing():
             return False
+        doubted, self._doubted = self._doubted, None
+        # code of the script's might wait for other ranks, which have no doubts
+        plain = {name: one for name, one in self._components.items() if is_torchs(unwrap(one))}
         before = _lazy(doubted)
-        now = _lazy(take(self._components, self._topology, loose=self.loose))
+        now = _lazy(take(plain, self._topology, loose=self.loose)) if plain else {}
         self.moves = any(now.get(name, place) != place for name, place in before.items())
         if self.moves:
             self.before = None
         return self.moves
-
-
-def _is_plain(component: Any) -> bool:
-    """Whether to walk it calls no code of the script's, which might wait for other ranks."""
-    inner = unwrap(component)
-    if isinstance(inner, torch.optim.Optimizer):
-        return type(inner).state_dict is torch.optim.Optimizer.state_dict
-    if not isinstance(inner, nn.Module):
-        return type(inner) is dict
-    return all(
-        type(one).state_dict is nn.Module.state_dict
-        and type(one).get_extra_state is nn.Module.get_extra_state
-        and not one._state_dict_hooks
-        and not one._state_dict_pre_hooks
-        for one in inner.modules()
-    )
 
 
 def _lazy(taken: Taken) -> dict[str, tuple[Any, ...]]:

@@ -949,7 +949,7 @@ class _States:
         """None if code other than torch's takes part, or if this is not what was taken apart."""
         match node:
             case ("d", (("state", ("d", _) as states), ("param_groups", groups))):
-                if (table := table_of(states)) is None or not cls._is_plain(inner):
+                if (table := table_of(states)) is None or not cls.is_plain(inner):
                     return None
                 tree = inner.state_dict()
                 made = cls(inner, table, groups, tree)
@@ -960,7 +960,8 @@ class _States:
         return None
 
     @staticmethod
-    def _is_plain(inner: Any) -> bool:
+    def is_plain(inner: Any) -> bool:
+        """Whether torch's own code alone makes the state of this optimizer."""
         # first: what has a `state_dict` of its own need not have torch's hooks (Accelerate's)
         if type(inner).state_dict is not torch.optim.Optimizer.state_dict:
             return False
@@ -971,7 +972,7 @@ class _States:
         """The entries of the table, and the groups; None if not all is of these parameters."""
         inner = self.inner
         sizes = [len(group["params"]) for group in inner.param_groups]
-        if not self._is_plain(inner) or sizes != list(map(len, self._numbers)):
+        if not self.is_plain(inner) or sizes != list(map(len, self._numbers)):
             return None
         entries = self.table.entries_of(inner.state.values())
         if entries is None or not _all_same(list(inner.state), self._owners):
@@ -1023,7 +1024,7 @@ class _Modules:
         """None if code other than torch's takes part, or if this is not what was taken apart."""
         if node[0] != "d" or any(child[0] != "t" for _, child in node[1]):
             return None
-        if not all(map(_is_plain, root.modules())):
+        if not is_torchs(root):
             return None
         hooks = [
             (hook, module, f"{path}." if path else "")
@@ -1068,6 +1069,13 @@ class _Modules:
         return list(chain.from_iterable(self._full)), list(
             chain.from_iterable(one.values() for one in self._full_dicts)
         )
+
+
+def is_torchs(inner: object) -> bool:
+    """Whether it is a module or an optimizer of which torch's own code alone makes the state."""
+    if isinstance(inner, torch.optim.Optimizer):
+        return _States.is_plain(inner)
+    return isinstance(inner, nn.Module) and all(map(_is_plain, inner.modules()))
 
 
 def _is_plain(module: nn.Module) -> bool:
