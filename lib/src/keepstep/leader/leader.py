@@ -79,6 +79,11 @@ class _Advice:
     expendable: tuple[StepId, ...]
     peers: Peers
 
+    def adds_little_to(self, before: _Advice) -> bool:
+        """Whether a member that knows the advice before this one waits for nothing of it."""
+        same = before.expendable == self.expendable and before.peers is self.peers
+        return same and _can_wait(before.reply, self.reply)
+
 
 @dataclass(frozen=True)
 class Peers:
@@ -131,7 +136,9 @@ class Leader:
         self._advice: _Advice | None = None
         self._peers: tuple[object, Peers] | None = None
         self._reported: set[int] = set()
-        self._told: tuple[object, ...] = ()
+        self._patient: set[int] = set()
+        """Members that are still to be answered; the patient ones wait for a commit."""
+        self._told: tuple[_Advice, tuple[object, ...]] | None = None
         self._configure()
 
     # --- members -------------------------------------------------------------------------
@@ -144,7 +151,7 @@ class Leader:
         _check(report)
         self._members[node_rank] = member
         member.connected, member.leaving = True, told.leaving
-        self._reported.add(node_rank)
+        (self._patient if _is_of_steps(report) else self._reported).add(node_rank)
         member.holds, member.heard, self._advice = report.peers_version, told.heard, None
         sender = Sender(
             pod=member.pod,
@@ -340,21 +347,31 @@ class Leader:
             if one.connected
         )
 
-    def waiting(self) -> list[int]:
+    def waiting(self, *, patient: bool = False) -> list[int]:
         """The members for whom there may be news: all if what all are told has changed, else those
-        that have reported since."""
-        told = (self._advise(), self.requests.left, self.closing, self.pins)
-        changed, self._told = told != self._told, told
-        ranks = [one for one in self.connected if changed or one in self._reported]
+        that have reported since. `patient`: without those that can wait for the next commit."""
+        advice, rest = self._advise(), (self.requests.left, self.closing, self.pins)
+        before, self._told = self._told, (advice, rest)
+        changed = before is None or before[1] != rest or not advice.adds_little_to(before[0])
+        due = self._reported if patient else self._reported | self._patient
+        ranks = [rank for rank in self.connected if changed or rank in due]
         self._reported.clear()
+        if changed or not patient:
+            self._patient.clear()
         return ranks
+
+    @property
+    def owes(self) -> bool:
+        """Whether a member that can wait is still to be answered."""
+        return bool(self._patient)
 
     def news(self, node_rank: int) -> LeaderReply | None:
         """What the member is to be told now; None if it knows that already, or if it can wait for
         the answer to its next report."""
         member = self._members[node_rank]
         reply = self._reply(node_rank, member)
-        if member.sent is not None and _can_wait(member.sent, reply):
+        sent = member.sent
+        if sent is not None and _FRAME(sent) == _FRAME(reply) and _can_wait(sent.reply, reply.reply):
             return None
         member.number = reply.number
         if self.closing and member.last is None:
@@ -468,19 +485,22 @@ def _check(report: Report) -> None:
                 raise UsageError(f"ranks {runs} tell of images that cannot be: {image}"[:300])
 
 
-def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:
-    """Whether a member that was told `sent` waits for nothing of `now`: it differs in steps that
+def _is_of_steps(report: Report) -> bool:
+    """Whether it adds steps on the drives of a machine that was known before."""
+    return bool(report.since) and any(Tier.LOCAL in one.tiers for one in report.ranks)
+
+
+def _can_wait(was: ReportReply, now: ReportReply) -> bool:
+    """Whether a member that was told `was` waits for nothing of `now`: it differs in steps that
     are gone, or that memory alone holds."""
-    was, reply = sent.reply, now.reply
     local = str(Tier.LOCAL)
-    if was.committed.get(local) != reply.committed.get(local):
+    if was.committed.get(local) != now.committed.get(local):
         return False
-    ahead = was.plan is not None and reply.plan is not None and was.plan <= reply.plan
+    ahead = was.plan is not None and now.plan is not None and was.plan <= now.plan
     return (
-        (ahead or was.plan == reply.plan)
-        and {*reply.commits} <= {*was.commits}
-        and _FRAME(sent) == _FRAME(now)
-        and _REST(was) == _REST(reply)
+        (ahead or was.plan == now.plan)
+        and {*now.commits} <= {*was.commits}
+        and _REST(was) == _REST(now)
     )
 
 

@@ -27,6 +27,9 @@ OWN = 0
 _TOGETHER_S = 0.1
 """Reports that come within this time are taken in and answered together: all ranks write a step at
 once, and each report alone would cost half as much again."""
+_ANSWER_S = 0.4
+"""An answer that says no more than that a report has come waits this long for the next commit: half
+of all replies are such answers, and each is a frame of its own."""
 _PART = 8
 """Answering takes at most one part in so many of the time, in a large run."""
 _ANYWHERE = ("", "0.0.0.0", "::")
@@ -52,6 +55,7 @@ class Host:
         self._refused: dict[int, tuple[float, str]] = {}
         self._missing: dict[int, float] = {}
         self._due: asyncio.TimerHandle | None = None
+        self._answers: asyncio.TimerHandle | None = None
         self._pending: dict[Member, bytes] = {}
         self._silent_until = 0.0
 
@@ -150,9 +154,9 @@ class Host:
         for member, frame in pending.items():
             self._take_in(member, frame)
 
-    def _tell(self) -> None:
+    def _tell(self, *, patient: bool = True) -> None:
         began = time.monotonic()
-        for rank in self.leader.waiting():
+        for rank in self.leader.waiting(patient=patient):
             member, reply = self._members.get(rank), self.leader.news(rank)
             if reply is None:
                 continue
@@ -162,19 +166,29 @@ class Host:
                 self.own(reply)
         now = time.monotonic()
         self._silent_until = now + _PART * (now - began)
+        if self._answers is not None and not self.leader.owes:
+            self._answers.cancel()
+            self._answers = None
+        elif self._answers is None and self.leader.owes:
+            self._answers = asyncio.get_running_loop().call_later(_ANSWER_S, self._answer)
         self._changes.ring()
+
+    def _answer(self) -> None:
+        self._answers = None
+        self._tell(patient=False)
 
     async def finish(self, *, timeout_s: float) -> None:
         """Return when all members have acted on what the leader knows, or after `timeout_s`."""
         self._take_pending()
         self.leader.closing = True
-        self._tell()
+        self._tell(patient=False)
         await self._changes.until(self.leader.heard_all, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Tell nobody anything any more."""
-        if self._due is not None:
-            self._due.cancel()
+        for timer in (self._due, self._answers):
+            if timer is not None:
+                timer.cancel()
 
     def warnings(self) -> Iterator[str]:
         """What a person has to mend."""
