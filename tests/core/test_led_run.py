@@ -404,6 +404,7 @@ class LedRun(RuleBasedStateMachine):
         """What its leader tells it now, if that is news."""
         host = one.to
         assert host is not None
+        host.leader.settle(at=self.now)
         reply = host.leader.news(one.number)
         if reply is None:
             return None

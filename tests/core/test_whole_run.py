@@ -210,6 +210,7 @@ class WholeRun(RuleBasedStateMachine):
             ),
         )
         self.leader.take(0, MemberReport(life="", nodes=1, report=report), at=0.0)
+        self.leader.settle(at=0.0)
         told = self.leader.news(0)
         assert told is not None
         heard = Heard(

@@ -160,6 +160,7 @@ class Play:
     def hear(self, *sidecars: Sidecar) -> None:
         for one in sidecars:
             self.leader.take(one.rank, one.report(), at=self.now)
+        self.leader.settle(at=self.now)
 
     def replies(self, one: Sidecar) -> ReportReply:
         """The newest reply to this member, which acts on it."""
@@ -172,6 +173,7 @@ class Play:
     def look(self) -> RunReport:
         """The run now, as it is sent."""
         self.leader.follow(at=self.now)
+        self.leader.settle(at=self.now)
         found = summary(self.leader, sequence=self._sequence, at=self.now)
         found = fitted(found, lambda one: len(msgspec.json.encode(one)))
         body = msgspec.json.encode(found)

@@ -266,7 +266,12 @@ class Ledger(Completeness):
         self._known_retired: dict[Tier, tuple[object, _Retired]] = {}
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take in one event. Applying the same event again changes nothing."""
+        """Take in one event, and say what follows."""
+        self.take(event)
+        return self.actions()
+
+    def take(self, event: Event) -> None:
+        """Take in one event. Taking the same event again changes nothing."""
         if isinstance(event, Reported):
             self._report(event)
         elif isinstance(event, EpochStarted):
@@ -277,7 +282,10 @@ class Ledger(Completeness):
             self.drop(node_rank=event.node_rank, rank=event.rank)
             if event.rank is None:
                 self._sequences.pop(event.node_rank, None)
-        self._look_again()
+
+    def actions(self) -> tuple[Action, ...]:
+        """What follows from the events since the last call: of many events it costs as much as of
+        one."""
         return (*self._commits(), *self._alarms())
 
     def keep_epochs(self, epochs: Iterable[Epoch]) -> None:
@@ -286,7 +294,6 @@ class Ledger(Completeness):
         self._recorded, self._parents, self._epochs, self._traced = {}, {}, None, None
         for epoch in epochs:
             self._record(epoch)
-        self._look_again()
 
     def keep_archived(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
@@ -294,11 +301,12 @@ class Ledger(Completeness):
         if len(archived) > most:
             for key in sorted(archived)[: -(most // 2)]:
                 self._take_out(archived[key], ALL_RANKS)
-            self._look_again()
 
-    def _look_again(self) -> None:
-        """After a change, recompute what depends on it, without a look at steps that did not
-        change."""
+    def _catch_up(self) -> None:
+        """Recompute what depends on the changes since the last time, without a look at steps that
+        did not change."""
+        if not self.changed and self._traced is not None:
+            return
         changed, self.changed = self.changed, set()
         if self._traced is None or self._traced != self._epochs_held.keys():
             self._traced, before = frozenset(self._epochs_held.keys()), self._lineage
@@ -323,6 +331,7 @@ class Ledger(Completeness):
 
     @property
     def lineage(self) -> Lineage:
+        self._catch_up()
         return self._lineage
 
     @property
@@ -343,13 +352,14 @@ class Ledger(Completeness):
 
     def is_dead(self, id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
-        return self._lineage.standing(id) is Standing.DEAD
+        return self.lineage.standing(id) is Standing.DEAD
 
     def committed(self, tier: Tier) -> tuple[StepId, ...]:
         """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
 
         For `Tier.MEMORY`: the steps that all ranks could restore, each from any tier.
         """
+        self._catch_up()
         if tier not in self._committed:
             committed = (id for id in self.steps if self._is_committed(id, tier))
             self._committed[tier] = tuple(committed)
@@ -391,7 +401,8 @@ class Ledger(Completeness):
                 return
 
     def _whole_of(self, standings: Collection[Standing], world: int | None) -> Iterator[StepId]:
-        steps = [id for id in self.steps if self._lineage.standing(id) in standings]
+        lineage = self.lineage
+        steps = [id for id in self.steps if lineage.standing(id) in standings]
         for place, id in reversed(list(enumerate(steps))):
             if self.complete(id, Tier.MEMORY):
                 yield id
@@ -452,7 +463,7 @@ class Ledger(Completeness):
             return ()
         by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
         for id in {*self.steps}.difference(self.committed(tier)):
-            by_standing[self._lineage.standing(id)].append(id)
+            by_standing[self.lineage.standing(id)].append(id)
         others = left_behind(
             alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
         )
@@ -461,7 +472,7 @@ class Ledger(Completeness):
     def _retired(self, tier: Tier, policy: Retention) -> _Retired:
         """The live commits, and those of them that the policy does not keep. An archive may have
         thousands, so this is computed again only when commits, lineage or policy changed."""
-        of = self.committed(tier), self._lineage, policy
+        of = self.committed(tier), self.lineage, policy
         known = self._known_retired.get(tier)
         # times may be reported after images
         if known is None or known[0] != of or policy.every_s is not None:
@@ -544,7 +555,7 @@ class Ledger(Completeness):
 
     def what_ails(self, id: StepId) -> str:
         """Why this step, of which at least one image is held, cannot be restored."""
-        standing = self._lineage.standing(id)
+        standing = self.lineage.standing(id)
         if standing is Standing.DEAD:
             return "dead: a later epoch went on from before it"
         if standing is Standing.LOST:
@@ -580,7 +591,7 @@ class Ledger(Completeness):
         self._recorded[epoch.id] = Epoch(epoch.id, max(named, default=None), origin)
 
     def _acknowledge(self, epoch: EpochId | None) -> None:
-        if (chosen := epoch or self._lineage.fresh) is not None:
+        if (chosen := epoch or self.lineage.fresh) is not None:
             self._acknowledged.add(chosen)
             self._traced = None
 
@@ -599,6 +610,7 @@ class Ledger(Completeness):
             yield from (Committed(tier, id) for id in news)
 
     def _alarms(self) -> Iterator[Alarm]:
+        self._catch_up()
         now = {*self._conflicts, *two_writers(self), *self._signatures.stale()}
         newest, world = self.watermark(Tier.MEMORY), self.config.world
         # a step of an older epoch may have any world: the ranks that run have gone on from it

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Final
 
-from keepstep.core.ledger import Action
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import EpochId
 
@@ -44,7 +42,7 @@ class FreshStart:
         began at step 0, until that has a commit."""
         return self._after is not None or self._began is not None
 
-    def follow(self, ledger: RunLedger, *, at: float) -> Iterator[Action]:
+    def follow(self, ledger: RunLedger, *, at: float) -> None:
         """Acknowledge the start that was meant, once it is known."""
         current, fresh = ledger.core.lineage.current, ledger.core.lineage.fresh
         if self._began is not None and ledger.restorable() is not None:
@@ -52,7 +50,7 @@ class FreshStart:
         after = self._began.number if self._began else self._after
         if after is not None:
             if current is not None and current.number > after:
-                yield from self._begun(ledger, after=after, current=current)
+                self._begun(ledger, after=after, current=current)
             return
         if self._until is None:
             return
@@ -60,14 +58,14 @@ class FreshStart:
             fresh = EpochId.parse(self.asked)
         if fresh is not None:
             self._until, self.acknowledged = None, fresh
-            yield from ledger.acknowledge(fresh)
+            ledger.acknowledge(fresh)
         elif at > self._until:
             self._until = None
 
-    def _begun(self, ledger: RunLedger, *, after: int, current: EpochId) -> Iterator[Action]:
+    def _begun(self, ledger: RunLedger, *, after: int, current: EpochId) -> None:
         """An epoch has begun since the word: that was for one start."""
         self._after = self._began = self._until = None
         self.acknowledged, fresh = current, ledger.core.lineage.fresh
         if fresh is not None and fresh.number > after:
             self._began = fresh
-            yield from ledger.acknowledge(fresh)
+            ledger.acknowledge(fresh)

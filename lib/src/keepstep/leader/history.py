@@ -87,25 +87,16 @@ class RunHistory:
         self,
         sender: Sender,
         report: Report,
-        said: Iterable[Action],
         *,
         policy: RunPolicy,
-        grid: int,
         before: int | None,
         at: float,
     ) -> None:
         """The ledger has taken in this report. `before`: the newest step that all ranks had staged
-        then. `grid`: a step is durable at multiples of it."""
+        then."""
         ledger = self._ledger
         if report.goodput is not None and sender.node_rank == 0:
             self.goodput.take(report.goodput)
-        durable = committed, archived = ledger.committed(), ledger.newest_archived()
-        if archived is not None and self.stand_in is not None and archived >= self.stand_in:
-            self.stand_in = None
-        if durable != self._durable and any(ledger.orphans):
-            by = ledger.unaided(twins=bool(policy.replicas))  # walks all copies there are
-            ledger.orphans.superseded(by)
-        self._durable = durable
         self.restarts.take(
             report,
             named={epoch.id for epoch in ledger.places[sender.node_rank].epochs},
@@ -115,10 +106,22 @@ class RunHistory:
             at=at,
         )
         self.alive_since = (self.alive_since or at) if ledger.alive() else None
-        self._committed(committed, policy, grid, at)
-        self.alarmed(said, at=at)
         if policy.outlives_pod and report.ready:
             self._compare_drives(sender, report)
+
+    def follow(self, actions: Iterable[Action], *, policy: RunPolicy, grid: int, at: float) -> None:
+        """Note what follows from all that was reported. `grid`: a step is durable at multiples of
+        it."""
+        ledger = self._ledger
+        durable = committed, archived = ledger.committed(), ledger.newest_archived()
+        if archived is not None and self.stand_in is not None and archived >= self.stand_in:
+            self.stand_in = None
+        if durable != self._durable and any(ledger.orphans):
+            by = ledger.unaided(twins=bool(policy.replicas))  # walks all copies there are
+            ledger.orphans.superseded(by)
+        self._durable = durable
+        self._committed(committed, policy, grid, at)
+        self._alarmed(actions, at=at)
 
     def _committed(self, id: StepId | None, policy: RunPolicy, grid: int, at: float) -> None:
         """A lower watermark replaces a commit only when all ranks have reported: otherwise a copy
@@ -152,9 +155,9 @@ class RunHistory:
         if not any(one.step >= known.id for one in left.reachable):
             self.commit, self.commit_lost = None, known.id
 
-    def alarmed(self, said: Iterable[Action], *, at: float) -> None:
+    def _alarmed(self, actions: Iterable[Action], *, at: float) -> None:
         """A fresh start is told as a restart, with its cost."""
-        for one in said:
+        for one in actions:
             if isinstance(one, Alarm) and one.kind is not AlarmKind.FRESH_START:
                 reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
                 self._alarms.pop(one.text, None)  # to the end: the oldest is forgotten first
@@ -198,7 +201,7 @@ class RunHistory:
         for restart in self.restarts.due(world=ledger.world, at=at) if self.resumed else ():
             aside = ledger.core.lineage.fresh == restart.epoch
             if again := aside and fleeting:  # older steps are of no use without what is gone
-                self.alarmed(ledger.acknowledge(restart.epoch), at=at)
+                ledger.acknowledge(restart.epoch)
             drives, self.said_of_drives = self.said_of_drives, ""
             self.remember(
                 Happened(

@@ -143,10 +143,10 @@ class Leader:
 
     # --- members -------------------------------------------------------------------------
 
-    def take(self, node_rank: int, told: MemberReport, *, at: float) -> tuple[Alarm, ...]:
-        """Take in a member's report. Returns what a person should look at; an operator learns of it
-        from `history`. Raises UsageError for one that is no member, or that tells of ranks or
-        images which cannot be: nothing has changed then."""
+    def take(self, node_rank: int, told: MemberReport, *, at: float) -> None:
+        """Take in a member's report; `settle` follows after one or many. Raises UsageError for one
+        that is no member, or that tells of ranks or images which cannot be: nothing has changed
+        then."""
         member, report = self._member(node_rank, told), told.report
         _check(report)
         self._members[node_rank] = member
@@ -165,8 +165,7 @@ class Leader:
         place = self.ledger.places.get(node_rank)
         is_new = place is not None and not place.gone and place.pod != sender.pod
         before = self.requests.outlook() if is_new and not sender.local_stays else None
-        said = self.ledger.take(sender, report, at=at)
-        if said is not None:
+        if self.ledger.take(sender, report, at=at):
             if before is not None:  # the new pod was here before the operator spoke of the old one
                 self.requests.deleted(node_rank, before, at=at)
             member.whole = True
@@ -176,9 +175,7 @@ class Leader:
             self.history.took(
                 sender,
                 report,
-                said,
                 policy=self.requests.policy,
-                grid=self._grid,
                 before=progress.step if progress is not None else None,
                 at=at,
             )
@@ -186,7 +183,15 @@ class Leader:
             self.ledger.ask(node_rank)  # its owner may say so yet
         if told.pins.version > self.pins.version:
             self.pin(told.pins)
-        return tuple(one for one in said or () if isinstance(one, Alarm))
+
+    def settle(self, *, at: float) -> tuple[Alarm, ...]:
+        """Draw the conclusions from all that was taken in. Returns what a person should look at;
+        an operator learns of it from `history`."""
+        actions, before = self.ledger.actions(), self.history.stand_in
+        self.history.follow(actions, policy=self.requests.policy, grid=self._grid, at=at)
+        if self.history.stand_in != before:
+            self._advice = None
+        return tuple(one for one in actions if isinstance(one, Alarm))
 
     def meet(self, told: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
@@ -371,7 +376,8 @@ class Leader:
         member = self._members[node_rank]
         reply = self._reply(node_rank, member)
         sent = member.sent
-        if sent is not None and _FRAME(sent) == _FRAME(reply) and _can_wait(sent.reply, reply.reply):
+        same = sent is not None and _FRAME(sent) == _FRAME(reply)
+        if sent is not None and same and _can_wait(sent.reply, reply.reply):
             return None
         member.number = reply.number
         if self.closing and member.last is None:

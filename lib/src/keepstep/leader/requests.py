@@ -6,11 +6,11 @@ taken for gone. So an operator that is away changes nothing of what is committed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Final
 
-from keepstep.core.ledger import Action, Outlook, Restart, outlook
+from keepstep.core.ledger import Outlook, Restart, outlook
 from keepstep.errors import few
 from keepstep.leader.fresh_start import FreshStart
 from keepstep.leader.history import RunHistory
@@ -87,10 +87,10 @@ class Requests:
         pod = self.pods.get(place.pod)
         if place.gone:
             if not place.dropped and place.node in self.answer.lost_nodes:
-                self._alarmed(self._ledger.pod_gone(place.pod, local_stays=False), at=at)
+                self._ledger.pod_gone(place.pod, local_stays=False)
         elif (pod is None and self.answer.complete) or (pod is not None and pod.over):
             before, stays = self.outlook(), self.policy.outlives_pod
-            self._alarmed(self._ledger.pod_gone(place.pod, local_stays=stays), at=at)
+            self._ledger.pod_gone(place.pod, local_stays=stays)
             if pod is None or pod.leaving:
                 self.deleted(node_rank, before, at=at)
 
@@ -126,7 +126,7 @@ class Requests:
                 epoch, step = self.restore_from.epoch, StepId.parse(self.restore_from.step)
                 text = f"epoch {epoch} went on from step {step.step}, as spec.restoreFrom asked"
                 self._happened("RolledBack", text, step, at=at)
-        self._alarmed(self.fresh.follow(ledger, at=at), at=at)
+        self.fresh.follow(ledger, at=at)
         left = self.left
         served = said(left.served, SERVED)
         if served and served != self._served:
@@ -151,9 +151,6 @@ class Requests:
     def _happened(self, type: str, message: str, id: StepId | None, *, at: float) -> None:
         step = id.step if id is not None else None
         self._history.remember(Happened(time=utc(at), type=type, message=message, step=step))
-
-    def _alarmed(self, actions: Iterable[Action], *, at: float) -> None:
-        self._history.alarmed(actions, at=at)
 
     # --- asking --------------------------------------------------------------------------
 

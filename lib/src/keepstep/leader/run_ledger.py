@@ -92,18 +92,17 @@ class RunLedger:
         self._configure(replace(self._config, tiers=(*IN_POD, *shared)))
         self._keep = replace(keep, pinned=frozenset(pins))
 
-    def take(self, sender: Sender, report: Report, *, at: float) -> tuple[Action, ...] | None:
-        """Take in one report. Returns None if a newer report of this node rank is known already, or
-        if a report of changes cannot be used."""
+    def take(self, sender: Sender, report: Report, *, at: float) -> bool:
+        """Take in one report; `actions` says what follows. Returns False if a newer report of this
+        node rank is known already, or if a report of changes cannot be used."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
         if place is not None and overtaken(place, sender, report):
-            return None
+            return False
         if report.since and (place is None or not follows(place, sender, report)):
             self._asked.add(sender.node_rank)
-            return None
+            return False
         self._asked.discard(sender.node_rank) if not report.since else None
-        said: list[Action] = []
         if place is not None and place.pod != sender.pod:
             # the watermark is lost with the first pod that moves; the others left the same step
             commit = self.core.watermark(Tier.LOCAL) or self.orphans.newest
@@ -112,12 +111,12 @@ class RunLedger:
                 sender.node_rank, place, to=sender.node, commit=commit, newest=newest
             )
             stays = sender.local_stays and place.node == sender.node
-            said += self.pod_gone(place.pod, local_stays=stays)
+            self.pod_gone(place.pod, local_stays=stays)
             place = None
         if report.ready:
             self.orphans.back(sender.node_rank, sender.node)
-        said += self._forget_unnamed(sender.node_rank, report)
-        said += self._hear(sender.node_rank, report)
+        self._forget_unnamed(sender.node_rank, report)
+        self._hear(sender.node_rank, report)
         now = self.places[sender.node_rank] = self._renewed(place, sender, report, at)
         if place is not None and report.since and now.archive_told & ~place.archive_told:
             self._asked.add(sender.node_rank)  # others may have been believed
@@ -125,18 +124,21 @@ class RunLedger:
             self._ask_all()
         self._know_world()
         self._advance()
-        return tuple(said)
+        return True
 
-    def _hear(self, node_rank: int, report: Report) -> tuple[Action, ...]:
+    def actions(self) -> tuple[Action, ...]:
+        """What follows from all changes since the last call."""
+        return self.core.actions()
+
+    def _hear(self, node_rank: int, report: Report) -> None:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
         if any(Tier.ARCHIVE in one.tiers and kept(one) for one in report.ranks):
             heard = self._heard(node_rank)
             ranks = (found for one in report.ranks for found in self._of(node_rank, one, heard))
             event = replace(event, ranks=tuple(ranks))
-        said = self.core.apply(event)
+        self.core.take(event)
         self.core.keep_archived(MOST_ARCHIVED)
-        return said
 
     def _of(self, node_rank: int, told: ReportedRanks, heard: int) -> Iterator[RanksReport]:
         """What to believe of this entry; of each rank alone where it tells of the archive."""
@@ -184,20 +186,20 @@ class RunLedger:
             epochs = self.core.epochs  # one tuple for all places
         return renewed(sender, report, at, epochs=epochs, ranks=ranks)
 
-    def pod_gone(self, pod: str, *, local_stays: bool) -> tuple[Action, ...]:
+    def pod_gone(self, pod: str, *, local_stays: bool) -> None:
         """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""
         self._changes += 1
         for node_rank, place in self.places.items():
             if place.pod == pod and not place.dropped:
                 self.places[node_rank] = replace(place, gone=True, dropped=not local_stays)
                 self._ask_all()
-                if local_stays:
-                    return () if place.gone else self._memory_gone(node_rank)
-                self._told.pop(node_rank, None)
-                said = self.core.apply(Gone(node_rank))
-                self._forget_epochs()
-                return said
-        return ()
+                if not local_stays:
+                    self._told.pop(node_rank, None)
+                    self.core.take(Gone(node_rank))
+                    self._forget_epochs()
+                elif not place.gone:
+                    self._memory_gone(node_rank)
+                return
 
     def ask(self, node_rank: int) -> None:
         """Ask this node rank for a whole report."""
@@ -209,11 +211,11 @@ class RunLedger:
         know."""
         self._asked.update(self.places)
 
-    def acknowledge(self, epoch: EpochId) -> tuple[Action, ...]:
+    def acknowledge(self, epoch: EpochId) -> None:
         """A person confirms that this epoch rightly began at step 0."""
-        return self.core.apply(FreshStartAcknowledged(epoch))
+        self.core.take(FreshStartAcknowledged(epoch))
 
-    def _memory_gone(self, node_rank: int) -> tuple[Action, ...]:
+    def _memory_gone(self, node_rank: int) -> None:
         lost = {Tier.MEMORY: ReportedTier(answer=Answer.UNKNOWN)}
         own = Ranks.of(bits(self.places[node_rank].own))
         self._ordered += 1
@@ -222,15 +224,15 @@ class RunLedger:
             ranks=(RanksReport(ranks=own, tiers=lost),),
             sequence=self._ordered,
         )
-        return self.core.apply(event)
+        self.core.take(event)
 
-    def _forget_unnamed(self, node_rank: int, report: Report) -> Iterator[Action]:
+    def _forget_unnamed(self, node_rank: int, report: Report) -> None:
         """Remove the ranks that this node had and, after the scan of its volumes, no longer has."""
         named = report.named
         known = self._told.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
-                yield from self.core.apply(Gone(node_rank, rank))
+                self.core.take(Gone(node_rank, rank))
             known = 0
         self._told[node_rank] = known | named
 

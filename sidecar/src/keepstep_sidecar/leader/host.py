@@ -63,7 +63,8 @@ class Host:
 
     def take_own(self, told: MemberReport) -> LeaderReply:
         """The report of this machine. Raises UsageError."""
-        self._take(OWN, told)
+        self.leader.take(OWN, told, at=time.time())
+        self._settle()
         reply = self.leader.news(OWN)
         assert reply is not None, "each report has an answer"
         if self._members:
@@ -88,7 +89,7 @@ class Host:
             address = _reachable(report.peer_address, member.address)
             if address != report.peer_address:
                 told = replace(told, report=replace(report, peer_address=address))
-            self._take(member.node_rank, told)
+            self.leader.take(member.node_rank, told, at=time.time())
         except (UsageError, ValueError, RecursionError) as error:
             self._refuse(member, str(error))
             return False
@@ -102,8 +103,8 @@ class Host:
         self._refused.pop(member.node_rank, None)
         return True
 
-    def _take(self, node_rank: int, told: MemberReport) -> None:
-        for alarm in self.leader.take(node_rank, told, at=time.time()):
+    def _settle(self) -> None:
+        for alarm in self.leader.settle(at=time.time()):
             self.alarmed(alarm)
 
     def _refuse(self, member: Member, reason: str) -> None:
@@ -128,11 +129,14 @@ class Host:
     def answered(self, answer: Requested) -> None:
         """The operator has answered a report of the run."""
         self.leader.answered(answer, at=time.time())
+        self._settle()
         self._soon()
 
     def follow(self) -> None:
         """Called every second or so: what becomes true by waiting."""
-        if self.leader.follow(at=time.time()):
+        changed = self.leader.follow(at=time.time())
+        self._settle()
+        if changed:
             self._soon()
 
     # --- replies -----------------------------------------------------------------------------
@@ -153,6 +157,8 @@ class Host:
         pending, self._pending = self._pending, {}
         for member, frame in pending.items():
             self._take_in(member, frame)
+        if pending:
+            self._settle()
 
     def _tell(self, *, patient: bool = True) -> None:
         began = time.monotonic()
