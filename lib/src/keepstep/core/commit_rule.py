@@ -182,6 +182,11 @@ class Holding:
         has no digest."""
         return self._columns[0][_index(self.ranks, rank)] if self.ranks >> rank & 1 else 0
 
+    def equals(self, other: Holding) -> bool:
+        """Whether the other one has images of the same ranks with the same digests, as a buddy
+        has."""
+        return self.ranks == other.ranks and self._columns[0] == other._columns[0]
+
     def params(self) -> Iterator[tuple[int, int]]:
         """By rank, a number that stands for the digest of the parameters; 0 if there is none."""
         return zip(bits(self.ranks), self._columns[1], strict=True)
@@ -465,9 +470,10 @@ class Tally:
             twice |= once & held.ranks
             once |= held.ranks
             found |= held.doubled
-        for rank in bits(twice & ranks):
-            if len({held.root(rank) for held in there} - {0}) > 1:
-                found |= 1 << rank
+        if twice & ranks and not all(there[0].equals(held) for held in there[1:]):
+            for rank in bits(twice & ranks):
+                if len({held.root(rank) for held in there} - {0}) > 1:
+                    found |= 1 << rank
         self.contested = self.contested & ~ranks | found & ranks
 
     @property
@@ -687,8 +693,10 @@ class Completeness:
 
     def held(self, at: int, tier: Tier) -> int:
         """Bitmap of the ranks of which any image is held at `at` on this tier."""
-        there = (held.ranks for _, held in self.of_node(at, tier))
-        return functools.reduce(operator.or_, there, 0)
+        found = 0  # a loop, because each report asks for all tiers
+        for held in self._held.get((at, tier), {}).values():
+            found |= held.ranks
+        return found
 
     def holders(self, id: StepId, tier: Tier) -> int:
         """Bitmap of the ranks whose image of the step is on exactly this tier."""
