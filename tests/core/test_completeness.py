@@ -16,8 +16,9 @@ from keepstep.core.commit_rule import (
     bits,
     of_ranks,
 )
+from keepstep.core.ledger import Event, Gone, Ledger, LedgerConfig, Reported
 from keepstep.core.shard import Shard
-from keepstep.steps import NEAREST_FIRST, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, Tier
 
 _EPOCH = EpochId(1, "aaaaaaaa")
 _IMAGES = st.lists(
@@ -103,3 +104,24 @@ def test_a_union_is_what_adding_all_up_says(changes: list[tuple[int, int]]) -> N
         there = [rank for ranks in of.values() for rank in bits(ranks)]
         assert {*bits(union.once)} == {*there}
         assert {*bits(union.twice)} == {rank for rank in there if there.count(rank) > 1}
+
+
+@given(changes=_CHANGES, world=st.sampled_from([None, 4]))
+def test_a_ledger_that_is_asked_after_each_change_says_what_one_that_is_asked_last_does(
+    changes: list[tuple[int, object]], world: int | None
+) -> None:
+    asked, left = (Ledger(LedgerConfig(world=world)) for _ in range(2))
+    for node, change in changes:
+        event: Event
+        if isinstance(change, dict):
+            reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
+            event = Reported(node_rank=node, ranks=of_ranks(reports), epochs=(Epoch(_EPOCH),))
+        else:
+            event = Gone(node, change)  # type: ignore[arg-type]
+        asked.apply(event)
+        left.take(event)
+    left.actions()
+    for tier in Tier:
+        assert asked.committed(tier) == left.committed(tier)
+    assert asked.lineage == left.lineage
+    assert asked._alarmed == left._alarmed

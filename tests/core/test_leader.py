@@ -244,3 +244,47 @@ def test_a_machine_is_told_of_a_commit_at_once_and_of_the_rest_with_its_next_ans
     told = run.leader.news(0)
     assert told is not None
     assert told.reply.committed[str(Tier.LOCAL)] == at(3)
+
+
+def wrote(run: Run, node_rank: int, *steps: int) -> None:
+    """A machine that is known tells of further steps on its drives."""
+    held = ReportedTier.of(
+        Shard(step_id=at(step), rank=node_rank, world=2, root="r") for step in steps
+    )
+    tiers = {Tier.LOCAL: replace(held, gone=())}
+    staged = ReportedRanks(
+        ranks=Ranks.of((node_rank,)), world=2, alive=True, staged=at(max(steps)), tiers=tiers
+    )
+    since = run.leader.ledger.places[node_rank].sidecar.sequence
+    changes = replace(run.report(staged, node_rank=node_rank), since=since, epochs=())
+    frame = MemberReport(life=f"{node_rank}", nodes=2, report=changes)
+    run.leader.take(node_rank, frame, at=0.0)
+    run.leader.settle(at=0.0)
+
+
+def test_a_member_that_wrote_a_step_is_answered_with_its_commit(run: Run) -> None:
+    for number in (0, 1):
+        run.reports(number, rank(number, 1))
+    assert run.leader.waiting() == [0, 1]
+    wrote(run, 0, 2)
+    assert run.leader.waiting(patient=True) == []
+    assert run.leader.owes
+    wrote(run, 1, 2)
+    assert run.leader.waiting(patient=True) == [0, 1]
+    assert not run.leader.owes
+    (answer,) = (one for one in (run.leader.news(0),) if one is not None)
+    assert answer.reply.committed[str(Tier.LOCAL)] == at(2)
+    assert answer.reply.changes_since == answer.answers
+
+
+def test_a_member_whose_step_is_not_committed_is_answered_all_the_same(run: Run) -> None:
+    for number in (0, 1):
+        run.reports(number, rank(number, 1))
+    run.leader.waiting()
+    wrote(run, 0, 2)
+    assert run.leader.waiting(patient=True) == []
+    assert run.leader.waiting() == [0]
+    answer = run.leader.news(0)
+    assert answer is not None
+    assert answer.answers == answer.reply.changes_since == run.sequence
+    assert run.leader.waiting() == []

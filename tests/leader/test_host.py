@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,11 +15,12 @@ from keepstep.steps import Tier
 from keepstep.wire.reports import LeaderReply
 from keepstep.wire.runs import RunPolicy
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.leader.host import Host
+from keepstep_sidecar.leader.host import _ANSWER_S, Host
+from keepstep_sidecar.report.report import changes
 from keepstep_sidecar.tiers.peer.frames import Kind, packed
 from tests.harness import until
 from tests.leader import runs
-from tests.leader.plays import Sidecar
+from tests.leader.plays import Sidecar, step
 from tests.leader.runs import Linked, leading, running
 from tests.leader.wire import Raw
 
@@ -88,3 +90,29 @@ async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothi
             await until(lambda: not linked[0].link.connected)
         assert [str(one["exception"]) for one in errors] == ["'an error'"]
         assert host.leader.ledger.core.held(2, Tier.LOCAL) == 1 << 2
+
+
+async def test_a_commit_costs_each_member_one_frame() -> None:
+    async with leading() as leader:
+        host, own = hosting(leader), Sidecar(rank=0, world=3).saved(7, 8)
+        host.take_own(own.report())
+        members = [Sidecar(rank=rank, world=3).saved(7) for rank in (1, 2)]
+        linked = [Linked(leader.address, node_rank=one.rank) for one in members]
+        async with running(*linked):
+            await until(lambda: all(one.link.connected for one in linked))
+            known = [one.report() for one in members]
+            for link, report in zip(linked, known, strict=True):
+                link.link.send(msgspec.json.encode(report))
+            await until(lambda: all(answered(link) == 1 for link in linked))
+            await asyncio.sleep(2 * _ANSWER_S)  # all that follows from their coming is told
+            before = [len(link.frames) for link in linked]
+            for link, one, report in zip(linked, members, known, strict=True):
+                told = one.saved(8).report()
+                told = replace(told, report=changes(report.report, told.report))
+                assert told.report.since
+                link.link.send(msgspec.json.encode(told))
+                await until(lambda rank=one.rank: step(8) in host.leader.ledger.local(rank))
+            await until(lambda: all(answered(link) == 2 for link in linked))
+            await asyncio.sleep(2 * _ANSWER_S)  # nothing more comes
+            assert host.leader.ledger.committed() == step(8)
+            assert [len(link.frames) for link in linked] == [count + 1 for count in before]
