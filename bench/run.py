@@ -15,10 +15,10 @@ Printed: each figure, its bar, and their ratio. *commit*: from the moment at whi
 all is durable to that at which a machine knows of the commit. *known again*: from the start of a
 leader in place of one that was killed, until it knows everything of all machines.
 
-With `--train`, a process computes steps of 100 ms beside the leader, in turns of ten seconds with
-the other machines silent and at work. *held up*: how much longer the mean step is then. *free*: the
-leader may run on another core, too. *shared*: it has only the core of that process, as on a node
-whose cores are all busy.
+With `--train`, a process computes steps of 100 ms beside the leader, in turns of some seconds with
+the other machines silent and at work. *held up*: how much longer the mean step is then, as the
+median of all pairs of turns, and *error*, its standard error. *free*: the leader may run on another
+core, too. *shared*: it has only the core of that process, as on a node whose cores are all busy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ RANKS: Final = 8
 _decode: Final = msgspec.json.Decoder(LeaderReply).decode
 SECRET: Final = b"a secret of this benchmark"
 EPOCH: Final = EpochId(1, "0123abcd")
-_TURN_S: Final = 10.0
+_TURN_S: Final = 3.0
+_TURNS: Final = 40
 COPIED_S: Final = 0.1
 """How long after it is durable a machine's shards are copied to its buddy."""
 
@@ -425,8 +426,8 @@ async def measure(machines: int, every_s: float, seconds: float) -> dict[str, fl
     }
 
 
-async def held_up(machines: int, every_s: float, turns: int, cores: set[int]) -> float:
-    """By which part a step of a training is longer while the leader leads: the median of `turns`.
+async def held_up(machines: int, every_s: float, cores: set[int]) -> tuple[float, float]:
+    """By which part a step of a training is longer while the leader leads, and its standard error.
     `cores`: the leader's; the training has the first of this process, the simulation the last."""
     ours = sorted(os.sched_getaffinity(0))
     port, clock = _free_port(), Clock(machines, time.monotonic() + 2.0, every_s)
@@ -446,9 +447,9 @@ async def held_up(machines: int, every_s: float, turns: int, cores: set[int]) ->
 
     try:
         async with _others(clock, port) as others:
-            for turn in range(2 * turns):
+            for turn in range(2 * _TURNS):
                 async with _running(*(one.live() for one in others if turn % 2)):
-                    await asyncio.sleep(2.0)  # what begins with the turn
+                    await asyncio.sleep(1.0)  # what begins with the turn
                     await mean_s()
                     await asyncio.sleep(_TURN_S)
                     means.append(await mean_s())
@@ -456,8 +457,10 @@ async def held_up(machines: int, every_s: float, turns: int, cores: set[int]) ->
         training.kill()
         leader.kill()
         os.sched_setaffinity(0, ours)
-    pairs = zip(means[::2], means[1::2], strict=True)
-    return statistics.median(busy / idle for idle, busy in pairs) - 1
+    parts = [busy / idle - 1 for idle, busy in zip(means[::2], means[1::2], strict=True)]
+    low, _, high = statistics.quantiles(parts, n=4)
+    error = 1.253 * (high - low) / 1.349 / len(parts) ** 0.5  # of a median of normal values
+    return statistics.median(parts), error
 
 
 def train(core: int, asked: Connection) -> None:
@@ -531,10 +534,10 @@ def main() -> None:
     for machines, every_s in sizes:
         if options.train:
             ours = os.sched_getaffinity(0)
-            figures = {
-                f"held_up_{name}": asyncio.run(held_up(machines, every_s, 8, cores))
-                for name, cores in (("free", ours), ("shared", {min(ours)}))
-            }
+            figures = {}
+            for name, cores in (("free", ours), ("shared", {min(ours)})):
+                part, error = asyncio.run(held_up(machines, every_s, cores))
+                figures |= {f"held_up_{name}": part, f"error_{name}": error}
         else:
             figures = asyncio.run(measure(machines, every_s, options.seconds))
         if options.json:

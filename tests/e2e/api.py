@@ -9,6 +9,7 @@ import http.client
 import json
 import ssl
 import tempfile
+import time
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,10 @@ class Api:
         self._idle: list[http.client.HTTPSConnection] = []
 
     def get(self, path: str, *, accept: str = "application/json", **query: str) -> str | None:
-        """The answer, None where nothing is there. Raises RuntimeError for any other."""
+        """The answer, None where nothing is there. Raises RuntimeError for any other. As kubectl
+        does, it asks again where the API server says so: it prepares the storage of a kind anew
+        when its CRD has changed."""
+        deadline = time.monotonic() + _TIMEOUT_S
         asked = f"?{urllib.parse.urlencode(query)}" if query else ""
         while True:
             kept = self._idle.pop() if self._idle else None
@@ -64,12 +68,15 @@ class Api:
                 connection.request("GET", f"{path}{asked}", headers={"Accept": accept})
                 answer = connection.getresponse()
                 said = answer.read().decode(errors="replace")
-                break
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if kept is None or isinstance(error, TimeoutError):  # else it was closed long ago
                     raise RuntimeError(f"{path}: {error}") from error
-        self._idle.append(connection)
+                continue
+            self._idle.append(connection)
+            if answer.status != 429 or time.monotonic() >= deadline:
+                break
+            time.sleep(float(answer.headers.get("Retry-After", 1)))
         if answer.status == 404:
             return None
         if answer.status >= 400:
