@@ -87,6 +87,7 @@ def _tested(row: dict[str, Any], results: Results) -> tuple[str, str]:
 
 def take(report: Path) -> None:
     """The tests of a report replace what was known of them."""
+    sys.path.append(str(Path(sys.prefix) / "vision"))  # see requirements-vision.txt
     results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = tomllib.loads(ROWS.read_text())["row"]
     packages: dict[str, set[str]] = {}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.frameworks.conftest import assert_same, drawn, losses
@@ -43,10 +47,45 @@ def test_timm(lives, prefetch):
     assert_same(plain, kept, kills=3)
 
 
-def test_ultralytics(lives):
-    """Beside the same callbacks undisturbed: the page says why."""
+@pytest.mark.parametrize("yolo", ["yolo11n.yaml", "yolo26n.yaml"])
+def test_ultralytics(lives, yolo):
+    """Beside the same lines undisturbed: the page says why. The loss of YOLO26 counts epochs."""
     loop = lives("recipe.py", *VISION)
-    plain = loop.undisturbed(page="ultralytics", bare=False)
-    kept, said = loop.kept(page="ultralytics", kill=drawn(range(3, 6), range(6, 9)))
+    plain = loop.undisturbed(page="ultralytics", bare=False, yolo=yolo)
+    kept, said = loop.kept(page="ultralytics", yolo=yolo, kill=drawn(range(3, 6), range(6, 9)))
     assert "restored step" in said
     assert_same(plain, kept, kills=2)
+    assert "was never tested" not in said
+
+
+REFUSALS = """
+import tests.frameworks.vision_on_cpu
+from ultralytics import YOLO
+
+from keepstep.errors import UsageError
+from keepstep.integrations.ultralytics import attach
+
+data = __import__("tests.frameworks.recipes.ultralytics", fromlist=["images"]).images(OUT / "data")
+model = attach(YOLO("yolo11n.yaml"))
+for again in (
+    lambda: attach(model),
+    lambda: model.train(data=data, time=0.1, device="cpu", project=str(OUT)),
+    lambda: model.train(data=data, batch=-1, device="cpu", project=str(OUT)),
+):
+    try:
+        again()
+    except UsageError as error:
+        print("refused:", error)
+"""
+
+
+def test_what_an_epoch_of_ultralytics_depends_on_is_refused_by_name(tmp_path):
+    script = f"from pathlib import Path\nOUT = Path({str(tmp_path)!r})\n{REFUSALS}"
+    said = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), "{}"],
+        **{"capture_output": True, "text": True, "cwd": tmp_path, "check": True},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ).stdout
+    refused = [line for line in said.splitlines() if line.startswith("refused:")]
+    for line, reason in zip(refused, ("attached", "time=0.1", "batch=-1"), strict=True):
+        assert reason in line

@@ -99,6 +99,7 @@ ADAPTERS = {
     "lightning.pytorch.trainer.trainer": "keepstep.integrations.lightning",
     "pytorch_lightning.trainer.trainer": "keepstep.integrations.lightning",
     "torchtitan.trainer": "keepstep.integrations.torchtitan",
+    "ultralytics.engine.trainer": "keepstep.integrations.ultralytics",
 }
 """The adapter for each module that contains a framework's loop."""
 

@@ -9,9 +9,9 @@ import cv2
 import numpy
 from ultralytics import YOLO
 
-from tests.frameworks.script import OUT, watch
+from tests.frameworks.script import OUT, SETTINGS, watch
 
-COMPARED = ("trained", "ema", "optimizer", "scheduler", "fitness", "updates", "stopper")
+COMPARED = ("trained", "ema", "optimizer", "scheduler", "fitness", "updates", "stopper", "loss")
 
 
 def images(folder: Path) -> str:
@@ -42,9 +42,13 @@ def made() -> dict[str, Any]:
             trained=trainer.model, ema=trainer.ema.ema, optimizer=trainer.optimizer,
             scheduler=trainer.scheduler, fitness=trainer.best_fitness,
             updates=trainer.ema.updates, stopper=vars(trainer.stopper),
+            loss=getattr(trainer.model.criterion, "updates", None),
         )  # fmt: skip
 
     class Watched(YOLO):
+        def __init__(self, name: str) -> None:
+            super().__init__(SETTINGS.get("yolo", name))
+
         def train(self, **options: Any) -> Any:
             self.add_callback("on_train_start", begin)  # after those of the page
             self.add_callback("on_train_end", end)

@@ -36,6 +36,7 @@ TESTED = {
     "torchtitan": ("0.3", "0.3"),
     "transformers": ("5.19", "5.23"),
     "trl": ("1.16", "1.16"),
+    "ultralytics": ("8.4", "8.4"),
 }
 """The lowest and the highest release of each package that was tested."""
 
