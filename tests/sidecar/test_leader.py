@@ -420,4 +420,4 @@ def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
     pauses.append(time.monotonic() - since)
     assert committed >= 10, "there may be no room for a step while copies come in"
     assert max(pauses) < 20
-    assert '"evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"
+    assert '"step.evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"

@@ -1,7 +1,8 @@
 """The log of the sidecar and of the operator: one JSON line on stderr for each change of state.
 
-The trainer does not use it, because the trainer's log is the user's. There the library logs only
-what it must, with plain `logging`.
+An event is named `area.event`, which is a row of scripts/log_events.toml. The trainer does not use
+this module, because the trainer's log is the user's. There the library logs only what it must, as
+sentences by plain `logging`, with the event's name in brackets at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 
 
 class Journal:
-    """Writes to the logger `name`. `event`: a short, stable name. `fields`: become JSON members."""
+    """Writes to the logger `name`. `event`: `area.event`, stable. `fields`: JSON members."""
 
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(name)
@@ -33,6 +34,13 @@ class Journal:
         self._log.exception(event, extra={"fields": fields})
 
 
+def _event(record: logging.LogRecord) -> dict[str, str]:
+    """What happened. The text of another package (aiohttp, kopf) is no event of ours."""
+    if record.name.startswith("keepstep."):
+        return {"event": record.msg}
+    return {"event": "package.logged", "logger": record.name, "message": record.getMessage()}
+
+
 class _JsonLines(logging.Formatter):
     def __init__(self, always: dict[str, object]) -> None:
         super().__init__()
@@ -43,7 +51,7 @@ class _JsonLines(logging.Formatter):
             "at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "event": record.getMessage(),
+            **_event(record),
             **self._always,
             **getattr(record, "fields", {}),
         }

@@ -285,4 +285,5 @@ class Restarts:
         self.last[rank] = restart = dataclasses.replace(life.restart, first_step_s=first_s)
         life.restart = None
         self._history.note(Kind.RESTARTED, rank=rank, attempt=life.attempt, restart=restart)
-        say("restarted", rank=rank, **dataclasses.asdict(restart))
+        spans = dataclasses.asdict(restart)
+        say("trainer.resumed", rank=rank, ended_at=spans.pop("at"), **spans)

@@ -693,4 +693,5 @@ def _warn_once() -> None:
         "keepstep: dcp.async_save exchanges its plans in a thread, on the default gloo group: if"
         " the model trains on that group meanwhile, both wait for each other for ever. Give it a"
         ' group of its own, made once: process_group=dist.new_group(backend="gloo")'
+        " [dcp.default_group_shared]"
     )

@@ -181,6 +181,7 @@ class _Watched:
                 " process, and a batch is fetched ahead: after a restart that batch is drawn anew,"
                 " and losses from there on are not those of an undisturbed run; draw from a"
                 " generator seeded by the index of the sample (docs/frameworks.md)"
+                " [loader.rng_shared]"
             )
         return batch
 

@@ -290,7 +290,11 @@ class Accelerator:
             error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
             if error:
                 _forget_error()
-                log.warning("keepstep: cudaHostRegister failed (%d); copies will be slow", error)
+                log.warning(
+                    "keepstep: cudaHostRegister failed (%d); copies will be slow"
+                    " [accelerator.register_failed]",
+                    error,
+                )
         return not error
 
     def unpin(self, address: int) -> None:

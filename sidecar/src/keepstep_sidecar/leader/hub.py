@@ -160,5 +160,5 @@ class Hub:
             members.remove(member)
             if not members:
                 del self._members[rank]
-            _complain("member lost", member=str(member), reason=reason)
+            _complain("leader.member_lost", member=str(member), reason=reason)
             self._gone(member)

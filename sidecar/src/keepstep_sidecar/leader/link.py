@@ -90,9 +90,9 @@ class Link:
             return
         self.connected, self.reason = connected, reason
         if connected:
-            say("leader connected", address=self.address)
+            say("leader.connected", address=self.address)
         else:
-            warn("leader not connected", reason=reason)
+            warn("leader.disconnected", error=reason)
         self._changed()
 
     # --- one connection ----------------------------------------------------------------------

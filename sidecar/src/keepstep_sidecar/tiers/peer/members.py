@@ -142,7 +142,7 @@ def _remote(
     root = max(roots, key=lambda one: (roots.count(one), one in originals))
     if len(set(roots)) > 1:
         who = ", ".join(f"{name} says {one.root}" for name, _, one in held)
-        warn("peers disagree", step=str(key[0]), rank=key[1], roots=who, taken=root)
+        warn("peer.copies_differ", step=str(key[0]), rank=key[1], roots=who, chosen=root)
     holders = [address for _, address, one in held if one.root == root]
     shards: list[Shard] = [one for _, _, one in held if one.root == root]
     if own is not None and own.root == root:

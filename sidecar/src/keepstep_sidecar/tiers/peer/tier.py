@@ -89,7 +89,7 @@ class PeerTier(RemoteTier):
         elif self._server is not None:
             self.warning = ""
         if self.warning not in ("", before):
-            warn("peers are not served as asked", reason=self.warning)
+            warn("peer.server_degraded", reason=self.warning)
 
     def _context(self, sender: Identity) -> ServerContext:
         """What is served to this client. Raises UsageError for a pod of another run."""
