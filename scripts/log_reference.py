@@ -61,7 +61,8 @@ def reference() -> str:
 
 def _section(part: str, events: dict[str, Logged], meanings: dict[str, str]) -> str:
     rows = [
-        f"| `{name}` | {', '.join(one.levels).lower()} | {', '.join(one.fields)} | {meanings[name]} |"
+        f"| `{name}` | {', '.join(one.levels).lower()} | {', '.join(one.fields)} | "
+        f"{meanings[name]} |"
         for name, one in sorted(events.items())
     ]
     head = ["| event | level | fields | meaning, and what to do |", "| --- | --- | --- | --- |"]

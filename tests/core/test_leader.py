@@ -122,7 +122,7 @@ def test_the_copies_of_a_machine_that_has_lost_its_drive_count(run: Run) -> None
 
 def test_a_member_of_another_world_changes_nothing(run: Run) -> None:
     run.reports(0, rank(0, 1))
-    with pytest.raises(UsageError, match="of 3 nodes came to a run of 2"):
+    with pytest.raises(UsageError, match="of 3 nodes asks to join a run of 2"):
         run.reports(1, rank(1, 1), nodes=3)
     with pytest.raises(UsageError, match="DuplicateNodeRank"):
         run.reports(0, rank(0), life="second")
@@ -140,7 +140,7 @@ def test_a_rank_that_no_world_has_is_refused(run: Run, ranks: tuple[int, ...], w
 
 def test_a_rank_that_is_told_of_twice_is_refused(run: Run) -> None:
     both = replace(rank(0), ranks=Ranks.of((0, 1)))
-    with pytest.raises(UsageError, match="told of twice"):
+    with pytest.raises(UsageError, match="reported twice"):
         run.reports(1, rank(1, 1), both)
     assert run.leader.missing() == [0, 1]
 

@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_stops_no_sidecar_and_is_used_once_it_is_free(
         port = taken.getsockname()[1]
         sidecar = sidecars().start("--metrics-port", str(port))
         (warning,) = sidecar.get("/v1/status")["warnings"]
-        assert f"port {port} cannot be had (Address already in use)" in warning
+        assert f"port {port} cannot be opened (Address already in use)" in warning
         assert "sidecar.ports.metrics" in warning
 
     def scraped() -> bool:

@@ -163,7 +163,7 @@ def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
 @pytest.mark.parametrize(
     ("options", "environment", "here_says", "there_says"),
     [
-        (("--nodes", "3"), {}, "node rank 1 of 3 nodes came to a run of 2", "a run of 2"),
+        (("--nodes", "3"), {}, "node rank 1 of 3 nodes asks to join a run of 2", "a run of 2"),
         (("--run", "other"), {}, "was refused", "the secret and the run's name must be the same"),
         (
             (),

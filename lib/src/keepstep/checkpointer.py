@@ -431,8 +431,8 @@ class Checkpointer:
         if ask and (adapter := _adapter()):
             self._hinted = True
             log.warning(
-                "keepstep: this loop is a framework's: where its data stood, and what else it"
-                " counts, is in no step; %s keeps that, too, by one line (docs/frameworks.md)"
+                "keepstep: a framework owns this loop: no step has the place in its data and its"
+                " counters; %s keeps them by one line (docs/frameworks.md)"
                 " [integration.adapter_available]",
                 adapter,
             )
@@ -723,7 +723,7 @@ class Checkpointer:
                 raise UsageError(f"step {step} comes after step {self._last_step}: {only_grow}")
             # the reason has no step numbers, because reasons are counted and logged by kind
             begin = "after a restore the loop begins at restore().step + 1"
-            agent.skip(step, f"a newer one, or itself, came before: {only_grow}; {begin}")
+            agent.skip(step, f"this step or a newer one was saved before: {only_grow}; {begin}")
             return False
         if not self._submitted:
             self._hint()

@@ -110,8 +110,8 @@ class RayCheckpointer(Checkpointer):
         if failed not in (_GONE, self._said):
             self._said = failed
             log.warning(
-                "keepstep: Ray gets no checkpoint, as no files of %s can have second names there:"
-                " %s; training goes on, and steps are kept as ever [ray.checkpoint_not_reported]",
+                "keepstep: Ray gets no checkpoint, as it cannot hold hard links to files of %s:"
+                " %s; training goes on, and keepstep keeps each step [ray.checkpoint_not_reported]",
                 *(self._home, failed),
             )
 

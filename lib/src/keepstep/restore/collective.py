@@ -177,7 +177,7 @@ class Collective:
         if reason := _without(ballots):
             if self._step is None and nothing_is_kept(votes):
                 return Unkept(reason)
-            raise RestoreError(f"this run may have steps, so it is not begun anew: {reason}")
+            raise RestoreError(f"this run may have steps, so it does not begin again: {reason}")
         if self._world > 1:
             meet(self._gather)
         excluded: set[StepId] = set()
@@ -345,9 +345,9 @@ def _without(ballots: list[_Ballot]) -> str:
     if not named:
         return ""
     return (
-        f"no sidecar (KEEPSTEP_SOCKET is not set): {few(named, _RANKS_NAMED)}; all others have one."
-        " Delete the pods without, so that their job makes them again, or start every rank with"
-        " `keepstep run -- ...`"
+        f"no sidecar (KEEPSTEP_SOCKET is not set): {few(named, _RANKS_NAMED)}; all other ranks have"
+        " a sidecar. Delete the pods without, so that their job makes them again, or start every"
+        " rank with `keepstep run -- ...`"
     )
 
 

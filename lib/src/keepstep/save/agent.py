@@ -233,8 +233,8 @@ class Agent:
         if self._is_second():
             raise SidecarError(
                 f"rank {self.session.rank} belongs to another Checkpointer (or keepstep.dcp"
-                f" session) of this process (pid {os.getpid()}): call close() on that one"
-                " (keepstep.dcp.close()) first, or let go of all that refers to it",
+                f" session) of this process (pid {os.getpid()}): call its close()"
+                " (keepstep.dcp.close()) first, or delete all references to it",
                 code="rank-taken",
             )
         granted = self.session.connect(timeout_s=timeout_s)

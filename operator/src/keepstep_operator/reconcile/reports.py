@@ -137,7 +137,7 @@ class ReportsApi:
         except NotFound:
             raise Refused(404, "unknown-pod", f"there is no pod {identity.pod_name}") from None
         except KubeError as error:
-            raise Refused(503, "unavailable", f"the pod cannot be looked up: {error}") from error
+            raise Refused(503, "unavailable", f"the pod cannot be read: {error}") from error
         if (body.get("metadata") or {}).get("uid") != identity.pod_uid:
             message = f"the token is of an earlier pod {identity.pod_name}"
             raise Refused(403, "other-pod", message)

@@ -140,8 +140,8 @@ def _check_age(directory: Directory, latest: float) -> None:
 
 def _not_a_run(run: Directory, why: str) -> StorageError:
     return StorageError(
-        f"{run.path} is not the directory of one run: {why}; nothing was removed. Look at what"
-        " lies there, and remove by hand what nobody needs"
+        f"{run.path} is not the directory of one run: {why}; nothing was removed. Check its"
+        " files, and delete them by hand"
     )
 
 

@@ -325,7 +325,7 @@ class Saving:
         if (slot := slots.named(request.slot)) is None:
             raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
         if not (slot.used(request.generation) and (slot.assigned or slot.live == id)):
-            raise refuse("stale-slot", f"{request.slot} was given to somebody else since")
+            raise refuse("stale-slot", f"{request.slot} was given to another lease since")
         control = slot.file.control()
         if control is None or control.id != id or control.run != self.config.run:
             raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
@@ -617,7 +617,9 @@ class StepWaits:
         if unwritten:
             return f"step {id} is staged, but not yet durable for ranks {unwritten}"
         if self.committer.silent:
-            return f"step {id} is durable here; the leader that knows of the others does not answer"
+            return (
+                f"step {id} is durable here; the leader, which knows the other machines, is silent"
+            )
         return f"step {id} is durable here, but not committed: some rank of the run lacks it"
 
     async def until_committed(

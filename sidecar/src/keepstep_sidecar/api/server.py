@@ -318,7 +318,7 @@ async def _serve_metrics(
 
 
 def _listening(port: int, service: Service) -> socket.socket | None:
-    """A socket that listens on the port; None if it cannot be had, which the warnings say."""
+    """A socket that listens on the port; None if it cannot be opened, which the warnings say."""
     try:
         listening = connections.listen(port)
     except OSError as error:
@@ -326,7 +326,7 @@ def _listening(port: int, service: Service) -> socket.socket | None:
             warn("metrics.port_unavailable", port=port, error=str(error))
         reason = os.strerror(error.errno or 0)
         service.no_metrics = (
-            f"no metrics are served, since port {port} cannot be had ({reason}); it is tried again."
+            f"no metrics are served, since port {port} cannot be opened ({reason}); it tries again."
             " If the training script uses that port, choose another one (sidecar.ports.metrics of"
             " the policy, --metrics-port)"
         )

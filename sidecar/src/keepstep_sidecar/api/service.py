@@ -319,7 +319,7 @@ class Service:
     def welcome(self) -> None:
         """A trainer comes. Raises SidecarError `stopping` once the end has begun."""
         if self.ending or self._closing:
-            raise refuse("stopping", "this sidecar is ending; try again when another one is up")
+            raise refuse("stopping", "this sidecar is ending; try again when the next sidecar runs")
         self._came += 1
         self.leaves = False
 

@@ -135,7 +135,7 @@ class Epochs:
         return (
             f"step {newest} of this run was committed, so it does not begin from run {name} again;"
             " but nothing of it is within reach. Bring its storage back, or give the run another"
-            " name to fork anew"
+            " name to fork again"
         )
 
     def named(self, epoch: Epoch) -> Epoch:

@@ -173,7 +173,7 @@ class OperatorReporter:
         try:
             return _decode(data)
         except (ValueError, RecursionError) as error:
-            raise ReportFailed("reply", f"the answer is none: {error}") from error
+            raise ReportFailed("reply", f"the answer is no reply: {error}") from error
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -118,7 +118,7 @@ _OURS = (errno.EFAULT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of a process that lacks the memory or descriptors to read a file that may be good."""
 
 
-CUT_OFF = "the slot was truncated; whoever may write to shared memory has done it"
+CUT_OFF = "the slot was truncated by another process; check who may write to shared memory"
 
 
 @dataclass(frozen=True, kw_only=True)

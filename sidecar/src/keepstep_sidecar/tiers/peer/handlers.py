@@ -117,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         self._may_be_large = False
         try:
             if match is None or match[1] not in routes:
-                raise UsageError(f"{self.command} {self.path}: there is no such thing here")
+                raise UsageError(f"{self.command} {self.path}: unknown path")
             routes[match[1]](match)
         except KeepstepError as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)

@@ -109,7 +109,7 @@ class Directory:
     def away(self) -> str:
         """Which pods did not answer, and why; '' when all did."""
         if not self.complete:
-            return "the leader has not heard of all machines of the run yet"
+            return "not all machines of the run have reported to the leader yet"
         if self.awaits:
             return self.awaits
         silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]

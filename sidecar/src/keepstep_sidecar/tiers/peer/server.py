@@ -34,7 +34,7 @@ _MOST_PEERS = 128
 _MOST_REFUSALS, _REFUSED_S = 16, 60.0
 _BACKLOG = 1024
 """All members of a run may come at once, after their leader was away."""
-_TOO_SLOW = "it took too long to say who it is"
+_TOO_SLOW = "the client sent no request in time"
 _PLACE_S = 0.05
 _ACCEPT_S = 0.5
 """How long to wait for a connection before overdue connections are ended."""
