@@ -10,7 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
+from typing import Final
+
+_SELDOM_S: Final = 10.0
+_NOISY: Final = ("aiohttp.server", "asyncio")
+"""Loggers of what clients send, and of whatever goes wrong with a connection."""
 
 
 class Journal:
@@ -32,6 +38,41 @@ class Journal:
         """As `say`, at level ERROR and with the traceback of the exception that is being handled:
         for a bug in keepstep."""
         self._log.exception(event, extra={"fields": fields})
+
+
+class Limit:
+    """Lets one of each key pass every few seconds, so that clients cannot fill the log.
+    Thread-safe."""
+
+    def __init__(self, every_s: float = _SELDOM_S) -> None:
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._last: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def due(self, key: str) -> int | None:
+        """None when it is too soon; else how many were left out since the last one."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last.get(key, -self._every_s) < self._every_s:
+                self._left_out[key] = self._left_out.get(key, 0) + 1
+                return None
+            self._last[key] = now
+            return self._left_out.pop(key, 0)
+
+
+class _Few(logging.Filter):
+    """The same for another package: by place in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = Limit()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        left_out = self._limit.due(f"{record.pathname}:{record.lineno}")
+        if left_out:
+            record.fields = {"left_out": left_out}
+        return left_out is not None
 
 
 def _event(record: logging.LogRecord) -> dict[str, str]:
@@ -67,3 +108,5 @@ def configure(*, level: int = logging.INFO, **always: object) -> None:
     handler.setFormatter(_JsonLines(always))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("aiohttp.access").setLevel(logging.ERROR)
+    for name in _NOISY:
+        logging.getLogger(name).addFilter(_Few())

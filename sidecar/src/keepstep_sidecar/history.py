@@ -285,5 +285,6 @@ class Restarts:
         self.last[rank] = restart = dataclasses.replace(life.restart, first_step_s=first_s)
         life.restart = None
         self._history.note(Kind.RESTARTED, rank=rank, attempt=life.attempt, restart=restart)
-        spans = dataclasses.asdict(restart)
-        say("trainer.resumed", rank=rank, ended_at=spans.pop("at"), **spans)
+        spans = {name: round(value, 3) for name, value in dataclasses.asdict(restart).items()}
+        del spans["at"]
+        say("trainer.resumed", rank=rank, **spans)

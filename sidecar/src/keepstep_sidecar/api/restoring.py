@@ -131,10 +131,10 @@ class Restoring:
         self.restorer.release(lease.rank)
         self.refusals, self.refused = {}, ""
         say(
-            "restore.finished",
+            "restore.finished" if request.epoch.parent else "restore.nothing_found",
             rank=lease.rank,
             epoch=str(request.epoch.id),
-            duration_s=request.seconds,
+            duration_s=round(request.seconds, 3),
             step=request.epoch.parent and str(request.epoch.parent),
             tier=request.tier and str(request.tier),
         )

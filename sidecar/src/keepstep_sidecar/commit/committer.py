@@ -341,7 +341,7 @@ class Committer:
                 case Committed():
                     pass
                 case Interval():
-                    say("persist.interval_changed", interval_steps=action.steps, limit=action.limit)
+                    say("persist.interval_changed", steps=action.steps, limited_by=action.limit)
                     self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)
                 case _:
                     left.append(action)

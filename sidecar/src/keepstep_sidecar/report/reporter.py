@@ -256,18 +256,15 @@ class Reporter:
         self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
             self._logged.add(failure.kind)
-            warn(
-                "leader.report_failed",
-                kind=failure.kind,
-                error=str(failure),
-                url=self._channel.address,
-            )
+            address, kind = self._channel.address, failure.kind
+            warn("leader.report_failed", address=address, kind=kind, error=str(failure))
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
         """`told`: what was sent of `report`. If the leader cannot follow changes, the next report
         is sent whole, at once."""
         if self._failures or self._leader.heard_at is None:
-            say("leader.report_accepted", url=self._channel.address, failures=self._failures)
+            address = self._channel.address
+            say("leader.report_accepted", address=address, failures=self._failures)
         self._failures = 0
         self._leader.failing = False
         self._logged.clear()
