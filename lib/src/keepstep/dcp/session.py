@@ -108,7 +108,7 @@ class Tree:
                 paths=None if paths is None else {k: _path(p) for k, p in paths.items()},
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FormatError(f"the tree of this image makes no sense ({error})") from error
+            raise FormatError(f"the tree of this image is invalid ({error})") from error
 
 
 def paths_of(planner_data: Any) -> Mapping[str, KeyPath] | None:

@@ -459,13 +459,13 @@ def _check(report: Report) -> None:
     for one in report.ranks:
         ranks, runs = one.ranks, f"{one.ranks.runs}"[:100]
         if not ranks or not ranks.is_short or not ranks.last < one.world <= MOST_RANKS:
-            raise UsageError(f"ranks {runs} of {one.world} cannot be")
+            raise UsageError(f"ranks {runs} of {one.world} are invalid")
         if named & one.bits:
             raise UsageError(f"ranks {runs} are reported twice")
         named |= one.bits
         for image in one.shards():
             if not image.is_possible(ranks):
-                raise UsageError(f"ranks {runs} tell of images that cannot be: {image}"[:300])
+                raise UsageError(f"ranks {runs} report invalid images: {image}"[:300])
 
 
 def _can_wait(sent: LeaderReply, now: LeaderReply) -> bool:

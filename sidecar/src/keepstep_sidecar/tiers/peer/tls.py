@@ -143,7 +143,9 @@ def contexts(pem: Pem, *, whose: str, remedy: str) -> Tls:
             remedy=remedy,
         )
     except (ssl.SSLError, ValueError, OSError) as error:
-        raise UsageError(f"{whose}: certificate, key or authorities are no use: {error}") from error
+        raise UsageError(
+            f"{whose}: certificate, key or authorities are unusable: {error}"
+        ) from error
     for context in (tls.server, tls.member):
         context.set_alpn_protocols([MEMBERSHIP])
     return tls
