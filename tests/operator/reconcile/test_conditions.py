@@ -124,7 +124,7 @@ def test_two_pods_of_one_node_rank_are_named() -> None:
     assert brief(run, "Protected") == ("False", "DuplicateNodeRank")
     found = said(run, "DuplicateNodeRank")
     assert found is not None
-    assert "pods gpt-other, gpt-worker-1 have node rank 1" in found.message
+    assert "pods gpt-other, gpt-worker-1 share node rank 1" in found.message
 
 
 def test_a_pod_that_is_replaced_is_no_duplicate() -> None:
