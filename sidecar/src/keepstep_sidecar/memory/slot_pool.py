@@ -285,7 +285,7 @@ class SlotPool:
             if not (file.cut_off if cut_off_only else self._lacks(file)):
                 return False
             what = self._lacks(file)
-            warn("slot.lost", rank=file.layout.rank, path=str(file.path), reason=what)
+            warn("slot.lost", rank=file.layout.rank, path=str(file.path), missing=what)
             return True
 
         for slot_set in slots.slot_sets.values():
