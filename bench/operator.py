@@ -174,7 +174,7 @@ async def reconciler(server: ApiServer, directory: Path) -> AsyncIterator[tuple[
     )  # fmt: skip
     assert child.stderr is not None
     ports: Body = {}
-    while ports.get("event") != "listening":
+    while ports.get("event") != "reconcile.started":
         if not (line := await child.stderr.readline()):
             raise RuntimeError(f"the reconciler ended with {await child.wait()}")
         ports = json.loads(line) if line.startswith(b"{") else {}

@@ -40,13 +40,20 @@ def tables() -> dict[str, str]:
     from keepstep.core import node
     from keepstep.save import agent
     from keepstep_sidecar.volume import volume
-    from scripts import api_reference, chart_reference, conformance, metrics_reference
+    from scripts import (
+        api_reference,
+        chart_reference,
+        conformance,
+        log_reference,
+        metrics_reference,
+    )
 
     return {
         "resources": api_reference.reference(),
         "values": chart_reference.table(),
         "conformance": conformance.render(),
         "metrics": metrics_reference.reference(),
+        "log_events": log_reference.reference(),
         "rights": chart_reference.rights(),
         "step_states": states(node, node.STEP),
         "image_states": states(agent, agent.IMAGE),

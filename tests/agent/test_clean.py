@@ -383,7 +383,7 @@ def test_a_run_with_something_of_others_in_it_is_named_once_and_holds_up_no_othe
     node.round()
     node.round()
     assert (odd.exists(), run.exists()) == (True, False)
-    assert caplog.text.count("not removed") == 1
+    assert caplog.text.count("directory.clean_failed") == 1
 
 
 @pytest.mark.root

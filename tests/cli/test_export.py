@@ -218,7 +218,7 @@ def test_nobody_s_directory_is_touched(alone: Keepstep, tmp_path: Path) -> None:
     out = tmp_path / "out"
     alone("export", "5", "--to", str(out))
     before = (out / "model.safetensors").read_bytes()
-    assert "left alone" in alone("export", "5", "--to", str(out), code=2).stderr
+    assert "stays as it is" in alone("export", "5", "--to", str(out), code=2).stderr
     assert (out / "model.safetensors").read_bytes() == before
     (tmp_path / "empty").mkdir()
     alone("export", "5", "--to", str(tmp_path / "empty"))

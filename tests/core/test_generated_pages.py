@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import tomllib
+
 import keepstep
 import keepstep.dcp
 from keepstep_sidecar import errors
-from scripts import chart_reference, frameworks, site
+from scripts import chart_reference, frameworks, log_reference, site
 from tests.harness import ROOT
 
 INTEGRATIONS = ROOT / "lib/src/keepstep/integrations"
@@ -35,6 +38,12 @@ def test_pages_name_all_tables_that_the_code_makes_and_no_others() -> None:
     made = site.tables()
     assert named == made.keys()
     assert all("| --- |" in text for text in made.values())
+
+
+@pytest.mark.parametrize("part", log_reference.PARTS)
+def test_the_page_of_log_events_has_every_event_that_the_code_logs_and_no_other(part: str) -> None:
+    known = tomllib.loads((ROOT / "scripts/log_events.toml").read_text())[part]
+    assert log_reference.logged(part).keys() == known.keys()
 
 
 def test_the_python_page_has_every_module_that_training_code_imports() -> None:

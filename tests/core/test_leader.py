@@ -122,7 +122,7 @@ def test_the_copies_of_a_machine_that_has_lost_its_drive_count(run: Run) -> None
 
 def test_a_member_of_another_world_changes_nothing(run: Run) -> None:
     run.reports(0, rank(0, 1))
-    with pytest.raises(UsageError, match="of 3 nodes came to a run of 2"):
+    with pytest.raises(UsageError, match="of 3 nodes asks to join a run of 2"):
         run.reports(1, rank(1, 1), nodes=3)
     with pytest.raises(UsageError, match="DuplicateNodeRank"):
         run.reports(0, rank(0), life="second")
@@ -133,14 +133,14 @@ def test_a_member_of_another_world_changes_nothing(run: Run) -> None:
     ("ranks", "world"), [((), 2), ((2,), 2), ((0, 2), 2), ((0,), 1 << 17), ((1 << 16,), 1 << 16)]
 )
 def test_a_rank_that_no_world_has_is_refused(run: Run, ranks: tuple[int, ...], world: int) -> None:
-    with pytest.raises(UsageError, match=rf"ranks .* of {world} cannot be"):
+    with pytest.raises(UsageError, match=rf"ranks .* of {world} are invalid"):
         run.reports(1, ReportedRanks(ranks=Ranks.of(ranks), world=world, alive=True))
     assert run.leader.missing() == [0, 1]
 
 
 def test_a_rank_that_is_told_of_twice_is_refused(run: Run) -> None:
     both = replace(rank(0), ranks=Ranks.of((0, 1)))
-    with pytest.raises(UsageError, match="told of twice"):
+    with pytest.raises(UsageError, match="reported twice"):
         run.reports(1, rank(1, 1), both)
     assert run.leader.missing() == [0, 1]
 
@@ -165,7 +165,7 @@ def test_an_image_that_cannot_be_changes_nothing(run: Run, wrong: dict[str, obje
     run.reports(1, rank(1, 1))
     image = StepShards.of(Shard(step_id=at(2), rank=1, world=2, root="r"))
     lie = replace(LISTED, shards=(replace(image, **wrong),))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"ranks .* tell of images that cannot be"):
+    with pytest.raises(UsageError, match=r"ranks .* report invalid images"):
         run.reports(1, replace(rank(1), tiers={Tier.LOCAL: lie}))
     assert run.leader.ledger.local(1) == {at(1)}
 

@@ -75,7 +75,7 @@ def test_a_vote_says_what_stands_in_its_way() -> None:
         (replace(ALONE, scanned_at=NEVER), "scanned"),
         (replace(ALONE, heard_at=NEVER), "leader of the run has not answered"),
         (AWAY, "the archive is away"),
-        (UNNAMED, "has not heard of all machines"),
+        (UNNAMED, "not all machines of the run have reported"),
         (replace(LISTED, awaits="shards lie on node b"), "node b"),
     ):
         answer = readiness(BEGAN, view, BEGAN)

@@ -184,9 +184,11 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
         assert "goes on from what other ranks saved" not in namespace.logs(pod, "pytorch")
     runs.same_losses(life, reference)
     record_property("lost_steps", max(own) - restored)
-    refused = [one for one in tiers.said(namespace, MASTER) if one["event"] == "copy refused"]
+    refused = [
+        one for one in tiers.said(namespace, MASTER) if one["event"] == "restore.copy_refused"
+    ]
     assert {_step(str(one["step"])) for one in refused} == {rotten}, refused
-    assert "is damaged" in refused[0]["reason"]
+    assert "is damaged" in refused[0]["error"]
 
 
 # --- a full drive --------------------------------------------------------------------------------
@@ -226,6 +228,8 @@ def _no_room(kubectl: Kubectl) -> str:
         if (one := runs.condition(kubectl, kind))["status"] == "False"
     ]
     said += [
-        str(one["reason"]) for one in tiers.said(kubectl, MASTER) if one["event"] == "copy not sent"
+        str(one["error"])
+        for one in tiers.said(kubectl, MASTER)
+        if one["event"] == "tier.send_failed"
     ]
     return next((one for one in said if " free" in one or "no space" in one.lower()), "")

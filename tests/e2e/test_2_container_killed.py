@@ -79,10 +79,10 @@ def _sidecar_comes_back(cluster: Cluster, namespace: Kubectl) -> int:
     )
     at_kill = runs.training_beyond(namespace, 0).last
     log = namespace.eventually(
-        lambda: "slot adopted" in (text := _sidecar_log(namespace, "gpt-master-0")) and text,
+        lambda: "slot.adopted" in (text := _sidecar_log(namespace, "gpt-master-0")) and text,
         what="the slots are adopted",
     )
-    assert "slot refused" not in log
+    assert "slot.refused" not in log
     return runs.committed_beyond(namespace, max(committed, at_kill))
 
 

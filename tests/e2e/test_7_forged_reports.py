@@ -67,6 +67,6 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
     refused = [
         line
         for line in log.splitlines()
-        if "request refused" in line and any(f'"{code}"' in line for code in _CODES)
+        if "api.request_refused" in line and any(f'"{code}"' in line for code in _CODES)
     ]
     assert 1 <= len(refused) <= 4, "once for each source and reason, not once a report"

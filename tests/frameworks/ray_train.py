@@ -236,7 +236,7 @@ class _Cluster:
         accepted, why = client.drain_node(node["NodeID"], reason, "spot", deadline_ms)
         assert accepted, why
         logs = [self._out / one / "two-nodes" / "sidecar.log" for one in self._addresses]
-        _wait(lambda: all('"flushed"' in log.read_text() for log in logs))
+        _wait(lambda: all('"flush.finished"' in log.read_text() for log in logs))
         (self._out / "flushed").touch()
 
     def end(self) -> None:

@@ -173,11 +173,11 @@ def test_a_step_of_another_kind_of_training_is_refused_before_anything_changes(
 def test_a_run_that_is_complete_says_so(tmp_path, sidecar, lives, caplog):
     trained(tmp_path)
     assert "complete" not in caplog.text
-    assert "not as when" not in caplog.text
+    assert "settings differ" not in caplog.text
     lives()
     trained(tmp_path)
     assert "this run is complete (step 3 of 3): nothing is trained" in caplog.text
-    assert "not as when" not in caplog.text
+    assert "settings differ" not in caplog.text
 
 
 def test_arguments_that_changed_since_the_kept_step_are_named_once(
@@ -187,7 +187,7 @@ def test_arguments_that_changed_since_the_kept_step_are_named_once(
     lives()
     changed = {"learning_rate": 0.5, "max_steps": 5, "seed": 7, "logging_steps": 1}
     assert trained(tmp_path / "elsewhere", rows=9, **changed).state.global_step == 5
-    (said,) = (one for one in caplog.messages if "not as when step 3 was kept" in one)
+    (said,) = (one for one in caplog.messages if "settings differ from step 3" in one)
     names = ("learning_rate 5e-05 -> 0.5", "max_steps 3 -> 5", "rows 8 -> 9", "seed 42 -> 7")
     assert all(one in said for one in names)
     assert "logging" not in said

@@ -119,7 +119,7 @@ def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit)
     resume = seed / "lightning.ckpt"
     plain = fit.undisturbed(resume=str(resume))
     kept, said = fit.kept(resume=str(resume), kill=[18, 25])
-    assert said.count("lightning.ckpt' is left alone: this run holds a step") == 2
+    assert said.count("lightning.ckpt' is ignored, as this run holds a step") == 2
     assert min(losses(kept)) == EPOCH
     assert_same_log(plain, kept, kills=2)
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit)
 def test_a_loader_that_begins_anew_within_the_epoch_is_told_of(fit):
     plain = fit.undisturbed(second=4)
     kept, said = fit.kept(second=4, kill=[2, 9])
-    assert said.count("is shorter than the epoch began anew within it") == 1, "after one of two"
+    assert said.count("is shorter than the epoch restarted within it") == 1, "after one of two"
     done = losses(plain)
     assert all(done[step] == runs for step, runs in losses(kept).items() if step < 9)
 

@@ -87,13 +87,13 @@ def test_a_step_of_another_module_is_refused_before_anything_changes(
 
 def test_what_is_complete_and_what_changed_is_told(tmp_path, sidecar, lives, caplog):
     made(tmp_path, KeepstepCallback()).fit(Model())
-    assert "not as when" not in caplog.text
+    assert "settings differ" not in caplog.text
     lives()
     model = Model()
     model.lr = 0.5
     made(tmp_path, KeepstepCallback()).fit(model)
     assert "this run is complete (step 4): nothing is trained" in caplog.text
-    assert "not as when step 4 was kept: optimizer.lr 0.1 -> 0.5" in caplog.text
+    assert "settings differ from step 4: optimizer.lr 0.1 -> 0.5" in caplog.text
 
 
 def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sidecar):

@@ -97,7 +97,7 @@ def test_a_node_is_to_go_and_its_steps_are_made_durable(lives, tmp_path):
     for node in nodes(tmp_path / "kept"):
         log = (tmp_path / "kept" / node / "two-nodes" / "sidecar.log").read_text()
         events = map(json.loads, log.splitlines())
-        flushed = next(one["steps"] for one in events if one["event"] == "flushed")
+        flushed = next(one["steps"] for one in events if one["event"] == "flush.finished")
         assert max(int(one[-9:]) for one in flushed) >= notice
 
 

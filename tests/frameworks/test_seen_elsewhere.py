@@ -206,7 +206,7 @@ def test_a_tracker_that_hangs_and_fails_holds_up_nothing(
     with caplog.at_level(logging.WARNING, "keepstep"):
         note_restore(RESTORED, tracker)  # returns while it hangs
         tracker.goes_on.set()
-        eventually(lambda: "the restore is not noted: OSError: the disk is full" in caplog.text)
+        eventually(lambda: "no note of the restore: OSError: the disk is full" in caplog.text)
 
 
 def test_a_first_start_is_not_noted() -> None:

@@ -23,7 +23,7 @@ def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
     again, said = titan.kept(ranks=2, out="again", checkpoint={"load_step": 3})
     assert not (again / "losses-0").exists()
     assert result(again)["weights"] == result(plain)["weights"]
-    assert "load_step=3 and exclude_from_loading=[] are left alone: this run holds step 20" in said
+    assert "load_step=3 and exclude_from_loading=[] are ignored: this run holds step 20" in said
 
 
 def test_accumulation_and_a_loader_with_workers(titan):

@@ -174,7 +174,7 @@ def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(traine
     kept, said = trainer.kept(
         arguments={**arguments, "output_dir": str(folder)}, resume=str(resume), kill=[13, 25]
     )
-    assert said.count("checkpoint-10' is left alone: this run holds a step") == 2
+    assert said.count("checkpoint-10' is ignored, as this run holds a step") == 2
     assert min(losses(kept)) == 10
     assert not resume.exists(), "the last life could not have read it"
     assert_same(plain, kept, kills=2)

@@ -50,8 +50,8 @@ async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
             assert same in leader.server.refusals()["127.0.0.1"]
             await asyncio.sleep(2.0)  # a dozen attempts
         told = [one.message for one in caplog.records]
-        assert told.count("peer refused") == 1
-        assert told.count("leader not connected") == 1
+        assert told.count("peer.connection_refused") == 1
+        assert told.count("leader.disconnected") == 1
         async with running(now := Linked(leader.address)):
             await until(lambda: now.link.connected)
         assert leader.server.refusals() == {}, "it is served now"

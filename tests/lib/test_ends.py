@@ -286,7 +286,7 @@ def test_after_close_the_next_checkpointer_need_not_wait_whether_this_one_still_
     for step in range(3):
         with begun({"model": model}) as checkpointer:
             checkpointer.save(step)
-    assert sidecar.text().count('"slot made"') == 3, "the slots of one life, used by all"
+    assert sidecar.text().count('"slot.allocated"') == 3, "the slots of one life, used by all"
 
 
 def test_a_second_checkpointer_beside_a_living_one_is_an_error_at_once(sidecar):

@@ -251,7 +251,7 @@ def test_groups_keep_their_options_and_their_order(again, caplog):
     by_weight = {id(one["params"][0]): one["lr"] for one in live.param_groups}
     assert by_weight == {id(other["a"].weight): 0.1, id(other["b"].weight): 0.2}
     assert live.state_dict() == saved.state_dict()
-    assert "in the order of the save" in caplog.text
+    assert "have the order of the save" in caplog.text
 
 
 def test_parameters_of_another_shape_are_refused_by_name_and_nothing_is_changed(again):

@@ -92,7 +92,7 @@ def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
     assert torchrun(2, SCRIPT, 3, -1, log).returncode == 0
     done = torchrun(2, SCRIPT, 6, -1, log, WITHOUT_SIDECAR="1")
     assert done.returncode != 0
-    said = done.stderr.count("RestoreError: this run may have steps, so it is not begun anew")
+    said = done.stderr.count("RestoreError: this run may have steps, so it does not begin again")
     assert said >= 2, "both ranks say so"
     assert sorted(losses(log, 0)) == [0, 1, 2], "and none trained"
     done = torchrun(2, SCRIPT, 4, -1, log)

@@ -64,7 +64,7 @@ class Started:
         async with asyncio.timeout(10):
             assert await self.child.wait() == 0
             await self._reading
-        assert '"event": "ended"' in self.log[-1], self.log[-20:]
+        assert '.stopped"' in self.log[-1], self.log[-20:]
         assert "Traceback" not in "".join(self.log)
 
     async def close(self) -> None:
@@ -138,7 +138,7 @@ async def admission(directory: Path, *options: str) -> AsyncIterator[Admission]:
         server.running(),
         started(server, tls, "admission", *options, **settings) as process,
     ):
-        ports = await process.says("listening")
+        ports = await process.says("admission.started")
         async with ApiServersWebhook(ports["port"], bundle=pair.certificate) as webhook:
             made = Admission(server, process, ports, webhook)
             await made.says_ready(200)
@@ -155,7 +155,7 @@ async def test_a_reconciler_without_an_api_server_waits_for_it_and_ends_on_sigte
     _authority(tmp_path)
     option = f"--peer-ca-dir={tmp_path}"
     async with server.running(), started(server, tmp_path, "reconcile", option) as process:
-        port = (await process.says("listening"))["metrics_port"]
+        port = (await process.says("reconcile.started"))["metrics_port"]
         assert await process.readyz(port, "/healthz") == 200
         assert await process.readyz(port) == 503
         await process.end()

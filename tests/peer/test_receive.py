@@ -104,7 +104,7 @@ def test_a_copy_that_is_closed_within_a_write_never_writes_into_another_file(
     assert [os.fstat(fd).st_size for fd in others] == [0] * 9
     for fd in others:
         os.close(fd)
-    with pytest.raises(StorageError, match="begin again"):
+    with pytest.raises(StorageError, match="from its beginning"):
         part.write(0, memoryview(chunk), whose="the test")
     copies.close()
 

@@ -115,7 +115,7 @@ def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> 
     none, two = authority.files(0, uris=["https://example"]), authority.files(1)
     with pytest.raises(UsageError, match="exactly one keepstep://"):
         FileCredentials(none)
-    with pytest.raises(UsageError, match="no use"):
+    with pytest.raises(UsageError, match="are unusable"):
         FileCredentials(dataclasses.replace(two, key=none.key))
     with pytest.raises(UsageError, match="cannot read"):
         FileCredentials(dataclasses.replace(two, key=two.key.with_name("absent")))

@@ -53,7 +53,7 @@ def committed(sidecar, *parts):
             ((0, 6), (5, 10)),
             ["state.w", "offsets [5], sizes [1]", "overlap", "rank-00000-of-00002"],
         ),
-        (((0, 4), (5, 10)), ["state.w: nobody holds offsets [4], sizes [1]"]),
+        (((0, 4), (5, 10)), ["state.w: no rank holds offsets [4], sizes [1]"]),
     ],
     ids=["overlapping", "missing"],
 )

@@ -166,8 +166,8 @@ def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
     with pytest.raises(CoverageError) as caught:
         fill(step, tmp_path, wants, targets, without=(1, 2))
     text = str(caught.value)
-    assert "model.w: nobody holds offsets [2, 0], sizes [4, 4]" in text
-    assert "model.b: nobody holds offsets [2, 0], sizes [4, 4]" in text
+    assert "model.w: no rank holds offsets [2, 0], sizes [4, 4]" in text
+    assert "model.b: no rank holds offsets [2, 0], sizes [4, 4]" in text
     assert "rank-00001-of-00004.safetensors, rank-00002-of-00004.safetensors" in text
     assert all(not one.any() for one in targets)
     # what does not need the lost images is restored all the same

@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_stops_no_sidecar_and_is_used_once_it_is_free(
         port = taken.getsockname()[1]
         sidecar = sidecars().start("--metrics-port", str(port))
         (warning,) = sidecar.get("/v1/status")["warnings"]
-        assert f"port {port} cannot be had (Address already in use)" in warning
+        assert f"port {port} cannot be opened (Address already in use)" in warning
         assert "sidecar.ports.metrics" in warning
 
     def scraped() -> bool:
@@ -206,7 +206,7 @@ def test_a_port_that_is_taken_stops_no_sidecar_and_is_used_once_it_is_free(
 
     eventually(scraped)
     assert sidecar.get("/v1/status")["warnings"] == []
-    assert sidecar.text().count('"no metrics"') == 1
+    assert sidecar.text().count('"metrics.port_unavailable"') == 1
 
 
 def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(

@@ -65,7 +65,7 @@ def test_a_rank_that_finds_an_archived_step_waits_for_pods_that_may_hold_a_newer
 ) -> None:
     first, second = both
     trainer = come(first.start(**archive), trainers)
-    eventually(lambda: first.text().count("not heard of all machines") >= 2)
+    eventually(lambda: first.text().count("not all machines of the run have reported") >= 2)
     came: list[FakeTrainer] = []
     later = threading.Timer(8.0, lambda: came.append(come(second.start(**archive), trainers)))
     later.start()

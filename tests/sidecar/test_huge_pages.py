@@ -101,7 +101,7 @@ def test_slots_that_find_no_huge_page_are_of_small_ones(
         trainer = trainers(sidecar.socket, size=_SIZE).begin_run()
         committed(trainer, 1, 2, 3)
         assert (len(slots(huge)), len(slots(sidecar.memory))) == (1, _SLOTS - 1)
-        assert "not on huge pages" in sidecar.text()
+        assert "slot.small_pages_used" in sidecar.text()
         assert sidecar.get("/v1/status")["locked"] != "hugepages"
 
 
@@ -122,7 +122,7 @@ def test_a_directory_that_cannot_be_used_costs_speed_alone(
     committed(trainers(sidecar.socket, size=_SIZE).begin_run(), 1)
     assert slots(huge) == []
     assert slots(sidecar.memory) != []
-    assert "no slots on huge pages" in sidecar.text()
+    assert "memory.huge_pages_disabled" in sidecar.text()
     if why == "another sidecar's":
         other.close()
 

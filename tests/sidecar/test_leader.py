@@ -163,7 +163,7 @@ def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
 @pytest.mark.parametrize(
     ("options", "environment", "here_says", "there_says"),
     [
-        (("--nodes", "3"), {}, "node rank 1 of 3 nodes came to a run of 2", "a run of 2"),
+        (("--nodes", "3"), {}, "node rank 1 of 3 nodes asks to join a run of 2", "a run of 2"),
         (("--run", "other"), {}, "was refused", "the secret and the run's name must be the same"),
         (
             (),
@@ -420,4 +420,4 @@ def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
     pauses.append(time.monotonic() - since)
     assert committed >= 10, "there may be no room for a step while copies come in"
     assert max(pauses) < 20
-    assert '"evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"
+    assert '"step.evicted"' in there.text(), "five shards fit: not two steps, one more, and copies"

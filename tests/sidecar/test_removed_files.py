@@ -150,7 +150,7 @@ def test_a_slot_that_is_truncated_ends_itself_and_not_the_sidecar(
     os.truncate(newest_slot(sidecar, 2), 4096)
     assert trainer.wait(ids[0], "durable", flush=True).reached
     trainer.call("/v1/flush", FlushRequest(timeout_s=1.0), dict)
-    eventually(lambda: '"slot lost"' in sidecar.text(), what="the slot is given up")
+    eventually(lambda: '"slot.lost"' in sidecar.text(), what="the slot is given up")
     come_back(trainer)
     assert trainer.wait(trainer.stage(3), "committed", flush=True).reached
     assert sidecar.process is not None

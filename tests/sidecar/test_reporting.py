@@ -128,7 +128,9 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
         pod.lose_memory()
         pod.start()
     for pod in both:
-        (loaded,) = eventually(lambda pod=pod: events(pod, "loaded"), what="the shard ahead")
+        (loaded,) = eventually(
+            lambda pod=pod: events(pod, "restore.shard_loaded"), what="the shard ahead"
+        )
         assert loaded["step"] == str(id)
     ranks = team.come_back()
     found = ranks[0].candidates()
@@ -195,7 +197,7 @@ def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
     operator.stop()
     both[0].start()
     assert both[0].get("/v1/status")["watermarks"]["local"]["step"] == 2
-    (loaded,) = eventually(lambda: events(both[0], "loaded"), what="the commit ahead")
+    (loaded,) = eventually(lambda: events(both[0], "restore.shard_loaded"), what="the commit ahead")
     assert loaded["step"] == str(id)
 
 
@@ -268,11 +270,11 @@ def test_an_absent_operator_is_logged_once_and_costs_nothing(
     both, ranks = lone_team.start()
     for step in range(20):
         lone_team.stage(step)
-    eventually(lambda: events(both[0], "report failed"))
+    eventually(lambda: events(both[0], "operator.report_failed"))
     url = both[0].report["KEEPSTEP_REPORT_URL"]
     back = operators(port=int(url.split(":")[2].split("/")[0])).start()
     eventually(lambda: back.newest, within_s=40, what="reports catch up")
-    assert len(events(both[0], "report failed")) == 1
+    assert len(events(both[0], "operator.report_failed")) == 1
     id = lone_team.reach(20, "durable")
     for one in ranks:
         assert one.wait(id, "committed", flush=True).reached
@@ -284,7 +286,7 @@ def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
     (pod, _) = pods(operator.url)
     other = make_identity(tmp_path / "other")
     pod.start(KEEPSTEP_REPORT_CA=other.pem)
-    (failure,) = eventually(lambda: events(pod, "report failed"))
+    (failure,) = eventually(lambda: events(pod, "operator.report_failed"))
     assert failure["kind"] == "tls"
     assert operator.seen.tokens == []
     trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
@@ -300,8 +302,8 @@ def test_an_authority_that_a_reply_named_is_trusted_in_place_of_the_old_also_aft
     (pod, _) = pods(old.url)
     old.ask(authorities=new.pem)
     pod.start()
-    eventually(lambda: events(pod, "authorities of the operator taken over"))
-    (failure,) = eventually(lambda: events(pod, "report failed"), within_s=30)
+    eventually(lambda: events(pod, "certificate.authorities_updated"))
+    (failure,) = eventually(lambda: events(pod, "operator.report_failed"), within_s=30)
     assert failure["kind"] == "tls", "whoever has the old key is believed no more"
     old.stop()
 
@@ -319,11 +321,11 @@ def test_a_token_is_read_anew_for_each_report(
     (pod, _) = pods(operator.url)
     pod.token.unlink()
     pod.start()
-    (failure,) = eventually(lambda: events(pod, "report failed"))
+    (failure,) = eventually(lambda: events(pod, "operator.report_failed"))
     assert failure["kind"] == "token"
     pod.token.write_text("stranger")
-    eventually(lambda: len(events(pod, "report failed")) == 2)
-    assert events(pod, "report failed")[1]["kind"] == "status 401"
+    eventually(lambda: len(events(pod, "operator.report_failed")) == 2)
+    assert events(pod, "operator.report_failed")[1]["kind"] == "status 401"
     pod.token.write_text("node-0.renewed")
     eventually(lambda: operator.newest, what="a report with the new token")
     assert operator.seen.tokens[-1] == "node-0.renewed"
@@ -402,5 +404,5 @@ def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
     pod.start(KEEPSTEP_REPORT_CA="not a certificate")
     trainer = trainers(pod.socket, 0, 2).begin_run(local_world=1)
     assert trainer.wait(trainer.stage(0), "durable").reached
-    (failure,) = eventually(lambda: events(pod, "report failed"))
+    (failure,) = eventually(lambda: events(pod, "operator.report_failed"))
     assert failure["kind"] == "authorities"

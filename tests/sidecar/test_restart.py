@@ -138,10 +138,10 @@ def test_a_sidecar_stays_for_who_comes_back_while_it_brings_its_last_step_to_the
     trainer = trainers(sidecar.socket).begin_run()
     trainer.stage(1)
     trainer.disconnect()
-    eventually(lambda: "nobody came back" in sidecar.text())
+    eventually(lambda: "sidecar.linger_expired" in sidecar.text())
     trainer.connect()
     archive.mkdir()
-    eventually(lambda: "somebody came back" in sidecar.text())
+    eventually(lambda: "sidecar.stop_cancelled" in sidecar.text())
     trainer.register()
     trainer.slot = None
     id = trainer.stage(2)

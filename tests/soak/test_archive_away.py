@@ -57,7 +57,7 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
 
     namespace("scale", "deployment/s3", "--replicas=1")
     tiers.beyond(namespace, "archive", life.last, within_s=240)
-    sent = [one for one in tiers.said(namespace, MASTER) if one["event"] == "archived"]
+    sent = [one for one in tiers.said(namespace, MASTER) if one["event"] == "archive.step_uploaded"]
     steps = [StepId.parse(one["step"]).step for one in sent]
     assert steps == sorted(steps), "oldest first"
     late = [step for step in steps if newest < step <= life.last]

@@ -86,7 +86,7 @@ def test_without_a_viewer_there_is_no_page_and_each_time_there_is_one_again(pod:
         page.kill()
         page.wait(30)
         assert pod.sidecar.get("/v1/status")["run"] == "gpt"
-    assert "page failed" in pod.sidecar.text()
+    assert "page.crashed" in pod.sidecar.text()
 
 
 def test_a_sidecar_whose_page_has_no_port_works_without(memory_dir: Path, tmp_path: Path) -> None:
@@ -95,6 +95,6 @@ def test_a_sidecar_whose_page_has_no_port_works_without(memory_dir: Path, tmp_pa
         sidecar.start(KEEPSTEP_UI_PORT=str(taken.getsockname()[1]), KEEPSTEP_UI_SECRET=SECRET)
         try:
             assert sidecar.get("/v1/status")["run"] == "gpt"
-            eventually(lambda: "no page" in sidecar.text())
+            eventually(lambda: "page.port_unavailable" in sidecar.text())
         finally:
             sidecar.end()

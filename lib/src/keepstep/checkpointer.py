@@ -220,7 +220,7 @@ class Checkpointer:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
                 " `keepstep run -- ...`, or name a directory: Checkpointer(..., dir=...), which the"
-                " adapters of frameworks take, too",
+                " adapters of frameworks take, too [save.disabled]",
                 SOCKET_ENV,
             )
         _LIVE.add(self)
@@ -369,12 +369,12 @@ class Checkpointer:
                 "keepstep: this process has kept steps of this run before: this Checkpointer goes"
                 " on from step %d of that training. A second training needs a run of its own:"
                 " Checkpointer(..., dir=DIR, run=NAME), or another process and `keepstep run --run"
-                " NAME`",
+                " NAME` [restore.run_continued]",
                 parent.step,
             )
         if self._rank == 0:
             log.warning(
-                "keepstep: restored step %d of epoch %s from %s in %.2f s",
+                "keepstep: restored step %d of epoch %s from %s in %.2f s [restore.finished]",
                 *(parent.step, parent.epoch.number, restoring.tier, seconds),
             )
         restored = Restored(
@@ -432,8 +432,9 @@ class Checkpointer:
         if ask and (adapter := _adapter()):
             self._hinted = True
             log.warning(
-                "keepstep: this loop is a framework's: where its data stood, and what else it"
-                " counts, is in no step; %s keeps that, too, by one line (docs/frameworks.md)",
+                "keepstep: a framework owns this loop: no step has the place in its data and its"
+                " counters; %s keeps them by one line (docs/frameworks.md)"
+                " [integration.adapter_available]",
                 adapter,
             )
 
@@ -446,7 +447,7 @@ class Checkpointer:
                 "keepstep: %s draws random numbers after restore() has set the random states, so"
                 ' they will differ after a restart: call restore(rng="later"), and restore_rng()'
                 " once the first batch is there (docs/add-keepstep.md, Where the data loader"
-                " stands)",
+                " stands) [rng.restored_too_early]",
                 few(names, 4),
             )
 
@@ -690,7 +691,10 @@ class Checkpointer:
     def _say_off(self, step: object) -> bool:
         if self._off and not self._off_said:
             self._off_said = True
-            log.warning("keepstep: rank %d: step %s is not kept: %s", self._rank, step, self._off)
+            log.warning(
+                "keepstep: rank %d: step %s is not kept: %s [save.step_skipped]",
+                *(self._rank, step, self._off),
+            )
         return False
 
     def _save_alone(self, agent: Agent, step: int, started: float) -> bool:
@@ -720,12 +724,12 @@ class Checkpointer:
                 raise UsageError(f"step {step} comes after step {self._last_step}: {only_grow}")
             # the reason has no step numbers, because reasons are counted and logged by kind
             begin = "after a restore the loop begins at restore().step + 1"
-            agent.skip(step, f"a newer one, or itself, came before: {only_grow}; {begin}")
+            agent.skip(step, f"this step or a newer one was saved before: {only_grow}; {begin}")
             return False
         if not self._submitted:
             self._hint()
         if self._rng_later:
-            agent.warn("rng-later", _NO_RNG)
+            agent.warn("rng.not_restored", _NO_RNG)
         self._last_step, self._left = step, None
         _SAVED_IN.add(self._socket)
         agent.settle(decided=False)
@@ -804,7 +808,7 @@ class Checkpointer:
         if self._layout_changes > _MOST_CHANGES:
             names = few([f"{name} {what}" for name, what in found.items()], 5)
             agent.warn(
-                "layout",
+                "save.layout_changing",
                 f"the layout of the state has changed at each of the last {self._layout_changes}"
                 f" saves, and each time save() waits for new memory: {names}. Keep what grows as a"
                 " list of numbers, or in a tensor of its final size",
@@ -839,10 +843,11 @@ class Checkpointer:
                 f" {few(sorted(self._frozen.unseen), 4)}. From this step on they are right; some"
                 " steps before it hold former values. Wrap such changes in checkpointer.mutating()"
             )
-            agent.warn(told, told)  # again where others are found later
+            # again where others are found later
+            agent.warn("save.frozen_parameters_changed", told, per=told)
         if not self._lazy and self._frozen.left_bytes:
             agent.warn(
-                "whole",
+                "save.frozen_copied",
                 f"each image holds {self._frozen.left_bytes:,} bytes of frozen parameters, which"
                 " could be kept once: lazy=False copies all that may change",
             )
@@ -860,7 +865,7 @@ class Checkpointer:
             log.warning(
                 "keepstep: rank %d: since restore() %s: a restart must build this before restore(),"
                 " or it ends in an error: latest_step() tells from which step it goes on"
-                " (docs/add-keepstep.md, Models that change)",
+                " (docs/add-keepstep.md, Models that change) [model.structure_changed]",
                 *(self._rank, few(said, 4)),
             )
 
@@ -891,7 +896,8 @@ class Checkpointer:
             self._slow_said = True
             log.warning(
                 "keepstep: rank %d: each save takes %.0f ms for values that are no tensors, most of"
-                " it for %s; make arrays or tensors of numbers, or keep less of it",
+                " it for %s; make arrays or tensors of numbers, or keep less of it"
+                " [save.values_slow]",
                 *(self._rank, 1000 * (time.thread_time() - started), largest(taken, self._trusted)),
             )
         return data
@@ -901,7 +907,7 @@ class Checkpointer:
             self._unsaved = UnsavedBuffers(self._components)
         if names := self._unsaved.changed(taken):
             agent.warn(
-                "unsaved",
+                "save.buffer_left_out",
                 f"{few(names, 4)}: changes while training, but is in no checkpoint, as it has"
                 " persistent=False; register it with persistent=True, or keep it in a dict of the"
                 " Checkpointer, too",
@@ -929,7 +935,8 @@ class Checkpointer:
         except Exception as error:
             if self._strict:
                 raise
-            agent.warn("fence", f"the fence failed: {error!r}")
+            text = "the wait for the copy of the last step failed, which may cost this step"
+            agent.warn("save.wait_failed", f"{text}: {error!r}")
         finally:
             self._count_blocked(started, new=False)
 
@@ -1058,7 +1065,8 @@ class Checkpointer:
             if self._strict or agent.mutated_step != last:
                 raise NotDurableError(text)
             log.warning(
-                "keepstep: rank %d: %s; call close() first, then load other weights",
+                "keepstep: rank %d: %s; call close() first, then load other weights"
+                " [save.last_step_lost]",
                 *(self._rank, text),
             )
         if agent.session.archive:
@@ -1098,7 +1106,7 @@ class Checkpointer:
                 raise
             log.warning(
                 "keepstep: step %d is committed, but not in the archive yet; the sidecar goes on"
-                " uploading until it ends: %s",
+                " uploading until it ends: %s [archive.upload_pending]",
                 id.step,
                 error,
             )

@@ -67,4 +67,6 @@ def use_mounted() -> None:
         os.environ.update(variables(place, str(os.geteuid())))
     except (OSError, StorageError) as error:
         if os.environ.get("RANK", "0") == "0":
-            logging.getLogger("keepstep").warning("keepstep: no compile cache is kept: %s", error)
+            logging.getLogger("keepstep").warning(
+                "keepstep: no compile cache is kept: %s [compile_cache.disabled]", error
+            )

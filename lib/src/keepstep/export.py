@@ -254,9 +254,9 @@ class Export:
 
 def _not_one(names: tuple[str, ...], id: StepId) -> str:
     return (
-        f"step {id}: ranks have values of their own in {few(names, 6)}; one rank's are not the"
-        " whole model's where they are slices (tensor parallelism without DTensor), which nobody"
-        " can put together by their names. Where the lowest rank's are right, as of buffers that"
+        f"step {id}: ranks have values of their own in {few(names, 6)}; the values of one rank are"
+        " not the whole model's where they are slices (tensor parallelism without DTensor), which"
+        " cannot be put together by name. Where the lowest rank's are right, as of buffers that"
         " each rank counts by itself: --lowest-rank"
     )
 
@@ -473,7 +473,7 @@ def _check_new(target: Path) -> None:
         raise UsageError(f"{target} is a file; name a directory that is to be made") from None
     if there:
         raise UsageError(
-            f"{target} holds something ({few(there, 4)}), which is left alone: name another"
+            f"{target} is not empty ({few(there, 4)}) and stays as it is: name another"
             " directory, or move this one away"
         )
 

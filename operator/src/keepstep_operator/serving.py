@@ -106,5 +106,5 @@ async def until_signal() -> str:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, note, number)
     name = await caught
-    say("ending", signal=name)
+    say("process.stopping", signal=name)
     return name

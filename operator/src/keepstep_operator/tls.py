@@ -48,10 +48,10 @@ class ServerTls:
             _load(_context(), shown)  # a wrong pair must not get into the live context
             _load(self.context, shown)
         except (OSError, ssl.SSLError) as error:
-            warn("certificate not loaded", reason=str(error))
+            warn("certificate.load_failed", error=str(error))
             return False
         self._loaded = shown
-        say("certificate loaded")
+        say("certificate.loaded")
         return True
 
     async def keep_fresh(self, *, every_s: float = _LOOK_EVERY_S) -> None:

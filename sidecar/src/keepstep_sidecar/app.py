@@ -81,7 +81,7 @@ def _open_volume(directory: Path, config: Config) -> Volume:
     except (StorageError, ImageError) as error:  # also a damaged record, or another run's
         if config.reporting is None:
             raise
-        warn("volume not writable", path=str(root), reason=str(error))
+        warn("volume.open_failed", path=str(root), error=str(error))
         return Volume(root, run=config.run, read_only=str(error))
 
 
@@ -106,7 +106,7 @@ def _history(file: HistoryFile) -> History:
     try:
         return History(*file.read(now=time.time()), id=file.id)
     except (ArithmeticError, ValueError, TypeError) as error:
-        warn("history begins anew", reason=repr(error))
+        warn("history.reset", error=repr(error))
         return History()
 
 

@@ -107,10 +107,10 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> bool:
     try:
         await work
     except KeepstepError as error:
-        _journal.warn("task failed", task=name, reason=str(error))
+        _journal.warn("task.failed", task=name, error=str(error))
         return False
     except Exception:
-        _log.exception("task failed", extra={"fields": {"task": name}})
+        _log.exception("task.crashed", extra={"fields": {"task": name}})
         return False
     return True
 

@@ -142,7 +142,7 @@ async def serve(
                 plain, address = await loop.sock_accept(listening)
                 transport, _ = await loop.connect_accepted_socket(protocol, plain)
             except OSError as error:
-                _complain("connection not accepted", reason=str(error))
+                _complain("api.accept_failed", error=str(error))
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
             strangers.forget(lambda one: one.is_closing())

@@ -285,4 +285,6 @@ class Restarts:
         self.last[rank] = restart = dataclasses.replace(life.restart, first_step_s=first_s)
         life.restart = None
         self._history.note(Kind.RESTARTED, rank=rank, attempt=life.attempt, restart=restart)
-        say("restarted", rank=rank, **dataclasses.asdict(restart))
+        spans = {name: round(value, 3) for name, value in dataclasses.asdict(restart).items()}
+        del spans["at"]
+        say("trainer.resumed", rank=rank, **spans)

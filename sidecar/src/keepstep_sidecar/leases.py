@@ -189,7 +189,7 @@ def check_rank(request: LeaseRequest) -> None:
     if not 0 <= request.rank < request.world <= MOST_RANKS:
         raise refuse(
             "bad-request",
-            f"rank {request.rank} of {request.world} cannot be: ranks begin at 0 and end below the"
+            f"rank {request.rank} of {request.world} is invalid: ranks begin at 0 and end below the"
             f" world size, which is at most {MOST_RANKS}",
         )
 

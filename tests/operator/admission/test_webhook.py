@@ -144,7 +144,7 @@ async def test_what_is_no_review_is_refused_and_logged(
         status, text = await running.webhook.raw(data)
         assert status == 400
         assert "AdmissionReview" in text
-    assert caplog.messages.count("request refused") == 1
+    assert caplog.messages.count("admission.request_refused") == 1
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ async def test_at_any_path_but_the_secret_one_there_is_nothing_whatever_is_sent(
         status, text = await running.webhook.raw(b"x" * 100_000, path=path)
         assert (status, text) == (404, "404: Not Found")
         assert running.server.asked("GET", "checkpointruns") == []
-        assert caplog.messages == [] or "request refused" not in caplog.messages
+        assert caplog.messages == [] or "admission.request_refused" not in caplog.messages
         status, text = await running.webhook.raw(b"{", path="/inject-5ecret?timeout=10s")
         assert status == 400
 
@@ -172,7 +172,7 @@ async def test_what_is_logged_of_a_pod_is_short_and_printable(
         pod = bare_pod("n" * 5000)
         pod["metadata"]["annotations"]["keepstep.dev/policy"] = "\x1b]0;pwned\x07" + "p" * 60_000
         await running.webhook.create(pod)
-    (record,) = [one for one in caplog.records if one.message == "skipped"]
+    (record,) = [one for one in caplog.records if one.message == "admission.pod_reviewed"]
     assert len(str(vars(record))) < 4000
     assert "\x1b" not in str([*vars(record).values()])
 

@@ -124,7 +124,7 @@ def test_two_pods_of_one_node_rank_are_named() -> None:
     assert brief(run, "Protected") == ("False", "DuplicateNodeRank")
     found = said(run, "DuplicateNodeRank")
     assert found is not None
-    assert "pods gpt-other, gpt-worker-1 have node rank 1" in found.message
+    assert "pods gpt-other, gpt-worker-1 share node rank 1" in found.message
 
 
 def test_a_pod_that_is_replaced_is_no_duplicate() -> None:
@@ -137,7 +137,7 @@ def test_a_stall_between_two_pods_of_one_rank_is_explained_by_them() -> None:
     run = heard(run, report(doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text="none since"),)))
     found = said(run, "Committing")
     assert found is not None
-    assert "have node rank 1 between them" in found.message
+    assert "share node rank 1" in found.message
 
 
 def test_a_leader_that_falls_silent_is_named() -> None:
@@ -194,10 +194,10 @@ def test_archived_says_what_is_there() -> None:
 @pytest.mark.parametrize(
     ("known", "more", "expected"),
     [
-        (None, {}, ("Unknown", "Telling")),
+        (None, {}, ("Unknown", "Propagating")),
         (RestoreFrom(asked="90"), {}, ("False", "NotFound")),
         (RestoreFrom(asked="90", run="other"), {}, ("False", "OtherRun")),
-        (RestoreFrom(asked="90", step=str(step(90))), {}, ("Unknown", "Telling")),
+        (RestoreFrom(asked="90", step=str(step(90))), {}, ("Unknown", "Propagating")),
         (
             RestoreFrom(asked="90", step=str(step(90))),
             {"restore_known": True},
@@ -208,7 +208,7 @@ def test_archived_says_what_is_there() -> None:
             {},
             ("True", "Restored"),
         ),
-        (RestoreFrom(asked="80", step=str(step(80))), {}, ("Unknown", "Telling")),
+        (RestoreFrom(asked="80", step=str(step(80))), {}, ("Unknown", "Propagating")),
     ],
 )
 def test_a_rollback_is_followed(

@@ -63,19 +63,22 @@ class Keeper:
         try:
             _start(self._directory, self._run, self._environment)
         except (UsageError, OSError) as error:
-            self._say(f"the sidecar ended, and cannot be started again: {error}")
+            self._say(f"the sidecar ended and cannot be started again: {error}")
         else:
             self._say("")
             log.warning(
                 "keepstep: the sidecar ended and was started again; training went on (why:"
-                " sidecar.log of the run below %s)",
+                " sidecar.log of the run below %s) [sidecar.restarted]",
                 self._directory,
             )
 
     def _say(self, text: str) -> None:
         """Log a failure, but only once while it stays the same. '': it is over."""
         if text and text != self._said:
-            log.warning("keepstep: %s; it is tried again, and training goes on", text)
+            log.warning(
+                "keepstep: %s; keepstep tries again, and training goes on [sidecar.restart_failed]",
+                text,
+            )
         self._said = text
 
 

@@ -227,7 +227,7 @@ class Signatures:
             yield Alarm(
                 AlarmKind.STALE_SNAPSHOT,
                 f"the parameters of all ranks were the same in the last {len(ids)} commits of "
-                f"epoch {ids[0].epoch}: is the model that is trained the one that is saved?",
+                f"epoch {ids[0].epoch}: does the training change the model that is saved?",
             )
 
 
@@ -621,7 +621,7 @@ class Ledger(Completeness):
         if self._lineage.fresh is not None:
             text = (
                 f"epoch {self._lineage.fresh} began at step 0 although older steps exist; they are"
-                " kept until somebody deletes them or, on Kubernetes, acknowledges the fresh start"
+                " kept until a person deletes them or, on Kubernetes, acknowledges the fresh start"
             )
             now.add(Alarm(AlarmKind.FRESH_START, text))
         fresh, self._alarmed = now - self._alarmed, now

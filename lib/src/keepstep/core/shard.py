@@ -129,7 +129,7 @@ class Shard:
     def __post_init__(self) -> None:
         """Raises ValueError for twins that are no ranks of this world."""
         if self.alike and self.alike.last >= self.world:
-            raise ValueError("twins that cannot be")
+            raise ValueError("the twins are invalid")
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class SlotTable:
     def remove(self, index: int) -> None:
         """Mark this slot as removed. Raises ValueError if it is pinned."""
         if self._slots[index].pinned:
-            raise ValueError(f"slot {index} is pinned: somebody reads {self._slots[index].id}")
+            raise ValueError(f"slot {index} is pinned: a reader has {self._slots[index].id}")
         self._slots[index] = Slot(SlotState.REMOVED)
 
     # --- filling -------------------------------------------------------------------------

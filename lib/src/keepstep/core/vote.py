@@ -226,7 +226,7 @@ def _waits(view: View, heard: float) -> list[Wait]:
     if view.listed_at == NEVER or view.pods_unasked:
         whom = "machines that were just named" if view.pods_unasked else "peers and archive"
         until = heard + HELD_S if view.held else latest
-        waits.append(Wait(until, f"{whom} have not said yet what they hold"))
+        waits.append(Wait(until, f"{whom} have not reported yet what they hold"))
     if view.contested:
         waits.append(Wait(min(heard + WATCHED_S, latest), view.contested))
     if view.awaits:
@@ -235,7 +235,7 @@ def _waits(view: View, heard: float) -> list[Wait]:
         waits.append(Wait(heard + LISTING_S, "peers and archive are asked again", ask=True))
     if not view.held and not view.introduced:
         until = latest if searching and view.led else heard + NEWER_S
-        why = "the leader has not heard of all machines of the run yet"
+        why = "not all machines of the run have reported to the leader yet"
         waits.append(Wait(until, why, ask=searching and bool(view.unknown)))
     if view.unknown and (searching or view.uncertified):
         waits.append(Wait(min(told + ANSWERS_S, latest), view.unknown, ask=True))
@@ -371,7 +371,8 @@ def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[Step
     limits = {vote.limit for vote in votes if vote.limit is not None}
     if len(limits) > 1:
         raise RestoreError(
-            f"going back to different steps was asked for: {_named(limits)}; name one, by its id"
+            f"ranks were asked to go back to different steps: {_named(limits)}; name one step,"
+            " by its id"
         )
     if limits:
         return limits.pop(), any(vote.exact for vote in votes)
@@ -629,8 +630,8 @@ def _steps_of_each(vote: Candidates) -> dict[tuple[EpochId, int], set[int]]:
 def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> RestoreError:
     if unknown := _unknown(votes):
         return RestoreError(
-            "not every rank knows what it holds, and no step is known to be held by all; "
-            f"nothing was started anew. {unknown}. Bring that storage back and restart"
+            "not every rank knows what it holds, and no step is known to be held by all, "
+            f"so the run does not begin again. {unknown}. Bring that storage back and restart"
             f"{_way_out(votes)}. Held: {_held(votes, excluded)}"
         )
     every: list[Candidate | Offer] = []

@@ -571,7 +571,9 @@ class StorageReader(storage.StorageReader):
             except SidecarAbsent:
                 raise
             except (SidecarError, CoverageError, ImageError) as error:
-                log.warning("keepstep: step %d is not used: %s", id.step, error)
+                log.warning(
+                    "keepstep: step %d is not used: %s [restore.step_refused]", id.step, error
+                )
                 why = error
                 self._ballot = replace(self._ballot, failed=self._ballot.failed | {id})
 
@@ -682,7 +684,7 @@ def _reach(session: sessions.Session, id: StepId) -> StepReader:
         log.warning(
             "keepstep: step %s was saved by keepstep.Checkpointer: its tensors can be loaded under"
             " its names (component.parameter), nothing else of it; keepstep.Checkpointer restores"
-            " all",
+            " all [dcp.checkpointer_step_read]",
             id,
         )
     return reached

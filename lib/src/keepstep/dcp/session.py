@@ -108,7 +108,7 @@ class Tree:
                 paths=None if paths is None else {k: _path(p) for k, p in paths.items()},
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FormatError(f"the tree of this image makes no sense ({error})") from error
+            raise FormatError(f"the tree of this image is invalid ({error})") from error
 
 
 def paths_of(planner_data: Any) -> Mapping[str, KeyPath] | None:
@@ -267,7 +267,7 @@ def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> Rest
     said = f"; another rank can bring {others[-1]}" if others else ""
     if vote.answer is Answer.UNKNOWN:
         return RestoreError(
-            f"rank {rank}: nobody can tell what there is to load: {vote.reason}; bring that storage"
+            f"rank {rank}: the steps to load are unknown: {vote.reason}; bring that storage"
             f" back, or load a copy by its path{said}"
         )
     own = [one.id for one in vote.candidates if ballot.step in (None, one.id.step)]
@@ -492,8 +492,7 @@ class Session:
         """
         if self._epoch is None or self._place is None or self._place[1] != world:
             raise UsageError(
-                "a cached plan is older than the last load, or of another group: make the planner"
-                " anew"
+                "a cached plan is older than the last load, or of another group: make a new planner"
             )
         epoch = self._epoch
         return [Agreed(step=step, epoch=epoch, rank=one, world=world) for one in range(world)]
@@ -503,8 +502,8 @@ class Session:
         UsageError."""
         if agreed.epoch.id in self._over:
             raise UsageError(
-                f"epoch {agreed.epoch.id} ended with a load: this plan is an old one that the"
-                " planner cached; make the planner anew after a load"
+                f"epoch {agreed.epoch.id} ended with a load: the planner cached a plan from before"
+                " it; make a new planner after a load"
             )
         before = self._place
         self.join(agreed.rank, agreed.world)
@@ -693,4 +692,5 @@ def _warn_once() -> None:
         "keepstep: dcp.async_save exchanges its plans in a thread, on the default gloo group: if"
         " the model trains on that group meanwhile, both wait for each other for ever. Give it a"
         ' group of its own, made once: process_group=dist.new_group(backend="gloo")'
+        " [dcp.default_group_shared]"
     )

@@ -368,7 +368,7 @@ class _Decoder:
         if tag not in self._builders:
             raise FormatError(f"unknown tag {tag[:80]!r}")
         if tag == "!pickle" and not self._trusted:
-            raise FormatError("holds a pickle: pass trusted=True if you trust who wrote it")
+            raise FormatError("holds a pickle: pass trusted=True if you trust its author")
         try:
             return self._builders[tag](value)
         except MemoryError:  # no fault of the value
@@ -545,7 +545,7 @@ def held_by(value: Any) -> str | None:
     if held is value:
         return f"it is {what}: {_remedy(what)}"
     return (
-        f"it holds {what} ({kind}), of which a pickle would make another one: {_remedy(what)}, and"
+        f"it holds {what} ({kind}), of which a pickle would make a copy: {_remedy(what)}, and"
         " leave it out of this value (of the state_dict() that gives it), or give the class a"
         " state_dict() of plain values"
     )

@@ -69,7 +69,7 @@ def _warn_untested(package: str, version: str, lowest: str, highest: str) -> Non
     if os.environ.get("RANK", "0") == "0":
         log.warning(
             "keepstep: %s %s was never tested with this keepstep, which was tested with %s to %s:"
-            " it has all that keepstep needs of it, so it is tried",
+            " it has all that keepstep needs of it, so it is tried [integration.version_untested]",
             *(package, version, lowest, highest),
         )
 

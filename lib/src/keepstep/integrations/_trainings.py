@@ -76,7 +76,10 @@ class Training:
         socket_path = self._socket_path
         if not any_rank(bool(socket_path and held_steps(socket_path, timeout_s=_SCAN_S))):
             return False
-        log.warning("keepstep: %s=%r is left alone: this run holds a step", argument, path)
+        log.warning(
+            "keepstep: %s=%r is ignored, as this run holds a step [integration.argument_ignored]",
+            *(argument, path),
+        )
         self._left_alone = f"{argument}={path!r}"
         return True
 
@@ -158,7 +161,7 @@ class Training:
         if self.speaks:
             log.warning(
                 "keepstep: this run is complete (step %d%s): nothing is trained; for a new"
-                " training: keepstep run --run NAME (with dir=: run=NAME)",
+                " training: keepstep run --run NAME (with dir=: run=NAME) [run.completed]",
                 *(step, "" if last is None else f" of {last}"),
             )
 
@@ -222,8 +225,9 @@ def _say_changed(before: str, now: str, *, step: int) -> None:
     ]
     if changed:
         log.warning(
-            "keepstep: not as when step %d was kept: %s. What the step holds counts (learning"
-            " rates, schedules, random states); for a new training: keepstep run --run NAME",
+            "keepstep: settings differ from step %d: %s. The values of the step are used (learning"
+            " rates, schedules, random states); for a new training: keepstep run --run NAME"
+            " [integration.settings_changed]",
             *(step, few(changed, _SHOWN)),
         )
 
@@ -250,7 +254,7 @@ def _say_frozen(model: object) -> None:
         log.warning(
             "keepstep: %.3g of about %.3g MiB of each step do not train, but are copied and written"
             " with it: frozen_once=True keeps them once; see"
-            " docs/frameworks.md#lora-and-frozen-models",
+            " docs/frameworks.md#lora-and-frozen-models [save.frozen_copied]",
             *(frozen / _MIB, (frozen + trained) / _MIB),
         )
 

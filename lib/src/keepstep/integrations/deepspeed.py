@@ -417,7 +417,7 @@ def _refuse(engine: Any) -> None:
     module = type(inner).__module__
     if "onebit" in module or "muon" in module:
         raise UsageError(
-            f"a {type(inner).__name__} keeps state beside its own, which nobody can name: take"
+            f"a {type(inner).__name__} keeps more state than keepstep can name: take"
             " torch.optim.AdamW, FusedAdam or another one of torch's kind"
         )
 

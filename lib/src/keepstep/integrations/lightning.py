@@ -408,8 +408,9 @@ class _Fit(Training):
         else:
             if any(len(one) < batches for one in self._loaders):
                 log.warning(
-                    "keepstep: a loader that is shorter than the epoch began anew within it: its"
+                    "keepstep: a loader that is shorter than the epoch restarted within it: its"
                     " batches until the epoch's end are not those of an undisturbed run"
+                    " [loader.restarted_within_epoch]"
                 )
             with loaders.behind(self._loaders, batches, begun["before"]) as samplers:
                 iter(fetcher)
@@ -622,6 +623,7 @@ def _refuse(trainer: Any) -> None:
         if hook is not None and not hook.__module__.startswith(_package_of(trainer)):
             log.warning(
                 "keepstep: %s.on_save_checkpoint is not called, and what it adds is not kept: name"
-                " it in keepstep_components(), or give it a state_dict",
+                " it in keepstep_components(), or give it a state_dict"
+                " [integration.hook_not_called]",
                 type(one).__name__,
             )

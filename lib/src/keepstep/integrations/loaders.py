@@ -83,7 +83,7 @@ class Batches:
         if checkpointer.epoch is not None and not self._is_kept:
             raise UsageError(
                 "this Batches is no component of the Checkpointer, so a restart would begin its"
-                " epoch anew: keepstep.Checkpointer(..., batches=batches)"
+                " epoch again: keepstep.Checkpointer(..., batches=batches)"
             )
         if self._fetches_ahead and checkpointer.epoch is not None:
             tell_of_draws(self._base)
@@ -178,9 +178,10 @@ class _Watched:
         elif self._batches == 2 and self._state != extras.encode(rng.capture()):
             log.warning(
                 "keepstep: the dataset or its collator draws from the random generators of this"
-                " process, and a batch is fetched ahead: after a restart that batch is drawn anew,"
+                " process, and a batch is fetched ahead: after a restart that batch is drawn again,"
                 " and losses from there on are not those of an undisturbed run; draw from a"
                 " generator seeded by the index of the sample (docs/frameworks.md)"
+                " [loader.rng_shared]"
             )
         return batch
 

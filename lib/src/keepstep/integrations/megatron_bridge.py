@@ -96,7 +96,7 @@ class KeepstepCheckpointManager:
         del callback_manager
         if self.checkpointer is None:
             raise UsageError(
-                "Megatron-Bridge did not call load(), so a restart would begin anew in silence."
+                "Megatron-Bridge did not call load(), so a restart would silently begin at step 0."
                 " With an adapter (peft) it only does where checkpoint.load has a checkpoint"
             )
         state = ctx.state.train_state

@@ -43,7 +43,11 @@ def _write(note: Callable[[], object]) -> None:
     try:
         note()
     except Exception as error:
-        log.warning("keepstep: the restore is not noted: %s: %s", type(error).__name__, error)
+        log.warning(
+            "keepstep: the experiment tracker has no note of the restore: %s: %s"
+            " [integration.note_failed]",
+            *(type(error).__name__, error),
+        )
 
 
 def _note(tracker: Any, restored: Restored | None) -> Callable[[], object]:

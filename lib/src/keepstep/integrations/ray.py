@@ -110,8 +110,8 @@ class RayCheckpointer(Checkpointer):
         if failed not in (_GONE, self._said):
             self._said = failed
             log.warning(
-                "keepstep: Ray gets no checkpoint, as no files of %s can have second names there:"
-                " %s; training goes on, and steps are kept as ever",
+                "keepstep: Ray gets no checkpoint, as it cannot hold hard links to files of %s:"
+                " %s; training goes on, and keepstep keeps each step [ray.checkpoint_not_reported]",
                 *(self._home, failed),
             )
 
@@ -208,7 +208,10 @@ def _heed_preemption(socket: str, rank: int) -> None:
                 with contextlib.suppress(SidecarError), contextlib.closing(Client(socket)) as one:
                     one.call("/v1/flush", FlushRequest(), Flushed, timeout_s=30.0)
     except (ImportError, AttributeError, RuntimeError):
-        log.info("keepstep: this version of Ray does not say which node is to go")
+        log.info(
+            "keepstep: this version of Ray does not name a node that is preempted"
+            " [ray.preemption_unknown]"
+        )
 
 
 def _settings(run: str, mine: _Place, places: list[_Place]) -> dict[str, str]:

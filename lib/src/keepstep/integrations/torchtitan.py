@@ -71,7 +71,9 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
         super().__init__(config, **given)
         if not self.enable:
             if embedded.socket(None):
-                log.warning("keepstep: checkpoint.enable is False, so no step is kept")
+                log.warning(
+                    "keepstep: checkpoint.enable is False, so no step is kept [save.disabled]"
+                )
             return
         components = dict(self.states)
         _spread(components, MODEL, given["model_parts"])
@@ -88,8 +90,8 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
             return bool(super()._load(step))
         if step != -1 or self.exclude_from_loading:
             log.warning(
-                "keepstep: checkpoint.load_step=%d and exclude_from_loading=%s are left alone: this"
-                " run holds step %d",
+                "keepstep: checkpoint.load_step=%d and exclude_from_loading=%s are ignored: this"
+                " run holds step %d [integration.argument_ignored]",
                 *(step, self.exclude_from_loading, at.step),
             )
         loader = self.states[DATALOADER]

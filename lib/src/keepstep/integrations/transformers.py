@@ -162,7 +162,7 @@ class _Watch:
                 "keepstep: %s: changes from step to step, and is in no step: after a restart it"
                 " begins as in a new training. Name it in keepstep_components() of a class with"
                 " KeepstepTrainerMixin; a callback keeps what its state() holds"
-                " (transformers.trainer_callback.ExportableState)",
+                " (transformers.trainer_callback.ExportableState) [integration.state_not_saved]",
                 few(changed, _SHOWN),
             )
 

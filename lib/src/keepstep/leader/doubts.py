@@ -157,7 +157,7 @@ def _absent(leader: Leader, at: float) -> Said:
         return
     yield (
         DoubtKind.RANKS_ABSENT,
-        f"the trainers say that the run has {world} ranks, but its pods serve {serving}: the others"
+        f"the run has {world} ranks, but its pods serve {serving}: the other ranks"
         " have no sidecar, so no step can become committed. Give the annotation keepstep.dev/policy"
         " to every pod template of the job, and make its pods again",
     )
@@ -204,7 +204,7 @@ def _kept(leader: Leader) -> Said:
 def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> Said:
     """Trouble with a tier while shards wait to be sent there. Trouble with a shared one counts even
     if none wait: those that waited may have been retired."""
-    again = "It is tried again until it works; training goes on"
+    again = "The sidecar tries again until it works; training goes on"
     waiting: list[tuple[str, TierProgress]] = [
         (name, place.sidecar.tiers[tier])
         for name, place in _there(leader)

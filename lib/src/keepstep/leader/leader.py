@@ -38,7 +38,7 @@ from keepstep.wire.runs import Requested, RunPolicy
 
 DUPLICATE = (
     "DuplicateNodeRank: two sidecars have node rank {}: give each machine a --node-rank of its own,"
-    " or end the one that is left over"
+    " or end the sidecar that is left over"
 )
 MOST_NODES = 4096
 INTERVAL_S = 10.0
@@ -201,8 +201,8 @@ class Leader:
     def _member(self, node_rank: int, told: MemberReport) -> _Member:
         if told.nodes != (self.nodes or 0) or not 0 <= node_rank < (self.nodes or MOST_NODES):
             raise UsageError(
-                f"node rank {node_rank} of {told.nodes} nodes came to a run of {self.nodes}: give"
-                " --nodes the same number on all machines, and --node-rank a lower one on each"
+                f"node rank {node_rank} of {told.nodes} nodes asks to join a run of {self.nodes}:"
+                " give --nodes the same number on all machines, and --node-rank a lower one on each"
             )
         known = self._members.get(node_rank)
         if known is not None and known.life == told.life:
@@ -482,13 +482,13 @@ def _check(report: Report) -> None:
     for one in report.ranks:
         ranks, runs = one.ranks, f"{one.ranks.runs}"[:100]
         if not ranks or not ranks.is_short or not ranks.last < one.world <= MOST_RANKS:
-            raise UsageError(f"ranks {runs} of {one.world} cannot be")
+            raise UsageError(f"ranks {runs} of {one.world} are invalid")
         if named & one.bits:
-            raise UsageError(f"ranks {runs} are told of twice")
+            raise UsageError(f"ranks {runs} are reported twice")
         named |= one.bits
         for image in one.shards():
             if not image.is_possible(ranks):
-                raise UsageError(f"ranks {runs} tell of images that cannot be: {image}"[:300])
+                raise UsageError(f"ranks {runs} report invalid images: {image}"[:300])
 
 
 def _is_of_steps(report: Report) -> bool:

@@ -177,7 +177,7 @@ class Collective:
         if reason := _without(ballots):
             if self._step is None and nothing_is_kept(votes):
                 return Unkept(reason)
-            raise RestoreError(f"this run may have steps, so it is not begun anew: {reason}")
+            raise RestoreError(f"this run may have steps, so it does not begin again: {reason}")
         if self._world > 1:
             meet(self._gather)
         excluded: set[StepId] = set()
@@ -186,7 +186,7 @@ class Collective:
             decision = self._choose(votes, excluded, failures)
             epoch = decision.epoch(ballots[0].nonce)
             for text in _news(decision, votes) if self._rank == 0 and not self._quiet else ():
-                log.warning("keepstep: %s", text)
+                log.warning("keepstep: %s [restore.step_chosen]", text)
             if decision.id is None:
                 begin_anew(self._gather)
                 return Agreed(epoch, self._stage_every)
@@ -195,7 +195,10 @@ class Collective:
             failures = self._together(restoring)
             if not failures:
                 return Agreed(epoch, self._stage_every, restoring)
-            log.warning("keepstep: step %s is not used: %s", decision.id.step, "; ".join(failures))
+            log.warning(
+                "keepstep: step %s is not used: %s [restore.step_refused]",
+                *(decision.id.step, "; ".join(failures)),
+            )
             # grows by one each round, the same on all ranks: `choose` raises when no step is left
             excluded.add(decision.id)
 
@@ -297,7 +300,7 @@ def _news(decision: Decision, votes: list[Candidates]) -> Iterator[str]:
             )
         if decision.incomplete:
             named = ", ".join(map(str, decision.incomplete))
-            yield f"beginning anew without {named}: only some ranks hold it"
+            yield f"the run begins at step 0 without {named}, which only some ranks hold"
         if decision.lost is not None:
             gone = any(vote.fleeting for vote in votes)
             yield f"the run begins again at step 0: of step {decision.lost}, a part " + (
@@ -342,9 +345,9 @@ def _without(ballots: list[_Ballot]) -> str:
     if not named:
         return ""
     return (
-        f"no sidecar (KEEPSTEP_SOCKET is not set): {few(named, _RANKS_NAMED)}; all others have one."
-        " Delete the pods without, so that their job makes them again, or start every rank with"
-        " `keepstep run -- ...`"
+        f"no sidecar (KEEPSTEP_SOCKET is not set): {few(named, _RANKS_NAMED)}; all other ranks have"
+        " a sidecar. Delete the pods without, so that their job makes them again, or start every"
+        " rank with `keepstep run -- ...`"
     )
 
 
@@ -413,7 +416,9 @@ def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]
             text = _waits_for(path, doing() if rank == 0 else "", rank)
             if text and not done.is_set():
                 seconds = time.monotonic() - began
-                log.warning("keepstep: restore() goes on after %.0f s: %s", seconds, text)
+                log.warning(
+                    "keepstep: restore() goes on after %.0f s: %s [restore.waiting]", seconds, text
+                )
 
     thread = threading.Thread(target=tell, name="keepstep-waiting", daemon=True)
     thread.start()

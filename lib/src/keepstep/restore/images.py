@@ -208,7 +208,7 @@ class Images:
                     raise SidecarError(f"step {id}: {error}", code="not-verified") from error
                 log.warning(
                     "keepstep: rank %d: an image of step %s does not verify (%s): the next copy is"
-                    " asked for",
+                    " asked for [restore.copy_refused]",
                     *(link.rank, id, error),
                 )
                 bad = (*bad, error.path)
@@ -689,7 +689,11 @@ class Lending:
                 left -= 1
                 yield sent
         except Exception as error:  # of any kind: the other ranks are waiting
-            log.warning("keepstep: rank %d cannot lend what it showed: %s", self._rank, error)
+            log.warning(
+                "keepstep: rank %d cannot send its shard to the other ranks: %s"
+                " [restore.lend_failed]",
+                *(self._rank, error),
+            )
         for _ in range(left):
             yield b""
 

@@ -355,7 +355,10 @@ def bring_in_order(
     for at, parameters in zip(groups, members, strict=True):
         live[at]["params"][:] = parameters
     if list(groups) != list(range(len(live))):
-        log.warning("keepstep: an optimizer's parameter groups come in the order of the save")
+        log.warning(
+            "keepstep: the optimizer's parameter groups now have the order of the save"
+            " [restore.groups_reordered]"
+        )
         optimizer.param_groups[:] = [live[at] for at in groups]
 
 

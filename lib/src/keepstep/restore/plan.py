@@ -463,7 +463,7 @@ class _Planner:
             return None
         if not found.complete:
             missing = few(list(map(_named, found.gaps())), _SHOWN, by="; ", rest="; and ")
-            self._problems.append(f"{saved.name}: nobody holds {missing}")
+            self._problems.append(f"{saved.name}: no rank holds {missing}")
             return None
         if found.single:
             return keep

@@ -160,7 +160,7 @@ class Restore:
                     ) from error
                 log.warning(
                     "keepstep: rank %d: step %s from %s does not verify (%s): the next copy is"
-                    " asked for",
+                    " asked for [restore.copy_refused]",
                     *(self._rank, self._id, opened.tier, error),
                 )
                 bad = opened.path
@@ -291,7 +291,7 @@ class Restore:
         if self._loader.difference and self._rank == 0:
             log.warning(
                 "keepstep: step %d was saved while its replicas differed, so what is restored mixes"
-                " them: %s",
+                " them: %s [restore.replicas_differ]",
                 *(self._id.step, self._loader.difference),
             )
         if self._rng and not self._rng_later:
@@ -299,7 +299,7 @@ class Restore:
         if self._rng and not self.rng and not self._direct:
             log.warning(
                 "keepstep: rank %d goes on from what other ranks saved of step %s: the state of its"
-                " random generators is out of reach, they stay as they are",
+                " random generators is out of reach, they stay as they are [rng.unavailable]",
                 self._rank,
                 self._id,
             )
@@ -391,7 +391,7 @@ class PartialRestore:
             raise RestoreError(
                 f"step {id} does not hold {len(left)} tensors (of shapes {shapes}) that a newer"
                 " step, which failed while it was restored, has changed already; restart this job,"
-                " so that the model is built anew"
+                " so that the model is built again"
             )
 
     def _spoil(self) -> None:
@@ -402,7 +402,7 @@ class PartialRestore:
                         one.fill_(float("nan"))
         log.error(
             "keepstep: the restore failed while tensors were being filled; %d of them hold NaN now."
-            " Do not train on: restart this job, so that the model is built anew",
+            " Do not train on: restart this job, so that the model is built again [restore.failed]",
             len(self._begun),
         )
 

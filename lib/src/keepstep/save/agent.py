@@ -196,7 +196,7 @@ class Agent:
             world=world,
             changed=self._changed,
             keeper=keeper,
-            warn=lambda text: self.warn(text, text),
+            warn=lambda text: self.warn("save.ranks_diverged", text, per=text),
         )
         self._client = Client(socket_path)
         self._layout: Layout | None = None
@@ -233,8 +233,8 @@ class Agent:
         if self._is_second():
             raise SidecarError(
                 f"rank {self.session.rank} belongs to another Checkpointer (or keepstep.dcp"
-                f" session) of this process (pid {os.getpid()}): call close() on that one"
-                " (keepstep.dcp.close()) first, or let go of all that refers to it",
+                f" session) of this process (pid {os.getpid()}): call its close()"
+                " (keepstep.dcp.close()) first, or delete all references to it",
                 code="rank-taken",
             )
         granted = self.session.connect(timeout_s=timeout_s)
@@ -320,7 +320,8 @@ class Agent:
         self._changed.wait_for(is_known, timeout_s=timeout_s)
         if (waited_s := time.monotonic() - began) > _NOTED_S:
             log.warning(
-                "keepstep: rank %d: save() waited %.1f s for memory for its image",
+                "keepstep: rank %d: save() waited %.1f s for memory for its image"
+                " [save.memory_awaited]",
                 *(self.session.rank, waited_s),
             )
         with self._lock:
@@ -396,7 +397,7 @@ class Agent:
                 pending.judged.wait(_COPY_S)
             return
         if not self._await_copy(pending, _COPY_S):
-            self.warn("slow-copy", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
+            self.warn("save.copy_slow", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
             pending.finish(Verdict.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
         pending.judge()
@@ -417,7 +418,7 @@ class Agent:
         """Copy all images at once from now on. Says so once."""
         if not self._eager:
             self._eager = True
-            self.warn("eager", why)
+            self.warn("save.copies_eager", why)
 
     def reads(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
@@ -447,10 +448,10 @@ class Agent:
         self.stats.skipped += 1
         if step is None:
             self.stats.note(reason)
-            self.warn(reason, f"nothing is kept: {reason}")
+            self.warn("save.step_skipped", f"nothing is kept: {reason}", per=reason)
             return
         self._note(step, reason, unkeepable=unkeepable)
-        self.warn(reason, f"step {step} is not kept: {reason}")
+        self.warn("save.step_skipped", f"step {step} is not kept: {reason}", per=reason)
         self._changed.ring()
 
     def knows_of(self, step: int) -> bool:
@@ -484,7 +485,7 @@ class Agent:
             self._repeated_at = now
             log.warning(
                 "keepstep: rank %d: no step was staged for %.0f s; the last %d saves are not kept,"
-                " step %d: %s",
+                " step %d: %s [save.no_step_staged]",
                 *(self.session.rank, now - self._unkept_at, stats.unkept, step, reason),
             )
 
@@ -493,16 +494,18 @@ class Agent:
         while len(self._outcomes) > _KNOWN_STEPS:
             del self._outcomes[next(iter(self._outcomes))]
 
-    def warn(self, key: str, message: str, *, traceback: bool = False) -> None:
-        """Log a warning once per kind. Repetitions are not logged."""
+    def warn(self, event: str, message: str, *, per: str = "", traceback: bool = False) -> None:
+        """Log a warning once per event, or once for each `per`. Repetitions are not logged."""
+        key = per or event
         if key not in self._warned and len(self._warned) < _KINDS:
             self._warned.add(key)
-            log.warning("keepstep: rank %d: %s", self.session.rank, message, exc_info=traceback)
+            text = f"keepstep: rank {self.session.rank}: {message} [{event}]"
+            log.warning("%s", text, exc_info=traceback)
 
     def warn_everybody(self, text: str) -> None:
         """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
         threads that may wait for the sidecar."""
-        self.warn(text, text)
+        self.warn("replica.check_failed", text, per=text)
         self.session.warn_of(text)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
@@ -606,7 +609,7 @@ class Agent:
                 pending.seal()
         except BaseException as error:
             pending.finish(Verdict.LOST, f"it could not be copied: {error!r}")
-            self.warn("copy", f"step {pending.step} was not copied", traceback=True)
+            self.warn("save.copy_failed", f"step {pending.step} was not copied", traceback=True)
         finally:
             pending.copied.set()
 
@@ -693,7 +696,7 @@ class Agent:
         pending.counted = True
         self.stats.discarded += 1
         self._note(pending.step, reason, tell=tell)
-        self.warn(reason, f"step {pending.step} {what}: {reason}")
+        self.warn("save.step_discarded", f"step {pending.step} {what}: {reason}", per=reason)
         return True
 
     def _be_eager(self, pending: Pending) -> None:
@@ -811,7 +814,7 @@ class Agent:
             self._retry_at = time.monotonic() + _RETRY_S  # images are on their way to the drive
             return
         if accepted.warning:
-            self.warn(accepted.warning, accepted.warning)
+            self.warn("save.slots_reduced", accepted.warning, per=accepted.warning)
         with self._lock:
             if self._base is base:
                 self._registered, self.refusal = layout, ""
@@ -840,7 +843,7 @@ class Agent:
             if mine not in granted.held:
                 self._drop_ready()
             self._registered, self.refusal = None, ""
-        log.info("keepstep: rank %d: the sidecar is back", self.session.rank)
+        log.info("keepstep: rank %d: the sidecar is back [sidecar.connected]", self.session.rank)
         self._warned.discard("the sidecar is away")
         self._patient = True
 
@@ -856,12 +859,13 @@ class Agent:
         pause_s = min(_RETRY_S * 2.0**self._failures, _MOST_RETRY_S)
         self._retry_at = time.monotonic() + pause_s
         if not absent:
-            self.warn(error.code, str(error))
+            self.warn("sidecar.request_refused", str(error), per=error.code)
             self.session.drop()  # the sidecar and this agent disagree: begin anew
 
     def _stumbled(self, task: Callable[[], None], error: BaseException) -> None:
         """Handle an unforeseen exception: it costs the step that it struck, and no other step."""
-        self.warn(repr(error), f"the agent thread failed: {error!r}", traceback=True)
+        text = f"the thread that saves failed, which costs one step: {error!r}"
+        self.warn("save.thread_failed", text, per=repr(error), traceback=True)
         pending = self.pending
         if pending is not None and task == self._report:
             if pending.verdict is not Verdict.STAGED:

@@ -86,9 +86,9 @@ def describe_absent(ranks: Sequence[int], *, saving: int, step: int) -> str:
     named = few(list(map(str, ranks)), _RANKS_NAMED)
     whose = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
     return (
-        f"{whose} not saved step {step}, which rank {saving} saved a minute ago, nor an earlier one"
-        " that was compared. A step is committed only if every rank saves it: call save(step) on"
-        " every rank, with the same steps"
+        f"{whose} not saved step {step}, which rank {saving} saved a minute ago, nor an earlier"
+        " step that was compared. A step is committed only if every rank saves it: call save(step)"
+        " on every rank, with the same steps"
     )
 
 

@@ -89,7 +89,7 @@ def check_device(device: torch.device, name: str) -> None:
     if device.type != "cpu" and (why := _why_not(device.type)):
         raise UsageError(
             f"{name}: tensors on {device.type!r} cannot be kept: {why}; train on CUDA, ROCm or XPU,"
-            " or keep copies on the CPU (a dict of tensor.cpu(), made anew before each save)"
+            " or keep copies on the CPU (a dict of tensor.cpu(), made before each save)"
         )
 
 
@@ -290,7 +290,11 @@ class Accelerator:
             error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE))
             if error:
                 _forget_error()
-                log.warning("keepstep: cudaHostRegister failed (%d); copies will be slow", error)
+                log.warning(
+                    "keepstep: cudaHostRegister failed (%d); copies will be slow"
+                    " [accelerator.register_failed]",
+                    error,
+                )
         return not error
 
     def unpin(self, address: int) -> None:

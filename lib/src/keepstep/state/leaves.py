@@ -301,7 +301,7 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def _senseless(node: Any) -> FormatError:
-    return FormatError(f"the tree of this image makes no sense: {strictjson.quoted(node)}")
+    return FormatError(f"the tree of this image is invalid: {strictjson.quoted(node)}")
 
 
 def check_values(node: Node, *, count: int) -> None:

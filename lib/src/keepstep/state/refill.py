@@ -115,7 +115,7 @@ def put_back(name: str, live: Any, saved: Any, refill: Refill) -> None:
     if dropped:
         log.warning(
             "keepstep: %s: %s: not in the restored step, so removed here; set it after restore()"
-            " if this script needs it",
+            " if this script needs it [restore.keys_removed]",
             name,
             few(dropped, _SHOWN),
         )

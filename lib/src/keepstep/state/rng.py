@@ -120,7 +120,8 @@ def _apply_numpy(state: Any) -> None:
     except (ValueError, TypeError) as error:
         log.warning(
             "keepstep: numpy's random generator stays as it is, as another kind of generator was"
-            " kept (%s); call numpy.random.set_bit_generator() before restore()",
+            " kept (%s); call numpy.random.set_bit_generator() before restore()"
+            " [rng.numpy_not_restored]",
             error,
         )
 
@@ -129,7 +130,8 @@ def _apply_devices(kind: str, states: Any) -> None:
     count = accelerator.module(kind).device_count() if kind == accelerator.kind() else 0
     if len(states) != count:
         log.warning(
-            "keepstep: random states of %d devices (%s) were kept, and there are %d here",
+            "keepstep: random states of %d devices (%s) were kept, and there are %d here"
+            " [rng.device_count_differs]",
             len(states),
             kind,
             count,

@@ -231,7 +231,7 @@ def await_new_store(environment: Mapping[str, str] = os.environ) -> None:
     while _was_used(address, int(port)):
         if time.monotonic() >= deadline:
             log.warning(
-                "keepstep: the store at %s:%s is in use for %.0f s; joining it",
+                "keepstep: the store at %s:%s is in use for %.0f s; joining it [warm.store_in_use]",
                 address,
                 port,
                 PATIENCE_S,

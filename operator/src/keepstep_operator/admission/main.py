@@ -169,12 +169,12 @@ async def serve(settings: Settings) -> None:
                 server.application(ready), port=settings.port, ssl_context=tls.context
             ) as port,
         ):
-            say("listening", port=port, metrics_port=seen)
+            say("admission.started", port=port, metrics_port=seen)
             await until_signal()
             ending.set()
             await asyncio.sleep(settings.drain_s)
         reloading.cancel()
-    say("ended")
+    say("admission.stopped")
 
 
 def _text(path: Path) -> str:

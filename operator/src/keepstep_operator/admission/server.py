@@ -94,7 +94,7 @@ class Admission:
         except KubeError as error:
             return decline(review, reason="Unavailable", message=str(error), result=Result.FAILED)
         except Exception as error:
-            crash("review failed", **review.about)
+            crash("admission.review_crashed", **review.about)
             message = f"{type(error).__name__}: {error}"
             return decline(review, reason="Internal", message=message, result=Result.FAILED)
 
@@ -150,7 +150,7 @@ class Admission:
         try:
             review = parse_review(raw)
         except ReviewError as error:
-            say("request refused", level=logging.WARNING, reason=str(error))
+            say("admission.request_refused", level=logging.WARNING, error=str(error))
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
@@ -186,10 +186,11 @@ def _tell(review: Review, verdict: Verdict, seconds: float) -> None:
         return
     level = logging.WARNING if verdict.warnings else logging.INFO
     say(
-        verdict.result.value,
+        "admission.pod_reviewed",
         level=level,
+        result=verdict.result.value,
         reason=verdict.reason,
         message=cut(verdict.message or "; ".join(verdict.warnings)),
-        milliseconds=round(seconds * 1000, 1),
+        duration_ms=round(seconds * 1000, 1),
         **review.about,
     )

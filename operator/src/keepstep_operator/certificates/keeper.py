@@ -57,7 +57,7 @@ class Keeper:
             try:
                 return await self._round()
             except Conflict as error:  # noqa: PERF203
-                say("written by somebody else", secret=self._kept.secret, reason=str(error))
+                say("certificate.write_conflicted", secret=self._kept.secret, error=str(error))
         return await self._round()
 
     async def _round(self) -> Validity:
@@ -69,7 +69,7 @@ class Keeper:
             await self._publish(ring)
         move = due(ring, now=self._clock(), overlap=self._kept.overlap)
         if move is not Move.NONE:
-            say("ring", secret=self._kept.secret, move=move.value)
+            say("certificate.rotated", secret=self._kept.secret, move=move.value)
             ring = self._moved(ring, move)
         new = rings.write(old, self._kept.secret, ring)
         if old is None:
@@ -119,7 +119,7 @@ async def publish_in_webhook(client: Client, name: str, ring: Ring) -> None:
     try:
         body = await client.get(WEBHOOKS, name)
     except NotFound:
-        warn("no webhook configuration", name=name)
+        warn("certificate.webhook_missing", webhook=name)
         return
     patch = _webhook_patch(body, base64.b64encode(ring.bundle).decode(), ring.path)
     if not patch:
@@ -128,7 +128,7 @@ async def publish_in_webhook(client: Client, name: str, ring: Ring) -> None:
         await client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
     except Rejected as error:  # a `test` failed: the list has changed since it was read
         raise Conflict(str(error), status=error.status) from error
-    say("CA published", webhook=name)
+    say("certificate.authority_published", webhook=name)
 
 
 def _new_path() -> str:

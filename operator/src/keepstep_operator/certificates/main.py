@@ -114,10 +114,10 @@ async def serve(settings: Settings) -> None:
             return "" if kept.is_set() else "no round has succeeded yet: the log says why"
 
         async with listening(observed(metrics.registry, ready), port=settings.metrics_port) as port:
-            say("listening", metrics_port=port)
+            say("certificates.started", metrics_port=port)
             await until_signal()
         loop.cancel()
-    say("ended")
+    say("certificates.stopped")
 
 
 async def _rounds(
@@ -137,7 +137,12 @@ async def _rounds(
                 metrics.expiry.labels(secret).set(used.ends.timestamp())
             except KubeError as error:
                 result, failed = "failed", True
-                warn("round failed", secret=secret, reason=str(error), status=error.status)
+                warn(
+                    "certificate.check_failed",
+                    secret=secret,
+                    error=str(error),
+                    http_status=error.status,
+                )
             metrics.rounds.labels(secret, result).inc()
         if not failed:
             kept.set()

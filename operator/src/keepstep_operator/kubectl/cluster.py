@@ -110,7 +110,7 @@ def _not_forwarded(error: ApiException, place: str) -> Refused:
     try:
         said = str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):
-        said = f"the API server said {code}" if code else str(error.reason)
+        said = f"the API server answered {code}" if code else str(error.reason)
     return Refused(
         f"no way to the page in pod {place}: {said}{hint if code == 403 else ''}", code=code
     )

@@ -154,8 +154,8 @@ def _unheard(run: Run) -> Verdict | None:
         "Unknown",
         "NoReports",
         f"no sidecar of its {len(pods)} pods has reported yet{min(troubled, default='')}. If"
-        f" that stays so, look at kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar, at"
-        " that of the pod with node rank 0 first",
+        f" this does not change, see kubectl logs -n {run.key.namespace} POD -c keepstep-sidecar,"
+        " first of the pod with node rank 0",
     )
 
 
@@ -213,8 +213,8 @@ def _silent(run: Run, now: float) -> Verdict | None:
     return Verdict(
         "Unknown",
         "SidecarsSilent",
-        f"no report for more than {SILENT_S:.0f} s from the sidecars of {few(pods)}: what is"
-        " written here is what was known before. Training and restarts do not depend on it. Look at"
+        f"no report for more than {SILENT_S:.0f} s from the sidecars of {few(pods)}: this"
+        " status is that of the last report. Training and restarts do not depend on reports. See"
         f" kubectl logs -n {run.key.namespace} {pods[0]} -c keepstep-sidecar",
     )
 
@@ -230,12 +230,12 @@ def draining(run: Run, cluster: Cluster) -> list[str]:
 def _what_is_kept(run: Run, cluster: Cluster) -> str:
     report = run.report
     if report is None:
-        return "nothing is known of it yet"
+        return "no report of the run has arrived yet"
     restart = report.safe.restart.step if report.safe.restart else 0
     said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, report)]
     outlived = survives(run)
     if Survives.JOB_RECREATE not in outlived and Survives.POD_RESTART in outlived:
-        said.append("a new job begins anew, unless its pods carry the label keepstep.dev/run")
+        said.append("a new job begins at step 0, unless its pods carry the label keepstep.dev/run")
     said += [messages.draining(node, None) for node in draining(run, cluster)]
     return "; ".join(said)
 
@@ -367,15 +367,15 @@ def _restore_from(run: Run) -> Verdict | None:
         return None
     known, wanted = run.record.restore_from, cut(asked, longest=128)
     if run.report is None:
-        said = "no sidecar has told yet which steps there are"
+        said = "no sidecar has reported the steps of the run yet"
         return Verdict("Unknown", "NoReports", said)
     if known is None or known.asked != asked:
-        return Verdict("Unknown", "Telling", f"the run's sidecars do not know {wanted} yet")
+        return Verdict("Unknown", "Propagating", f"the run's sidecars do not know {wanted} yet")
     if known.run:
         return Verdict(
             "False",
             "OtherRun",
-            f"{wanted} is of another run, and this one has begun already: a new job begins from"
+            f"{wanted} belongs to another run, and this run has begun: a new job begins from"
             f" there with the annotation {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are"
             " as usual",
         )
@@ -387,13 +387,13 @@ def _restore_from(run: Run) -> Verdict | None:
         return Verdict(
             "False",
             "NotFound",
-            f"no step {wanted} that every rank holds is known"
+            f"step {wanted} is not known, or not held by every rank"
             + (f"; there is {steps}" if steps else "; name it with its full id")
-            + ". Restarts are as usual until it is found",
+            + ". Restarts are as usual until the step is found",
         )
     if not run.report.restore_known:
         said = f"not all sidecars know yet that the run is to go back to step {known.step}"
-        return Verdict("Unknown", "Telling", f"{said}: wait for them")
+        return Verdict("Unknown", "Propagating", f"{said}: wait for them")
     return Verdict(
         "Unknown",
         "Waiting",

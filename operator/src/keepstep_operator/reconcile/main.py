@@ -178,8 +178,8 @@ async def serve(settings: Settings) -> None:
                 parts.reports.application(), port=settings.port, ssl_context=tls.context
             ) as port,
         ):
-            say("listening", port=port, metrics_port=metrics_port)
+            say("reconcile.started", port=port, metrics_port=metrics_port)
             await parts.work()
         reloading.cancel()
         ended.cancel()
-    say("ended")
+    say("reconcile.stopped")

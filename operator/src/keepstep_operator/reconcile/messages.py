@@ -37,7 +37,7 @@ def not_injected(pod: PodRecord) -> str:
     return (
         f"pod {pod.name} asks for keepstep (annotation {names.POLICY_ANNOTATION}: {pod.policy}) but"
         " has no sidecar, so no step of this run can become committed, and if it has steps already"
-        f" its restarts fail, lest it begin anew. {why}"
+        f" its restarts fail rather than begin at step 0. {why}"
     )
 
 
@@ -58,8 +58,8 @@ def _named(job: Job | None) -> str:
 def same_rank(rank: int, pods: Collection[str]) -> str:
     """Several pods that stay have one node rank."""
     return (
-        f"pods {few(pods)} have node rank {rank} between them, so only one of them can be"
-        f" heard and no step of the run can become committed: give each pod the label"
+        f"pods {few(pods)} share node rank {rank}, so the leader takes the reports of one of"
+        f" them and no step of the run can become committed: give each pod the label"
         f" {names.NODE_RANK_LABEL} with a number of its own, or each job a run of its own (label"
         f" {names.RUN_LABEL})"
     )
@@ -69,9 +69,9 @@ def without_library(pod: str) -> str:
     """A training container runs, but no trainer has come to its sidecar."""
     return (
         f"the training container of pod {pod} runs for more than {LIBRARY_S:.0f} s, but no trainer"
-        " came to its sidecar: is keepstep in the image (pip install ./lib of its source, or the"
-        " wheel of a release), and does the script"
-        " make a keepstep.Checkpointer? Training goes on, nothing of it is protected"
+        " has connected to its sidecar: is keepstep in the image (pip install ./lib of its"
+        " source, or the wheel of a release), and does the script make a"
+        " keepstep.Checkpointer? Training goes on unprotected"
     )
 
 

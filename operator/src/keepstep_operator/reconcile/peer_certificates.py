@@ -49,7 +49,7 @@ class PeerCertificates:
             signed = sign_request(authority, text, uri=uri, now=now, life=LIFE)
         except ValueError as error:
             raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
-        say("peer certificate signed", identity=uri)
+        say("certificate.signed", identity=uri)
         return IssuedCertificate(certificate=signed.decode(), authorities=bundle)
 
     def serving(self, *names: str) -> Callable[[], Shown]:

@@ -137,7 +137,7 @@ class ReportsApi:
         except NotFound:
             raise Refused(404, "unknown-pod", f"there is no pod {identity.pod_name}") from None
         except KubeError as error:
-            raise Refused(503, "unavailable", f"the pod cannot be looked up: {error}") from error
+            raise Refused(503, "unavailable", f"the pod cannot be read: {error}") from error
         if (body.get("metadata") or {}).get("uid") != identity.pod_uid:
             message = f"the token is of an earlier pod {identity.pod_name}"
             raise Refused(403, "other-pod", message)
@@ -156,7 +156,7 @@ class ReportsApi:
         except web.HTTPException as error:
             return self._refuse(request, Refused(error.status, "bad-request", error.reason))
         except Exception:
-            crash("request failed", source=request.remote)
+            crash("api.request_crashed", source=request.remote)
             message = "the operator failed; its log says why"
             return _json(Problem(code="internal", message=message), status=500)
 
@@ -165,7 +165,7 @@ class ReportsApi:
         source = request.remote or "?"
         if (source, refused.code) not in self._logged:
             self._logged[source, refused.code] = True
-            warn("request refused", source=source, code=refused.code, reason=str(refused))
+            warn("api.request_refused", source=source, code=refused.code, error=str(refused))
         return _json(Problem(code=refused.code, message=str(refused)), status=refused.status)
 
 

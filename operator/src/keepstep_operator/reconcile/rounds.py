@@ -100,9 +100,9 @@ class Rounds:
         try:
             await look()
         except KubeError as error:
-            warn("not looked at", what=what, reason=str(error))
+            warn("kubernetes.check_failed", resource=what, error=str(error))
         except Exception:  # one odd object must not end the process
-            crash("not looked at", what=what)
+            crash("kubernetes.check_crashed", resource=what)
 
     # --- pods and runs -----------------------------------------------------------------------
 

@@ -109,10 +109,10 @@ class Writer:
             try:
                 await self._write(run, self._written.setdefault(key, _Written()))
             except KubeError as error:
-                warn("run not written", run=str(key), reason=str(error))
+                warn("run.status_write_failed", run=str(key), error=str(error))
                 self._metrics.wrote("run", failed=True)
             except Exception:
-                crash("run not written", run=str(key))
+                crash("run.status_write_crashed", run=str(key))
 
     async def _write(self, run: Run, written: _Written) -> None:
         now = self._operator.clock()
@@ -210,10 +210,10 @@ class Writer:
             try:
                 await self._write_checkpoints(run, written, self._operator.clock())
             except KubeError as error:
-                warn("checkpoints not written", run=str(key), reason=str(error))
+                warn("checkpoint.write_failed", run=str(key), error=str(error))
                 self._metrics.wrote("checkpoint", failed=True)
             except Exception:
-                crash("checkpoints not written", run=str(key))
+                crash("checkpoint.write_crashed", run=str(key))
 
     async def _write_checkpoints(self, run: Run, written: _Written, now: float) -> None:
         """Compare the objects with the report, if it names other steps than when they were compared
@@ -229,7 +229,7 @@ class Writer:
             creation = self._client.create(CHECKPOINTS, body, namespace=namespace)
             if await self._create("checkpoint", creation) is None:
                 name = checkpoints.name_of(run, one)
-                warn("checkpoint not made", checkpoint=name, reason="another object has its name")
+                warn("checkpoint.name_conflict", run=str(run.key), checkpoint=name)
             else:
                 await self._show_tiers(run, one, now)
         for one in due.moved:
@@ -237,7 +237,7 @@ class Writer:
         for name in due.gone:
             with contextlib.suppress(NotFound):
                 await self._client.delete(CHECKPOINTS, name, namespace=namespace)
-                say("checkpoint deleted", run=str(run.key), checkpoint=name)
+                say("checkpoint.deleted", run=str(run.key), checkpoint=name)
         written.kept, written.listed_at = kept, now
 
     async def _listed(self, key: RunKey) -> dict[str, checkpoints.Tiers]:
@@ -269,11 +269,11 @@ class Writer:
         if now - self._told.get(key, -event.period_s) < event.period_s:
             return
         self._told[key] = now
-        say("event", run=str(run.key), reason=event.reason, message=event.message)
+        say("run.event_recorded", run=str(run.key), reason=event.reason, message=event.message)
         try:
             self._events.put_nowait((run, event))
         except asyncio.QueueFull:
-            warn("event dropped", run=str(run.key), reason=event.reason)
+            warn("run.event_dropped", run=str(run.key), reason=event.reason)
 
     async def write_events(self) -> None:
         """Write what is told, for ever. An event that cannot be written is dropped: the status says
@@ -290,7 +290,7 @@ class Writer:
             await self._client.create(EVENTS, body, namespace=key.namespace)
             self._metrics.wrote("event")
         except KubeError as error:
-            warn("event not written", run=str(key), reason=str(error))
+            warn("run.event_write_failed", run=str(key), error=str(error))
             self._metrics.wrote("event", failed=True)
 
 

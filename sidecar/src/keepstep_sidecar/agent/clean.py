@@ -74,7 +74,7 @@ def _finish(namespace: Directory) -> None:
     for name in filter(_SET_ASIDE.fullmatch, namespace.names()):
         found = namespace.lstat(name)
         if found is not None and found.st_uid == os.geteuid():
-            say("run removed", path=str(namespace.path / name), files=namespace.remove(name))
+            say("run.removed", path=str(namespace.path / name), files=namespace.remove(name))
 
 
 @contextlib.contextmanager
@@ -140,8 +140,8 @@ def _check_age(directory: Directory, latest: float) -> None:
 
 def _not_a_run(run: Directory, why: str) -> StorageError:
     return StorageError(
-        f"{run.path} is not the directory of one run: {why}; nothing was removed. Look at what"
-        " lies there, and remove by hand what nobody needs"
+        f"{run.path} is not the directory of one run: {why}; nothing was removed. Check its"
+        " files, and delete them by hand"
     )
 
 
@@ -183,7 +183,7 @@ class Cleaner:
                 if why := self._failed(place, name, before.get(path)):
                     self._complaints[path] = why
                     if why != complaints.get(path):
-                        warn("not removed", path=str(path), reason=why)
+                        warn("directory.clean_failed", path=str(path), error=why)
 
     def _failed(self, place: Directory, run: str, since: float | None) -> str:
         """Clean one run, or finish what was begun (''). Returns why something had to stay."""
@@ -209,7 +209,7 @@ class Cleaner:
             self._gone_since[path] = now
             raise
         del self._gone_since[path]
-        say("run removed", path=str(path), files=files)
+        say("run.removed", path=str(path), files=files)
 
 
 def run(tops: Sequence[Path], *, grace_s: float) -> None:

@@ -169,7 +169,7 @@ def _places(root: Directory) -> Iterator[tuple[Directory, list[str]]]:
         yield place, runs
         if len(way) < _DEEPEST:
             waiting.extend((*way, name) for name in inner if name not in runs)
-    warn("too many directories; not all were looked into", path=str(root.path), most=_MOST)
+    warn("directory.scan_truncated", path=str(root.path), limit=_MOST)
 
 
 def _directories(place: Directory) -> Iterator[str]:

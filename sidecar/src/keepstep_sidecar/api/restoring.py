@@ -104,7 +104,7 @@ class Restoring:
         if not self._local_shards.scanned:
             raise refuse("starting", "the volumes are still being scanned; ask again")
         if contested := self.committer.remotes.contested:
-            warn("run refused", rank=lease.rank, reason=contested)
+            warn("run.name_conflict", rank=lease.rank, reason=contested)
             raise refuse("run-taken", contested)
         return self.restorer.candidates(lease)
 
@@ -131,10 +131,10 @@ class Restoring:
         self.restorer.release(lease.rank)
         self.refusals, self.refused = {}, ""
         say(
-            "restored",
+            "restore.finished" if request.epoch.parent else "restore.nothing_found",
             rank=lease.rank,
             epoch=str(request.epoch.id),
-            seconds=request.seconds,
+            duration_s=round(request.seconds, 3),
             step=request.epoch.parent and str(request.epoch.parent),
             tier=request.tier and str(request.tier),
         )
@@ -145,14 +145,14 @@ class Restoring:
         rank = self.leases.require(request.lease).rank
         self.refusals[rank] = self.refusals.get(rank, 0) + 1
         self.refused = request.reason
-        warn("restore refused", rank=rank, times=self.refusals[rank], reason=request.reason)
+        warn("restore.refused", rank=rank, refusals=self.refusals[rank], reason=request.reason)
         self.changes.ring()
 
     async def failed(self, request: FailedRequest) -> None:
         """The script failed by itself. The failure is durably recorded on return, if any volume can
         be written."""
         lease = self.leases.require(request.lease)
-        warn("the script failed", rank=lease.rank, step=str(request.id), reason=request.reason)
+        warn("trainer.failed", rank=lease.rank, step=str(request.id), error=request.reason)
         self.history.note(Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
         await self.committer.restart.note_failure(request.id)
         self.changes.ring()

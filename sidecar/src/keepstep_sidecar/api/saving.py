@@ -113,7 +113,13 @@ class Saving:
         except BaseException:  # cancelled, because the trainer has gone already
             self.leases.end(lease)
             raise
-        say("lease", rank=lease.rank, world=lease.world, pid=request.pid, attempt=lease.attempt)
+        say(
+            "trainer.connected",
+            rank=lease.rank,
+            world_size=lease.world,
+            pid=request.pid,
+            attempt=lease.attempt,
+        )
         return lease, LeaseGranted(
             lease=lease.token,
             run=self.config.run,
@@ -160,7 +166,7 @@ class Saving:
         self.restarts.ended(lease.rank, lease.attempt, released=released)
         self.unequal_steps.left(lease.rank, closed=released)
         self.compare_steps()
-        say("lease ended", rank=lease.rank, pid=lease.request.pid, attempt=lease.attempt)
+        say("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
         self.restorer.release(lease.rank)
         self.committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
@@ -319,7 +325,7 @@ class Saving:
         if (slot := slots.named(request.slot)) is None:
             raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
         if not (slot.used(request.generation) and (slot.assigned or slot.live == id)):
-            raise refuse("stale-slot", f"{request.slot} was given to somebody else since")
+            raise refuse("stale-slot", f"{request.slot} was given to another lease since")
         control = slot.file.control()
         if control is None or control.id != id or control.run != self.config.run:
             raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
@@ -339,7 +345,7 @@ class Saving:
         self._epochs.see(request.epoch)
         self.uncaught = None
         self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
-        say("staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
+        say("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
         self.committer.feed(Sealed(slots.rank, id))
         self.unequal_steps.staged(slots.rank, id, time.monotonic())
         self.compare_steps()
@@ -377,7 +383,7 @@ class Saving:
             self.history.lost(
                 Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
-            warn("discarded", rank=lease.rank, step=request.step, reason=request.reason)
+            warn("step.discarded", rank=lease.rank, step=request.step, reason=request.reason)
             self.changes.ring()
         return self._next(slots)
 
@@ -391,7 +397,7 @@ class Saving:
         """A trainer has something to tell the run's user."""
         lease = self.leases.require(request.lease)
         lease.warning = request.text
-        warn("the trainer warns", rank=lease.rank, reason=request.text)
+        warn("trainer.warned", rank=lease.rank, message=request.text)
         self.changes.ring()
 
     def uncaught_error(self, request: UncaughtRequest) -> None:
@@ -433,7 +439,7 @@ class Saving:
         if text != self.unequal:
             self.unequal = text
             if text:
-                warn("ranks save different steps", reason=text)
+                warn("save.ranks_diverged", reason=text)
             self.changes.ring()
 
     def of(self, rank: int) -> RankCounters:
@@ -611,7 +617,9 @@ class StepWaits:
         if unwritten:
             return f"step {id} is staged, but not yet durable for ranks {unwritten}"
         if self.committer.silent:
-            return f"step {id} is durable here; the leader that knows of the others does not answer"
+            return (
+                f"step {id} is durable here; the leader, which knows the other machines, is silent"
+            )
         return f"step {id} is durable here, but not committed: some rank of the run lacks it"
 
     async def until_committed(

@@ -161,7 +161,7 @@ class _Routes:
                     timeout_s=_PING_S,
                 )
         except ConnectionResetError:
-            _log.debug("a lease's connection is gone")
+            say("trainer.connection_lost", level=logging.DEBUG, rank=lease.rank)
         finally:
             self._tasks.spawn(service.saving.ended(lease), f"lease of rank {lease.rank} ended")
         return response
@@ -192,7 +192,7 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
         problem = Problem(code="bad-request", message=f"{request.path}: {error.reason}")
         return _json(problem, status=error.status)
     except Exception as error:
-        _log.exception("request failed", extra={"fields": {"route": request.path}})
+        _log.exception("api.request_crashed", extra={"fields": {"path": request.path}})
         problem = Problem(code="internal", message=f"{type(error).__name__}: {error}")
         return _json(problem, status=500)
 
@@ -260,15 +260,15 @@ async def _watch(service: Service, lock: DirectoryLock, door: _Door) -> None:
         await asyncio.sleep(_WATCH_S)
         try:
             if not (service.ending or (lock.held and door.there)):
-                warn("socket removed by somebody else", path=str(service.config.socket))
+                warn("socket.removed", path=str(service.config.socket))
                 lock.take()
                 await door.open()
-                say("listening again")
+                say("socket.recreated")
             await service.mend_memory()
             trouble = ""
         except (KeepstepError, OSError) as error:
             if str(error) != trouble:
-                warn("memory not made again", reason=str(error))
+                warn("memory.recreate_failed", error=str(error))
             trouble = str(error)
 
 
@@ -290,13 +290,13 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))
-    say("listening", socket=str(service.config.socket), pid=os.getpid())
+    say("sidecar.started", socket=str(service.config.socket), pid=os.getpid())
     try:
         await service.ended.wait()
     finally:
         await runner.cleanup()
         await public.cleanup()
-        say("ended")
+        say("sidecar.stopped")
 
 
 async def _serve_metrics(
@@ -318,21 +318,21 @@ async def _serve_metrics(
 
 
 def _listening(port: int, service: Service) -> socket.socket | None:
-    """A socket that listens on the port; None if it cannot be had, which the warnings say."""
+    """A socket that listens on the port; None if it cannot be opened, which the warnings say."""
     try:
         listening = connections.listen(port)
     except OSError as error:
         if not service.no_metrics:
-            warn("no metrics", port=port, reason=str(error))
+            warn("metrics.port_unavailable", port=port, error=str(error))
         reason = os.strerror(error.errno or 0)
         service.no_metrics = (
-            f"no metrics are served, since port {port} cannot be had ({reason}); it is tried again."
+            f"no metrics are served, since port {port} cannot be opened ({reason}); it tries again."
             " If the training script uses that port, choose another one (sidecar.ports.metrics of"
             " the policy, --metrics-port)"
         )
         return None
     if service.no_metrics:
-        say("metrics are served", port=port)
+        say("metrics.port_opened", port=port)
     service.no_metrics = ""
     return listening
 
@@ -349,7 +349,7 @@ def _offer_page(config: Config, tasks: Tasks) -> None:
     try:
         listening = socket.create_server(("127.0.0.1", config.ui_port))
     except OSError as error:
-        warn("no page", port=config.ui_port, reason=str(error))
+        warn("page.port_unavailable", port=config.ui_port, error=str(error))
         return
     tasks.keep(functools.partial(_serve_page, listening, config), "serve page")
 
@@ -376,7 +376,7 @@ async def _show(fd: int, config: Config) -> None:
     )  # fmt: skip
     try:
         if code := await process.wait():
-            warn("page failed", code=code)
+            warn("page.crashed", exit_code=code)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -125,7 +125,7 @@ class Service:
             await asyncio.sleep(pause_s)
             if failed := self.local_shards.scan_failed:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                warn("scan failed", reason=failed)
+                warn("volume.scan_failed", error=failed)
                 await self._look()
             else:
                 pause_s = _WATCH_S
@@ -144,7 +144,7 @@ class Service:
                 # a sidecar that was held up learns only now that its command has ended
                 await asyncio.sleep(_NOTICE_S)
                 if await self._is_given_up():
-                    warn("memory freed", reason="somebody removed the run's directory")
+                    warn("memory.freed", reason="the run's directory was removed")
                     await self.stop(StopRequest(drain=False))
                     return
             try:
@@ -153,12 +153,12 @@ class Service:
                 )
             except StorageError as error:
                 if str(error) != trouble:
-                    warn("volume lost", reason=str(error))
+                    warn("volume.unavailable", error=str(error))
                 trouble = str(error)
                 continue
             trouble = ""
             if mended:
-                warn("volume made anew", reason="somebody removed the run's directory")
+                warn("volume.recreated", reason="the run's directory was removed")
                 self.local_shards.removed()  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), SLOTS))  # and then anew
                 await self._look()
@@ -219,7 +219,7 @@ class Service:
             while await self.changes.until(lambda: not self._is_alone(), timeout_s=linger_s):
                 while not self._is_alone():
                     await self.changes.until(self._is_alone, timeout_s=linger_s)
-            say("nobody came back", linger_s=linger_s)
+            say("sidecar.linger_expired", linger_s=linger_s)
             await self.stop(StopRequest(), came=self._came)
 
     async def terminate(self) -> None:
@@ -270,7 +270,7 @@ class Service:
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
             await self.committer.refresh()  # nothing is in use any more
         if came not in (None, self._came):
-            say("somebody came back")
+            say("sidecar.stop_cancelled", reason="a trainer connected")
             return flushed
         self._closing = True
         try:
@@ -290,7 +290,7 @@ class Service:
         if even_unwritten or (id := self.node.unwritten()) is None:
             self.slots.forget_all()
         else:
-            warn("memory kept", step=str(id), reason=self.committer.images.trouble)
+            warn("memory.kept", step=str(id), reason=self.committer.images.trouble)
 
     @property
     def ending(self) -> bool:
@@ -319,7 +319,7 @@ class Service:
     def welcome(self) -> None:
         """A trainer comes. Raises SidecarError `stopping` once the end has begun."""
         if self.ending or self._closing:
-            raise refuse("stopping", "this sidecar is ending; try again when another one is up")
+            raise refuse("stopping", "this sidecar is ending; try again when the next sidecar runs")
         self._came += 1
         self.leaves = False
 
@@ -382,5 +382,5 @@ class Service:
         """Make the newest two steps durable that all ranks here have in common."""
         with self.volumes.pace.lifted():
             flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
-        say("flushed", steps=[str(id) for id in flushed.steps], reason=flushed.reason)
+        say("flush.finished", steps=[str(id) for id in flushed.steps], reason=flushed.reason)
         return flushed

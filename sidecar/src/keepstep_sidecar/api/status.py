@@ -110,7 +110,7 @@ async def keep_history(service: Service) -> None:
         append = functools.partial(file.append, history.since(0), history.before)
         writing = detached(append, "history")
         if not (await asyncio.wait({writing}, timeout=_HANGS_S))[0]:
-            warn("history waits", path=str(file.path), reason="its volume does not answer")
+            warn("history.write_stalled", path=str(file.path), reason="its volume does not answer")
         await writing
 
 

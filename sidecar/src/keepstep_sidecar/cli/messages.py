@@ -88,7 +88,7 @@ def memory_removed(kept: RunDir) -> str:
     return (
         f"{kept.memory} was removed by another program; the sidecar makes it again and the next"
         " step is kept. At a logout systemd does that (RemoveIPC=yes): `loginctl enable-linger`"
-        " keeps it from it"
+        " prevents that"
     )
 
 

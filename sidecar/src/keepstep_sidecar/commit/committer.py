@@ -103,7 +103,7 @@ class StepDirectories:
             surplus = self.surplus()
             early = [id for id in doomed if id not in surplus]
             for id in early:
-                warn("evicted", step=str(id), reason="the volumes are full", keep=self.keep)
+                warn("step.evicted", step=str(id), reason="the volumes are full", keep=self.keep)
             for id in doomed:
                 await self._retire(id)
             for id in early:
@@ -115,7 +115,7 @@ class StepDirectories:
         try:
             published = await self.local.publish(id)
         except KeepstepError as error:
-            warn("not published", step=str(id), reason=str(error))
+            warn("step.publish_failed", step=str(id), error=str(error))
             return
         if published:
             self.history.committed(id)
@@ -126,10 +126,10 @@ class StepDirectories:
         try:
             freed = await self.local.retire(id)
         except KeepstepError as error:
-            warn("not retired", step=str(id), reason=str(error))
+            warn("step.delete_failed", step=str(id), error=str(error))
             return
         self.retired += 1  # not earlier: a write that found no room before this must still make it
-        say("retired", level=logging.DEBUG, step=str(id), bytes=freed)
+        say("step.deleted", level=logging.DEBUG, step=str(id), size_bytes=freed)
 
 
 # --- images from slots -----------------------------------------------------------------------
@@ -187,11 +187,11 @@ class ImageWriter:
                 self._count(written)
                 return written
             path = written.shard.path
-            warn("overwritten while it was written", path=str(path))
+            warn("shard.overwritten", path=str(path))
             await self.local.blocking(lambda: self.local.volumes.quarantine(path, "overwritten"))
         except Exception as error:
             if str(error) != self.trouble:  # an error that hits every step is logged once
-                warn("not persisted", rank=write.rank, step=str(write.id), reason=str(error))
+                warn("shard.write_failed", rank=write.rank, step=str(write.id), error=str(error))
             self.trouble, self.failed = str(error), write.id
         return None
 
@@ -224,11 +224,11 @@ class ImageWriter:
         self.totals.bytes += written.bytes
         self.totals.seconds += written.seconds
         say(
-            "durable",
+            "shard.written",
             rank=written.shard.rank,
             step=str(written.shard.step_id),
-            bytes=written.bytes,
-            seconds=round(written.seconds, 4),
+            size_bytes=written.bytes,
+            duration_s=round(written.seconds, 4),
             level=logging.DEBUG,
         )
 
@@ -336,12 +336,12 @@ class Committer:
                     _log(action)
                 case Committed(tier=Tier.LOCAL):
                     # Seldom: the lines that matter must not scroll out of the log.
-                    if (left_out := self._seldom.due("committed")) is not None:
-                        say("committed", step=str(action.id), not_logged=left_out)
+                    if (left_out := self._seldom.due("step.committed")) is not None:
+                        say("step.committed", step=str(action.id), left_out=left_out)
                 case Committed():
                     pass
                 case Interval():
-                    say("persist interval", steps=action.steps, limit=action.limit)
+                    say("persist.interval_changed", steps=action.steps, limited_by=action.limit)
                     self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)
                 case _:
                     left.append(action)
@@ -489,7 +489,7 @@ class Committer:
         self.epochs.current = epoch
         self.rollback.began(epoch)
         await self.directories.carry_out(self.feed(EpochStarted(epoch)))
-        say("epoch started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
+        say("epoch.started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -525,4 +525,4 @@ class Committer:
 
 
 def _log(alarm: Alarm) -> None:
-    warn("alarm", kind=str(alarm.kind), text=alarm.text)
+    warn("alarm.raised", kind=str(alarm.kind), message=alarm.text)

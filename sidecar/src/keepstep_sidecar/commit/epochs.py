@@ -94,7 +94,7 @@ class Epochs:
                 lambda record: replace(record, strangers=record.strangers | strangers)
             )
         except StorageError as error:
-            warn("epochs of another run not noted", reason=str(error))
+            warn("record.epochs_not_written", error=str(error))
 
     def outgrown(self) -> bool:
         """Whether the run has a commit of its own."""
@@ -135,7 +135,7 @@ class Epochs:
         return (
             f"step {newest} of this run was committed, so it does not begin from run {name} again;"
             " but nothing of it is within reach. Bring its storage back, or give the run another"
-            " name to fork anew"
+            " name to fork again"
         )
 
     def named(self, epoch: Epoch) -> Epoch:
@@ -263,7 +263,7 @@ class RestartStep:
         try:
             await self.local.change_record(lambda record: replace(record, failures=noted))
         except StorageError as error:
-            warn("failure of the script not noted", step=str(at), reason=str(error))
+            warn("record.failure_not_written", step=str(at), error=str(error))
 
     def learn(self, reported: Iterable[Failure]) -> None:
         """Add the failures that the leader knows from all machines. They stay known here even if

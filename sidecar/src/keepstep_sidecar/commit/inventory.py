@@ -71,7 +71,7 @@ class LocalShards:
         try:
             scan, aside, drive_bytes = await self.blocking(self._survey)
         except Exception as error:  # any error: silence would look like an empty volume
-            _log.exception("scan failed")
+            _log.exception("volume.scan_crashed")
             roots = [volume.root for volume in self.volumes.volumes]
             scan, aside = Scan(unread=dict.fromkeys(roots, str(error))), 0
         # No await from here on: lost shards must never be seen as merely absent.
@@ -81,9 +81,9 @@ class LocalShards:
         self._replace((*scan.shards, *hidden), before=before)
         for refused in scan.problems:
             warn(
-                "shard refused",
+                "shard.refused",
                 path=str(refused.path),
-                reason=str(refused.error),
+                error=str(refused.error),
                 moved_to=refused.moved_to and str(refused.moved_to),
             )
         newer = [one for one in scan.problems if isinstance(one.error, VersionError)]
@@ -299,7 +299,7 @@ class RemoteInventory:
         }
         for tier, new in self._inventories.items():
             if new.answer is Answer.UNKNOWN and new.reason != last[tier].reason:
-                warn("remote tier does not answer", tier=str(tier.tier), reason=new.reason)
+                warn("tier.unreachable", tier=str(tier.tier), error=new.reason)
         changed = not self.looked or self._inventories != last
         self.looked = True
         if changed:
@@ -312,12 +312,12 @@ class RemoteInventory:
         time."""
         damaged, shard = isinstance(error, ImageError), source.shard
         warn(
-            "copy refused" if damaged else "copy out of reach",
+            "restore.copy_refused" if damaged else "restore.copy_unreachable",
             tier=str(source.tier),
-            where=source.where,
+            source=source.where,
             rank=shard.rank,
             step=str(id),
-            reason=str(error),
+            error=str(error),
         )
         if damaged:
             self._refused.add(source)

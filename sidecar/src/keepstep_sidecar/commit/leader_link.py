@@ -69,7 +69,7 @@ class LeaderNotes:
                 lambda record: replace(record, committed=commit, pinned=pinned)
             )
         except StorageError as error:
-            warn("commit not noted", step=str(commit), reason=str(error))
+            warn("record.commit_not_written", step=str(commit), error=str(error))
         self._noted = commit, pinned  # not before: a write that was cancelled is made again
 
     @property

@@ -152,7 +152,7 @@ class RemoteTiers:
         )
         for remote_tier, error in zip(self.remote_tiers, ends, strict=True):
             if error is not None:
-                warn("remote tier not closed", tier=str(remote_tier.tier), reason=str(error))
+                warn("tier.close_failed", tier=str(remote_tier.tier), error=str(error))
 
     # --- asking ------------------------------------------------------------------------------
 

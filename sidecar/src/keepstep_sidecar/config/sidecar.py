@@ -432,11 +432,11 @@ class Config:
         whole(1), 1, "How many machines the run has; under srun, as many as the step has."
     )
     node_rank: int = setting(
-        whole(0), 0, "Which of them this one is, from 0; under srun, as Slurm counts."
+        whole(0), 0, "Number of this machine, from 0; under srun, as Slurm counts."
     )
     leader: str | None = setting(
         ADDRESS, None,
-        "Where machine 0 is found, whose sidecar leads the run; under srun, the step's first node.",
+        "Address of machine 0, whose sidecar leads the run; under srun, the step's first node.",
     )
     secret_file: Path | None = setting(
         PATH, None,
@@ -445,14 +445,14 @@ class Config:
     )
     secret_id: str | None = setting(
         TEXT, None,
-        "Names the secret, so that a sidecar that has another one is replaced.",
+        "Names the secret, so that a sidecar with another secret is replaced.",
         for_run=False,
         hidden=True,
     )
     peer_listen: str | None = setting(
         ADDRESS, None,
-        "Where this machine serves the others.  [default: on several machines, port 9465; on"
-        " machine 0 that of --leader]",
+        "Address at which this machine serves the others.  [default: on several machines, port"
+        " 9465; on machine 0 that of --leader]",
     )
     peer_advertise: str | None = setting(
         ADDRESS, None, "Where they find it, if that is elsewhere."

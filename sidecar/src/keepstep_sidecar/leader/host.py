@@ -110,7 +110,7 @@ class Host:
     def _refuse(self, member: Member, reason: str) -> None:
         now = time.monotonic()
         if self._refused.get(member.node_rank, (0.0, ""))[1] != reason:
-            warn("member refused", member=str(member), reason=reason)
+            warn("leader.member_refused", member=str(member), reason=reason)
         self._refused[member.node_rank] = now, reason
         member.refuse(reason)
         self._changes.ring()

@@ -128,7 +128,7 @@ class Hub:
             return member.refuse(f"the run has {self._nodes} nodes at most")
         before = self._arriving.get(identity.node_rank)
         if before is not None:
-            before.close("another connection came before it said hello")
+            before.close("a newer connection replaced it before its first message")
         self._arriving[identity.node_rank] = member
         return None
 
@@ -160,5 +160,5 @@ class Hub:
             members.remove(member)
             if not members:
                 del self._members[rank]
-            _complain("member lost", member=str(member), reason=reason)
+            _complain("leader.member_lost", member=str(member), reason=reason)
             self._gone(member)

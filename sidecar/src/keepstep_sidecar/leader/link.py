@@ -90,9 +90,9 @@ class Link:
             return
         self.connected, self.reason = connected, reason
         if connected:
-            say("leader connected", address=self.address)
+            say("leader.connected", address=self.address)
         else:
-            warn("leader not connected", reason=reason)
+            warn("leader.disconnected", error=reason)
         self._changed()
 
     # --- one connection ----------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Link:
         if who.node_rank != _LEADER:
             raise StorageError(f"there is {who}, and node rank {_LEADER} leads the run")
         if secure.selected_alpn_protocol() != MEMBERSHIP:
-            raise StorageError("the sidecar there knows no members; it is older than this one")
+            raise StorageError("the sidecar there knows no members: its version is older than this")
 
 
 async def _shake_hands(secure: ssl.SSLSocket) -> None:

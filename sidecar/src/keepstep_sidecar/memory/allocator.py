@@ -98,7 +98,7 @@ class Allocator:
                 else:
                     await self._make(order)
             except Exception:
-                _log.exception("slot order failed")
+                _log.exception("slot.allocation_crashed")
 
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
@@ -107,7 +107,7 @@ class Allocator:
                 return
             file = await self._create(slot_set)
         except FileNotFoundError as error:  # the directory was removed: see `Service.mend_memory`
-            warn("slot not made", rank=layout.rank, reason=str(error))
+            warn("slot.allocation_failed", rank=layout.rank, error=str(error))
             return
         except (NoMemoryError, OSError) as error:
             slot_set.failure = str(error)
@@ -117,7 +117,7 @@ class Allocator:
                 )
                 slot_set.failure = f"{error}: {limit}"
             slot_set.wanted = slot_set.count
-            warn("slot not made", rank=layout.rank, reason=str(error))
+            warn("slot.allocation_failed", rank=layout.rank, error=str(error))
             return
         finally:
             self._making[id(slot_set)] -= 1
@@ -130,10 +130,10 @@ class Allocator:
             return
         slot_set.add(file)
         say(
-            "slot made",
+            "slot.allocated",
             rank=layout.rank,
             slot=file.name,
-            bytes=len(file.view),
+            size_bytes=len(file.view),
             locked=not file.locked,
             huge=file.huge,
         )
@@ -147,7 +147,7 @@ class Allocator:
             try:
                 return await self._create_in(huge, slot_set, first=_FIRST_HUGE)
             except (NoMemoryError, OSError) as error:  # others were faster, or a limit is lower
-                say("not on huge pages", rank=rank, reason=str(error))
+                say("slot.small_pages_used", rank=rank, error=str(error))
                 self.pool.directories.require_small(size_bytes)
         return await self._create_in(small, slot_set, first=0)
 
@@ -220,7 +220,7 @@ class Allocator:
         slot_set.failure = ""
         slot_set.wanted = max(count, slot_set.count)
         if warning:
-            warn("fewer slots", rank=slots.rank, slots=count, reason=warning)
+            warn("slot.count_reduced", rank=slots.rank, slots=count, reason=warning)
         return warning
 
     def _shortage(self, lease: Lease, total_bytes: int, slot_bytes: int, count: int) -> str:

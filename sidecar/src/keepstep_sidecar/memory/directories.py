@@ -86,7 +86,7 @@ class SlotDirectories:
 
     def give_up_huge(self, why: str) -> None:
         """From now on, neither make slots on huge pages nor look for any."""
-        warn("no slots on huge pages", path=str(self.huge), reason=why)
+        warn("memory.huge_pages_disabled", path=str(self.huge), reason=why)
         self.huge = None
 
     def found(self) -> Iterator[tuple[int, Path]]:
@@ -272,7 +272,7 @@ def make_rank_directory(directory: Path) -> None:
         except FileExistsError:
             found = os.stat(directory.name, dir_fd=parent, follow_symlinks=False)
             if not stat.S_ISDIR(found.st_mode):
-                warn("not a rank's directory: removed", path=str(directory))
+                warn("memory.path_removed", path=str(directory), reason="it is no directory")
                 os.unlink(directory.name, dir_fd=parent)
                 os.mkdir(directory.name, 0o770, dir_fd=parent)
     finally:
@@ -292,7 +292,7 @@ def make_way(path: Path, *, keep_own: bool = False) -> None:
         return
     if stat.S_ISDIR(found.st_mode):
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        warn("a directory in the way of a file: moved aside", path=str(path), to=str(aside))
+        warn("memory.directory_moved_aside", path=str(path), moved_to=str(aside))
         path.rename(aside)
     elif not keep_own or foreign(found):
         path.unlink()

@@ -128,7 +128,7 @@ class SlotFile:
         except (ImageError, OSError):
             return None
         except Exception as error:  # any error of the parser means that there is no seal
-            warn("seal refused", path=str(self.path), reason=repr(error))
+            warn("slot.seal_invalid", path=str(self.path), error=repr(error))
             return None
 
     def erase(self) -> None:

@@ -160,7 +160,7 @@ class SlotPool:
                     for name in filter(is_unfinished, names):
                         _remove(name, fd)
             except OSError as error:  # a trainer made the directory for itself
-                warn("slots not adopted", rank=rank, path=str(directory), reason=str(error))
+                warn("slot.adoption_failed", rank=rank, path=str(directory), error=str(error))
                 continue
             slot_names = [name for name in names if slot_number(name) is not None]
             found = [self._mapped(slots, directory / name) for name in slot_names]
@@ -173,12 +173,12 @@ class SlotPool:
         try:
             file = SlotFile.adopt(path)
         except Exception as error:  # any error of a parser means that it is not a slot
-            warn("slot refused", rank=slots.rank, path=str(path), reason=str(error))
+            warn("slot.refused", rank=slots.rank, path=str(path), reason=str(error))
             with contextlib.suppress(OSError), entered(path.parent) as fd:
                 _remove(path.name, fd)
             return None
         if file.layout.rank != slots.rank:
-            warn("slot refused", rank=slots.rank, path=str(path), reason="of another rank")
+            warn("slot.refused", rank=slots.rank, path=str(path), reason="of another rank")
             file.unlink()
             return None
         return file
@@ -193,13 +193,13 @@ class SlotPool:
                 file.unlink()  # a trainer that was filling it will fill another one
             return
         if control is not None and control.base and slots.bases.find(control.base) is None:
-            warn("slot refused", rank=slots.rank, slot=file.name, reason="its base is gone")
+            warn("slot.refused", rank=slots.rank, slot=file.name, reason="its base is gone")
             file.erase()
             control = None
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slot_set.adopt(file, control)
         slots.world = layout.world
-        say("slot adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
+        say("slot.adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
 
     def settle(self, rank: int, *, holding: tuple[str, ...], trusted: bool) -> tuple[str, ...]:
         """The rank's trainer says which slots it fills. Returns the slots with which it may go on.
@@ -237,7 +237,7 @@ class SlotPool:
             told = "a trainer could not use it" if str(file.path) in bad else ""
             if not (why := told or file.ails(id, run=self._run) or self._base_ails(slot, bad)):
                 return slot
-            warn("image refused", rank=rank, step=str(id), path=str(file.path), reason=why)
+            warn("slot.image_refused", rank=rank, step=str(id), path=str(file.path), reason=why)
             if not (file.lacks() and slot.slot_set.lose(slot.index)):
                 slot.slot_set.table.forget(lambda one: one == id)
         return None
@@ -285,7 +285,7 @@ class SlotPool:
             if not (file.cut_off if cut_off_only else self._lacks(file)):
                 return False
             what = self._lacks(file)
-            warn("slot lost", rank=file.layout.rank, path=str(file.path), lost=what)
+            warn("slot.lost", rank=file.layout.rank, path=str(file.path), missing=what)
             return True
 
         for slot_set in slots.slot_sets.values():
@@ -354,7 +354,7 @@ class SlotPool:
     def unlink(self, files: list[SlotFile]) -> None:
         """Remove the files of slots."""
         for file in files:
-            say("slot removed", level=logging.DEBUG, slot=file.name)
+            say("slot.removed", level=logging.DEBUG, slot=file.name)
             file.unlink()
 
     def forget_all(self) -> None:

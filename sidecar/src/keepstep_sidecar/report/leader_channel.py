@@ -179,7 +179,7 @@ class LinkChannel(Channel):
         try:
             self.push(_decode(frame))
         except (ValueError, RecursionError) as error:
-            _complain("leader's reply not understood", reason=str(error))
+            _complain("leader.reply_invalid", error=str(error))
 
     async def exchange(self, report: Report) -> ReportReply:
         link = self._leader

@@ -80,9 +80,9 @@ class Machines:
         try:
             await asyncio.to_thread(self._reporting.learn, authorities)
         except (UsageError, OSError) as error:
-            warn("authorities of the operator not taken over", reason=str(error))
+            warn("certificate.authorities_update_failed", error=str(error))
         else:
-            say("authorities of the operator taken over")
+            say("certificate.authorities_updated")
 
     def warnings(self) -> Iterator[str]:
         """What keeps the machines of the run apart."""

@@ -74,7 +74,7 @@ class OperatorReporter:
                 async with asyncio.timeout(_LAST_S):
                     await self._post(self._summary())
             except (ReportFailed, TimeoutError) as error:
-                warn("last report failed", reason=str(error) or "no answer in time")
+                warn("operator.last_report_failed", error=str(error) or "no answer in time")
 
     # --- when --------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class OperatorReporter:
             self._failed(failure)
             return
         if self._failures or self._sent is None:
-            say("reporting", url=self._config.address, failures=self._failures)
+            say("operator.report_accepted", url=self._config.address, failures=self._failures)
         self._failures, self._broken = 0, False
         self._logged.clear()
         self._sent = self._news(report)
@@ -139,7 +139,7 @@ class OperatorReporter:
         if failure.kind not in self._logged:
             self._logged.add(failure.kind)
             url = self._config.address
-            warn("report failed", kind=failure.kind, reason=str(failure), url=url)
+            warn("operator.report_failed", kind=failure.kind, error=str(failure), url=url)
 
     async def _post(self, report: RunReport) -> Requested:
         """The answer to a report. Raises ReportFailed. No redirects: the token is for this address
@@ -173,7 +173,7 @@ class OperatorReporter:
         try:
             return _decode(data)
         except (ValueError, RecursionError) as error:
-            raise ReportFailed("reply", f"the answer is none: {error}") from error
+            raise ReportFailed("reply", f"the answer is no reply: {error}") from error
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

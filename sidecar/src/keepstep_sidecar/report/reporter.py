@@ -122,7 +122,7 @@ class _Volumes:
             async with asyncio.timeout(_MEASURE_TIMEOUT_S):
                 self._found = await self._measure()
         except (KeepstepError, TimeoutError) as error:
-            warn("volumes not measured", reason=str(error) or "no answer in time")
+            warn("volume.measure_failed", error=str(error) or "no answer in time")
         return self._found
 
 
@@ -224,7 +224,7 @@ class Reporter:
             await self._exchange()
         except Exception:
             self._failures += 1
-            _log.exception("report failed")
+            _log.exception("report.crashed")
         if self._leader.tried_at == NEVER and self._sequence:
             self._leader.tried_at = time.monotonic()
             self._changes.ring()
@@ -256,13 +256,15 @@ class Reporter:
         self._broken = failure.kind == "connection"
         if failure.kind not in self._logged:
             self._logged.add(failure.kind)
-            warn("report failed", kind=failure.kind, reason=str(failure), url=self._channel.address)
+            address, kind = self._channel.address, failure.kind
+            warn("leader.report_failed", address=address, kind=kind, error=str(failure))
 
     def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
         """`told`: what was sent of `report`. If the leader cannot follow changes, the next report
         is sent whole, at once."""
         if self._failures or self._leader.heard_at is None:
-            say("reporting", url=self._channel.address, failures=self._failures)
+            address = self._channel.address
+            say("leader.report_accepted", address=address, failures=self._failures)
         self._failures = 0
         self._leader.failing = False
         self._logged.clear()

@@ -166,12 +166,12 @@ class Prefetcher:
         slot.seal(control.id, tier=source.tier)
         slots.refer(slot, control)
         say(
-            "loaded",
+            "restore.shard_loaded",
             rank=source.shard.rank,
             step=str(id),
             tier=str(source.tier),
-            bytes=layout.size_bytes,
-            seconds=round(time.monotonic() - started, 4),
+            size_bytes=layout.size_bytes,
+            duration_s=round(time.monotonic() - started, 4),
         )
         self.changes.ring()
 

@@ -191,7 +191,7 @@ class Restorer:
         try:
             await self.prefetcher.bring(id, rank)
         except (ImageError, StorageError, NoMemoryError) as error:
-            warn("prefetch failed", rank=rank, step=str(id), reason=str(error))
+            warn("restore.prefetch_failed", rank=rank, step=str(id), error=str(error))
 
     # --- open --------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ class IncomingCopy:
         with self._lock:
             if self._closed:
                 raise StorageError(
-                    f"{self.path}: this copy was given up or begun anew; begin again"
+                    f"{self.path}: this copy was given up or restarted; send it from its beginning"
                 )
             self._users += 1
         try:

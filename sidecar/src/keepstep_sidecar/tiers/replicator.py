@@ -345,18 +345,21 @@ class _Lane:
 
     def _works(self) -> None:
         if self.trouble:
-            say("works again", tier=str(self._replicator.tier), where=self.name)
+            say("tier.recovered", tier=str(self._replicator.tier), target=self.name)
         self.trouble, self._failures = "", 0
 
     def _failed(self, error: KeepstepError) -> float:
         self._failures += 1
         self._replicator.traffic.failures += 1
         self._listed_at = 0.0  # list anew, also if nothing waits: only an answer ends the trouble
+        pause_s = self._replicator.later_s(self._failures)
         if self.trouble != str(error):
-            tier = str(self._replicator.tier)
-            warn("not sent", tier=tier, where=self.name, reason=str(error))
+            tier, wait_s = str(self._replicator.tier), round(pause_s, 1)
+            warn(
+                "tier.send_failed", tier=tier, target=self.name, error=str(error), retry_in_s=wait_s
+            )
         self.trouble = str(error)
-        return self._replicator.later_s(self._failures)
+        return pause_s
 
 
 # --- which step is sent ----------------------------------------------------------------------

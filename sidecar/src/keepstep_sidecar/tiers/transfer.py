@@ -164,7 +164,7 @@ def _load(open_source: Opened, view: memoryview) -> ControlPage:
         for piece in pieces:
             piece.release()
     if bytes(view[: len(layout.header)]) != layout.header:
-        raise ForeignError("another header came than before", path=source.where)
+        raise ForeignError("the header is not that of before", path=source.where)
     if source.adopted_by:
         control = replace(control, run=source.adopted_by)
     view[layout.digests_begin : layout.control_begin] = manifest.table

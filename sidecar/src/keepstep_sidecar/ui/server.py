@@ -223,7 +223,7 @@ class Board:
         except KeepstepError as error:
             view = RunPage(name=name, error=str(error))
         except Exception as error:
-            _log.exception("cannot read run %s", name)
+            _log.exception("page.read_crashed", extra={"fields": {"run": name}})
             view = RunPage(name=name, error=f"{type(error).__name__}: {error}")
         finally:
             self._reading.pop(name, None)

@@ -546,7 +546,7 @@ class Directories:
         """Delete the files in quarantine: others need the space. Returns whether there were any."""
         doomed = self.entries(self.tree.quarantine)
         if doomed:
-            warn("quarantine emptied", path=str(self.tree.quarantine), files=len(doomed))
+            warn("quarantine.emptied", path=str(self.tree.quarantine), files=len(doomed))
         self.discard(doomed)
         return bool(doomed)
 
@@ -601,7 +601,12 @@ class Directories:
         found = self.filesystem.lstat(path)
         if found is not None and not stat.S_ISDIR(found.st_mode):
             aside = self._unused(path.parent, f"{path.name}.set-aside")
-            warn("set aside", path=str(path), reason="no directory", moved_to=str(aside))
+            warn(
+                "volume.path_moved_aside",
+                path=str(path),
+                reason="no directory",
+                moved_to=str(aside),
+            )
             self.filesystem.rename(path, aside)
         if self.filesystem.make_directory(path):
             self.filesystem.sync_directory(path.parent)
@@ -624,7 +629,7 @@ def _said(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warn("not removed", path=str(path), reason=str(error))
+        warn("volume.delete_failed", path=str(path), error=str(error))
 
 
 def _bytes(found: os.stat_result) -> int:

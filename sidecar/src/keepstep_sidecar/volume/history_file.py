@@ -84,7 +84,7 @@ class HistoryFile:
         except FileNotFoundError:
             return [], Tally()
         except (ImageError, OSError) as error:
-            warn("history not read", path=str(self.path), reason=str(error))
+            warn("history.read_failed", path=str(self.path), error=str(error))
             if isinstance(error, VersionError):
                 self.path = None
             else:
@@ -130,7 +130,7 @@ class HistoryFile:
                 self._append(self.path, events, before)
             except (OSError, StorageError) as error:
                 if str(error) != self._trouble:
-                    warn("history not kept", path=str(self.path), reason=str(error))
+                    warn("history.write_failed", path=str(self.path), error=str(error))
                 self._trouble = str(error)
             else:
                 self._trouble, self.written = "", events[-1].sequence
@@ -140,7 +140,7 @@ class HistoryFile:
         forgotten = events[0].sequence - 1 - self.written
         directory = Directory.opened(path.parent)
         if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
-            say("history shortened", path=str(path), events=forgotten)
+            say("history.shortened", path=str(path), events=forgotten)
         elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
             # Start with a newline, in case the last line is torn.
             news = (one for one in events if one.sequence > self.written)

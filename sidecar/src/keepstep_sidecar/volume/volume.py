@@ -118,7 +118,7 @@ _OURS = (errno.EFAULT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of a process that lacks the memory or descriptors to read a file that may be good."""
 
 
-CUT_OFF = "the slot was truncated; whoever may write to shared memory has done it"
+CUT_OFF = "the slot was truncated by another process; check who may write to shared memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +303,7 @@ class Volume:
             self._directories.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.record.run, filesystem=self.filesystem)
             for path in strangers(Tree(self.root), self.filesystem):
-                warn("foreign file in a step's directory: take it out", path=str(path))
+                warn("volume.foreign_file_found", path=str(path))
             moved = [self.settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
@@ -848,7 +848,7 @@ class VolumeSet:
                 if other is not home and not other.failed:
                     with contextlib.suppress(NoSpaceError):
                         written = other.write(view, layout, control, base=base, pace=self.pace)
-                        warn("volume full", reason=str(error), instead=str(other.root))
+                        warn("volume.full", error=str(error), written_to=str(other.root))
                         return written
             raise
 

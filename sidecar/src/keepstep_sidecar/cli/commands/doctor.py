@@ -160,7 +160,7 @@ def huge_pages(need: Need) -> Finding:
     if free >= wanted:
         return Finding("huge pages", Outcome.OK, found)
     change = (
-        advice(wanted) if need.memory_bytes is not None else "tell --state SIZE to hear how many"
+        advice(wanted) if need.memory_bytes is not None else "give --state SIZE to see how many"
     )
     return Finding("huge pages", Outcome.SLOW, found, change)
 

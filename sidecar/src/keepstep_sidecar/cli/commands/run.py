@@ -65,7 +65,7 @@ one starts the sidecar and the others wait."""
     show_default=True,
     callback=parsed(parse_size),
     help="Keep what torch.compile and Triton compile in DIR/RUN for the next start; caches of more"
-    " than SIZE begin anew. 0: keep none.",
+    " than SIZE start empty. 0: keep none.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
 @click.pass_context
@@ -123,7 +123,7 @@ def _compile_cache(kept: RunDir, limit_bytes: int, say: Callable[[str], None]) -
     try:
         return compiled.variables(kept, os.environ, limit_bytes=limit_bytes)
     except (OSError, StorageError) as error:
-        say(f"what is compiled is not kept for the next start: {error}")
+        say(f"the compile cache is not kept for the next start: {error}")
         return {}
 
 

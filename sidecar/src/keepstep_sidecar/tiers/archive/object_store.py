@@ -157,7 +157,7 @@ class ObjectsStore:
         try:
             await obstore.copy_async(self._store, source, target)
         except (exceptions.BaseError, OSError) as error:  # S3 copies no object of more than 5 GB
-            warn("not copied within the store", path=f"{self.where}/{to}", reason=_words(error))
+            warn("archive.copy_failed", path=f"{self.where}/{to}", error=_words(error))
             return False
         return True
 

@@ -252,7 +252,7 @@ class ArchiveTier(RemoteTier):
         return not self._unsettled
 
     async def _archived(self, id: StepId) -> None:
-        say("archived", step=str(id), where=self.where)
+        say("archive.step_uploaded", step=str(id), target=self.where)
         del self._unsettled[id]
         for older in [at for at, one in self._unsettled.items() if at < id and one.asked]:
             del self._unsettled[older]  # the sidecar that sends what is missing completes it
@@ -277,7 +277,7 @@ class ArchiveTier(RemoteTier):
         doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
             await self._sender.store.delete(names_of(step, self._sender.run))
-            say("retired from the archive", step=str(step.id))
+            say("archive.step_deleted", step=str(step.id))
         gone = tuple(step.id for step in doomed)
         self._complete -= set(gone)
         return gone

@@ -138,14 +138,16 @@ class Sender:
         twin = f"{prefix}/{replace(name, rank=first).file}"
         stored = await self._awaited(twin, image.size_bytes)
         if stored is None:
-            say("archived whole", step=str(name.id), rank=name.rank,
-                reason=f"rank {first}, which has the same, did not come")  # fmt: skip
+            say("archive.shard_uploaded_whole", step=str(name.id), rank=name.rank,
+                reason=f"the equal shard of rank {first} is not in the archive")  # fmt: skip
             return None
         rest = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
             theirs = await self._manifest(whole(rest, stored))
         except ImageError as error:
-            warn("archived whole", step=str(name.id), rank=name.rank, reason=str(error))
+            warn(
+                "archive.shard_uploaded_whole", step=str(name.id), rank=name.rank, reason=str(error)
+            )
             return None
         own = own_pieces(shard.manifest, theirs)
         if not is_worth_it(shard.manifest, own):

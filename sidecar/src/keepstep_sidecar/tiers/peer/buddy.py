@@ -65,12 +65,12 @@ class Buddy:
         self.told = None  # what may go there depends on what is there
         sent = await self._call(lambda links: send(shard, self._shards, links, self._pace))
         say(
-            "copy sent",
+            "peer.copy_sent",
             step=str(shard.step_id),
             rank=shard.rank,
-            to=self.address,
-            bytes=sent,
-            seconds=round(time.monotonic() - began, 4),
+            target=self.address,
+            size_bytes=sent,
+            duration_s=round(time.monotonic() - began, 4),
         )
         return sent
 

@@ -105,7 +105,7 @@ class Copies:
             for key, one in gone.items():
                 if self._held.get(key) is one:
                     del self._held[key]
-                    warn("copy gone", path=str(one.path))
+                    warn("peer.copy_missing", path=str(one.path))
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], LocalShard]:
         try:
@@ -120,9 +120,9 @@ class Copies:
             with contextlib.suppress(KeepstepError):
                 refused = volume.settle(refused)
             warn(
-                "copy refused",
+                "peer.copy_refused",
                 path=str(refused.path),
-                reason=str(refused.error),
+                error=str(refused.error),
                 moved_to=refused.moved_to and str(refused.moved_to),
             )
         return {(one.step_id, one.rank): one for one in found.shards}
@@ -131,7 +131,7 @@ class Copies:
         """Record that something could not be read, so that `scan` is worth another try."""
         self.unreadable = f"{volume.root}: {reason}"
         if self.unreadable != self._said:
-            warn("copies not read", path=str(volume.root), reason=reason)
+            warn("peer.copies_unreadable", path=str(volume.root), error=reason)
         self._said = self.unreadable
 
     def holder(self, path: Path) -> Volume:
@@ -242,7 +242,7 @@ class Copies:
             except Broken as broken:
                 raise broken.error from None
             except (ImageError, StorageError) as error:
-                warn("not copied from here", path=other.where, reason=str(error))
+                warn("peer.local_source_refused", path=other.where, error=str(error))
 
     def part(self, name: ShardName) -> IncomingCopy | None:
         """The incoming copy with this name; None if there is none."""
@@ -350,11 +350,11 @@ class Copies:
             with contextlib.suppress(OSError):  # copies of other ranks are the usual case
                 filesystem.remove_directory(copy.path.parent)
         except OSError as error:
-            warn("copy not removed", path=str(copy.path), reason=str(error))
+            warn("peer.copy_delete_failed", path=str(copy.path), error=str(error))
             return
         usual = why == _SUPERSEDED
         level = logging.DEBUG if usual else logging.INFO
-        say("copy removed", level=level, step=str(id), rank=rank, why=why)
+        say("peer.copy_deleted", level=level, step=str(id), rank=rank, reason=why)
 
     def _by_rank(self) -> dict[int, list[StepId]]:
         found: dict[int, list[StepId]] = {}

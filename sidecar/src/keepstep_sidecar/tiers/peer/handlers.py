@@ -117,14 +117,14 @@ class Handler(BaseHTTPRequestHandler):
         self._may_be_large = False
         try:
             if match is None or match[1] not in routes:
-                raise UsageError(f"{self.command} {self.path}: there is no such thing here")
+                raise UsageError(f"{self.command} {self.path}: unknown path")
             routes[match[1]](match)
         except KeepstepError as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
             self._refuse(status, type(error).__name__, str(error))
         except (TimeoutError, ConnectionError) as error:
             self.close_connection = True
-            warn("peer gone", peer=str(self.sender), reason=str(error) or "timed out")
+            warn("peer.disconnected", peer=str(self.sender), error=str(error) or "timed out")
         except OSError as error:
             self._refuse(500, "StorageError", str(error))
         finally:
@@ -210,7 +210,9 @@ class Handler(BaseHTTPRequestHandler):
         except (KeepstepError, OSError) as error:
             # The head is sent, so only a cut connection can report the error.
             self.close_connection = True
-            warn("not served", path=str(reading.path), peer=str(self.sender), reason=str(error))
+            warn(
+                "peer.send_failed", path=str(reading.path), peer=str(self.sender), error=str(error)
+            )
 
     def finish(self) -> None:
         """Also frees the idle buffers: after the last transfer they are of no use."""
@@ -245,7 +247,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self.close_connection = True
-        warn("peer refused", peer=str(self.sender), request=self.path, code=code, reason=message)
+        warn(
+            "peer.request_refused",
+            peer=str(self.sender),
+            request=self.path,
+            code=code,
+            error=message,
+        )
         with suppress(OSError):
             self._respond(status, msgspec.json.encode(Problem(code=code, message=message)))
 

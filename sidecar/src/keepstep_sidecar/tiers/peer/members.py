@@ -109,7 +109,7 @@ class Directory:
     def away(self) -> str:
         """Which pods did not answer, and why; '' when all did."""
         if not self.complete:
-            return "the leader has not heard of all machines of the run yet"
+            return "not all machines of the run have reported to the leader yet"
         if self.awaits:
             return self.awaits
         silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]
@@ -142,7 +142,7 @@ def _remote(
     root = max(roots, key=lambda one: (roots.count(one), one in originals))
     if len(set(roots)) > 1:
         who = ", ".join(f"{name} says {one.root}" for name, _, one in held)
-        warn("peers disagree", step=str(key[0]), rank=key[1], roots=who, taken=root)
+        warn("peer.copies_differ", step=str(key[0]), rank=key[1], roots=who, chosen=root)
     holders = [address for _, address, one in held if one.root == root]
     shards: list[Shard] = [one for _, _, one in held if one.root == root]
     if own is not None and own.root == root:

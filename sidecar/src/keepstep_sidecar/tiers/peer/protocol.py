@@ -97,7 +97,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if len(self.ranks) > MOST_RANKS or any(not 0 <= one < MOST_RANKS for one in self.ranks):
-            raise ValueError(f"more ranks than {MOST_RANKS}, or one that cannot be")
+            raise ValueError(f"more ranks than {MOST_RANKS}, or an invalid rank")
 
 
 # --- bytes of a body ------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ _MOST_PEERS = 128
 _MOST_REFUSALS, _REFUSED_S = 16, 60.0
 _BACKLOG = 1024
 """All members of a run may come at once, after their leader was away."""
-_TOO_SLOW = "it took too long to say who it is"
+_TOO_SLOW = "the client sent no request in time"
 _PLACE_S = 0.05
 _ACCEPT_S = 0.5
 """How long to wait for a connection before overdue connections are ended."""
@@ -87,7 +87,7 @@ class Server:
         if self._threads:
             return
         self._spawn(self._accept, name="peer-accept")
-        say("serving peers", port=self.port)
+        say("peer.server_started", port=self.port)
 
     def stop(self) -> None:
         """Close all connections and wait for their threads."""
@@ -128,7 +128,7 @@ class Server:
                 continue
             except OSError as error:
                 if not self._stopping:
-                    self._complain("peers not served", reason=str(error))
+                    self._complain("peer.accept_failed", error=str(error))
                     time.sleep(FAILED_PAUSE_S)
                 continue
             self._take(plain, address)
@@ -155,7 +155,7 @@ class Server:
         except RuntimeError as error:  # no thread can be started
             self._strangers.leave(secure)
             secure.close()
-            self._complain("peer not served", address=where, reason=str(error))
+            self._complain("peer.connection_failed", address=where, error=str(error))
         if crowded:
             time.sleep(ACCEPT_PAUSE_S)
 
@@ -188,7 +188,7 @@ class Server:
             if len(self._refusals) > _MOST_REFUSALS:
                 del self._refusals[next(iter(self._refusals))]
         if reason != before:
-            self._complain("peer refused", address=where, reason=reason)
+            self._complain("peer.connection_refused", address=where, error=reason)
 
     def _why(self, error: Exception) -> str:
         remedy = ""

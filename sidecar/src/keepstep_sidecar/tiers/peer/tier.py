@@ -89,7 +89,7 @@ class PeerTier(RemoteTier):
         elif self._server is not None:
             self.warning = ""
         if self.warning not in ("", before):
-            warn("peers are not served as asked", reason=self.warning)
+            warn("peer.server_degraded", reason=self.warning)
 
     def _context(self, sender: Identity) -> ServerContext:
         """What is served to this client. Raises UsageError for a pod of another run."""
@@ -275,7 +275,7 @@ class PeerTier(RemoteTier):
 def _taken(reason: str, *, by_hand: bool) -> str:
     """Peers are not served at the address that was asked for; `reason`: why."""
     if by_hand:
-        return f"peers are not served: {reason}; it is tried again. Or name another --peer-listen"
+        return f"peers are not served: {reason}; it tries again. Or name another --peer-listen"
     return (
         f"peers are not served where the policy says: {reason}. If the training script uses that"
         " port, give the policy another sidecar.ports.peer"

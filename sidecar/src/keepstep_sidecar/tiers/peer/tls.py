@@ -143,7 +143,9 @@ def contexts(pem: Pem, *, whose: str, remedy: str) -> Tls:
             remedy=remedy,
         )
     except (ssl.SSLError, ValueError, OSError) as error:
-        raise UsageError(f"{whose}: certificate, key or authorities are no use: {error}") from error
+        raise UsageError(
+            f"{whose}: certificate, key or authorities are unusable: {error}"
+        ) from error
     for context in (tls.server, tls.member):
         context.set_alpn_protocols([MEMBERSHIP])
     return tls
@@ -255,10 +257,10 @@ class IssuedCredentials:
         except (KeepstepError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
             if reason != self._reason:
-                warn("no peer certificate", url=self._address(), reason=reason)
+                warn("certificate.request_failed", url=self._address(), error=reason)
             self._reason = reason
             return None
-        say("peer certificate issued", identity=self._tls.identity.uri, renew_in_s=round(due_s))
+        say("certificate.issued", identity=self._tls.identity.uri, renew_in_s=round(due_s))
         self._reason = ""
         return due_s
 
