@@ -91,6 +91,14 @@ def test_a_second_job_that_is_given_up_leaves_nothing() -> None:
     assert not transitions.pod_gone(run, "rival-0", at=T0).rivals
 
 
+def test_a_pod_whose_labels_come_late_is_no_rival_of_itself() -> None:
+    first = replace(member(2), labelled=False)
+    run = begun(first)
+    run = seen(run, replace(first, labelled=True, job=OTHER))
+    assert not run.rivals
+    assert run.job_of_pods == OTHER
+
+
 def test_jobs_of_one_place_each_make_one_run() -> None:
     """For example bare pods with a label for their node rank: they are no rivals."""
     jobs = [replace(OTHER, name=f"place-{rank}", uid=f"job-{rank}") for rank in (0, 1)]

@@ -105,7 +105,9 @@ def pod_seen(run: Run, pod: PodRecord, *, at: float) -> Run:
     """A pod exists or has changed."""
     if run.pods.get(pod.uid) == pod:
         return run
-    run = replace(run, pods={**run.pods, pod.uid: pod}, rivals=_rivals(run, pod))
+    pods = {**run.pods, pod.uid: pod}
+    run = replace(run, pods=pods, rivals=run.rivals & {one.job for one in pods.values()})
+    run = replace(run, rivals=_rivals(run, pod))
     if pod.injected and pod.job not in run.rivals:
         run = replace(run, volumes=pod.volumes, labelled=pod.labelled)
     if not pod.over:
