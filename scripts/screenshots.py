@@ -151,7 +151,9 @@ def page(home: Path, scheme: str) -> bytes:
             driver.quit()
             ui.send_signal(signal.SIGINT)
     packed = io.BytesIO()
-    png.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(packed, "PNG", optimize=True)
+    png.convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        packed, "PNG", optimize=True
+    )
     return packed.getvalue()
 
 
