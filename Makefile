@@ -20,7 +20,7 @@ TORCH_TESTS ?= $(addprefix tests/,lib image layouts resharding dcp faults archiv
 # the frameworks of training that the library goes into
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo docs packages test test-torch test-gpu try-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
+.PHONY: demo docs screenshots packages test test-torch test-gpu try-gpu test-frameworks check e2e chart dist test-dist lock sbom bench bench-gpu soak soak-tiers attacks fuzz clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -109,6 +109,9 @@ chart: $(READY) ## the chart's README from its values, and a package of it in bu
 docs: $(READY) .venv-docs/.ready ## the site, in build/site; fails where a link or a reference leads nowhere
 	$(BIN)/python scripts/site.py build/tables
 	PYTHONPATH=lib/src:sidecar/src NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+screenshots: $(READY) packages ## the pictures of docs/images, from a run that is trained and killed for them
+	$(BIN)/python scripts/screenshots.py
 
 dist: build/dist-tools/.ready ## wheels and sdists of library, sidecar and operator, in build/dist
 	rm -rf build/dist build/dist-source

@@ -96,7 +96,7 @@ def on_page_content(html: str, *, page: Any, **_: Any) -> None:
 def on_post_build(config: Any, **_: Any) -> None:
     """Refuse a site that asks another host for anything."""
     site = Path(config["site_dir"])
-    for path in sorted(site.rglob("*.html")) + sorted(site.rglob("*.css")):
+    for path in [one for kind in ("html", "css", "svg") for one in sorted(site.rglob(f"*.{kind}"))]:
         for found in LOADED.findall(path.read_text()):
             log.warning("%s asks another host: %s", path.relative_to(site), found)
 

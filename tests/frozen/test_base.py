@@ -85,6 +85,35 @@ def test_the_next_life_refers_to_the_same_base(sidecar):
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
+def test_a_base_that_lives_have_loaded_alike_is_not_replaced_by_another(sidecar, memory, caplog):
+    model, _ = lives(sidecar, 0, 0, 0)
+    if memory == "lost":
+        sidecar.kill()
+        sidecar.lose_memory()
+        sidecar.start()
+    other, optimizer = made(1)
+    before = {name: one.clone() for name, one in other.state_dict().items()}
+    with pytest.raises(MismatchError, match=r"model.layers.0.base.bias.*and 4 more.*frozen_once"):
+        begun(components(other, optimizer), strict=True, frozen_once=True)
+    assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
+    assert "another base than before" not in caplog.text
+    again, fresh = made(0)
+    with begun(components(again, fresh), strict=True, frozen_once=True):
+        assert equal(model, again)
+    with begun(components(other, optimizer), strict=True):
+        assert equal(model, other)
+
+
+def test_a_second_life_that_begins_with_another_base_is_told_so(sidecar, caplog):
+    lives(sidecar, 0)
+    assert "another base" not in caplog.text
+    lives(sidecar, 1, 1)  # neither began with what the run has
+    told = [one for one in caplog.messages if "another base than before" in one]
+    assert len(told) == 2
+    assert all("model.layers.0.base.bias" in one for one in told)
+
+
+@pytest.mark.parametrize("memory", ["kept", "lost"])
 def test_a_sidecar_that_is_started_again_brings_it_back(sidecar, memory):
     model, _ = lives(sidecar, 0)
     (first,) = inodes(sidecar)

@@ -560,6 +560,7 @@ class Checkpointer:
             partial=partial,
             reader=self._topology.first_here,
             timeout_s=self._restore_timeout_s,
+            frozen_once=self._frozen_once,
         )
 
     def _order_slots(self) -> None:
@@ -891,7 +892,11 @@ class Checkpointer:
         captured = rng.capture() if self._rng else None
         started = time.thread_time()
         difference = self._replicas.difference if self._replicas is not None else ""
-        data = encode(taken, rng=captured, trusted=self._trusted, difference=difference)
+        base = self._frozen.base
+        reloaded = str(base.ref.step) if base and base.ref and base.reloaded else ""
+        data = encode(
+            taken, rng=captured, trusted=self._trusted, difference=difference, reloaded=reloaded
+        )
         if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_said:
             self._slow_said = True
             log.warning(

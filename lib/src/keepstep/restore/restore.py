@@ -35,12 +35,13 @@ from keepstep.errors import (
     MismatchError,
     RestoreError,
     SidecarError,
+    few,
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images, Lending, LentImages, Shown, show
 from keepstep.restore.load import Loader, check_unused
 from keepstep.restore.targets import boxes
-from keepstep.save.frozen import Base, restored
+from keepstep.save.frozen import Base, loaded_otherwise, restored
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
@@ -93,11 +94,13 @@ class Restore:
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
         whole: bool = True,
+        frozen_once: bool = False,
     ) -> None:
         """`timeout_s`: for fetching this rank's image, or one window of other images. `partial`:
         what earlier attempts have changed. `reader`: the first rank of this node. `rng_later`: the
         caller sets the random generators, from `rng`. `whole` False: the components are only some
-        of the step's, or even none of them; only their own bytes are read, from any image."""
+        of the step's, or even none of them; only their own bytes are read, from any image.
+        `frozen_once`: the caller keeps on referring to the base."""
         assert decision.id is not None, "there is something to restore"
         self.tier: Tier = decision.tiers[rank]
         self.bytes = 0
@@ -105,7 +108,7 @@ class Restore:
         self._timeout_s = timeout_s
         self._components, self._link, self._take = components, link, take
         self._id: StepId = decision.id
-        self._whole = whole
+        self._whole, self._frozen_once = whole, frozen_once
         self._direct = whole and decision.direct[rank]
         self._lent = bool(decision.lent) and decision.lent[rank]
         self._lenders = decision.lenders
@@ -117,6 +120,7 @@ class Restore:
         self._slot: SlotMapping | None = None
         self._under: SlotMapping | None = None
         self.base: Base | None = None
+        self._reloaded = False
         self._taken: Taken
         self._control: ControlPage
         self._loader: Loader
@@ -228,7 +232,37 @@ class Restore:
             # only with all images read is it certain whether boxes contradict each other
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
+        self._compare_base(taken)
         return self._loader.unused(), images.wanted
+
+    def _compare_base(self, taken: Taken) -> None:
+        """Compare what the script has of the base with the base.
+
+        Whether it loads the frozen parameters or draws them at random shows in the second life: if
+        that had the same, others are an error, else only worth a line.
+        """
+        under = self._under
+        if under is None or self._control.base is None or not self._frozen_once:
+            return
+        self._reloaded = self._kept.get("reloaded") == str(self._control.base.step)
+        if self._partial.has_begun:  # some of them are a failed attempt's
+            return
+        others = loaded_otherwise(taken, under, self._control.base)
+        if others and self._reloaded:
+            raise MismatchError(
+                f"step {self._id}: the frozen parameters that this script has loaded are not those"
+                f" of this run, which earlier lives had loaded alike: {few(others, 4)}; nothing was"
+                " changed. Load the same base (another revision?), or start a new run"
+                " (keepstep run --run NAME); frozen_once=False goes on with those of the run"
+            )
+        if others:
+            log.warning(
+                "keepstep: rank %d: the frozen parameters with which this script begins are not"
+                " those of step %s, which are restored: %s. If it loads them, it has loaded"
+                " another base than before (another revision?)",
+                *(self._rank, self._id, few(others, 4)),
+            )
+        self._reloaded = others == []
 
     def _plan_from(
         self, images: Images, taken: Taken, *, kept: dict[str, Any] | None = None
@@ -278,6 +312,8 @@ class Restore:
             self.bytes = self._loader.copy(chunks)
             if self._under is not None and self._control.base is not None:
                 self.base = restored(self._taken, self._under, self._control.base)
+                if self.base is not None:
+                    self.base.reloaded = self._reloaded
         finally:
             for _ in chunks:  # the other ranks are waiting, whatever went wrong here
                 pass
@@ -374,6 +410,11 @@ class PartialRestore:
     ) -> None:
         if error is not None and self._begun:
             self._spoil()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any tensor is noted."""
+        return bool(self._begun)
 
     def begin(self, targets: Iterable[Tensor]) -> None:
         """Note that these tensors are being filled from now on."""

@@ -81,7 +81,8 @@ class _Run(NamedTuple):
 class Base:
     """Frozen parameters, and the base image that holds them. `ref`: how images name it; None until
     one is sealed. `mapping`: where it was seen sealed. `apart`: whether what a device holds has
-    changed, as the devices that were asked at the last save will know. `doubted`: one said so."""
+    changed, as the devices that were asked at the last save will know. `doubted`: one said so.
+    `reloaded`: a later life began with the same values, before it restored them."""
 
     layout: Layout
     leaves: tuple[TensorLeaf, ...]
@@ -91,6 +92,7 @@ class Base:
     mapping: SlotMapping | None = None
     apart: tuple[Tensor, ...] = ()
     doubted: bool = False
+    reloaded: bool = False
     _cache: object = None
     _compared: dict[torch.device | None, int] = field(default_factory=dict)
     _asked: deque[tuple[str, Tensor]] = field(default_factory=lambda: deque(maxlen=32))
@@ -348,6 +350,13 @@ class Frozen:
             for leaf in taken.tensors
             if leaf.name in frozen and leaf.name not in self._changing
         )
+
+
+def loaded_otherwise(taken: Taken, image: SlotMapping, ref: BaseRef) -> list[str] | None:
+    """The names of the tensors that are not those of the base yet, by their samples. None if the
+    state could not have it."""
+    base = restored(taken, image, ref)
+    return None if base is None else sorted(base.guard.all_changed())
 
 
 def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:

@@ -219,10 +219,15 @@ def _above(name: str) -> list[str]:
 
 
 def encode(
-    taken: Taken, *, rng: Mapping[str, Any] | None, trusted: bool, difference: str = ""
+    taken: Taken,
+    *,
+    rng: Mapping[str, Any] | None,
+    trusted: bool,
+    difference: str = "",
+    reloaded: str = "",
 ) -> bytes:
     """The extras of an image: everything in the state that is not a tensor. `difference`: see
-    `save.replicas`.
+    `save.replicas`. `reloaded`: the step that names the base, see `save.frozen.Base`.
 
     Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
     """
@@ -233,6 +238,8 @@ def encode(
         kept["rng"] = rng
     if difference:
         kept["difference"] = difference
+    if reloaded:
+        kept["reloaded"] = reloaded
     try:
         return extras.encode(kept, trusted=trusted)
     except FormatError as error:
