@@ -440,15 +440,15 @@ left alone; everything else is quarantined.
 def readme() -> str:
     """README.md of this folder."""
     rows = (
-        f"| {one.name} | {one.error.__name__} | {one.says.replace('|', ' or ')} |"
-        for one in attacks()
+        f"| {attack.name} | {attack.error.__name__} | {attack.says.replace('|', ' or ')} |"
+        for attack in attacks()
     )
     return README.format(id=ID, rows="\n".join(rows))
 
 
 def main() -> None:
     """Write all files, and remove those that no longer belong."""
-    made = {one.path: one.data for one in attacks()}
+    made = {attack.path: attack.data for attack in attacks()}
     for path in set(HERE.glob("*.safetensors")) - made.keys():
         path.unlink()
     for path, data in made.items():

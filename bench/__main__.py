@@ -44,15 +44,15 @@ class Job:
 def jobs(number: int, *, pages: Sequence[bool] = (False,), peers: bool = False) -> list[Job]:
     """The jobs of a round. keepstep and its floors are measured on each kind of `pages`, huge
     (True) or not, one right after the other; other tools have memory of their own."""
-    found = [Job(one, (), huge) for one in PARTS for huge in pages]
-    for one in OURS:
-        measures = f"{_MEASURES},busy" if one is KeepstepLazy else _MEASURES
-        found += [Job(one.name, ("--measures", measures), huge) for huge in pages]
+    found = [Job(part, (), huge) for part in PARTS for huge in pages]
+    for saver in OURS:
+        measures = f"{_MEASURES},busy" if saver is KeepstepLazy else _MEASURES
+        found += [Job(saver.name, ("--measures", measures), huge) for huge in pages]
     found += [Job(CopyAndFio.name, ("--measures", "durable,busy,lost"), huge) for huge in pages]
     if peers:
         # some take minutes, so later rounds have only the fastest of them
         present = (FastPersist,) if number else PEERS
-        found += [Job(one.name, ("--measures", _MEASURES, "--steps", "2")) for one in present]
+        found += [Job(saver.name, ("--measures", _MEASURES, "--steps", "2")) for saver in present]
     turn = number * 3 % len(found)
     return found[turn:] + found[:turn]
 
@@ -75,14 +75,14 @@ def main() -> None:
                 if options.only in job.subject:
                     results.samples.append(measure(job, number, size, directory))
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
-        described["rounds"] = str(len({one.round for one in results.samples}))
+        described["rounds"] = str(len({sample.round for sample in results.samples}))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     options.out.mkdir(parents=True, exist_ok=True)
     prefix = options.out / (options.name or machine.slug())
     text = report.markdown(results, machine=described, size_bytes=size, pages=pages)
     prefix.with_suffix(".md").write_text(text)
-    samples = [asdict(one) for one in results.samples]
+    samples = [asdict(sample) for sample in results.samples]
     document = {"machine": described, "size_bytes": size, "samples": samples}
     prefix.with_suffix(".json").write_text(json.dumps(document, indent=1))
     print(text.split("## Every figure")[0])

@@ -62,7 +62,9 @@ def main() -> None:
     options = parser.parse_args()
     about = machine.describe(Path(tempfile.gettempdir()))
     about |= {"command": " ".join(["python -m bench.adapters", *sys.argv[1:]])}
-    about |= {"date": time.strftime("%Y-%m-%d")} | {one: metadata.version(one) for one in PACKAGES}
+    about |= {"date": time.strftime("%Y-%m-%d")} | {
+        package: metadata.version(package) for package in PACKAGES
+    }
     found: dict[str, list[tuple[Figures, Figures]]] = {name: [] for name in options.only}
     for _ in range(options.rounds):
         for name in options.only:
@@ -143,9 +145,9 @@ def _begun(
     extra = {"KEEPSTEP_SOCKET": str(sidecar.socket), "OMP_NUM_THREADS": "1"}
     extra |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     if script == "titan":  # as torchrun starts it
-        with socket.socket() as one:
-            one.bind(("localhost", 0))
-            extra |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(one.getsockname()[1])}
+        with socket.socket() as connection:
+            connection.bind(("localhost", 0))
+            extra |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(connection.getsockname()[1])}
         extra |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     program = f"from bench.adapters import train; train({script!r}, {steps}, bare={bare})"
     words = [sys.executable, "-c", program, str(home), json.dumps({"bare": bare, **settings})]
@@ -186,8 +188,8 @@ def train(script: str, steps: int, *, bare: bool) -> None:
             if spent["kept"] < 0.9 * len(marks):
                 raise RuntimeError(f"{spent['kept']} of {len(marks)} steps were kept")
             taken = [
-                [after - at for at, after in zip(one, other, strict=True)]
-                for one, other in itertools.pairwise(marks[WARM_STEPS:])
+                [after - at for at, after in zip(first, other, strict=True)]
+                for first, other in itertools.pairwise(marks[WARM_STEPS:])
             ]
             figures = [statistics.median(column) for column in zip(*taken, strict=True)]
             (Path(sys.argv[1]) / "figures").write_text(json.dumps(figures))
@@ -227,8 +229,8 @@ def _parts(model: Any, optimizer: Any) -> dict[str, Any]:
     flats = model.optimizer.single_partition_of_fp32_groups
     masters = torch.nn.ParameterList(flats)
     alike = torch.optim.SGD(masters, lr=1.0)
-    for one, flat in zip(masters, flats, strict=True):
-        alike.state[one] = optimizer.state[flat]
+    for master, flat in zip(masters, flats, strict=True):
+        alike.state[master] = optimizer.state[flat]
     return {"model": model.module, "masters": masters, "optimizer": alike}
 
 

@@ -50,7 +50,7 @@ def main() -> int:
         shutil.rmtree(directory, ignore_errors=True)
     rows = [compared(bar, results) for bar in BARS]
     if options.only:
-        rows = [one for one in rows if one[-1] != "?"]
+        rows = [row for row in rows if row[-1] != "?"]
     head = ("bar", "base", "this", "this / base, pairs", "")
     text = (
         f"# Bars of two commits, {options.size} MiB of state\n\n"
@@ -59,7 +59,7 @@ def main() -> int:
     )
     (options.out / f"{options.name or f'{machine.slug()}-compared'}.md").write_text(text)
     print(text)
-    return int(any(one[-1] != "ok" for one in rows))
+    return int(any(row[-1] != "ok" for row in rows))
 
 
 def _pair(
@@ -88,7 +88,7 @@ def _pair(
 def compared(bar: Bar, results: dict[str, Results]) -> list[str]:
     """The bar's row in the report: both figures, their ratio, and a verdict."""
     pairs = []
-    for number in sorted({one.round for one in results[BASE].samples}):
+    for number in sorted({sample.round for sample in results[BASE].samples}):
         with contextlib.suppress(LookupError):  # a worker failed, and was reported then
             pairs.append(_ratio(bar, {which: of.of(round=number) for which, of in results.items()}))
     if not pairs:

@@ -37,7 +37,7 @@ def copier(state: State) -> Callable[[], None]:
     move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     sources = list(state.tensors().values())
     ones = torch.ones(1 << 20, dtype=torch.uint8)
-    target = fill(torch.empty(sum(one.nbytes for one in sources), dtype=torch.uint8), ones)
+    target = fill(torch.empty(sum(source.nbytes for source in sources), dtype=torch.uint8), ones)
 
     def copy() -> None:
         address = target.data_ptr()

@@ -207,7 +207,9 @@ def _markdown(results: dict[str, Any]) -> str:
     parts.append(table(("", ""), results["machine"].items()))
     for name, subjects in results["training"].items():
         columns = list(dict.fromkeys(key for of in subjects.values() for key in of))
-        rows = [[one, *(_show(of.get(c, "-")) for c in columns)] for one, of in subjects.items()]
+        rows = [
+            [subject, *(_show(of.get(c, "-")) for c in columns)] for subject, of in subjects.items()
+        ]
         parts += [f"## {name}", table(("", *columns), rows)]
     return "\n\n".join(parts) + "\n"
 

@@ -37,8 +37,8 @@ _PEAK_BYTES, _PEAK_STEPS = 512 << 20, 10
 def small(tensors: int, device: str) -> State:
     """A state of so many tensors."""
     model = nn.Sequential(*(nn.Linear(16, 16, device=device) for _ in range(tensors // 8)))
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     state = State(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     state.update(0)
     return state

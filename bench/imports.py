@@ -26,7 +26,7 @@ def measure(*_: object, repeats: int = 5) -> dict[str, float]:
     """Seconds to import torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
     command = [sys.executable, "-c", _PROGRAM]
     told = [subprocess.check_output(command, env=environment()) for _ in range(repeats + 1)]
-    rows = [json.loads(one) for one in told]
+    rows = [json.loads(chunk) for chunk in told]
     torch_s, package_s, whole_s = (
         statistics.median(column) for column in zip(*rows[1:], strict=True)
     )

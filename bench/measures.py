@@ -82,7 +82,7 @@ def durable(saver: Saver, steps: Steps, *, size_bytes: int, repeats: int) -> Fig
                 "cpu_s": tree_cpu_s() - tree,
             }
         )
-    middle = {key: statistics.median(one[key] for one in samples) for key in samples[0]}
+    middle = {key: statistics.median(sample[key] for sample in samples) for key in samples[0]}
     per_gb = 1e9 / size_bytes
     return middle | {
         "cpu_s_per_gb": middle["cpu_s"] * per_gb,

@@ -98,20 +98,20 @@ class Leader:
                 for rank in range(wire.MOST_NODES)
             ),
             kept=tuple(
-                Kept(step=str(StepId(FIRST.id, 1000 * self.hostile + one)), ranks=80,
+                Kept(step=str(StepId(FIRST.id, 1000 * self.hostile + index)), ranks=80,
                      tiers=(Tier.ARCHIVE,))
-                for one in range(wire.MOST_KEPT)
+                for index in range(wire.MOST_KEPT)
             ),
             doubts=doubts,
             alarms=tuple(
-                wire.Alarm(kind=f"Kind{one}", text=text) for one in range(wire.MOST_SAID)
+                wire.Alarm(kind=f"Kind{index}", text=text) for index in range(wire.MOST_SAID)
             ),
             recent=tuple(
                 wire.Happened(time=wire.utc(time.time()), type="Restored", message=text)
                 for _ in range(wire.MOST_RECENT)
             ),
         )  # fmt: skip
-        return fitted(told, lambda one: len(msgspec.json.encode(one)))
+        return fitted(told, lambda run_report: len(msgspec.json.encode(run_report)))
 
     def report(self) -> RunReport:
         self.sequence += 1
@@ -121,8 +121,8 @@ class Leader:
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(node(rank, pod=f"pod-{self.run}-{rank}") for rank in range(PODS)),
-            kept=tuple(Kept(step=str(StepId(FIRST.id, one)), ranks=80, tiers=(Tier.ARCHIVE,))
-                       for one in range(self.kept)),
+            kept=tuple(Kept(step=str(StepId(FIRST.id, index)), ranks=80, tiers=(Tier.ARCHIVE,))
+                       for index in range(self.kept)),
             certain=True,
             doubts=(doubt,) if self.stalls else (),
         )  # fmt: skip
@@ -210,10 +210,10 @@ async def measure(runs: int, foreign: int, kept: int, seconds: float) -> Body:
             await _ready(session, ports["metrics_port"])
             found: Body = {"ready_s": round(time.monotonic() - began, 1)}
             load = Load(session, f"https://127.0.0.1:{ports['port']}/v1/runs", runs, kept)
-            leading = [asyncio.create_task(load.lead(one)) for one in load.leaders]
+            leading = [asyncio.create_task(load.lead(leader)) for leader in load.leaders]
             await _shown(server, lambda status: status.get("step"), runs)
             found["all_shown_s"] = round(time.monotonic() - began, 1)
-            while sum("/checkpoints/" in one for one in server.objects) < runs * kept:  # noqa: ASYNC110
+            while sum("/checkpoints/" in body for body in server.objects) < runs * kept:  # noqa: ASYNC110
                 await asyncio.sleep(5.0)
             found["all_kept_s"] = round(time.monotonic() - began, 1)
             spent, at = process.cpu_times(), time.monotonic()

@@ -107,7 +107,7 @@ class Sidecar(SidecarProcess):
     def _wait(self, reached: Callable[[list[str]], bool], what: str) -> None:
         def there() -> bool:
             ranks = self.get("/v1/status")["ranks"]
-            return reached([one["state"] for of in ranks for one in of["slots"]])
+            return reached([slot["state"] for of in ranks for slot in of["slots"]])
 
         with _errors():
             eventually(there, within_s=120.0, what=what)

@@ -64,15 +64,19 @@ def peers_of(report: Path, gpu: Path) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for where, *figures in rows:
-        for at, one in enumerate(figures):
-            lines.append(f"| {'' if at else where} | {' | '.join(one)} |")
+        for at, figure in enumerate(figures):
+            lines.append(f"| {'' if at else where} | {' | '.join(figure)} |")
     return "\n".join(lines)
 
 
-def _of_gpu(name: str, one: dict[str, Any]) -> list[str]:
+def _of_gpu(name: str, figures: dict[str, Any]) -> list[str]:
     if name.startswith("LM-Resiliency"):  # its second step is another node's memory
-        return [_time(one["blocked_s"]), "in memory only", f"{one['inflation']:.3g} x"]
-    return [_time(one["blocked_s"]), _time(one["durable_s"]), f"{one['inflation']:.3g} x"]
+        return [_time(figures["blocked_s"]), "in memory only", f"{figures['inflation']:.3g} x"]
+    return [
+        _time(figures["blocked_s"]),
+        _time(figures["durable_s"]),
+        f"{figures['inflation']:.3g} x",
+    ]
 
 
 def _figures(by_name: dict[str, list[str]], names: dict[str, str]) -> list[list[str]]:

@@ -35,7 +35,7 @@ def markdown(
             f"## Bars, {state}, {'2 MiB' if huge else '4 KiB'} pages",
             table(("figure", "floor", "keepstep", "against it", "bar", ""), rows),
         ]
-    missing = {one.title: one.missing for one in results.samples if one.missing}
+    missing = {sample.title: sample.missing for sample in results.samples if sample.missing}
     parts += [
         f"## Beside its peers, {state}",
         "Blocked: the call, and the fence before the next optimizer step, with a wait longer than"
@@ -48,7 +48,7 @@ def markdown(
         "## Every figure",
         table(("subject", "figure", "median [quartiles]"), _every(results)),
         "## Configuration of each",
-        "\n".join(f"- {one.name}: {one.note}" for one in (*OURS, *PEERS) if one.note),
+        "\n".join(f"- {saver.name}: {saver.note}" for saver in (*OURS, *PEERS) if saver.note),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -67,20 +67,24 @@ def _bar(bar: Bar, results: Results, *, huge_pages: bool) -> list[str]:
 
 
 def _beside(results: Results) -> Iterator[list[str]]:
-    for title in dict.fromkeys(one.title for one in results.samples if "blocked_s" in one.figures):
+    for title in dict.fromkeys(
+        sample.title for sample in results.samples if "blocked_s" in sample.figures
+    ):
         yield [title, *(_cell(results, title, figure) for figure in _BESIDE.values())]
 
 
 def _every(results: Results) -> Iterator[list[str]]:
     for title, figure in dict.fromkeys(
-        (one.title, figure) for one in results.samples for figure in one.figures
+        (sample.title, figure) for sample in results.samples for figure in sample.figures
     ):
         yield [title, figure, _cell(results, title, figure)]
 
 
 def _cell(results: Results, title: str, figure: str) -> str:
     values = [
-        one.figures[figure] for one in results.of(title=title).samples if figure in one.figures
+        sample.figures[figure]
+        for sample in results.of(title=title).samples
+        if figure in sample.figures
     ]
     if not values:
         return "-"

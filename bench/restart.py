@@ -67,10 +67,12 @@ def gap_s(ranks: int, *, warm: bool) -> float:
             start_new_session=True,
         )
         try:
-            _await(command, lambda: any(one.get("step", 0) >= _KILL_AT for one in _events(journal)))
+            _await(
+                command, lambda: any(event.get("step", 0) >= _KILL_AT for event in _events(journal))
+            )
             before = _events(journal)
             killed = time.time()
-            os.kill(next(one["pid"] for one in reversed(before) if "pid" in one), signal.SIGKILL)
+            os.kill(next(line["pid"] for line in reversed(before) if "pid" in line), signal.SIGKILL)
             first = _await(command, lambda: _first_after(journal, killed))
             if command.wait(_LIMIT_S):
                 raise RuntimeError((home / "out").read_text()[-2000:])
@@ -102,8 +104,8 @@ def _events(journal: Path) -> list[dict[str, Any]]:
 def _first_after(journal: Path, killed: float) -> float | None:
     """When the first step of the next life was finished, in unix seconds; None if none is yet."""
     events = _events(journal)
-    lives = [at for at, one in enumerate(events) if "first" in one and one["wall"] > killed]
-    return next((one["wall"] for at in lives for one in events[at:] if "step" in one), None)
+    lives = [at for at, event in enumerate(events) if "first" in event and event["wall"] > killed]
+    return next((event["wall"] for at in lives for event in events[at:] if "step" in event), None)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,17 @@ class Results:
         """The samples whose fields have these values."""
         wanted = fields.items()
         return Results(
-            [one for one in self.samples if all(getattr(one, name) == it for name, it in wanted)]
+            [
+                sample
+                for sample in self.samples
+                if all(getattr(sample, name) == it for name, it in wanted)
+            ]
         )
 
     def values(self, subject: str, figure: str) -> list[float]:
         """A figure in each round that has it."""
-        found = [one.figures.get(figure) for one in self.samples if one.subject == subject]
-        return [one for one in found if one is not None]
+        found = [sample.figures.get(figure) for sample in self.samples if sample.subject == subject]
+        return [value for value in found if value is not None]
 
     def median(self, subject: str, figure: str) -> float:
         """The median of a figure. Raises LookupError if it was not measured."""

@@ -184,7 +184,7 @@ class Machine:
             library="bench",
             pinned="mlock",
             epochs=(Epoch(EPOCH),) if whole else (),
-            ranks=together(one for one in ranks if one.tiers),
+            ranks=together(rank for rank in ranks if rank.tiers),
             volumes=(ReportedVolume(name="/nvme", engine="direct", used_bytes=1, free_bytes=2),),
             peer_address=f"10.{self._node_rank >> 8}.{self._node_rank & 255}.1:9465",
             peers_version=self._peers_version,
@@ -382,7 +382,7 @@ async def _others(clock: Clock, port: int) -> AsyncIterator[list[Machine]]:
 
 @contextlib.asynccontextmanager
 async def _running(*work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         yield
     finally:
@@ -399,7 +399,7 @@ async def measure(machines: int, every_s: float, seconds: float) -> dict[str, fl
     try:
         async with (
             _others(clock, port) as others,
-            _running(*(one.live() for one in others)),
+            _running(*(machine.live() for machine in others)),
         ):
             first_s = await leader.all_known(within_s=300.0)
             await asyncio.sleep(2 * every_s)
@@ -448,7 +448,7 @@ async def held_up(machines: int, every_s: float, cores: set[int]) -> tuple[float
     try:
         async with _others(clock, port) as others:
             for turn in range(2 * _TURNS):
-                async with _running(*(one.live() for one in others if turn % 2)):
+                async with _running(*(machine.live() for machine in others if turn % 2)):
                     await asyncio.sleep(1.0)  # what begins with the turn
                     await mean_s()
                     await asyncio.sleep(_TURN_S)

@@ -105,7 +105,7 @@ def _tensors() -> Iterator[tuple[str, tuple[int, ...], Section]]:
 def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
     """The twins of a rank, as `Topology.twins` finds them."""
     same = range(rank % NODE, world, NODE) if kind == "ddp" else ()
-    return tuple(one for one in same if one != rank)
+    return tuple(twin for twin in same if twin != rank)
 
 
 def alike_of(kind: str, rank: int, world: int) -> Ranks:
@@ -348,9 +348,9 @@ def rows(
     """Each figure by part and kind of state, in each world, and how it grows."""
     for (part, kind), found in results.items():
         for name in found[0]:
-            values = [one[name] for one in found]
+            values = [row[name] for row in found]
             power = exponent(list(zip(worlds, values, strict=True)))
-            yield [part, kind, name, *(_shown(name, one) for one in values), f"n^{power:.1f}"]
+            yield [part, kind, name, *(_shown(name, value) for value in values), f"n^{power:.1f}"]
 
 
 def _shown(name: str, value: float) -> str:
@@ -384,7 +384,7 @@ def main() -> None:
             found = pool.apply(run_one, (part, kind, world))
             print(part, kind, world, found, flush=True)
             results.setdefault((part, kind), []).append(found)
-    head = ("part", "state", "figure", *(f"{one:,}" for one in options.worlds), "grows as")
+    head = ("part", "state", "figure", *(f"{world:,}" for world in options.worlds), "grows as")
     print(table(head, rows(results, options.worlds)))
 
 

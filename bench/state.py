@@ -28,13 +28,13 @@ class State:
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(one.nbytes for one in self.tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by a flat name."""
-        flat = {f"model.{name}": one for name, one in self.model.state_dict().items()}
+        flat = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for number, of in enumerate(self.optimizer.state.values()):
-            flat |= {f"optimizer.{number}.{name}": one for name, one in of.items()}
+            flat |= {f"optimizer.{number}.{name}": value for name, value in of.items()}
         return flat
 
     def nested(self) -> dict[str, Any]:

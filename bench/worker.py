@@ -49,7 +49,7 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
         module, _, function = part.partition(".")
         measure = getattr(importlib.import_module(f"bench.{module}"), function)
         return dict(measure(options.bytes, options.dir))
-    kinds = {one.name: one for one in (*OURS, CopyAndFio, *PEERS)}
+    kinds = {saver.name: saver for saver in (*OURS, CopyAndFio, *PEERS)}
     saver = kinds[options.subject](gpt(options.bytes), options.dir)
     ours = isinstance(saver, (*OURS, CopyAndFio))
     steps, size = measures.Steps(), options.bytes

@@ -83,29 +83,29 @@ class Journal:
 
     def frontier(self) -> int:
         """The highest finished step, -1 for none."""
-        return max((one.step for one in self.finished()), default=-1)
+        return max((event.step for event in self.finished()), default=-1)
 
     def first_times(self) -> list[Finished]:
         """For each step, the first time that it was finished; ascending."""
         new: list[Finished] = []
-        for one in self.finished():
-            if not new or one.step > new[-1].step:
-                new.append(one)
+        for event in self.finished():
+            if not new or event.step > new[-1].step:
+                new.append(event)
         return new
 
     def losses(self) -> dict[int, set[str]]:
         """The bits of each step's loss; several if computing a step again gave another loss."""
         losses: dict[int, set[str]] = {}
-        for one in self.finished():
-            losses.setdefault(one.step, set()).add(one.loss_hex)
+        for event in self.finished():
+            losses.setdefault(event.step, set()).add(event.loss_hex)
         return losses
 
     def median_step_s(self) -> float:
-        return statistics.median(one.seconds for one in self.finished()[WARM_UP_STEPS:])
+        return statistics.median(event.seconds for event in self.finished()[WARM_UP_STEPS:])
 
     def fast_step_s(self) -> float:
         """The first decile of step times, which other load on the machine disturbs least."""
-        seconds = [one.seconds for one in self.finished()[WARM_UP_STEPS:]]
+        seconds = [event.seconds for event in self.finished()[WARM_UP_STEPS:]]
         return statistics.quantiles(seconds, n=10)[0]
 
     def _read(self) -> None:
@@ -168,12 +168,12 @@ class Report:
 
     def _cost(self, death: Death) -> Cost:
         following = min((d.wall for d in self.deaths if d.wall > death.wall), default=float("inf"))
-        starts = (one for one in self.killed.started() if death.wall < one.wall < following)
+        starts = (event for event in self.killed.started() if death.wall < event.wall < following)
         restored = next(starts, None)
         redone = 0
         if restored:
-            before = (one for one in self.killed.finished() if one.wall < restored.wall)
-            redone = max(one.step for one in before) + 1 - restored.first
+            before = (event for event in self.killed.finished() if event.wall < restored.wall)
+            redone = max(event.step for event in before) + 1 - restored.first
         return Cost(death, restored, redone, self._lost_s(death))
 
     def _lost_s(self, death: Death) -> float:
@@ -182,7 +182,7 @@ class Report:
         The usual pace is the median time between new steps. Several steps count, because the
         restart of a sidecar slows the training down for a while without stopping it.
         """
-        walls = [one.wall for one in self.killed.first_times()]
+        walls = [time.wall for time in self.killed.first_times()]
         pace = statistics.median(after - before for before, after in itertools.pairwise(walls))
         start = max(index for index, wall in enumerate(walls) if wall <= death.wall)
         end = min(len(walls) - 1, start + max(2, self.steps // 15))
@@ -268,20 +268,20 @@ def plot(report: Report, path: Path) -> None:
 def _plot_losses(report: Report, axes: Axes) -> None:
     plain, killed = report.plain.finished(), report.killed.finished()
     axes.plot(
-        [one.step for one in plain],
-        [one.loss for one in plain],
+        [event.step for event in plain],
+        [event.loss for event in plain],
         color="0.8",
         linewidth=6,
         label="never killed, without keepstep",
     )
     axes.plot(
-        [one.step for one in killed],
-        [one.loss for one in killed],
+        [event.step for event in killed],
+        [event.loss for event in killed],
         color="tab:blue",
         linewidth=1.3,
         label=f"killed {len(report.deaths)} times, every step kept",
     )
-    top = max(one.loss for one in plain)
+    top = max(event.loss for event in plain)
     for death in report.deaths:
         axes.axvline(death.step, color="tab:red", linestyle="--", linewidth=1)
         axes.text(death.step, top, f" {death.victim}", color="tab:red", rotation=90, va="top")
@@ -297,7 +297,9 @@ def _plot_times(report: Report, axes: Axes) -> None:
         finished = journal.finished()
         label = f"{name}: median step {1e3 * journal.median_step_s():.1f} ms"
         axes.plot(
-            [one.wall - started for one in finished], [one.step for one in finished], label=label
+            [event.wall - started for event in finished],
+            [event.step for event in finished],
+            label=label,
         )
     started = report.killed.started()[0].wall
     for cost in report.costs():

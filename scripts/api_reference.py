@@ -53,7 +53,8 @@ def _kind(crd: dict[str, Any]) -> str:
 
 def _columns(columns: list[dict[str, Any]]) -> str:
     return ", ".join(
-        one["name"].upper() + (" (`-o wide`)" if one.get("priority") else "") for one in columns
+        column["name"].upper() + (" (`-o wide`)" if column.get("priority") else "")
+        for column in columns
     )
 
 

@@ -66,8 +66,8 @@ def check_contents(dist: Path) -> dict[str, Path]:
 
 
 def _source(place: Path) -> set[str]:
-    files = (one for one in place.rglob("*") if one.is_file() and one.suffix != ".pyc")
-    return {str(one.relative_to(place)) for one in files if ".egg-info" not in str(one)}
+    files = (path for path in place.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(file.relative_to(place)) for file in files if ".egg-info" not in str(file)}
 
 
 def _compare(packed: Path, wanted: set[str], inside: set[str], licence: str) -> None:

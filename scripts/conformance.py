@@ -22,7 +22,7 @@ def render() -> str:
     """The tables, one for each kind."""
     rows = every_row()
     counted = Counter(row.keepstep for row in rows)
-    words = ", ".join(f"{counted[one]} {one.value}" for one in Result if counted[one])
+    words = ", ".join(f"{counted[result]} {result.value}" for result in Result if counted[result])
     better = sum(row.keepstep is Result.EQUAL is not row.control for row in rows)
     tables = [
         _table(kind, [row for row in rows if row.kind == kind and not _is_above(row)])

@@ -44,11 +44,11 @@ def _table() -> str:
     given, results = tomllib.loads(ROWS.read_text()), json.loads(RESULTS.read_text())
     rows = sorted(given["row"], key=lambda row: row.get("rank", 15_001))
     equal = [_equal(row, given["same"], results) for row in rows]
-    every = [one for one in equal[0] if all(one in here for here in equal)]
+    every = [name for name in equal[0] if all(name in here for here in equal)]
     head = ("framework", "line", "equal beside these", "tested with", "tested releases", "rank")
     lines = [head, ("---",) * len(head)]
     for row, here in zip(rows, equal, strict=True):
-        rest = ", ".join(one for one in here if one not in every)
+        rest = ", ".join(name for name in here if name not in every)
         rank = f"{row['rank']:,}" if "rank" in row else "none"
         lines.append((row["name"], row["line"], rest, *_tested(row, results), rank))
     table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -57,7 +57,7 @@ def _table() -> str:
 
 def _found(row: dict[str, Any], results: Results) -> list[dict[str, Any]]:
     """What each test of a row found."""
-    wanted = [one.partition("::") for one in row["tests"]]
+    wanted = [test.partition("::") for test in row["tests"]]
     return [
         found
         for file, _, begin in wanted
@@ -67,21 +67,29 @@ def _found(row: dict[str, Any], results: Results) -> list[dict[str, Any]]:
 
 
 def _equal(row: dict[str, Any], words: dict[str, str], results: Results) -> list[str]:
-    same = {name for one in _found(row, results) for name in one.get("same", "").split()}
+    same = {name for record in _found(row, results) for name in record.get("same", "").split()}
     return list(dict.fromkeys(text for name, text in words.items() if name in same and text))
 
 
 def _tested(row: dict[str, Any], results: Results) -> tuple[str, str]:
     found, versions = _found(row, results), set()
-    for file in {one.partition("::")[0] for one in row["tests"]}:
+    for file in {test.partition("::")[0] for test in row["tests"]}:
         packages = results[file]["versions"].items()
-        versions |= {f"{one} {is_}" for one, is_ in packages if one in ("torch", *row["packages"])}
+        versions |= {
+            f"{package} {is_}"
+            for package, is_ in packages
+            if package in ("torch", *row["packages"])
+        }
     several = row.get("ranks")
-    ranks = ["1 rank"] * any(one.get("ranks") == 1 for one in found) + [several] * bool(several)
+    ranks = ["1 rank"] * any(record.get("ranks") == 1 for record in found) + [several] * bool(
+        several
+    )
     tests = f"{len(found)} test{'s' * (len(found) != 1)}"
     within = "; ".join([", ".join(sorted(versions)), "CPU", ", ".join(ranks), tests])
-    ranges = [(one, TESTED.get(one.replace("-", "_"))) for one in row["packages"]]
-    tried = "; ".join(f"{one} {' to '.join(dict.fromkeys(both))}" for one, both in ranges if both)
+    ranges = [(package, TESTED.get(package.replace("-", "_"))) for package in row["packages"]]
+    tried = "; ".join(
+        f"{package} {' to '.join(dict.fromkeys(both))}" for package, both in ranges if both
+    )
     return within, row.get("releases") or tried or "not looked at"
 
 
@@ -92,23 +100,28 @@ def take(report: Path) -> None:
     rows = tomllib.loads(ROWS.read_text())["row"]
     packages: dict[str, set[str]] = {}
     for row in rows:
-        for one in row["tests"]:
-            packages.setdefault(one.partition("::")[0], {"torch"}).update(row["packages"])
+        for test in row["tests"]:
+            packages.setdefault(test.partition("::")[0], {"torch"}).update(row["packages"])
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.attrib["classname"].rpartition(".")[2] + ".py"
         if file not in packages:
             continue
-        versions = {one: metadata.version(one).partition("+")[0] for one in sorted(packages[file])}
+        versions = {
+            package: metadata.version(package).partition("+")[0]
+            for package in sorted(packages[file])
+        }
         if results.get(file, {}).get("versions") != versions:
             results[file] = {"versions": versions, "tests": {}}
-        known = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
+        known = {
+            element.attrib["name"]: element.attrib["value"] for element in case.iter("property")
+        }
         tests, name = results[file]["tests"], case.attrib["name"]
         tests.pop(name, None)
-        if not any(case.find(one) is not None for one in ("failure", "error", "skipped")):
+        if not any(case.find(tag) is not None for tag in ("failure", "error", "skipped")):
             same = {"ranks": max(map(int, known["ranks"].split()))} if "ranks" in known else {}
             tests[name] = same | ({"same": known["same"]} if "same" in known else {})
     for file, here in results.items():
-        here["tests"] = {one: same for one, same in here["tests"].items() if _is_in(file, one)}
+        here["tests"] = {test: same for test, same in here["tests"].items() if _is_in(file, test)}
     RESULTS.write_text(_text(results))
 
 
@@ -120,7 +133,7 @@ def _text(results: Results) -> str:
     """A line for each test, so that the changes of two branches merge."""
     files = []
     for file, here in sorted(results.items()):
-        tests = [f"{json.dumps(one)}: {json.dumps(same)}" for one, same in here["tests"].items()]
+        tests = [f"{json.dumps(test)}: {json.dumps(same)}" for test, same in here["tests"].items()]
         versions, lines = json.dumps(here["versions"]), ",\n   ".join(sorted(tests))
         files.append(f'"{file}": {{"versions": {versions}, "tests": {{\n   {lines}}}}}')
     return "{" + ",\n ".join(files) + "}\n"

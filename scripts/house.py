@@ -96,15 +96,15 @@ def classes(folder: Path) -> Iterator[tuple[str, int, int]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 methods = [
-                    one
-                    for one in node.body
-                    if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+                    method
+                    for method in node.body
+                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
                 ]
-                inside = (one for method in methods for one in ast.walk(method))
+                inside = (node for method in methods for node in ast.walk(method))
                 yield (
                     node.name,
                     len(methods),
-                    len({name for one in inside for name in _assigned(one)}),
+                    len({name for inner in inside for name in _assigned(inner)}),
                 )
 
 
@@ -122,7 +122,7 @@ def _assigned(node: ast.AST) -> Iterator[str]:
 def packages() -> dict[str, set[str]]:
     """Which others each package of the sidecar (or module of its root) imports."""
     modules = grimp.build_graph("keepstep_sidecar", cache_dir=None)
-    graph: dict[str, set[str]] = {_room(one): set() for one in modules.modules}
+    graph: dict[str, set[str]] = {_room(module): set() for module in modules.modules}
     for importer in modules.modules:
         for imported in modules.find_modules_directly_imported_by(importer):
             graph[_room(importer)].add(_room(imported))
@@ -152,28 +152,30 @@ def floors(graph: Mapping[str, set[str]]) -> int:
 
 def cycles(graph: Mapping[str, set[str]]) -> list[str]:
     """The packages that import themselves through others."""
-    return sorted(one for one in graph if one in _reached(graph, one))
+    return sorted(package for package in graph if package in _reached(graph, package))
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
     reached: set[str] = set()
     left = list(graph[start])
     while left:
-        if (one := left.pop()) not in reached:
-            reached.add(one)
-            left += graph[one]
+        if (package := left.pop()) not in reached:
+            reached.add(package)
+            left += graph[package]
     return reached
 
 
 def exceeded(found: list[Figure], limits: Mapping[str, int]) -> list[str]:
     """The figures that are above their limit or have none, and the limits that have no figure."""
-    over = [one.name for one in found if one.value > limits.get(one.name, -1)]
-    return over + sorted(limits.keys() - {one.name for one in found})
+    over = [figure.name for figure in found if figure.value > limits.get(figure.name, -1)]
+    return over + sorted(limits.keys() - {figure.name for figure in found})
 
 
 def tightened(found: list[Figure], limits: Mapping[str, int]) -> dict[str, int]:
     """The limits, none of which is higher than before."""
-    return {one.name: min(one.value, limits.get(one.name, one.value)) for one in found}
+    return {
+        figure.name: min(figure.value, limits.get(figure.name, figure.value)) for figure in found
+    }
 
 
 def main() -> int:
@@ -194,10 +196,11 @@ def main() -> int:
         for name, paths in entered.items():
             print(f"{name}:", *paths, sep="\n    ")
     over = exceeded(found, limits)
-    for one in found:
-        of = f", {one.of}" if one.of else ""
-        verdict = "  EXCEEDED" if one.name in over else ""
-        print(f"{one.value:>7,}  {one.name}{of} (at most {limits.get(one.name, '?')}){verdict}")
+    for figure in found:
+        of = f", {figure.of}" if figure.of else ""
+        verdict = "  EXCEEDED" if figure.name in over else ""
+        limit = limits.get(figure.name, "?")
+        print(f"{figure.value:>7,}  {figure.name}{of} (at most {limit}){verdict}")
     for name in over:
         print(f"scripts/house.toml: {name}", file=sys.stderr)
     return int(bool(over))

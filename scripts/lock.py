@@ -34,7 +34,11 @@ def needs(part: str) -> list[str]:
     asked = tomllib.loads((ROOT / part / "pyproject.toml").read_text())
     if part == "lib":
         return list(asked["build-system"]["requires"])
-    return [one for one in asked["project"]["dependencies"] if not one.startswith("keepstep")]
+    return [
+        dependency
+        for dependency in asked["project"]["dependencies"]
+        if not dependency.startswith("keepstep")
+    ]
 
 
 def lock_of(part: str) -> Path:

@@ -61,9 +61,9 @@ def reference() -> str:
 
 def _section(part: str, events: dict[str, Logged], meanings: dict[str, str]) -> str:
     rows = [
-        f"| `{name}` | {', '.join(one.levels).lower()} | {', '.join(one.fields)} | "
+        f"| `{name}` | {', '.join(logged.levels).lower()} | {', '.join(logged.fields)} | "
         f"{meanings[name]} |"
-        for name, one in sorted(events.items())
+        for name, logged in sorted(events.items())
     ]
     head = ["| event | level | fields | meaning, and what to do |", "| --- | --- | --- | --- |"]
     return "\n".join(["", f"## {part.title()}", "", *head, *rows, ""])
@@ -83,7 +83,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 def _names(call: ast.Call, *, where: str) -> Iterator[str]:
     """The names that the first argument can have."""
-    texts = [one.value for one in ast.walk(call.args[0]) if isinstance(one, ast.Constant)]
+    texts = [node.value for node in ast.walk(call.args[0]) if isinstance(node, ast.Constant)]
     for text in texts or [ast.unparse(call)]:
         name = tag[1] if (tag := TAG.fullmatch(str(text))) else str(text)
         if not EVENT.fullmatch(name):
@@ -93,18 +93,22 @@ def _names(call: ast.Call, *, where: str) -> Iterator[str]:
 
 def _levels(call: ast.Call, tree: ast.AST) -> list[str]:
     """The level that the call names, directly or by a variable; else the usual one of its kind."""
-    given = next((one.value for one in call.keywords if one.arg == "level"), None)
+    given = next((keyword.value for keyword in call.keywords if keyword.arg == "level"), None)
     if isinstance(given, ast.Name):
-        chosen = (one for one in ast.walk(tree) if isinstance(one, ast.Assign))
-        given = next(one.value for one in chosen if ast.unparse(one.targets[0]) == given.id)
+        chosen = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+        given = next(
+            assign.value for assign in chosen if ast.unparse(assign.targets[0]) == given.id
+        )
     if given is not None:
         return re.findall(r"logging\.([A-Z]+)", ast.unparse(given))
     return [CALLS[ast.unparse(call.func).rpartition(".")[2]]]
 
 
 def _fields(call: ast.Call) -> Iterator[str]:
-    for one in call.keywords:
-        if one.arg == "extra":
-            yield from re.findall(r"'(\w+)':", ast.unparse(one.value).removeprefix("{'fields':"))
-        elif one.arg not in {None, "level", "traceback", "per", "exc_info"}:
-            yield str(one.arg)
+    for keyword in call.keywords:
+        if keyword.arg == "extra":
+            yield from re.findall(
+                r"'(\w+)':", ast.unparse(keyword.value).removeprefix("{'fields':")
+            )
+        elif keyword.arg not in {None, "level", "traceback", "per", "exc_info"}:
+            yield str(keyword.arg)

@@ -90,7 +90,7 @@ def said(home: Path, *words: str) -> str:
 def newest(home: Path) -> int:
     """The newest committed step."""
     steps = json.loads(said(home, "steps", "--json") or '{"steps": []}')["steps"]
-    return max((one["step"] for one in steps if one["committed"]), default=-1)
+    return max((step["step"] for step in steps if step["committed"]), default=-1)
 
 
 def worker_of(pid: int) -> int:
@@ -144,8 +144,8 @@ def page(home: Path, scheme: str) -> bytes:
             )
             driver.get(url)
             shown = WebDriverWait(driver, 30)
-            shown.until(lambda one: one.find_element(By.LINK_TEXT, "gpt")).click()
-            shown.until(lambda one: one.find_element(By.CSS_SELECTOR, "#chart-steps canvas"))
+            shown.until(lambda driver: driver.find_element(By.LINK_TEXT, "gpt")).click()
+            shown.until(lambda driver: driver.find_element(By.CSS_SELECTOR, "#chart-steps canvas"))
             png = Image.open(io.BytesIO(driver.get_screenshot_as_png()))
         finally:
             driver.quit()

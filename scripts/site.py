@@ -67,7 +67,7 @@ def states(module: ModuleType, table: Any) -> str:
     while following:
         way.append(following)
         after = (row.after for row in table if following in row.states.split(", "))
-        following = next((one for one in after if not {*way} & {*one.split(", ")}), "")
+        following = next((state for state in after if not {*way} & {*state.split(", ")}), "")
     said = (module.__doc__ or "").partition("\n\n")[2]
     rows = (f"| {row.states} | {row.event} | {row.after} | `{row.where}` |" for row in table)
     head = "| state | event | next | in the code |\n| --- | --- | --- | --- |"
@@ -96,7 +96,9 @@ def on_page_content(html: str, *, page: Any, **_: Any) -> None:
 def on_post_build(config: Any, **_: Any) -> None:
     """Refuse a site that asks another host for anything."""
     site = Path(config["site_dir"])
-    for path in [one for kind in ("html", "css", "svg") for one in sorted(site.rglob(f"*.{kind}"))]:
+    for path in [
+        path for kind in ("html", "css", "svg") for path in sorted(site.rglob(f"*.{kind}"))
+    ]:
         for found in LOADED.findall(path.read_text()):
             log.warning("%s asks another host: %s", path.relative_to(site), found)
 

@@ -66,10 +66,10 @@ def entered() -> dict[str, list[str]]:
             windows = json.loads((home / "windows").read_text())
             return {role: _in_each(home / role, windows) for role in (TRAINER, SIDECAR)}
         finally:
-            for one in started:
-                if one.poll() is None:
-                    one.kill()
-                    one.wait()
+            for process in started:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
 
 
 def _in_each(calls: Path, windows: list[tuple[float, float]]) -> list[str]:

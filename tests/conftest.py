@@ -51,13 +51,13 @@ def sidecars(memory_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Sidecar
     made: list[SidecarProcess] = []
 
     def make(run: str = "run", *, memory: Path | None = None) -> SidecarProcess:
-        one = SidecarProcess(run, memory or memory_dir, tmp_path / "volume", tmp_path / "log")
-        made.append(one)
-        return one
+        process = SidecarProcess(run, memory or memory_dir, tmp_path / "volume", tmp_path / "log")
+        made.append(process)
+        return process
 
     yield make
-    for one in made:
-        one.end()
+    for process in made:
+        process.end()
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def sidecar(
     sidecars: Callable[..., SidecarProcess], monkeypatch: pytest.MonkeyPatch
 ) -> SidecarProcess:
     """A running sidecar, whose socket is in KEEPSTEP_SOCKET."""
-    one = sidecars().start()
-    monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
-    return one
+    process = sidecars().start()
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(process.socket))
+    return process
 
 
 @pytest.fixture

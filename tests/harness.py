@@ -104,7 +104,9 @@ def files_below(directory: Path, *endings: str) -> list[Path]:
 def matching(directory: Path, *patterns: str) -> list[Path]:
     """What matches one of these patterns below `directory`, while other processes make and remove
     directories there."""
-    return [directory / name for one in patterns for name in glob.glob(one, root_dir=directory)]
+    return [
+        directory / name for pattern in patterns for name in glob.glob(pattern, root_dir=directory)
+    ]
 
 
 def flip(path: Path, at: int) -> None:

@@ -116,7 +116,7 @@ class Process:
         self._server.connect(_server(modules))
         asked = [self._words, {**(os.environ if env is None else env)}, str(cwd or os.getcwd())]
         with open(os.devnull) as nothing:
-            files = [one.fileno() for one in (nothing, stdout, stdout)]
+            files = [stream.fileno() for stream in (nothing, stdout, stdout)]
             socket.send_fds(self._server, [json.dumps(asked).encode()], files)
         self.pid = int(self._server.recv(64))
 
@@ -280,7 +280,7 @@ def _become(words: list[str]) -> None:
     if "keepstep_sidecar.volume.files" in sys.modules:
         sys.modules["keepstep_sidecar.volume.files"].arm_from_environment()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [one for one in paths if one and one not in sys.path]
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     words = words[words[0] == "-u" :]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main

@@ -306,7 +306,7 @@ def test_a_pod_that_comes_while_its_directory_is_removed_gets_a_new_one(
     assert _clean(run) == 4
     (pod,) = seen
     assert pod.wait(timeout=10.0) == 0
-    assert [one.name for one in run.iterdir()] == ["0"]
+    assert [path.name for path in run.iterdir()] == ["0"]
     assert list((run / "0").iterdir()) == []
 
 

@@ -84,7 +84,7 @@ def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, 
     slot = staged(make_layout(rank=1, world=2, parameters=parameters), step)
     volume = Volume(directory / RUN, run=RUN)
     volume.write(slot.view, slot.layout, slot.control)
-    (found,) = (one for one in volume.scan().shards if one.step_id == slot.id)
+    (found,) = (shard for shard in volume.scan().shards if shard.step_id == slot.id)
     volume.close()
     return slot, found
 
@@ -116,7 +116,7 @@ async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_ask
     async with running(node), serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((Peer(node_rank=0, address=node.address),), agents=agents)
         seen = await tier.look()
-        assert {one.step_id for one in seen.shards} == {found.step_id, own.step_id}
+        assert {shard.step_id for shard in seen.shards} == {found.step_id, own.step_id}
         assert tier.status().where == "no buddy"
 
 
@@ -207,7 +207,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_a
         durable(again.remote_tier, new)
         await until(lambda: again.remote_tier.status().trouble, what="it is refused")
         seen = await again.remote_tier.look()
-        assert [(one.step_id.step, one.rank) for one in seen.shards] == [(4, 0), (5, 0)]
+        assert [(shard.step_id.step, shard.rank) for shard in seen.shards] == [(4, 0), (5, 0)]
     assert _files(tmp_path / "host") == before
 
 
@@ -251,7 +251,7 @@ async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
         volume.close()
         _, second = write(left, 6)
         seen = await tier.look()
-        assert [one.step_id for one in seen.shards] == [first.step_id, second.step_id]
+        assert [shard.step_id for shard in seen.shards] == [first.step_id, second.step_id]
 
 
 async def test_many_connections_leave_no_descriptors(
@@ -269,4 +269,4 @@ async def test_many_connections_leave_no_descriptors(
 
 
 def _files(directory: Path) -> dict[str, int]:
-    return {str(one): one.stat().st_mtime_ns for one in sorted(directory.rglob("*"))}
+    return {str(path): path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}

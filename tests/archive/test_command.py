@@ -45,7 +45,7 @@ def test_ls_shows_steps_and_names_what_is_wrong(keepstep: Keepstep, archived: Pa
     assert "damaged" in shown
     assert "rank-00001-of-00002.safetensors is missing" in shown
     steps = keepstep.json("archive", "ls", "--archive", str(archived), "--run", RUN)["steps"]
-    assert [(one["step"], one["complete"]) for one in steps] == [(10, False), (20, True)]
+    assert [(step["step"], step["complete"]) for step in steps] == [(10, False), (20, True)]
 
 
 def test_ls_removes_no_file_of_a_writer(keepstep: Keepstep, archived: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
     run = ("run", "--archive", str(archive_dir), "--archive-every", "2", "--", warm.python())
     assert "from None" in keepstep(*run, script, "7", "-1").stdout
     steps = keepstep.json("archive", "ls", "--archive", str(archive_dir))["steps"]
-    assert [one["step"] for one in steps if one["complete"]][-1] == 6
+    assert [step["step"] for step in steps if step["complete"]][-1] == 6
     keepstep("stop", code=None)
     shutil.rmtree(keepstep.directory)
     assert "from 6" in keepstep(*run, script, "9", "-1").stdout
@@ -148,7 +148,7 @@ def test_a_step_that_somebody_waits_for_is_archived_though_it_is_not_due(
     run = ("run", "--archive", str(archive_dir), "--archive-every", "500", "--", warm.python())
     keepstep(*run, script, "3", "-1")
     steps = keepstep.json("archive", "ls", "--archive", str(archive_dir))["steps"]
-    assert [one["step"] for one in steps if one["complete"]] == [0, 2]
+    assert [step["step"] for step in steps if step["complete"]] == [0, 2]
 
 
 CLOSE = "\ncheckpointer.close()"

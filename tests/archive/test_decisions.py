@@ -60,9 +60,9 @@ def files(*names: str, age_s: float = 2 * ABANDONED_S) -> dict[str, Stored]:
 def gone(
     steps: Collection[ArchivedStep], policy: Retention, pinned: Collection[StepId] = ()
 ) -> list[StepId]:
-    survey = Survey(steps=tuple(sorted(steps, key=lambda one: one.id)))
+    survey = Survey(steps=tuple(sorted(steps, key=lambda step: step.id)))
     policy = replace(policy, pinned=frozenset(pinned))
-    return [one.id for one in expired(survey, policy, epochs=(), now=NOW)]
+    return [step.id for step in expired(survey, policy, epochs=(), now=NOW)]
 
 
 @given(

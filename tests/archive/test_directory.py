@@ -50,7 +50,7 @@ async def test_a_committed_step_is_archived_with_its_record_last(
         status = remote_tier.status()
     assert held.answer is Answer.STEPS
     assert held.complete == {step_id(10)}
-    assert [(one.rank, one.world, one.root) for one in held.shards] == [
+    assert [(shard.rank, shard.world, shard.root) for shard in held.shards] == [
         (rank, 2, shards[rank].root) for rank in range(2)
     ]
     assert held.epochs == (EPOCH,)
@@ -94,19 +94,19 @@ async def test_the_first_commit_after_one_that_was_due_and_left_out_is_sent_at_t
 async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path) -> None:
     shards = write_step(local, 10)
     async with (
-        running(config(archive_dir)) as one,
+        running(config(archive_dir)) as tier,
         running(config(archive_dir)) as other,
     ):
-        committed(one, step_id(10), [shards[0]])
+        committed(tier, step_id(10), [shards[0]])
         await until(lambda: matching(archive_dir, "*/*/*.safetensors"))
-        assert not await one.drain(timeout_s=0.3)
+        assert not await tier.drain(timeout_s=0.3)
         held = await other.look()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         assert "in part only" in held.reason
         committed(other, step_id(10), [shards[1]])
-        assert await one.drain(timeout_s=10)
+        assert await tier.drain(timeout_s=10)
         assert await other.drain(timeout_s=10)
-        assert (await one.look()).complete == {step_id(10)}
+        assert (await tier.look()).complete == {step_id(10)}
 
 
 async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
@@ -294,8 +294,8 @@ async def test_directories_deeper_than_those_of_steps_are_not_walked(
         (step / "a" / "b").mkdir(parents=True)
         (step / "a" / "file").touch()
         store = DirectoryStore(archive_dir)
-        below = [one.name for one in await store.list_below("")]
-        assert below == [one.name for one in await store.list_below(RUN)]
+        below = [entry.name for entry in await store.list_below("")]
+        assert below == [entry.name for entry in await store.list_below(RUN)]
         assert below == [f"{RUN}/{step.name}/{name}" for name in sorted(os.listdir(step))[1:]]
         assert await store.list_below(f"{RUN}/{step.name}") == await store.list_below(RUN)
         assert (await remote_tier.look()).complete == {step_id(10)}

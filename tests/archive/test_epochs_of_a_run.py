@@ -52,7 +52,7 @@ def test_what_such_a_pod_has_archived_can_be_restored_by_every_later_job(tmp_pat
     archived(tmp_path, StepId(THIRD.id, 2000), THIRD)
     found = survey(tmp_path)
     assert found.conflict == ""
-    assert [one.id.step for one in found.complete] == [1000, 2000]
+    assert [step.id.step for step in found.complete] == [1000, 2000]
 
 
 @pytest.mark.parametrize("own", [(STRANGER,), (STRANGER, SECOND)], ids=["began", "went on"])

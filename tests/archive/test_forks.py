@@ -39,8 +39,8 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
     ancestor = AncestorTier(store, parse_restore_from(f"{RUN}/10"), run="second")
     found = await ancestor.look()
     assert (found.answer, found.epochs) == (Answer.STEPS, ())
-    assert {one.step_id for one in found.shards} == ancestor.ids == {step_id(10)}
-    assert {(one.rank, one.world, one.tier) for one in found.shards} == {
+    assert {shard.step_id for shard in found.shards} == ancestor.ids == {step_id(10)}
+    assert {(shard.rank, shard.world, shard.tier) for shard in found.shards} == {
         (0, 2, Tier.ARCHIVE),
         (1, 2, Tier.ARCHIVE),
     }

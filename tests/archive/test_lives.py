@@ -30,8 +30,8 @@ def trained(config: ArchiveConfig, check: Callable[[Store], Awaitable[None]]) ->
 
     async def work() -> None:
         store, life = open_store(config), [OTHER]
-        one = Lives(store, RUN)
-        keeping = asyncio.ensure_future(one.keep(lambda: next(iter(life), None), tuple))
+        line = Lives(store, RUN)
+        keeping = asyncio.ensure_future(line.keep(lambda: next(iter(life), None), tuple))
         surveyor = Surveyor(store, RUN)
         try:
 

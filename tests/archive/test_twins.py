@@ -37,7 +37,7 @@ def replica(rank: int, step: int, *, world: int = WORLD, own: Iterable[int] = ()
     for `own`; the extras are the rank's."""
     values = CHUNKS * CHUNK_BYTES // 4 - 100_000
     tensors = [TensorSpec("model.weight", "F32", (values,), Section.PARAMS)]
-    twins = [one for one in range(world) if one != rank]
+    twins = [twin for twin in range(world) if twin != rank]
     extras = 5000 * (1 + rank)  # no two images are of one size
     layout = Layout.build(
         tensors, rank=rank, world=world, twins=twins, extras_capacity_bytes=extras
@@ -69,7 +69,7 @@ def write_replicas(volume: Volume, step: int, **image: Any) -> dict[int, LocalSh
     for rank in range(WORLD):
         slot = replica(rank, step, **image)
         volume.write(slot.view, slot.layout, slot.control)
-    return {one.rank: one for one in volume.scan().shards if one.step_id.step == step}
+    return {shard.rank: shard for shard in volume.scan().shards if shard.step_id.step == step}
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Library:
 
     def lint(self, values: Object) -> None:
         report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
-        bad = [one for one in report["messages"] if one["severity"] > _INFO]
+        bad = [message for message in report["messages"] if message["severity"] > _INFO]
         if bad or report["errors"]:
             raise Refused(f"{bad} {report['errors']}")
 
@@ -109,7 +109,9 @@ class Chart:
         key = json.dumps([values or {}, release, namespace])
         if key not in self._rendered:
             text = self._helm.template(dict(values or {}), release=release, namespace=namespace)
-            self._rendered[key] = [one for one in yaml.load_all(text, yaml.CSafeLoader) if one]
+            self._rendered[key] = [
+                document for document in yaml.load_all(text, yaml.CSafeLoader) if document
+            ]
         return self._rendered[key]
 
     def lint(self, values: Mapping[str, Any] | None = None) -> None:
@@ -119,26 +121,26 @@ class Chart:
 
 def of_kind(objects: list[Object], kind: str) -> dict[str, Object]:
     """Objects of a kind by name."""
-    return {one["metadata"]["name"]: one for one in objects if one["kind"] == kind}
+    return {body["metadata"]["name"]: body for body in objects if body["kind"] == kind}
 
 
-def is_hook(one: Object) -> bool:
-    return "helm.sh/hook" in (one["metadata"].get("annotations") or {})
+def is_hook(body: Object) -> bool:
+    return "helm.sh/hook" in (body["metadata"].get("annotations") or {})
 
 
 def pod_specs(objects: list[Object]) -> Iterator[tuple[str, Object]]:
     """(name, pod spec) of everything that runs."""
-    for one in objects:
-        if one["kind"] in ("Deployment", "StatefulSet"):
-            yield one["metadata"]["name"], one["spec"]["template"]["spec"]
-        elif one["kind"] == "Pod":
-            yield one["metadata"]["name"], one["spec"]
+    for body in objects:
+        if body["kind"] in ("Deployment", "StatefulSet"):
+            yield body["metadata"]["name"], body["spec"]["template"]["spec"]
+        elif body["kind"] == "Pod":
+            yield body["metadata"]["name"], body["spec"]
 
 
 def crds() -> dict[str, Object]:
     """crds/ by kind."""
     loaded = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").glob("*.yaml"))]
-    return {one["spec"]["names"]["kind"]: one for one in loaded}
+    return {crd["spec"]["names"]["kind"]: crd for crd in loaded}
 
 
 def schema_of(crd: Object) -> Object:

@@ -10,23 +10,26 @@ from tests.chart.charts import Object
 def filled(value: Any, schema: Object) -> Any:
     """The value with defaults filled in."""
     if isinstance(value, list):
-        return [filled(one, schema["items"]) for one in value]
+        return [filled(item, schema["items"]) for item in value]
     if not isinstance(value, dict):
         return value
     known = schema.get("properties", {})
     given = {name: inner["default"] for name, inner in known.items() if "default" in inner} | value
-    return {name: filled(one, known[name]) if name in known else one for name, one in given.items()}
+    return {
+        name: filled(value, known[name]) if name in known else value
+        for name, value in given.items()
+    }
 
 
 def json_schema(schema: Object) -> Object:
     """OpenAPI as JSON schema: the CRDs use nothing that differs, but for `format`."""
-    return {name: one for name, one in schema.items() if name not in ("format", "default")}
+    return {name: value for name, value in schema.items() if name not in ("format", "default")}
 
 
 def closed(schema: Object) -> Object:
     """Refuses unknown fields, as `kubectl apply` does."""
     if schema.get("type") == "object" and "properties" in schema:
-        inner = {name: closed(one) for name, one in schema["properties"].items()}
+        inner = {name: closed(inner) for name, inner in schema["properties"].items()}
         return {**schema, "properties": inner, "additionalProperties": False}
     if "items" in schema:
         return {**schema, "items": closed(schema["items"])}

@@ -34,7 +34,7 @@ def test_every_metric_of_an_alert_or_of_the_dashboard_is_made_by_some_process(
     ):
         made |= {family.name for family in registry.collect()}
     dashboard = json.loads((CHART / "files" / "dashboards" / "keepstep.json").read_text())
-    targets = [one for panel in dashboard["panels"] for one in panel.get("targets", ())]
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", ())]
     for asked in (*alerts.values(), *targets):
         used = set(re.findall(r"keepstep_\w+", asked["expr"]))
         assert used

@@ -26,12 +26,12 @@ FIELDS = [
 
 def test_every_string_list_and_map_is_bounded() -> None:
     many = {f"CheckpointRun.status.{name}": 1024 for name in ("holders", "drives")}  # of nodes
-    assert [path for path, one in FIELDS if not _bounded(one, most=many.get(path, 64))] == []
+    assert [path for path, field in FIELDS if not _bounded(field, most=many.get(path, 64))] == []
 
 
 def test_every_schema_has_one_type() -> None:
-    for path, one in FIELDS:
-        assert ("type" in one) != ("x-kubernetes-int-or-string" in one), path
+    for path, field in FIELDS:
+        assert ("type" in field) != ("x-kubernetes-int-or-string" in field), path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +45,7 @@ def test_every_kind_has_status_short_names_columns_and_stays_on_uninstall(kind: 
     assert crd["metadata"]["name"] == f"{crd['spec']['names']['plural']}.keepstep.dev"
     assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert schema_of(crd)["properties"]["metadata"] == {"type": "object"}, "else it is refused"
-    assert all(_resolves(schema_of(crd), one["jsonPath"]) for one in _columns(kind))
+    assert all(_resolves(schema_of(crd), column["jsonPath"]) for column in _columns(kind))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/kubernetes").glob("policy*.yaml")))
@@ -105,17 +105,17 @@ def _resolves(schema: Object, path: str) -> bool:
 def _written(schema: Object) -> Iterator[str]:
     """Paths of msgspec's JSON schema, in the notation and with the names of `walk`."""
 
-    def below(one: Object, path: str) -> Iterator[str]:
-        if "$ref" in one:
-            one = schema["$defs"][one["$ref"].rpartition("/")[2]]
-        for choice in one.get("anyOf", ()):
+    def below(part: Object, path: str) -> Iterator[str]:
+        if "$ref" in part:
+            part = schema["$defs"][part["$ref"].rpartition("/")[2]]
+        for choice in part.get("anyOf", ()):
             yield from below(choice, path)
-        for name, inner in one.get("properties", {}).items():
+        for name, inner in part.get("properties", {}).items():
             first, *more = name.split("_")
             camel = first + "".join(map(str.capitalize, more))
             yield f"{path}.{camel}"
             yield from below(inner, f"{path}.{camel}")
-        if isinstance(one.get("items"), dict):
-            yield from below(one["items"], f"{path}[]")
+        if isinstance(part.get("items"), dict):
+            yield from below(part["items"], f"{path}[]")
 
     yield from below(schema, "")

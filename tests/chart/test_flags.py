@@ -21,7 +21,9 @@ def test_every_argument_is_an_option_of_the_command(chart: Chart, name: str) -> 
     assert command == name
     found = main.cli.get_command(click.Context(main.cli), name)
     assert found is not None
-    filled = [one.replace("$(KEEPSTEP_NAMESPACE)", "keepstep-system") for one in arguments]
+    filled = [
+        argument.replace("$(KEEPSTEP_NAMESPACE)", "keepstep-system") for argument in arguments
+    ]
     context = found.make_context(name, filled)
     if "host_paths" in context.params:
         assert context.params["host_paths"] == ("/mnt/a", "/mnt/b")

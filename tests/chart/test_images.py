@@ -53,7 +53,7 @@ def test_the_packaged_chart_of_a_release_pulls_the_images_of_that_release_by_dig
     with helm_python.Chart.load(tmp_path / "keepstep") as chart:
         rendered = chart.render({}, name="keepstep", namespace="keepstep-system")
     images = set(re.findall(r"(?:image: |--sidecar-image=)(\S+)", "\n".join(rendered.values())))
-    assert {one.strip('"') for one in images} == {
+    assert {image.strip('"') for image in images} == {
         f"ghcr.io/owner/keepstep/{image}@{digest}" for image, digest in digests.items()
     }
 

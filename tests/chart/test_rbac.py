@@ -34,7 +34,7 @@ def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
 
 def test_reconcile_may_read_every_kind_of_job_that_it_knows(chart: Chart) -> None:
     granted = _rendered(chart.render(), "reconcile")
-    readable = {one.resource for one in granted if "get" in one.verbs}
+    readable = {grant.resource for grant in granted if "get" in grant.verbs}
     known = {_named(kind.plural, kind.group) for kind in job_kinds._KINDS}
     assert known - readable == set()
 
@@ -46,9 +46,9 @@ def test_every_component_has_a_service_account_of_its_own(chart: Chart, componen
     assert spec["serviceAccountName"] == name
     assert name in of_kind(plain, "ServiceAccount")
     for kind in ("ClusterRoleBinding", "RoleBinding"):
-        for one in of_kind(plain, kind).values():
-            if one["metadata"]["name"] == name:
-                assert [subject["name"] for subject in one["subjects"]] == [name]
+        for value in of_kind(plain, kind).values():
+            if value["metadata"]["name"] == name:
+                assert [subject["name"] for subject in value["subjects"]] == [name]
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -60,9 +60,11 @@ def test_the_roles_are_bound_to_an_account_of_somebody_else(chart: Chart, compon
     assert dict(pod_specs(objects))[f"keepstep-{component}"]["serviceAccountName"] == "theirs"
     bindings = [*of_kind(objects, "ClusterRoleBinding").values()]
     bindings += of_kind(objects, "RoleBinding").values()
-    bound = [one for one in bindings if one["roleRef"]["name"] == f"keepstep-{component}"]
+    bound = [
+        binding for binding in bindings if binding["roleRef"]["name"] == f"keepstep-{component}"
+    ]
     assert bound
-    assert {subject["name"] for one in bound for subject in one["subjects"]} == {"theirs"}
+    assert {subject["name"] for binding in bound for subject in binding["subjects"]} == {"theirs"}
     with pytest.raises(Refused, match=f"{component}.serviceAccount.name"):
         chart.render(_with_account(component, {"create": False}))
 
@@ -73,8 +75,8 @@ def _with_account(component: str, account: Object) -> Object:
 
 def test_nothing_is_granted_by_wildcard(plain: list[Object]) -> None:
     for kind in ("ClusterRole", "Role"):
-        for one in of_kind(plain, kind).values():
-            for rule in one["rules"]:
+        for value in of_kind(plain, kind).values():
+            for rule in value["rules"]:
                 assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
 
 
@@ -109,7 +111,7 @@ def _rendered(objects: list[Object], component: str) -> set[Grant]:
         ("Role", name, "namespace"),
     )
     for kind, called, scope in places:
-        role = of_kind([one for one in objects if not is_hook(one)], kind).get(called)
+        role = of_kind([body for body in objects if not is_hook(body)], kind).get(called)
         for rule in role["rules"] if role else ():
             (group,) = rule["apiGroups"]
             for resource in rule["resources"]:
@@ -152,14 +154,14 @@ def _named(resource: str, group: str) -> str:
 
 
 def _listed(cell: str) -> frozenset[str]:
-    return frozenset(one.strip() for one in cell.split(",") if one.strip())
+    return frozenset(word.strip() for word in cell.split(",") if word.strip())
 
 
 def test_nobody_may_make_pods(chart: Chart) -> None:
     objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
     roles = [*of_kind(objects, "ClusterRole").values(), *of_kind(objects, "Role").values()]
-    rules = [rule for one in roles if not is_hook(one) for rule in one["rules"]]
-    assert not any("create" in one["verbs"] and "pods" in one["resources"] for one in rules)
+    rules = [rule for role in roles if not is_hook(role) for rule in role["rules"]]
+    assert not any("create" in rule["verbs"] and "pods" in rule["resources"] for rule in rules)
 
 
 def test_agents_are_there_where_directories_of_nodes_are_and_see_whether_runs_exist(

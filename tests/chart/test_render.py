@@ -83,21 +83,21 @@ def test_helm_lint_finds_nothing(chart: Chart, name: str) -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_knows_every_field(rendered: list[Object], version: str) -> None:
-    for one in rendered:
-        if one["kind"] not in OURS | {"CustomResourceDefinition"}:
-            kubernetes_validate.validate(one, version, strict=True)
+    for body in rendered:
+        if body["kind"] not in OURS | {"CustomResourceDefinition"}:
+            kubernetes_validate.validate(body, version, strict=True)
 
 
 def test_every_object_is_labelled_and_namespaced_objects_name_their_namespace(
     rendered: list[Object],
 ) -> None:
-    for one in rendered:
-        labels = one["metadata"].get("labels", {})
-        if one["kind"] == "CustomResourceDefinition":
+    for body in rendered:
+        labels = body["metadata"].get("labels", {})
+        if body["kind"] == "CustomResourceDefinition":
             continue
         assert labels["app.kubernetes.io/name"] == "keepstep"
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
-        assert ("namespace" in one["metadata"]) == (not _cluster_wide(one))
+        assert ("namespace" in body["metadata"]) == (not _cluster_wide(body))
 
 
 def test_every_container_is_restricted(rendered: list[Object]) -> None:
@@ -123,13 +123,13 @@ def test_every_container_is_restricted(rendered: list[Object]) -> None:
 
 def test_selectors_choose_the_pods_that_they_mean(rendered: list[Object]) -> None:
     deployments = of_kind(rendered, "Deployment")
-    for one in (*deployments.values(), *of_kind(rendered, "DaemonSet").values()):
-        chosen = one["spec"]["selector"]["matchLabels"]
-        assert chosen.items() <= one["spec"]["template"]["metadata"]["labels"].items()
-    for one in of_kind(rendered, "Service").values():
-        behind = [d for d in deployments.values() if _selects(one["spec"]["selector"], d)]
+    for body in (*deployments.values(), *of_kind(rendered, "DaemonSet").values()):
+        chosen = body["spec"]["selector"]["matchLabels"]
+        assert chosen.items() <= body["spec"]["template"]["metadata"]["labels"].items()
+    for value in of_kind(rendered, "Service").values():
+        behind = [d for d in deployments.values() if _selects(value["spec"]["selector"], d)]
         assert behind
-        for port in one["spec"]["ports"]:
+        for port in value["spec"]["ports"]:
             assert all(port["targetPort"] in _port_names(d) for d in behind)
 
 
@@ -160,7 +160,7 @@ def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
     expected = ["keepstep-admission-tls", "keepstep-peers-ca", "keepstep-peers-ca"]
     assert sorted(secrets) == expected
     admission = dict(pod_specs(plain))["keepstep-admission"]["volumes"]
-    (reports,) = [one["secret"] for one in admission if one["name"] == "reports"]
+    (reports,) = [volume["secret"] for volume in admission if volume["name"] == "reports"]
     assert reports["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "no key of the authority"
 
 
@@ -217,17 +217,17 @@ def test_what_serves_on_a_node_writes_nowhere_and_what_cleans_listens_nowhere(ch
     assert serve["command"] == ["keepstep-sidecar", "agent", "serve"]
     assert serve["securityContext"]["runAsUser"] == 65532
     assert serve["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert all(one["readOnly"] for one in serve["volumeMounts"])
-    assert "api" not in {one["name"] for one in serve["volumeMounts"]}
+    assert all(mount["readOnly"] for mount in serve["volumeMounts"])
+    assert "api" not in {mount["name"] for mount in serve["volumeMounts"]}
     assert clean["command"] == ["keepstep-sidecar", "agent", "clean"]
     assert "ports" not in clean
     assert clean["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]}
-    for one in agent["containers"]:
-        assert one["securityContext"]["readOnlyRootFilesystem"]
-        assert not one["securityContext"]["allowPrivilegeEscalation"]
-        assert [at for at in one["args"] if at.startswith("/")] == ["/host/0", "/host/1"]
+    for container in agent["containers"]:
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
+        assert [at for at in container["args"] if at.startswith("/")] == ["/host/0", "/host/1"]
     assert "--after=3600" in clean["args"]
-    paths = [one["hostPath"]["path"] for one in agent["volumes"] if "hostPath" in one]
+    paths = [volume["hostPath"]["path"] for volume in agent["volumes"] if "hostPath" in volume]
     assert paths == EVERYTHING["hostPaths"]
     assert (agent["priorityClassName"], agent["nodeSelector"]) == (
         "system-node-critical",
@@ -241,9 +241,9 @@ def test_what_goes_out_is_the_api_server_and_dns(chart: Chart) -> None:
     objects = chart.render({"networkPolicy": {"egress": {"enabled": True}}})
     policies = of_kind(objects, "NetworkPolicy")
     assert len(policies) == 3
-    for one in policies.values():
-        assert one["spec"]["policyTypes"] == ["Egress"]
-        ports = [port["port"] for rule in one["spec"]["egress"] for port in rule["ports"]]
+    for policy in policies.values():
+        assert policy["spec"]["policyTypes"] == ["Egress"]
+        ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
         assert ports == [443, 6443, 53, 53]
     (narrow, _) = of_kind(chart.render(EVERYTHING), "NetworkPolicy")["keepstep-admission"]["spec"][
         "egress"
@@ -259,9 +259,9 @@ def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: C
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     assert [rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]] == [26741, 26740]
     out = [
-        one["spec"]["egress"]
-        for one in of_kind(chart.render(EVERYTHING), "NetworkPolicy").values()
-        if one["metadata"]["namespace"] in ("ml", "vision")
+        value["spec"]["egress"]
+        for value in of_kind(chart.render(EVERYTHING), "NetworkPolicy").values()
+        if value["metadata"]["namespace"] in ("ml", "vision")
     ]
     assert [rule["ports"][0]["port"] for rule in out[0]] == [26741, 9444, 53]
 
@@ -269,14 +269,14 @@ def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: C
 def test_the_crds_of_the_release_are_those_of_the_repository(plain: list[Object]) -> None:
     files = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
     assert of_kind(plain, "CustomResourceDefinition") == {
-        one["metadata"]["name"]: one for one in files
+        file["metadata"]["name"]: file for file in files
     }
 
 
 def test_options_are_off_unless_asked_for(chart: Chart, plain: list[Object]) -> None:
     options = {"NetworkPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
-    assert not options & {one["kind"] for one in plain}
-    assert options <= {one["kind"] for one in chart.render(EVERYTHING)}
+    assert not options & {body["kind"] for body in plain}
+    assert options <= {body["kind"] for body in chart.render(EVERYTHING)}
 
 
 def _left_out(webhook: Object) -> set[str]:
@@ -295,8 +295,8 @@ def _port_names(deployment: Object) -> set[str]:
     return {port["name"] for port in container["ports"]}
 
 
-def _cluster_wide(one: Object) -> bool:
-    return one["kind"] in {
+def _cluster_wide(body: Object) -> bool:
+    return body["kind"] in {
         "ClusterRole",
         "ClusterRoleBinding",
         "MutatingWebhookConfiguration",
@@ -306,7 +306,9 @@ def _cluster_wide(one: Object) -> bool:
 
 def test_reconcile_leaves_a_node_that_is_lost_within_half_a_minute(plain: list[Object]) -> None:
     spec = of_kind(plain, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
-    left_after_s = {one["key"]: one["tolerationSeconds"] for one in spec["tolerations"]}
+    left_after_s = {
+        toleration["key"]: toleration["tolerationSeconds"] for toleration in spec["tolerations"]
+    }
     assert left_after_s == {
         "node.kubernetes.io/not-ready": 30,
         "node.kubernetes.io/unreachable": 30,

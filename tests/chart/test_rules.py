@@ -70,8 +70,8 @@ def _quantity(text: Any) -> celtypes.IntType:
     return celtypes.IntType(parse_millicores(str(text)))
 
 
-def _compare(one: celtypes.IntType, other: celtypes.IntType) -> celtypes.IntType:
-    return celtypes.IntType((one > other) - (one < other))
+def _compare(first: celtypes.IntType, other: celtypes.IntType) -> celtypes.IntType:
+    return celtypes.IntType((first > other) - (first < other))
 
 
 FUNCTIONS: dict[str, Any] = {"quantity": _quantity, "compareTo": _compare}
@@ -94,7 +94,7 @@ ONLY_HERE: list[Object] = [
 
 @pytest.mark.parametrize(
     "change",
-    [*ONLY_HERE, *(one for one, told in WRONG if not any(word in told for word in BEYOND_CEL))],
+    [*ONLY_HERE, *(spec for spec, told in WRONG if not any(word in told for word in BEYOND_CEL))],
     ids=str,
 )
 def test_a_policy_that_cannot_work_is_refused(change: Object) -> None:
@@ -132,5 +132,5 @@ def _broken_rules(value: Any, schema: Object) -> Iterator[str]:
         for name, inner in schema.get("properties", {}).items():
             if name in value:
                 yield from _broken_rules(value[name], inner)
-    for one in value if isinstance(value, list) else ():
-        yield from _broken_rules(one, schema["items"])
+    for item in value if isinstance(value, list) else ():
+        yield from _broken_rules(item, schema["items"])

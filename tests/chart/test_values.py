@@ -45,7 +45,9 @@ def test_a_host_path_must_be_an_absolute_plain_directory(path: str) -> None:
 
 def _over(values: Object, changes: Object) -> Object:
     merged = dict(values)
-    for name, one in changes.items():
+    for name, change in changes.items():
         old = merged.get(name)
-        merged[name] = _over(old, one) if isinstance(old, dict) and isinstance(one, dict) else one
+        merged[name] = (
+            _over(old, change) if isinstance(old, dict) and isinstance(change, dict) else change
+        )
     return merged

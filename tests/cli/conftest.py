@@ -98,11 +98,11 @@ class Keepstep:
         return [process for process in psutil.process_iter() if _marked(process, str(self.home))]
 
     def sidecars(self) -> list[psutil.Process]:
-        return [one for one in self.family() if "keepstep_sidecar" in words_of(one)]
+        return [process for process in self.family() if "keepstep_sidecar" in words_of(process)]
 
     def sidecar(self) -> psutil.Process:
-        (one,) = self.sidecars()
-        return one
+        (sidecar,) = self.sidecars()
+        return sidecar
 
     def end(self) -> None:
         for process in self.family():

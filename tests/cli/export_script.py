@@ -64,8 +64,8 @@ for step in range(at.step + 1 if at else 0, STEPS):
     checkpointer.save(step)
 checkpointer.close()
 whole = {
-    name: (one.full_tensor() if isinstance(one, DTensor) else one).clone()
-    for name, one in plain.state_dict().items()
+    name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    for name, tensor in plain.state_dict().items()
 }
 if int(os.environ.get("RANK", "0")) == 0:
     torch.save(whole, "trained.pt")

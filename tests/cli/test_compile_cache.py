@@ -137,11 +137,11 @@ def test_ranks_that_compile_at_once_and_are_killed_leave_caches_that_are_right(
         assert process.wait(240) == 0
     assert not list(keepstep.home.glob("told-?-0-*")), "the first life died while it compiled"
     for rank in range(2):
-        told = [json.loads(one.read_text()) for one in keepstep.home.glob(f"told-{rank}-*")]
-        losses = {(one["life"], one["step"]): one["loss"] for one in told}
+        told = [json.loads(path.read_text()) for path in keepstep.home.glob(f"told-{rank}-*")]
+        losses = {(line["life"], line["step"]): line["loss"] for line in told}
         assert sorted(losses) == [(1, 0), (1, 1), (2, 2), (2, 3)]
         assert [losses[at] for at in sorted(losses)] == undisturbed(rank)
-        last = next(one for one in told if (one["life"], one["step"]) == (2, 3))
+        last = next(line for line in told if (line["life"], line["step"]) == (2, 3))
         assert last["fxgraph_cache_hit"] > 0
         assert "fxgraph_cache_miss" not in last
 
@@ -202,7 +202,7 @@ def test_caches_that_came_with_a_copied_directory_are_not_used(keepstep: Keepste
     ours = cache(keepstep)
     assert ours.parent == kept
     assert ours.name != theirs.name
-    assert [one.name for one in kept.iterdir() if one.is_dir()] == [ours.name]
+    assert [path.name for path in kept.iterdir() if path.is_dir()] == [ours.name]
     assert not list(ours.rglob("planted.so"))
 
 
@@ -244,7 +244,7 @@ def test_a_cache_that_others_may_write_to_is_refused(keepstep: Keepstep) -> None
 def test_a_run_without_steps_keeps_no_caches(keepstep: Keepstep) -> None:
     keepstep("run", "--", PYTHON, keepstep.script("train.py", TRAIN), "2", "-1")
     kept = keepstep.directory / "train" / "compile-cache"
-    steps = [one["id"] for one in keepstep.json("steps")["steps"]]
+    steps = [step["id"] for step in keepstep.json("steps")["steps"]]
     assert len(steps) > 1
     keepstep("rm", "--yes", *steps[:-1])
     assert kept.exists()

@@ -46,7 +46,7 @@ checkpointer.close()
 
 def lives(text: str) -> list[int | None]:
     said = [line.removeprefix("from ") for line in text.splitlines() if line.startswith("from ")]
-    return [None if one == "None" else int(one) for one in said]
+    return [None if word == "None" else int(word) for word in said]
 
 
 @pytest.mark.parametrize("how", ["nan", "error"])
@@ -76,9 +76,9 @@ def test_what_is_suspect_outlives_the_sidecar_is_shown_and_a_person_may_say_othe
     keepstep("stop")
     assert lives(keepstep("run", *train, "120", code=1).stdout) == [BAD]
     for _ in range(2):  # as the sidecar says it, and without one
-        steps = {one["step"]: one for one in keepstep.json("steps")["steps"]}
-        proven = [number for number, one in steps.items() if one["proven"]]
-        assert [number for number, one in steps.items() if one["suspect"]] == [BAD]
+        steps = {step["step"]: step for step in keepstep.json("steps")["steps"]}
+        proven = [number for number, step in steps.items() if step["proven"]]
+        assert [number for number, step in steps.items() if step["suspect"]] == [BAD]
         assert proven
         assert max(proven) <= BAD - 20
         keepstep("stop")
@@ -87,4 +87,4 @@ def test_what_is_suspect_outlives_the_sidecar_is_shown_and_a_person_may_say_othe
     assert "are suspect: the script failed twice" in keepstep("status").stdout
     assert lives(keepstep("run", *train, "120").stdout) == [max(proven)]
     healthy = keepstep.json("steps")["steps"]
-    assert not any(one["suspect"] for one in healthy)
+    assert not any(step["suspect"] for step in healthy)

@@ -35,7 +35,7 @@ def mounted(place: Path, kind: str, options: str) -> Iterator[Path]:
 def looked_at(place: Path, need: Need = UNKNOWN, **options: Any) -> dict[str, Finding]:
     settings: dict[str, Any] = {"volumes": 1, "probe_bytes": 16 * MIB, "clock": lambda: 0.0}
     found = machine.drive(place, need, **{**settings, **options})
-    return {one.name.partition(" ")[0]: one for one in found}
+    return {finding.name.partition(" ")[0]: finding for finding in found}
 
 
 def test_a_machine_that_is_well_passes_and_nothing_is_left(
@@ -46,7 +46,7 @@ def test_a_machine_that_is_well_passes_and_nothing_is_left(
     words = ("doctor", "--volume", str(place), "--state", "1Mi", "--probe-size", "16Mi")
     told = keepstep.json(*words)
     assert told["ok"]
-    names = {one["name"].partition(" ")[0] for one in told["checks"]}
+    names = {check["name"].partition(" ")[0] for check in told["checks"]}
     memory = {"shared", "huge", "memlock", "RemoveIPC"}
     assert names == {"python", "torch", "keepstep", "space", "O_DIRECT", "speed", *memory}
     assert not list(place.iterdir())
@@ -65,7 +65,7 @@ def test_what_would_fail_is_exit_code_1_and_said(keepstep: Keepstep) -> None:
 
 def test_a_state_is_compared_with_what_is_there(keepstep: Keepstep) -> None:
     checks = keepstep.json("doctor", "--state", "1Mi", "--probe-size", "8Mi")["checks"]
-    found = {one["name"].partition(" ")[0]: one["found"] for one in checks}
+    found = {check["name"].partition(" ")[0]: check["found"] for check in checks}
     assert "needed" in found["shared"]
     assert "needed" in found["space"]
     assert "a step of all ranks" in found["speed"]
@@ -106,7 +106,7 @@ def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> N
 
 def test_what_logind_would_remove(tmp_path: Path) -> None:
     """For a user that people log in as; whichever has an account here."""
-    user = next((one for one in pwd.getpwall() if one.pw_uid >= 1000), None)
+    user = next((user for user in pwd.getpwall() if user.pw_uid >= 1000), None)
     uid = 4321 if user is None else user.pw_uid
     etc = tmp_path / "etc/systemd"
 

@@ -64,9 +64,9 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
+def assert_equal(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == other.keys()
+    for name, tensor in first.items():
         assert tensor.dtype == other[name].dtype, name
         assert torch.equal(tensor, other[name]), name
 
@@ -106,8 +106,8 @@ def test_any_world_and_layout_is_one_model(
 def test_bf16_is_what_torch_makes_of_it(alone: Keepstep, tmp_path: Path) -> None:
     alone("export", "latest", "--to", str(tmp_path / "out"), "--dtype", "bf16")
     expected = {
-        name: one.to(torch.bfloat16) if one.is_floating_point() else one
-        for name, one in trained(alone).items()
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in trained(alone).items()
     }
     assert_equal(load(tmp_path / "out"), expected)
 
@@ -185,7 +185,7 @@ def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_a
     said = keepstep("export", "0", "--to", "out", code=2).stderr
     assert "ranks have values of their own in bias, long, uneven;" in said
     assert "--lowest-rank" in said
-    assert not [one for one in keepstep.home.iterdir() if "out" in one.name]
+    assert not [path for path in keepstep.home.iterdir() if "out" in path.name]
 
     told = keepstep.json("export", "0", "--to", "out", "--lowest-rank")
     assert told["own"] == ["bias", "long", "uneven"]
@@ -202,7 +202,7 @@ def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:
     said = copied_alone("export", "5", "--to", "out", code=1).stderr
     assert "is damaged" in said
     assert shard.name in said
-    assert not [one for one in copied_alone.home.iterdir() if "out" in one.name]
+    assert not [path for path in copied_alone.home.iterdir() if "out" in path.name]
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_memory_does_not_grow_with_the_model(keepstep: Keepstep, alone: Keepstep
     large = peak(keepstep.home, "--to", "large", "--shard-size", "200MB")
     assert large - small < 128 << 20
     loaded = load(keepstep.home / "large")
-    assert all(bool((one == float(name)).all()) for name, one in loaded.items())
+    assert all(bool((tensor == float(name)).all()) for name, tensor in loaded.items())
     assert len(loaded) == 12
 
 

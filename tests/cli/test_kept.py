@@ -71,11 +71,11 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
     keepstep(*run, "train.py", "6", "3", code=137)
 
     def archived() -> list[Any]:
-        return [one for one in keepstep.json("steps")["steps"] if "archive" in one["tiers"]]
+        return [step for step in keepstep.json("steps")["steps"] if "archive" in step["tiers"]]
 
-    eventually(lambda: 2 in [one["step"] for one in archived()], within_s=30, every_s=0.3)
+    eventually(lambda: 2 in [step_row["step"] for step_row in archived()], within_s=30, every_s=0.3)
     # where a step that was due was left out, the one after it is there, too
-    step = next(one for one in archived() if one["step"] == 2)
+    step = next(step_row for step_row in archived() if step_row["step"] == 2)
     assert (step["ranks_by_tier"]["archive"], "peer" in step["tiers"]) == ([0], False)
     assert step["tiers"][-1] == "archive"
     shown = keepstep("steps").stdout
@@ -83,7 +83,7 @@ def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) 
     assert "PEER" not in shown, "there is none"
 
     tiers = keepstep.json("status")["sidecar"]["tiers"]
-    assert [(tier, one["backlog"]) for tier, one in tiers.items()] == [("archive", 0)]
+    assert [(tier, status["backlog"]) for tier, status in tiers.items()] == [("archive", 0)]
     assert tiers["archive"]["sent"] == len(archived())
     (row,) = _rows(keepstep("status").stdout, "archive")
     assert str(archive) in row
@@ -140,7 +140,9 @@ def test_inspect_shows_control_page_layout_sections_and_tensors(trained: Keepste
     assert document["control"]["run"] == "train"
     assert document["control"]["step"] == 5
     assert document["layout"]["bytes"] == path.stat().st_size
-    weight = next(one for one in document["tensors"] if one["name"].endswith("model.weight"))
+    weight = next(
+        tensor for tensor in document["tensors"] if tensor["name"].endswith("model.weight")
+    )
     assert (weight["dtype"], weight["shape"], weight["section"]) == ("F32", [64, 64], "params")
     shown = trained("inspect", str(path)).stdout
     for word in (

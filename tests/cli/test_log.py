@@ -28,4 +28,4 @@ def test_a_small_log_and_a_missing_one_are_left_alone(tmp_path: Path) -> None:
     bound_log(path)
     path.write_bytes(b"short\n")
     bound_log(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["sidecar.log"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sidecar.log"]

@@ -41,12 +41,12 @@ os._exit(3)  # the sidecars stay
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[tuple[Keepstep, Keepstep]]:
     made = [Keepstep(tmp_path / name) for name in ("a", "b")]
-    for one in made:
-        one.home.mkdir()
-        one.script("train.py", TRAIN)
+    for command in made:
+        command.home.mkdir()
+        command.script("train.py", TRAIN)
     yield made[0], made[1]
-    for one in made:
-        one.end()
+    for command in made:
+        command.end()
 
 
 def options(secret: Path, rank: int, ports: list[int]) -> list[str]:
@@ -77,11 +77,11 @@ def train(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     started = []
-    for rank, one in enumerate(machines):
+    for rank, machine in enumerate(machines):
         monkeypatch.setenv("RANK", str(rank))
         words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
-        started.append(one.start(*words))
-    ended = [(*one.communicate(timeout=120), one.returncode) for one in started]
+        started.append(machine.start(*words))
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
     assert [ended_with for _, _, ended_with in ended] == [code, code], ended
     return [out.strip() for out, _, _ in ended]
 
@@ -97,7 +97,7 @@ torch.distributed.destroy_process_group()
 
 def await_copies(machines: tuple[Keepstep, Keepstep]) -> None:
     def copied() -> bool:
-        kept = [one.directory / "train" / "peers" for one in machines]
+        kept = [machine.directory / "train" / "peers" for machine in machines]
         name = "rank-{:05d}-of-00002.safetensors"
         return all(list(kept[1 - rank].glob(f"*-000000003/{name.format(rank)}")) for rank in (0, 1))
 
@@ -112,14 +112,14 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
     told = [options(secret, rank, ports) for rank in (0, 1)]
 
     first = train(machines, told, 4, monkeypatch)
-    assert [one.split(" sum")[0] for one in first] == ["from None"] * 2
+    assert [line.split(" sum")[0] for line in first] == ["from None"] * 2
 
     await_copies(machines)
     lost = machines[1]
     lost("stop")
     shutil.rmtree(lost.directory)
     again = train(machines, told, 5, monkeypatch)
-    assert [one.split(" sum")[0] for one in again] == ["from 3"] * 2
+    assert [line.split(" sum")[0] for line in again] == ["from 3"] * 2
     sums = [(float(a.split()[-1]), float(b.split()[-1])) for a, b in zip(first, again, strict=True)]
     for before, after in sums:
         assert after == pytest.approx(before + 4 * 64 * 64, abs=0.1)
@@ -141,7 +141,7 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
         return round(float(weight.sum()), 5)
 
     # what is said is the sum at the start
-    sums = [float(one.split()[-1]) + 4 * 64 * 64 for one in said]
+    sums = [float(line.split()[-1]) + 4 * 64 * 64 for line in said]
     for rank in (0, 1):
         assert exported(rank, f"copies{rank}") == pytest.approx(sums[rank], abs=0.1)
     here("stop", code=None)
@@ -160,13 +160,13 @@ def test_two_machines_end_with_their_last_step_committed_on_both(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]
-    for one in machines:
-        one.script("train.py", TRAIN_AND_CLOSE)
+    for machine in machines:
+        machine.script("train.py", TRAIN_AND_CLOSE)
     train(machines, [options(secret, rank, ports) for rank in (0, 1)], 30, monkeypatch, code=0)
-    for one in machines:
-        assert one.sidecars() == []
-        assert list((one.directory / "train").glob("0*-000000029")), "where readers see it"
-        newest = one.json("steps")["steps"][-1]
+    for machine in machines:
+        assert machine.sidecars() == []
+        assert list((machine.directory / "train").glob("0*-000000029")), "where readers see it"
+        newest = machine.json("steps")["steps"][-1]
         assert (newest["step"], newest["committed"]) == (29, True), "of its own half, it knows"
 
 

@@ -155,11 +155,11 @@ def test_places_that_lie_in_each_other_are_refused_at_the_start(
     place = tmp_path / "kept"
     (place / "v").mkdir(parents=True)
     (place / "link").symlink_to(place / "v")
-    given: dict[str, Any] = {"volumes": tuple(Path(one.format(place)) for one in volumes)}
+    given: dict[str, Any] = {"volumes": tuple(Path(volume.format(place)) for volume in volumes)}
     if archive:
         given["archive"] = os.path.normpath(archive.format(place))
     with pytest.raises(UsageError, match=r"one in the other|lies in the other"):
-        RunDir.of(place, "a", **{name: one for name, one in given.items() if one})
+        RunDir.of(place, "a", **{name: value for name, value in given.items() if value})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
@@ -172,7 +172,9 @@ def test_a_bind_mount_of_a_volume_is_no_other_place(
     place, bound = tmp_path / "kept", tmp_path / "bound"
     (place / "v").mkdir(parents=True)
     bound.mkdir()
-    given: dict[str, Any] = {"volumes": tuple(place / one for one in volumes)} if volumes else {}
+    given: dict[str, Any] = (
+        {"volumes": tuple(place / volume for volume in volumes)} if volumes else {}
+    )
     if archive is not None:
         given["archive"] = str(bound / archive)
     RunDir.of(place, "a", **given)
@@ -235,7 +237,8 @@ _json = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
-    data=st.binary() | st.tuples(st.sampled_from(["home", *(one.name for one in SETTINGS)]), _json)
+    data=st.binary()
+    | st.tuples(st.sampled_from(["home", *(setting.name for setting in SETTINGS)]), _json)
 )
 @example(data=b"a = " + b"[" * 100_000)
 @example(data=b"slots = " + b"9" * 5000)
@@ -258,7 +261,7 @@ def test_any_record_is_read_or_refused_by_name(
 
 def _toml(value: object) -> str:
     if isinstance(value, dict):
-        inner = ", ".join(f"{_toml(name)} = {_toml(one)}" for name, one in value.items())
+        inner = ", ".join(f"{_toml(name)} = {_toml(value)}" for name, value in value.items())
         return f"{{{inner}}}"
     return toml_value(tuple(value) if isinstance(value, list) else value)
 

@@ -114,7 +114,7 @@ def _put(path: Path, plant: Callable[[Path, Elsewhere], None], elsewhere: Elsewh
     plant(path, elsewhere)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_no_command_follows_what_stands_in_the_place_of_a_name(
     keepstep: Keepstep, tmp_path: Path, plant: Callable[[Path, Elsewhere], None]
 ) -> None:
@@ -171,7 +171,7 @@ READ_FROM = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
     keepstep: Keepstep, tmp_path: Path, plant: Callable[[Path, Elsewhere], None]
 ) -> None:
@@ -181,7 +181,7 @@ def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
     archive = ("--archive", "far", "--archive-every", "1")
     keepstep("run", *archive, "--", sys.executable, script)
     keepstep("stop")
-    (step,) = (one.name for one in (keepstep.home / "far" / "train").glob("*-000000002"))
+    (step,) = (path.name for path in (keepstep.home / "far" / "train").glob("*-000000002"))
     for place in (".keepstep", "far"):
         shutil.copytree(keepstep.home / place, tmp_path / "base" / place, symlinks=True)
     for name, commands in READ_FROM.items():
@@ -194,7 +194,7 @@ def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
         planted.parent.mkdir(parents=True, exist_ok=True)
         plant(planted, elsewhere)
         for words in commands:
-            done = keepstep(*(one.replace(STEP, step) for one in words), code=None)
+            done = keepstep(*(word.replace(STEP, step) for word in words), code=None)
             assert done.returncode in (0, 1, 2), (name, words, done)
         elsewhere.check()
 

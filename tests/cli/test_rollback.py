@@ -21,7 +21,7 @@ def test_a_run_goes_back_once_and_what_came_later_is_never_restored(keepstep: Ke
     keepstep.script("train.py", PATIENT)
     train = ("--", warm.python(), "train.py")
     keepstep("run", "--keep", "9", *train, "6", "-1")
-    first = {one["step"]: one["id"] for one in keepstep.json("steps")["steps"]}
+    first = {step["step"]: step["id"] for step in keepstep.json("steps")["steps"]}
     assert set(first) == {0, 1, 2, 3, 4, 5}
 
     back = ("run", "--keep", "9", "--restore-from", "2", "--restarts", "1", *train)
@@ -29,7 +29,7 @@ def test_a_run_goes_back_once_and_what_came_later_is_never_restored(keepstep: Ke
     assert keepstep(*back, "8", "4").stdout == "from 2\nfrom 4\n"
     assert keepstep("run", "--keep", "9", *train, "9", "-1").stdout == "from 7\n"
     after = keepstep.json("steps")["steps"]
-    live = {one["id"] for one in after if one["committed"] and not one["dead"]}
+    live = {row["id"] for row in after if row["committed"] and not row["dead"]}
     assert {first[step] for step in (0, 1, 2)} <= live
     assert live.isdisjoint({first[step] for step in (3, 4, 5)})
 
@@ -45,7 +45,7 @@ def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
     train = ("--", warm.python(), "train.py")
     keepstep("run", "--persist-every", "1000", *train, "9", "5", code=137)
     steps = keepstep.json("steps")["steps"]
-    wanted = next(one for one in steps if one["step"] == 3)
+    wanted = next(step for step in steps if step["step"] == 3)
     assert wanted["tiers"] == ["memory"], "only the newest two are flushed"
     shown = keepstep("run", "--persist-every", "1000", "--restore-from", "3", *train, "7", "-1")
     assert shown.stdout == "from 3\n"
@@ -61,7 +61,7 @@ def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> No
     keepstep.script("broken.py", "raise SystemExit(3)")
     broken = ("--run", "train", "--", warm.python(), "broken.py")
     keepstep("run", "--keep", "1", "--restore-from", "3", *broken, code=3)
-    assert [one["step"] for one in keepstep.json("steps")["steps"]] == [3, 5]
+    assert [step["step"] for step in keepstep.json("steps")["steps"]] == [3, 5]
     keepstep("stop")
     shown = keepstep("run", "--keep", "1", "--restore-from", "3", *train, "6", "-1")
     assert shown.stdout == "from 3\n"
@@ -77,9 +77,9 @@ def test_a_script_goes_back_by_itself_and_what_came_later_is_never_restored(
     keepstep.script("back.py", f"ASKED = 2\n{ASKS}")
     keep = ("run", "--keep", "9", "--run", "train")
     keepstep(*keep, "--", warm.python(), "train.py", "6", "-1")
-    first = {one["step"]: one["id"] for one in keepstep.json("steps")["steps"]}
+    first = {step["step"]: step["id"] for step in keepstep.json("steps")["steps"]}
     assert keepstep(*keep, "--", warm.python(), "back.py", "4", "-1").stdout == "from 2\n"
     assert keepstep(*keep, "--", warm.python(), "train.py", "5", "-1").stdout == "from 3\n"
-    live = {one["id"] for one in keepstep.json("steps")["steps"] if not one["dead"]}
+    live = {step["id"] for step in keepstep.json("steps")["steps"] if not step["dead"]}
     assert {first[step] for step in (0, 1, 2)} <= live
     assert live.isdisjoint({first[step] for step in (3, 4, 5)})

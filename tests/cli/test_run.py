@@ -170,7 +170,7 @@ def test_a_sidecar_that_is_killed_is_replaced_while_the_command_runs(keepstep: K
         first = keepstep.sidecar()
         first.kill()
         second = eventually(
-            lambda: next((one for one in keepstep.sidecars() if one != first), None)
+            lambda: next((sidecar for sidecar in keepstep.sidecars() if sidecar != first), None)
         )
         assert os.getsid(second.pid) == second.pid, "it must outlive the supervisor's session"
         (keepstep.home / "go").touch()
@@ -272,7 +272,9 @@ def test_the_command_of_a_killed_run_trains_on_and_is_ended_as_the_next_one_says
     assert asked
     subprocess.run(asked[1].split(), check=True)
     killed = {int(pid) for pid in pids.split()}
-    eventually(lambda: killed.isdisjoint(one.pid for one in keepstep.family()), what="their end")
+    eventually(
+        lambda: killed.isdisjoint(process.pid for process in keepstep.family()), what="their end"
+    )
     assert keepstep(*words).stdout == "from 3\n"
     assert keepstep.family() == []
 

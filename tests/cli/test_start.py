@@ -22,7 +22,7 @@ def plain(
     keepstep: Keepstep, *words: str, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A script as people start it without us."""
-    variables = {name: one for name, one in os.environ.items() if name != "KEEPSTEP_SOCKET"}
+    variables = {name: value for name, value in os.environ.items() if name != "KEEPSTEP_SOCKET"}
     variables |= {MARK: str(keepstep.home), **environment}
     done = subprocess.run(
         [warm.python(), *words],

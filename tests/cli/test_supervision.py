@@ -166,8 +166,8 @@ def test_in_any_order_of_events_the_command_starts_at_most_restarts_plus_one_tim
     for event in events:
         ended = state.phase is Phase.ENDED
         state, actions = state.step(event)
-        starts += sum(isinstance(one, StartCommand) for one in actions)
-        exits += sum(isinstance(one, Exit) for one in actions)
+        starts += sum(isinstance(action, StartCommand) for action in actions)
+        exits += sum(isinstance(action, Exit) for action in actions)
         assert not (ended and actions), "an ended run does nothing"
     assert starts <= restarts + 1
     assert exits == (state.phase is Phase.ENDED)

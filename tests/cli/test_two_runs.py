@@ -60,7 +60,7 @@ class Runs:
         return out, err
 
     def archived(self) -> list[str]:
-        return sorted(one.parent.name for one in self.archive.glob("gpt/*/step.json"))
+        return sorted(path.parent.name for path in self.archive.glob("gpt/*/step.json"))
 
     def lives(self) -> list[Path]:
         return list(self.archive.glob("gpt/lives/*.json"))
@@ -94,10 +94,10 @@ def test_a_second_run_is_refused_while_the_first_trains_and_goes_on_once_it_has_
     assert "--run NAME" in err
     assert out == ""
     told = runs.status("k1")
-    assert not any("another run" in one for one in told["warnings"])
+    assert not any("another run" in warning for warning in told["warnings"])
     runs.end("k1", first)
     eventually(lambda: not runs.lives(), within_s=10)
-    assert {one[:5] for one in runs.archived()} == {"0001."}, "the second one wrote nothing"
+    assert {name[:5] for name in runs.archived()} == {"0001."}, "the second one wrote nothing"
     newest = runs.archived()[-1]
     runs.end("k2", runs.start("k2"))
     assert runs.record("k2")["epochs"][-1]["parent"] == newest
@@ -106,14 +106,14 @@ def test_a_second_run_is_refused_while_the_first_trains_and_goes_on_once_it_has_
 def test_a_run_that_was_killed_holds_up_its_restart_elsewhere_only_for_a_while(runs: Runs) -> None:
     first = runs.start("k1")
     eventually(lambda: runs.archived() and runs.lives(), within_s=60)
-    for one in runs.keepstep.family():
-        one.send_signal(signal.SIGKILL)
+    for process in runs.keepstep.family():
+        process.send_signal(signal.SIGKILL)
     first.communicate(timeout=30)
     shutil.rmtree(runs.keepstep.home / "k1")
     assert runs.lives(), "nobody said that it ended"
     second = runs.start("k2")
-    eventually(lambda: any(one.startswith("0002.") for one in runs.archived()), within_s=90)
-    eventually(lambda: [one.name[:5] for one in runs.lives()] == ["0002."], within_s=20)
+    eventually(lambda: any(name.startswith("0002.") for name in runs.archived()), within_s=90)
+    eventually(lambda: [path.name[:5] for path in runs.lives()] == ["0002."], within_s=20)
     runs.end("k2", second)
     assert runs.record("k2")["epochs"][-1]["parent"].startswith("0001.")
 
@@ -125,10 +125,10 @@ def test_steps_of_a_run_stay_although_another_one_goes_on_from_its_archive(runs:
     first = runs.start("k1")
     eventually(runs.archived, within_s=150)
     second = runs.start("k2")
-    eventually(lambda: any(one.startswith("0002.") for one in runs.archived()), within_s=150)
+    eventually(lambda: any(name.startswith("0002.") for name in runs.archived()), within_s=150)
 
     def warned() -> bool:
-        return any("is used by another run" in one for one in runs.status("k1")["warnings"])
+        return any("is used by another run" in warning for warning in runs.status("k1")["warnings"])
 
     eventually(warned, within_s=90)
     before = runs.status("k1")["watermarks"]["local"]
@@ -138,7 +138,7 @@ def test_steps_of_a_run_stay_although_another_one_goes_on_from_its_archive(runs:
     runs.end("k1", first)
     newest = runs.keepstep.json("status", "--dir", "k1", *NAME)["committed"]["id"]
     runs.end("k2", second)
-    assert [one[:5] for one in runs.record("k1")["strangers"]] == ["0002."]
+    assert [stranger[:5] for stranger in runs.record("k1")["strangers"]] == ["0002."]
     _, err = runs.end("k1", runs.start("k1"))
     parent = runs.record("k1")["epochs"][-1]["parent"]
     assert parent == newest, "from its own newest step, not from the other run's"

@@ -98,13 +98,15 @@ def test_a_fork_server_that_dies_costs_cold_starts_until_there_is_another(
 
 def find(keepstep: Keepstep, word: str) -> list[psutil.Process]:
     """Processes with this word, but not `keepstep run` itself."""
-    found = [(one, words_of(one)) for one in keepstep.family()]
-    return [one for one, words in found if word in words and "keepstep_sidecar.cli" not in words]
+    found = [(process, words_of(process)) for process in keepstep.family()]
+    return [
+        process for process, words in found if word in words and "keepstep_sidecar.cli" not in words
+    ]
 
 
 def kill(keepstep: Keepstep, word: str) -> None:
-    (one,) = find(keepstep, word)
-    one.send_signal(signal.SIGKILL)
+    (process,) = find(keepstep, word)
+    process.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class _Walk:
             begin + (reach + 1) * value.element_size() if value.numel() else begin,
         )
         self.found[path] = f"{shape}{grad}{flags} {value.stride()}{where} {_digest(value)}"
-        if own := {key: one for key, one in vars(value).items() if not key.startswith("_")}:
+        if own := {key: var for key, var in vars(value).items() if not key.startswith("_")}:
             self.place(f"{path} attributes", own)
 
     def _shared(self, path: str, storage: int, begin: int, end: int) -> str:
@@ -151,7 +151,7 @@ class _Walk:
     def _object(self, path: str, value: Any) -> None:
         self.found[path] = _kind(value)
         if dataclasses.is_dataclass(value):
-            own = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+            own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         else:
             own = dict(getattr(value, "__dict__", ()))
             for name in getattr(type(value), "__slots__", ()):

@@ -74,7 +74,7 @@ class Control(Plain):
             components = self.training.components
             kept = {
                 "step": step,
-                "components": {name: _state(one) for name, one in components.items()},
+                "components": {name: _state(component) for name, component in components.items()},
                 "torch": torch.get_rng_state(),
                 "numpy": np.random.get_state(),
                 "random": random.getstate(),
@@ -149,7 +149,9 @@ def _seen(component: Any) -> Any:
 
 def _everything(training: Training) -> dict[str, str]:
     named = training.components.items()
-    components = {name: _seen(one) for name, one in named if name not in training.uncompared}
+    components = {
+        name: _seen(component) for name, component in named if name not in training.uncompared
+    }
     return describe({**components, "also": training.final()})
 
 
@@ -207,5 +209,5 @@ def _under(place: str, described: dict[str, str]) -> dict[str, str]:
 def main() -> None:
     name, how, directory, number = sys.argv[1:]
     warnings.simplefilter("ignore")
-    row = next(one for one in (*every_row(), *wrong.TABLE.rows) if one.name == name)
+    row = next(row for row in (*every_row(), *wrong.TABLE.rows) if row.name == name)
     _train(row, how, Path(directory), int(number))

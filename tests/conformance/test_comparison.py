@@ -104,21 +104,21 @@ def _words(*words: int) -> torch.Tensor:
 
 
 def _cycle() -> dict[str, Any]:
-    one: dict[str, Any] = {"n": 1}
-    one["me"] = one
-    return one
+    item: dict[str, Any] = {"n": 1}
+    item["me"] = item
+    return item
 
 
 @pytest.mark.parametrize("name", _ALIKE)
 def test_what_compares_equal_is_not_always_alike(name: str) -> None:
-    one, other = _ALIKE[name]()
-    assert differences(describe(one), describe(other))
-    assert not differences(describe(one), describe(_ALIKE[name]()[0]))
+    first, other = _ALIKE[name]()
+    assert differences(describe(first), describe(other))
+    assert not differences(describe(first), describe(_ALIKE[name]()[0]))
 
 
 def test_an_object_that_is_met_again_is_the_first_one() -> None:
-    one = [1]
-    assert describe({"a": one, "b": one}) != describe({"a": [1], "b": [1]})
+    item = [1]
+    assert describe({"a": item, "b": item}) != describe({"a": [1], "b": [1]})
     whole = torch.ones(4)
     assert describe([whole, whole[1:]]) != describe([whole, torch.ones(5)[2:]])
     assert describe([torch.ones(3), torch.ones(3)]) == describe([torch.ones(3), torch.ones(3)])

@@ -22,9 +22,9 @@ TABLE = Table("Wrong")
 def _spoiled(spoil: Callable[[dict[str, Any], nn.Module, torch.optim.Optimizer], Any]) -> Training:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    one = {"n": 1}
+    item = {"n": 1}
     state: dict[str, Any] = {
-        **{"b": one, "a": one, "x": torch.ones(4, 2), "list": [1, 2.0], "yes": True},
+        **{"b": item, "a": item, "x": torch.ones(4, 2), "list": [1, 2.0], "yes": True},
         **{"array": np.ones(3), "zero": 0.0, "count": 0},
     }
     state["view"] = state["x"][1]

@@ -65,11 +65,11 @@ _LONG = re.compile(r"(\d{4})\.(\w)\w{7}(?:-(\d{9}))?")
 def shorten(text: str) -> str:
     """`text` with long names in the form that scenarios use."""
 
-    def one(match: re.Match[str]) -> str:
+    def shortened(match: re.Match[str]) -> str:
         epoch = f"{int(match[1])}{match[2].strip('0')}"
         return f"{epoch}-{int(match[3])}" if match[3] else epoch
 
-    return _LONG.sub(one, text)
+    return _LONG.sub(shortened, text)
 
 
 def listed(ids: Iterable[StepId]) -> str:
@@ -122,9 +122,9 @@ class Scenario:
     def _apply(self, event: Event) -> list[str]:
         """The ledger's actions, and what may be retired then."""
         said = self.ledger.apply(event)
-        alarms = [_action(one) for one in said if isinstance(one, Alarm)]
+        alarms = [_action(action) for action in said if isinstance(action, Alarm)]
         return [
-            *(_action(one) for one in said if not isinstance(one, Alarm)),
+            *(_action(action) for action in said if not isinstance(action, Alarm)),
             *self._retirements(),
             *alarms,
         ]
@@ -145,7 +145,7 @@ class Scenario:
         twins: str = "",
         **tiers: str,
     ) -> Iterable[str]:
-        alike = tuple(int(one) for one in twins.split(",") if one)
+        alike = tuple(int(word) for word in twins.split(",") if word)
         reports = {
             int(rank): {
                 Tier(t): replace(
@@ -159,7 +159,7 @@ class Scenario:
             Reported(
                 node_rank=int(node),
                 ranks=of_ranks(reports),
-                epochs=tuple(Epoch(epoch_id(one)) for one in epochs.split(",") if one),
+                epochs=tuple(Epoch(epoch_id(word)) for word in epochs.split(",") if word),
                 sequence=int(sequence),
             )
         )
@@ -325,8 +325,8 @@ class Scenario:
         whose own images these are: 1-8/4!0+2. `epochs`: 2=1-5 is epoch 2, which
         went on from step 1-5."""
         images = tuple(
-            Candidate(id=one.step_id, tier=Tier(tier), world=one.world)
-            for one in _held(held, 0, int(world))
+            Candidate(id=shard.step_id, tier=Tier(tier), world=shard.world)
+            for shard in _held(held, 0, int(world))
         )
         for number in (ranks or rank).split(","):
             self.votes[int(number)] = Candidates(
@@ -334,9 +334,9 @@ class Scenario:
                 candidates=images,
                 highest_epoch=int(epoch),
                 reason="the volume does not answer" if held == "unknown" else "",
-                offers=tuple(_offer(one, world) for one in offers.split(",") if one),
-                parts=tuple(_part(one, world) for one in parts.split(",") if one),
-                epochs=tuple(_epoch(one) for one in epochs.split(",") if one),
+                offers=tuple(_offer(word, world) for word in offers.split(",") if word),
+                parts=tuple(_part(word, world) for word in parts.split(",") if word),
+                epochs=tuple(_epoch(word) for word in epochs.split(",") if word),
                 fleeting=fleeting == "yes",
                 begin_again=again == "yes",
             )
@@ -372,7 +372,7 @@ def _way(tier: Tier, direct: bool, lent: bool) -> str:
 def _held(text: str, rank: int, world: int, twins: tuple[int, ...] = ()) -> tuple[Shard, ...]:
     if text in ("none", "unknown", "steps"):
         return ()
-    return tuple(_image(one, rank, world, twins) for one in text.split(","))
+    return tuple(_image(word, rank, world, twins) for word in text.split(","))
 
 
 def _image(text: str, rank: int, world: int, twins: tuple[int, ...]) -> Shard:

@@ -52,7 +52,7 @@ def check(copies: Completeness, id: StepId) -> None:
     assert copies.worlds(id) == {held.place[2] for held in there}
     for tier in NEAREST_FIRST:
         ranks = [held.ranks for held in there if held.place[1] is tier]
-        assert copies.holders(id, tier) == sum({1 << at for one in ranks for at in bits(one)})
+        assert copies.holders(id, tier) == sum({1 << at for rank in ranks for at in bits(rank)})
     roots = [
         (rank, held.root(rank)) for held in there for rank in bits(held.ranks) if held.root(rank)
     ]
@@ -78,15 +78,17 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
 def test_ranks_may_be_told_of_together_or_one_by_one(
     changes: list[tuple[int, dict[int, dict[Tier, list[tuple[int, str | None, int]]]]]],
 ) -> None:
-    one, all_at_once = Completeness(), Completeness()
+    completeness, all_at_once = Completeness(), Completeness()
     for node, change in changes:
         reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
         all_at_once.replace(node, of_ranks(reports))
-        one.replace(node, [each for rank in reports for each in of_ranks({rank: reports[rank]})])
-        assert one.steps == all_at_once.steps
-        for id in one.steps:
-            assert one.contested(id) == all_at_once.contested(id)
-            assert {each.place: _content(each) for each in one.copies(id)} == {
+        completeness.replace(
+            node, [each for rank in reports for each in of_ranks({rank: reports[rank]})]
+        )
+        assert completeness.steps == all_at_once.steps
+        for id in completeness.steps:
+            assert completeness.contested(id) == all_at_once.contested(id)
+            assert {each.place: _content(each) for each in completeness.copies(id)} == {
                 each.place: _content(each) for each in all_at_once.copies(id)
             }
 

@@ -59,8 +59,8 @@ def test_a_run_that_has_begun_from_one_step_begins_from_no_other() -> None:
 
 
 def test_forks_of_one_step_are_no_kin_but_restarts_are() -> None:
-    one, other = Epoch(OWN, OLD, "a"), Epoch(EpochId(3, "44444444"), OLD, "a")
-    assert len(families([[one], [other]])) == 2
+    epoch, other = Epoch(OWN, OLD, "a"), Epoch(EpochId(3, "44444444"), OLD, "a")
+    assert len(families([[epoch], [other]])) == 2
     restarts = [Epoch(OWN, OLD), Epoch(EpochId(3, "44444444"), OLD)]
     assert len(families([restarts[:1], restarts[1:]])) == 1
 
@@ -70,6 +70,6 @@ def test_the_origin_is_on_record_and_stays_there() -> None:
     record = RunRecord(run="b").with_epochs(epoch)
     assert RunRecord.from_json(record.to_json(), path="run.json") == record  # type: ignore[arg-type]
     ledger = Ledger()
-    for one in (seen, epoch, seen):
-        ledger.apply(EpochStarted(one))
+    for seen_epoch in (seen, epoch, seen):
+        ledger.apply(EpochStarted(seen_epoch))
     assert ledger.epochs == (epoch,)

@@ -60,7 +60,11 @@ def test_every_public_name_has_a_docstring() -> None:
         for module in (keepstep, keepstep.dcp)
         for name in module.__all__
     ]
-    defined = [one for path in sorted(INTEGRATIONS.glob("[a-z]*.py")) for one in _defined(path)]
+    defined = [
+        definition
+        for path in sorted(INTEGRATIONS.glob("[a-z]*.py"))
+        for definition in _defined(path)
+    ]
     assert len(offered) > 15
     assert len(defined) > 15
     assert not [(module, name) for module, name, doc in (*offered, *defined) if not doc]

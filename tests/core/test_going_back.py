@@ -18,7 +18,7 @@ def step(number: int, epoch: EpochId = FIRST) -> StepId:
 
 
 def vote(*numbers: int, **told: object) -> Candidates:
-    held = tuple(Candidate(id=step(one), tier=Tier.LOCAL, world=2) for one in numbers)
+    held = tuple(Candidate(id=step(number), tier=Tier.LOCAL, world=2) for number in numbers)
     return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **told)  # type: ignore[arg-type]
 
 
@@ -77,7 +77,7 @@ def test_a_number_means_its_newest_whole_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "nothing"),
+    ("ballot", "nothing"),
     [
         (Candidates(answer=Answer.NONE), True),
         (Candidates(answer=Answer.NONE, highest_epoch=1), True),
@@ -88,16 +88,18 @@ def test_a_number_means_its_newest_whole_step() -> None:
     ],
 )
 def test_nothing_is_kept_where_all_could_look_and_nobody_wants_to_go_back(
-    one: Candidates, nothing: bool
+    ballot: Candidates, nothing: bool
 ) -> None:
-    assert nothing_is_kept([Candidates(answer=Answer.NONE), one]) is nothing
+    assert nothing_is_kept([Candidates(answer=Answer.NONE), ballot]) is nothing
 
 
 def test_a_script_may_ask_for_a_number_and_gets_the_newest_step_of_it_that_all_ranks_see() -> None:
     again = (Candidate(id=step(3, SECOND), tier=Tier.LOCAL, world=2),)
-    one = vote(3, 4)
-    other = Candidates(answer=Answer.STEPS, candidates=(*one.candidates, *again), highest_epoch=2)
-    assert limit_of([one, other], 3) == (step(3), True)
+    ballot = vote(3, 4)
+    other = Candidates(
+        answer=Answer.STEPS, candidates=(*ballot.candidates, *again), highest_epoch=2
+    )
+    assert limit_of([ballot, other], 3) == (step(3), True)
     assert limit_of([other, other], 3) == (step(3, SECOND), True)
 
 

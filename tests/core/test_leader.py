@@ -27,7 +27,7 @@ def at(step: int) -> StepId:
 
 def rank(number: int, *steps: int, tier: Tier = Tier.LOCAL, alive: bool = True) -> ReportedRanks:
     held = {Tier.MEMORY: ReportedTier.of(()), Tier.LOCAL: ReportedTier.of(())}
-    shards = tuple(Shard(step_id=at(one), rank=number, world=2, root="r") for one in steps)
+    shards = tuple(Shard(step_id=at(step), rank=number, world=2, root="r") for step in steps)
     staged = at(max(steps)) if steps and alive else None
     tiers = {**held, tier: ReportedTier.of(shards)}
     ranks = Ranks.of((number,))
@@ -94,7 +94,7 @@ def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
 def test_of_ranks_that_are_told_of_together_each_is_believed_alone(run: Run) -> None:
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))
-    (both,) = together(rank(one, 1, 2, alive=False) for one in (0, 1))
+    (both,) = together(rank(number, 1, 2, alive=False) for number in (0, 1))
     run.reports(1, both)
     assert run.leader.ledger.core.holders(at(2), Tier.LOCAL) == 0b10
 
@@ -212,17 +212,17 @@ def test_a_machine_may_keep_any_number_of_steps() -> None:
     keep = 4500
     policy = replace(POLICY, keep=Retention(last=keep))
     leader = Leader(life="0", nodes=1, policy=policy)
-    one = replace(rank(0, *range(keep + 2)), world=1)
-    local = tuple(replace(held, world=1) for held in one.shards(Tier.LOCAL))
-    one = replace(one, tiers={**one.tiers, Tier.LOCAL: replace(LISTED, shards=local)})
-    report = Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(one,))
+    member = replace(rank(0, *range(keep + 2)), world=1)
+    local = tuple(replace(held, world=1) for held in member.shards(Tier.LOCAL))
+    member = replace(member, tiers={**member.tiers, Tier.LOCAL: replace(LISTED, shards=local)})
+    report = Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(member,))
     told = MemberReport(life="0", nodes=1, report=replace(report, epochs=(EPOCH,)))
     leader.take(0, told, at=0.0)
     reply = leader.news(0)
     assert reply is not None
     assert reply.reply.retire == (at(0), at(1))
     newer = Shard(step_id=at(keep + 2), rank=0, world=1, root="r")
-    moved = replace(one, tiers={Tier.LOCAL: ReportedTier.of((newer,))})
+    moved = replace(member, tiers={Tier.LOCAL: ReportedTier.of((newer,))})
     moved.tiers[Tier.LOCAL] = replace(moved.tiers[Tier.LOCAL], gone=())
     change = replace(report, sequence=2, since=1, ranks=(moved,))
     leader.take(0, MemberReport(life="0", nodes=1, report=change), at=0.0)

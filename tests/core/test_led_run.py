@@ -132,9 +132,9 @@ class LedRun(RuleBasedStateMachine):
         self.ever_whole: set[StepId] = set()
         self.named: set[StepId] = set()  # commits, by any leader
         self.floor: StepId | None = None  # the newest step that was whole, but for lost drives
-        for one in self.machines:
-            self._start(one)
-            self._scan(one)
+        for machine in self.machines:
+            self._start(machine)
+            self._scan(machine)
         self._begin_epoch(None)
 
     # --- parts ---------------------------------------------------------------------------
@@ -150,59 +150,65 @@ class LedRun(RuleBasedStateMachine):
 
     def _hosts(self) -> list[Host]:
         """All leaders that there are, the run's own first."""
-        return [one.hosts for one in self._all() if one.hosts is not None]
+        return [machine.hosts for machine in self._all() if machine.hosts is not None]
 
-    def _start(self, one: Machine) -> None:
+    def _start(self, machine: Machine) -> None:
         """Its sidecar begins."""
         self.lives += 1
-        one.life, one.sequence, one.scanned, one.shown = f"{self.lives}", 0, False, set()
-        one.known, one.heard, one.to, one.frames = None, None, None, []
-        one.slots = SlotTable(_SLOTS)
-        one.node = Node({one.number: one}, grid=Grid(1), keep=self.keep, alone=self.nodes == 1,
+        machine.life, machine.sequence, machine.scanned, machine.shown = (
+            f"{self.lives}",
+            0,
+            False,
+            set(),
+        )
+        machine.known, machine.heard, machine.to, machine.frames = None, None, None, []
+        machine.slots = SlotTable(_SLOTS)
+        machine.node = Node({machine.number: machine}, grid=Grid(1), keep=self.keep,
+                        alone=self.nodes == 1,
                         began=self.now)  # fmt: skip
-        one.node.leader_view.remember(Heard(commit=one.record))
-        for epoch in one.epochs:
-            self._feed(one, EpochStarted(epoch))
+        machine.node.leader_view.remember(Heard(commit=machine.record))
+        for epoch in machine.epochs:
+            self._feed(machine, EpochStarted(epoch))
         link = Link(_NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None)
-        one.channel = LinkChannel(
+        machine.channel = LinkChannel(
             link,
-            told=self._frame(one, Report(sidecar="", started_at=0.0, sequence=0)),
+            told=self._frame(machine, Report(sidecar="", started_at=0.0, sequence=0)),
             changes=Changes(),
-            epoch=lambda: one.epochs[-1].id if one.epochs else None,
+            epoch=lambda: machine.epochs[-1].id if machine.epochs else None,
             leaves=lambda: False,
         )
-        if one.number == 0:
-            self._lead(one)
+        if machine.number == 0:
+            self._lead(machine)
 
     def _lead(self, own: Machine) -> None:
         """Its sidecar hosts a new leader. To the one before, nobody is connected any more."""
-        for one in self._all():
-            if own.hosts is not None and one.to is own.hosts:
-                one.to = None
+        for machine in self._all():
+            if own.hosts is not None and machine.to is own.hosts:
+                machine.to = None
         policy = RunPolicy(keep=self.keep, outlives_pod=False, restarts=False)
         own.hosts = own.to = Host(Leader(life=own.life, nodes=self.nodes, policy=policy))
 
-    def _frame(self, one: Machine, report: Report) -> MemberReport:
-        return MemberReport(life=one.life, nodes=self.nodes, report=report)
+    def _frame(self, machine: Machine, report: Report) -> MemberReport:
+        return MemberReport(life=machine.life, nodes=self.nodes, report=report)
 
-    def _feed(self, one: Machine, event: Event) -> None:
-        for action in one.node.step(event, self.now):
+    def _feed(self, machine: Machine, event: Event) -> None:
+        for action in machine.node.step(event, self.now):
             if isinstance(action, Write):
-                one.shards.add(action.id)
-                self._feed(one, WriteEnded(one.number, action.id))
+                machine.shards.add(action.id)
+                self._feed(machine, WriteEnded(machine.number, action.id))
             elif isinstance(action, Retire):
-                self._retire(one, action.id)
+                self._retire(machine, action.id)
             elif isinstance(action, Publish):
                 assert action.id in self._whole() | self.ever_whole, "shown, but never whole"
-                one.shown.add(action.id)
+                machine.shown.add(action.id)
 
-    def _retire(self, one: Machine, id: StepId) -> None:
-        one.shards.discard(id)
+    def _retire(self, machine: Machine, id: StepId) -> None:
+        machine.shards.discard(id)
 
-    def _list(self, one: Machine) -> None:
-        if one.scanned:
-            held = {one.number: {Tier.LOCAL: self._listed(one.number, one.shards)}}
-            self._feed(one, Listed(ranks=held, shown=one.shown))
+    def _list(self, machine: Machine) -> None:
+        if machine.scanned:
+            held = {machine.number: {Tier.LOCAL: self._listed(machine.number, machine.shards)}}
+            self._feed(machine, Listed(ranks=held, shown=machine.shown))
 
     def _listed(self, rank: int, ids: Iterable[StepId]) -> ReportedTier:
         return ReportedTier.of(self._shards(rank, ids))
@@ -219,9 +225,9 @@ class LedRun(RuleBasedStateMachine):
     def _on(self, drives: Iterable[Machine]) -> set[StepId]:
         """The live steps of which these drives have all shards."""
         found: dict[int, set[StepId]] = {rank: set() for rank in range(self.nodes)}
-        for one in drives:
-            found[one.number] |= one.shards
-            found[self._before(one.number)] |= one.copies
+        for drive in drives:
+            found[drive.number] |= drive.shards
+            found[self._before(drive.number)] |= drive.copies
         return set.intersection(*found.values()) & self.alive
 
     def _whole(self) -> set[StepId]:
@@ -232,31 +238,31 @@ class LedRun(RuleBasedStateMachine):
     # --- training ------------------------------------------------------------------------
 
     def _trains(self) -> bool:
-        return all(one.alive for one in self.machines)
+        return all(machine.alive for machine in self.machines)
 
-    def _save(self, one: Machine, *, staged: bool = True) -> None:
+    def _save(self, machine: Machine, *, staged: bool = True) -> None:
         """Its next step, unless others lag behind: steps are in lock step. `staged`: otherwise its
         drive is too slow, and it leaves this step out."""
         parent = self.epoch.parent.step if self.epoch.parent is not None else -1
         reached = {
             each.number: parent if each.saved is None else each.saved.step for each in self.machines
         }
-        if reached[one.number] != min(reached.values()):
+        if reached[machine.number] != min(reached.values()):
             return
-        id = one.saved = StepId(self.epoch.id, reached[one.number] + 1)
+        id = machine.saved = StepId(self.epoch.id, reached[machine.number] + 1)
         self.alive.add(id)
         if staged:
-            self._stage(one, id)
+            self._stage(machine, id)
         self._whole()
-        self._list(one)
+        self._list(machine)
 
-    def _stage(self, one: Machine, id: StepId) -> None:
-        index = one.slots.assign()
+    def _stage(self, machine: Machine, id: StepId) -> None:
+        index = machine.slots.assign()
         assert index is not None
-        if (lost := one.slots.slots[index].id) is not None:
-            self._feed(one, Overwritten(one.number, lost))
-        one.slots.seal(index, id)
-        self._feed(one, Sealed(one.number, id))
+        if (lost := machine.slots.slots[index].id) is not None:
+            self._feed(machine, Overwritten(machine.number, lost))
+        machine.slots.seal(index, id)
+        self._feed(machine, Sealed(machine.number, id))
 
     @precondition(_trains)
     @rule(number=st.integers(0, 2), staged=st.sampled_from([True, True, False]))
@@ -267,8 +273,8 @@ class LedRun(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 3))
     def the_run_trains_on(self, steps: int) -> None:
         for _ in range(steps):
-            for one in self.machines:
-                self._save(one)
+            for machine in self.machines:
+                self._save(machine)
 
     @rule()
     def the_trainers_start_again(self) -> None:
@@ -288,17 +294,17 @@ class LedRun(RuleBasedStateMachine):
         self.floor = parent
         self.number_of_epochs += 1
         self.epoch = Epoch(EpochId(self.number_of_epochs, "0" * 8), parent)
-        for one in self.machines:
-            one.alive, one.saved = True, None
-            one.epochs.append(self.epoch)
-            self._feed(one, Serves(frozenset({one.number}), _SLOTS))
-            if parent is not None and one.slots.holds(parent) is None:
-                spare = set(one.slots.sealed())
-                index = one.slots.reserve(spare)
+        for machine in self.machines:
+            machine.alive, machine.saved = True, None
+            machine.epochs.append(self.epoch)
+            self._feed(machine, Serves(frozenset({machine.number}), _SLOTS))
+            if parent is not None and machine.slots.holds(parent) is None:
+                spare = set(machine.slots.sealed())
+                index = machine.slots.reserve(spare)
                 assert index is not None
-                one.slots.seal(index, parent)
-            self._feed(one, EpochStarted(self.epoch))
-            self._list(one)
+                machine.slots.seal(index, parent)
+            self._feed(machine, EpochStarted(self.epoch))
+            self._list(machine)
 
     @rule(number=st.integers(0, 2), late=st.booleans())
     def a_buddy_gets_a_shard(self, number: int, late: bool) -> None:
@@ -307,105 +313,105 @@ class LedRun(RuleBasedStateMachine):
 
     @rule()
     def all_buddies_get_the_newest_shard(self) -> None:
-        for one in self.machines:
-            self._copy(one)
+        for machine in self.machines:
+            self._copy(machine)
 
-    def _copy(self, one: Machine, which: Callable[[set[StepId]], StepId] = max) -> None:
+    def _copy(self, machine: Machine, which: Callable[[set[StepId]], StepId] = max) -> None:
         """Then the buddy gives up what the sender does not need."""
-        buddy = self.machines[(one.number + 1) % self.nodes]
-        if buddy is not one and one.scanned and buddy.scanned and one.shards:
-            buddy.copies.add(which(one.shards))
-            held, needed = {one.number: buddy.copies}, {one.number: one.shards}
-            for id, _ in superseded(held, needed, committed=one.node.last_commit()):
+        buddy = self.machines[(machine.number + 1) % self.nodes]
+        if buddy is not machine and machine.scanned and buddy.scanned and machine.shards:
+            buddy.copies.add(which(machine.shards))
+            held, needed = {machine.number: buddy.copies}, {machine.number: machine.shards}
+            for id, _ in superseded(held, needed, committed=machine.node.last_commit()):
                 buddy.copies.discard(id)
 
     # --- reports -------------------------------------------------------------------------
 
-    def _report(self, one: Machine) -> Report:
-        held = self._listed(one.number, one.shards)
+    def _report(self, machine: Machine) -> Report:
+        held = self._listed(machine.number, machine.shards)
         tiers = {
             Tier.MEMORY: ReportedTier.of(()),
-            Tier.LOCAL: held if one.scanned else ReportedTier(answer=Answer.UNKNOWN),
+            Tier.LOCAL: held if machine.scanned else ReportedTier(answer=Answer.UNKNOWN),
         }
         ranks: list[ReportedRanks] = []
-        if one.alive or (one.scanned and one.shards):
+        if machine.alive or (machine.scanned and machine.shards):
             ranks.append(
                 ReportedRanks(
-                    ranks=Ranks.of((one.number,)),
+                    ranks=Ranks.of((machine.number,)),
                     world=self.nodes,
-                    alive=one.alive,
-                    staged=one.saved,
+                    alive=machine.alive,
+                    staged=machine.saved,
                     tiers=tiers,
                 )
             )
-        if one.scanned and one.copies:
-            rank = self._before(one.number)
-            ranks.append(other(rank, list(self._shards(rank, one.copies))))
-        one.sequence += 1
+        if machine.scanned and machine.copies:
+            rank = self._before(machine.number)
+            ranks.append(other(rank, list(self._shards(rank, machine.copies))))
+        machine.sequence += 1
         return Report(
             sidecar="test",
-            started_at=-float(one.life),  # no clock counts
-            sequence=one.sequence,
-            ready=one.scanned,
-            epochs=tuple(one.epochs),
+            started_at=-float(machine.life),  # no clock counts
+            sequence=machine.sequence,
+            ready=machine.scanned,
+            epochs=tuple(machine.epochs),
             ranks=tuple(ranks),
         )
 
     def _speak(
-        self, one: Machine, *, answered: bool = True, lies: Sequence[ReportedRanks] = ()
+        self, machine: Machine, *, answered: bool = True, lies: Sequence[ReportedRanks] = ()
     ) -> None:
         """A report arrives at its leader. `answered`: so does the answer."""
-        if one.to is None:
+        if machine.to is None:
             return
-        report = self._report(one)
+        report = self._report(machine)
         said = {lie.ranks for lie in lies}
         true = (each for each in report.ranks if each.ranks not in said)
         report = replace(report, ranks=(*true, *lies))
-        told, one.known = changes(one.known, report), None
+        told, machine.known = changes(machine.known, report), None
         word = Word(
-            machine=one,
-            life=one.life,
+            machine=machine,
+            life=machine.life,
             sequence=report.sequence,
-            saved=one.saved,
-            shards=frozenset(one.shards if one.scanned else ()),
-            copies=frozenset(one.copies if one.scanned else ()),
+            saved=machine.saved,
+            shards=frozenset(machine.shards if machine.scanned else ()),
+            copies=frozenset(machine.copies if machine.scanned else ()),
         )
-        frame = self._frame(one, told)
-        one.frames = [*one.frames[-3:], (one.to, frame, word)]
-        if not self._take(one, one.to, frame, word):
+        frame = self._frame(machine, told)
+        machine.frames = [*machine.frames[-3:], (machine.to, frame, word)]
+        if not self._take(machine, machine.to, frame, word):
             return
-        reply = self._reply(one)
+        reply = self._reply(machine)
         assert reply is not None, "each report has an answer"
         assert reply.answers == report.sequence
         if not answered:
-            one.to = None
+            machine.to = None
             return
-        self._hear(one, reply)
+        self._hear(machine, reply)
         if reply.reply.changes_since == report.sequence:
-            one.known = report
+            machine.known = report
 
-    def _take(self, one: Machine, host: Host, frame: MemberReport, word: Word) -> bool:
+    def _take(self, machine: Machine, host: Host, frame: MemberReport, word: Word) -> bool:
         try:
-            host.leader.take(one.number, frame, at=self.now)
+            host.leader.take(machine.number, frame, at=self.now)
         except UsageError:
-            one.to = None  # its former life, or another machine of its number, is connected
+            machine.to = None  # its former life, or another machine of its number, is connected
             return False
-        before, since = host.words.get(one.number), frame.report.since
-        goes_on = before is not None and (before.life, before.sequence) == (one.life, since)
-        if before is not None and before.life == one.life and word.sequence < before.sequence:
+        before, since = host.words.get(machine.number), frame.report.since
+        goes_on = before is not None and (before.life, before.sequence) == (machine.life, since)
+        if before is not None and before.life == machine.life and word.sequence < before.sequence:
             return True  # it is old
         if not since or goes_on:
-            host.words[one.number], host.live[one.number] = word, one.life
+            host.words[machine.number], host.live[machine.number] = word, machine.life
         for number, said in host.words.items():
             assert host.leader.ledger.local(number) == said.shards, "it takes each at its last word"
         return True
 
-    def _reply(self, one: Machine) -> LeaderReply | None:
+    def _reply(self, machine: Machine) -> LeaderReply | None:
         """What its leader tells it now, if that is news."""
-        host = one.to
+        host = machine.to
         assert host is not None
         host.leader.settle(at=self.now)
-        reply = host.leader.news(one.number)
+        reply = host.leader.news(machine.number)
         if reply is None:
             return None
         told = reply.reply
@@ -427,29 +433,29 @@ class LedRun(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 4), leader=st.integers(0, 3))
     def a_member_connects(self, number: int, leader: int) -> None:
-        one, hosts = self._one(number), self._hosts()
-        if one.to is None:
-            self._connect(one, hosts[leader % len(hosts)])
+        machine, hosts = self._one(number), self._hosts()
+        if machine.to is None:
+            self._connect(machine, hosts[leader % len(hosts)])
 
-    def _connect(self, one: Machine, host: Host) -> None:
+    def _connect(self, machine: Machine, host: Host) -> None:
         """A second connection of one process ends the first (`Hub.enter`)."""
-        if one.hosts is None and one.to is not host:
-            if host.live.get(one.number) == one.life:
-                host.left(one.number)
-            one.to = host
+        if machine.hosts is None and machine.to is not host:
+            if host.live.get(machine.number) == machine.life:
+                host.left(machine.number)
+            machine.to = host
 
     @precondition(lambda self: self.nodes > 1 and len(self._hosts()) > 1)
     @rule(number=st.integers(1, 2), leader=st.integers(0, 3), back=st.booleans())
     def a_member_goes_to_another_leader(self, number: int, leader: int, back: bool) -> None:
         """`back`: and comes back to the one before, which need not have noticed."""
-        one, hosts = self.machines[number % self.nodes], self._hosts()
-        before = one.to
-        self._connect(one, hosts[leader % len(hosts)])
+        machine, hosts = self.machines[number % self.nodes], self._hosts()
+        before = machine.to
+        self._connect(machine, hosts[leader % len(hosts)])
         for _ in range(2):  # it is asked for a whole report first
-            self._speak(one)
+            self._speak(machine)
         if back and before is not None:
-            self._connect(one, before)
-            self._speak(one)
+            self._connect(machine, before)
+            self._speak(machine)
 
     @rule(number=st.integers(0, 4), answered=st.sampled_from([True, True, True, False]))
     def a_member_speaks(self, number: int, answered: bool) -> None:
@@ -460,11 +466,11 @@ class LedRun(RuleBasedStateMachine):
     def a_member_claims_that_its_newest_step_is_whole(self, number: int, tier: Tier) -> None:
         """It says that it holds the step of all others, which train and are connected."""
         self._all_speak(act=True)
-        one = self.machines[number % self.nodes]
-        others = [each for each in self.machines if each is not one]
-        if all(self._is_known(each, one.to) for each in others):
-            self._save(one)
-            new = {id for id in one.shards if id == one.saved}
+        machine = self.machines[number % self.nodes]
+        others = [each for each in self.machines if each is not machine]
+        if all(self._is_known(each, machine.to) for each in others):
+            self._save(machine)
+            new = {id for id in machine.shards if id == machine.saved}
             claims = [
                 ReportedRanks(
                     ranks=Ranks.of((each.number,)),
@@ -474,37 +480,41 @@ class LedRun(RuleBasedStateMachine):
                 )
                 for each in others
             ]
-            self._speak(one, lies=claims)
+            self._speak(machine, lies=claims)
 
-    def _is_known(self, one: Machine, host: Host | None) -> bool:
+    def _is_known(self, machine: Machine, host: Host | None) -> bool:
         """Whether a leader knows that it trains in the newest epoch, and what it holds."""
-        here = host is not None and one.to is host and host.live.get(one.number) == one.life
-        return here and one.saved is not None
+        here = (
+            host is not None
+            and machine.to is host
+            and host.live.get(machine.number) == machine.life
+        )
+        return here and machine.saved is not None
 
     @rule(number=st.integers(0, 4))
     def something_is_news_to_a_member(self, number: int) -> None:
-        one = self._one(number)
-        if one.to is not None and one.to.live.get(one.number) == one.life:
-            reply = self._reply(one)
+        machine = self._one(number)
+        if machine.to is not None and machine.to.live.get(machine.number) == machine.life:
+            reply = self._reply(machine)
             if reply is not None:
-                self._hear(one, reply)
+                self._hear(machine, reply)
 
     @rule(number=st.none() | st.integers(0, 4))
     def members_act_on_what_has_arrived(self, number: int | None) -> None:
         """One, or all."""
-        for one in self._all() if number is None else [self._one(number)]:
-            self._act(one)
+        for machine in self._all() if number is None else [self._one(number)]:
+            self._act(machine)
 
-    def _hear(self, one: Machine, reply: LeaderReply) -> None:
-        one.heard = reply
-        one.channel.take(_encode(reply))
+    def _hear(self, machine: Machine, reply: LeaderReply) -> None:
+        machine.heard = reply
+        machine.channel.take(_encode(reply))
 
-    def _act(self, one: Machine) -> None:
-        reply, one.heard = one.channel.pushed(), None
-        if reply is None or not one.scanned:
+    def _act(self, machine: Machine) -> None:
+        reply, machine.heard = machine.channel.pushed(), None
+        if reply is None or not machine.scanned:
             return
         self._feed(
-            one,
+            machine,
             Heard(
                 commit=reply.committed.get(str(Tier.LOCAL)),
                 commits=frozenset(reply.commits),
@@ -513,36 +523,40 @@ class LedRun(RuleBasedStateMachine):
                 retire=frozenset(reply.retire),
             ),
         )
-        one.record = one.node.leader_view.commit
+        machine.record = machine.node.leader_view.commit
 
     @rule(act=st.booleans())
     def all_speak(self, act: bool) -> None:
         self._all_speak(act=act)
 
     def _all_speak(self, *, act: bool) -> None:
-        for one in self._all():
-            self._scan(one)
-            if one.to is None:
-                self._connect(one, self._hosts()[0])
-            self._speak(one)
-        for one in self._all() if act else ():
-            self._act(one)
-            self._list(one)
+        for machine in self._all():
+            self._scan(machine)
+            if machine.to is None:
+                self._connect(machine, self._hosts()[0])
+            self._speak(machine)
+        for machine in self._all() if act else ():
+            self._act(machine)
+            self._list(machine)
 
     @rule(number=st.integers(0, 4), which=st.integers(0, 3))
     def an_earlier_frame_arrives_again(self, number: int, which: int) -> None:
-        one = self._one(number)
-        frames = [each for each in one.frames if each[0] is one.to]
-        if frames and one.to is not None and one.to.live.get(one.number) == one.life:
-            self._take(one, *frames[which % len(frames)])
+        machine = self._one(number)
+        frames = [each for each in machine.frames if each[0] is machine.to]
+        if (
+            frames
+            and machine.to is not None
+            and machine.to.live.get(machine.number) == machine.life
+        ):
+            self._take(machine, *frames[which % len(frames)])
 
     @rule(number=st.integers(0, 4))
     def the_volumes_are_scanned(self, number: int) -> None:
         self._scan(self._one(number))
 
-    def _scan(self, one: Machine) -> None:
-        one.scanned = True
-        self._list(one)
+    def _scan(self, machine: Machine) -> None:
+        machine.scanned = True
+        self._list(machine)
 
     @rule()
     def everything_settles(self) -> None:
@@ -550,25 +564,25 @@ class LedRun(RuleBasedStateMachine):
         while self.past:
             self._end(self.past.pop())
         host = self._hosts()[0]
-        for one in self.machines:
-            self._scan(one)
-            host.left(one.number)  # also of an earlier life that it takes to be connected
-            one.to, one.known = host, None
+        for machine in self.machines:
+            self._scan(machine)
+            host.left(machine.number)  # also of an earlier life that it takes to be connected
+            machine.to, machine.known = host, None
         for _ in range(4):
-            for one in self.machines:
-                self._speak(one)
-                self._act(one)
-                self._list(one)
+            for machine in self.machines:
+                self._speak(machine)
+                self._act(machine)
+                self._list(machine)
         assert host.leader.all_here or not self._trains()
         whole = self._whole()
-        ours = set.intersection(*(one.shards for one in self.machines)) & self.alive
-        for one in self.machines:
-            self._speak(one)
-            told = host.leader.news(one.number)
-            sent = host.leader._members[one.number].sent
+        ours = set.intersection(*(machine.shards for machine in self.machines)) & self.alive
+        for machine in self.machines:
+            self._speak(machine)
+            told = host.leader.news(machine.number)
+            sent = host.leader._members[machine.number].sent
             assert told is None
             assert sent is not None
-            assert ours & one.shards <= set(sent.reply.commits) <= whole
+            assert ours & machine.shards <= set(sent.reply.commits) <= whole
             assert not self._trains() or sent.reply.plan == max(whole, default=None)
             assert not self._trains() or not sent.reply.retire
 
@@ -579,29 +593,33 @@ class LedRun(RuleBasedStateMachine):
         """`noticed`: by the leader, too. `long`: a minute passes; whoever hears nothing then takes
         its leader to be away."""
         self.now += 61.0 if long else 0.0
-        one = self._one(number)
-        if one.hosts is None and one.to is not None:
-            if noticed and one.to.live.get(one.number) == one.life:
-                one.to.left(one.number)
-            one.to = None
+        machine = self._one(number)
+        if machine.hosts is None and machine.to is not None:
+            if noticed and machine.to.live.get(machine.number) == machine.life:
+                machine.to.left(machine.number)
+            machine.to = None
 
     @rule(number=st.integers(0, 2))
     def leaders_notice_that_a_connection_has_ended(self, number: int) -> None:
         for host in self._hosts():
-            there = {one.life for one in self._all() if one.number == number and one.to is host}
+            there = {
+                machine.life
+                for machine in self._all()
+                if machine.number == number and machine.to is host
+            }
             if host.live.get(number) not in there:
                 host.left(number)
 
     @rule(number=st.integers(0, 4), scanned=st.booleans())
     def a_sidecar_is_killed(self, number: int, scanned: bool) -> None:
-        one = self._one(number)
-        if one.to is not None and one.hosts is None:
-            one.to.left(one.number)
-        self._start(one)
-        if one.alive:
-            self._feed(one, Serves(frozenset({one.number}), _SLOTS))
+        machine = self._one(number)
+        if machine.to is not None and machine.hosts is None:
+            machine.to.left(machine.number)
+        self._start(machine)
+        if machine.alive:
+            self._feed(machine, Serves(frozenset({machine.number}), _SLOTS))
         if scanned:
-            self._scan(one)
+            self._scan(machine)
 
     @rule(
         number=st.integers(0, 2),
@@ -633,13 +651,13 @@ class LedRun(RuleBasedStateMachine):
                 self.all_buddies_get_the_newest_shard()
             self.the_run_trains_on(behind)
             self._all_speak(act=acted)
-            for one in self.machines if late else ():
-                self._copy(one, min)
+            for machine in self.machines if late else ():
+                self._copy(machine, min)
         old = self.machines[number % self.nodes]
-        if not self._on(one for one in self.machines if one is not old):
+        if not self._on(machine for machine in self.machines if machine is not old):
             return
-        for one in self.machines:
-            one.alive, one.saved = False, None
+        for machine in self.machines:
+            machine.alive, machine.saved = False, None
         self.machines[old.number] = Machine(old.number)
         self._start(self.machines[old.number])
         if lives_on:
@@ -656,9 +674,9 @@ class LedRun(RuleBasedStateMachine):
         self._end(self.past.pop(0))
 
     def _end(self, old: Machine) -> None:
-        for one in self._all():
-            if old.hosts is not None and one.to is old.hosts:
-                one.to = None
+        for machine in self._all():
+            if old.hosts is not None and machine.to is old.hosts:
+                machine.to = None
         self._lose_drives()
 
     def _lose_drives(self) -> None:
@@ -669,12 +687,15 @@ class LedRun(RuleBasedStateMachine):
         """What no deletion may take: the newest step that all have; of a run in which a machine
         hears nothing of its leader, the newest one that was named a commit. A machine that has
         heard in this epoch that a step may go might have been faster than the loss of a drive."""
-        silent = any(one.node.leader_view.silent(self.now) for one in self._all())
+        silent = any(machine.node.leader_view.silent(self.now) for machine in self._all())
         going = {
             id
-            for one in self._all()
-            if one.heard and one.heard.epoch and one.epochs and one.heard.epoch >= one.epochs[-1].id
-            for id in one.heard.reply.retire
+            for machine in self._all()
+            if machine.heard
+            and machine.heard.epoch
+            and machine.epochs
+            and machine.heard.epoch >= machine.epochs[-1].id
+            for id in machine.heard.reply.retire
         }
         kept = self._whole() - going
         return max(kept & self.named if silent else kept, default=None)

@@ -46,4 +46,4 @@ def broken(page: Path) -> Iterator[str]:
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
-    assert not [one for page in pages() for one in broken(page)]
+    assert not [link for page in pages() for link in broken(page)]

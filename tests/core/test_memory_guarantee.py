@@ -240,11 +240,11 @@ def _assert_goes_on(state: State, rules: Rules) -> None:
 
 def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None:
     held = [frozenset({_id(2)}), frozenset({_id(2), _id(3), _id(4), _id(5)})]
-    assert worth_keeping([Memory(one) for one in held]) == held[1]
+    assert worth_keeping([Memory(steps) for steps in held]) == held[1]
     table = SlotTable(4)
     for index, id in enumerate(sorted(held[1])):
         table.adopt(index, id)
-    table.protect(worth_keeping([Memory(one) for one in held]))
+    table.protect(worth_keeping([Memory(steps) for steps in held]))
     assert table.assign() is None, "each of them may be the next common step"
     table.protect(worth_keeping([Memory(held[0] | {_id(9)}), Memory(held[1])]))
     assert table.slots[table.assign() or 0].id == _id(3), "the other rank has passed these"

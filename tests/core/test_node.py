@@ -49,7 +49,7 @@ def node(*, alone: bool = False, last: int = 2) -> Node:
 
 def listed(*numbers: int, world: int = 2, shown: Iterable[int] = ()) -> Listed:
     """A listing in which rank 0 has these steps on its drive. `shown`: steps that readers see."""
-    shards = [Shard(step_id=step(one), rank=0, world=world, root="r") for one in numbers]
+    shards = [Shard(step_id=step(number), rank=0, world=world, root="r") for number in numbers]
     local = replace(ReportedTier.of(shards), answer=Answer.STEPS)
     report = {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}
     return Listed(ranks={0: report}, shown=steps(shown))
@@ -74,68 +74,68 @@ def heard(
 
 
 def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_leaders_word() -> None:
-    one = node()
-    one.step(listed(9, 10, 11))
-    assert retired(one.step(heard(10, retire=(8, 9, 10, 11)))) == [9]
+    state = node()
+    state.step(listed(9, 10, 11))
+    assert retired(state.step(heard(10, retire=(8, 9, 10, 11)))) == [9]
 
 
 def test_pins_stay_although_the_leader_asks_for_them() -> None:
-    one = node()
-    one.step(listed(8, 9, 10))
-    assert retired(one.step(heard(10, retire=(8, 9), pinned=(8,)))) == [9]
+    state = node()
+    state.step(listed(8, 9, 10))
+    assert retired(state.step(heard(10, retire=(8, 9), pinned=(8,)))) == [9]
 
 
 def test_what_all_pods_have_by_the_leaders_word_is_shown_until_it_is() -> None:
-    one = node()
-    one.step(listed(9, 10))
-    assert published(one.step(heard(10))) == [10]
-    assert published(one.step(listed(9, 10))) == [10], "nobody has shown it yet"
-    assert published(one.step(listed(9, 10, shown=(10,)))) == []
+    state = node()
+    state.step(listed(9, 10))
+    assert published(state.step(heard(10))) == [10]
+    assert published(state.step(listed(9, 10))) == [10], "nobody has shown it yet"
+    assert published(state.step(listed(9, 10, shown=(10,)))) == []
 
 
 def test_a_leader_that_has_just_started_does_not_take_a_commit_back() -> None:
-    one = node()
-    one.step(heard(10))
+    state = node()
+    state.step(heard(10))
     for older in (9, None):
-        one.step(heard(older))
-        assert one.leader_view.commit == step(10)
+        state.step(heard(older))
+        assert state.leader_view.commit == step(10)
 
 
 def test_silence_begins_a_minute_after_the_last_answer() -> None:
-    one = node().leader_view
+    view = node().leader_view
     now = SILENT_AFTER_S + 1
-    assert one.silent(now)
-    one.hear(heard(), now)
-    assert not one.silent(now)
+    assert view.silent(now)
+    view.hear(heard(), now)
+    assert not view.silent(now)
 
 
 def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
-    one = node(alone=True, last=3)
+    state = node(alone=True, last=3)
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
-    one.step(listed(1, 2, 3, 4, world=1))
-    assert retired(one.step(Full(50, sizes))) == [1]
-    assert one.shortage == "", "the policy does not keep it"
-    assert retired(one.step(Full(150, sizes))) == [1, 2]
-    assert "the newest 3" in one.shortage
-    assert retired(one.step(Full(900, sizes))) == [1, 2, 3], "never the newest commit"
+    state.step(listed(1, 2, 3, 4, world=1))
+    assert retired(state.step(Full(50, sizes))) == [1]
+    assert state.shortage == "", "the policy does not keep it"
+    assert retired(state.step(Full(150, sizes))) == [1, 2]
+    assert "the newest 3" in state.shortage
+    assert retired(state.step(Full(900, sizes))) == [1, 2, 3], "never the newest commit"
 
 
 def test_a_full_drive_costs_the_newest_proven_step_when_nothing_else_is_left() -> None:
-    one = node(alone=True, last=2)
+    state = node(alone=True, last=2)
     held = (40, 80, 120, 123, 124)
     sizes = {step(number): 100 for number in held}
-    one.step(listed(*held, world=1))
-    assert retired(one.step(Full(150, sizes))) == [40, 120]
-    assert retired(one.step(Full(900, sizes))) == [40, 120, 123, 80]
+    state.step(listed(*held, world=1))
+    assert retired(state.step(Full(150, sizes))) == [40, 120]
+    assert retired(state.step(Full(900, sizes))) == [40, 120, 123, 80]
 
 
 def test_a_full_drive_of_one_pod_of_many_keeps_the_commit_its_pins_and_its_newest_two() -> None:
     held = (4, 5, 10, 11, 12, 13, 14)
-    one = node()
-    one.step(listed(*held))
-    one.step(heard(10, pinned=(5, 11)))
+    state = node()
+    state.step(listed(*held))
+    state.step(heard(10, pinned=(5, 11)))
     sizes = {step(number): 100 for number in held}
-    assert retired(one.step(Full(900, sizes))) == [4, 12]
+    assert retired(state.step(Full(900, sizes))) == [4, 12]
 
 
 class OneRank:
@@ -151,57 +151,57 @@ class OneRank:
 
 
 def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newest_two() -> None:
-    one = Node({0: OneRank(14)}, grid=Grid(1))
-    one.step(EpochStarted(Epoch(EPOCH, None)))
-    one.step(listed(4, 5, 10, 11, 12, 13))
-    one.step(heard(10, pinned=(5, 11)))
-    assert retired(one.step(listed(4, 5, 10, 11, 12, 13), SILENT_AFTER_S + 1)) == []
-    assert one.step(Serves(frozenset({0}), 4)) == (Write(0, step(14)),)
-    one.step(Wrote(0, step(14)))
-    assert retired(one.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
+    node = Node({0: OneRank(14)}, grid=Grid(1))
+    node.step(EpochStarted(Epoch(EPOCH, None)))
+    node.step(listed(4, 5, 10, 11, 12, 13))
+    node.step(heard(10, pinned=(5, 11)))
+    assert retired(node.step(listed(4, 5, 10, 11, 12, 13), SILENT_AFTER_S + 1)) == []
+    assert node.step(Serves(frozenset({0}), 4)) == (Write(0, step(14)),)
+    node.step(Wrote(0, step(14)))
+    assert retired(node.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
 
 
 def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committed() -> None:
     restored = StepId(EpochId(0, "0000000b"), 10)
-    one = Node({0: OneRank(14)}, grid=Grid(1))
-    one.step(EpochStarted(Epoch(restored.epoch, None)))
-    one.step(EpochStarted(Epoch(EPOCH, restored)))
+    node = Node({0: OneRank(14)}, grid=Grid(1))
+    node.step(EpochStarted(Epoch(restored.epoch, None)))
+    node.step(EpochStarted(Epoch(EPOCH, restored)))
     held = listed(11, 12, 13)
     older = ReportedTier.of([Shard(step_id=restored, rank=0, world=2, root="r")])
     shards = (*older.shards, *held.ranks[0][Tier.LOCAL].shards)
     local = replace(older, shards=shards)
-    one.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}}))
-    one.step(Serves(frozenset({0}), 4))
-    one.step(Wrote(0, step(14)))
+    node.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}}))
+    node.step(Serves(frozenset({0}), 4))
+    node.step(Wrote(0, step(14)))
     fourth = Shard(step_id=step(14), rank=0, world=2, root="r")
     local = replace(older, shards=(*shards, *ReportedTier.of([fourth]).shards))
-    actions = one.step(Listed(ranks={0: {Tier.LOCAL: local}}), SILENT_AFTER_S + 1)
+    actions = node.step(Listed(ranks={0: {Tier.LOCAL: local}}), SILENT_AFTER_S + 1)
     gone = [action.id for action in actions if isinstance(action, Retire)]
     assert gone == [step(11), step(12)]
 
 
 def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_else() -> None:
-    one = Node({0: OneRank(9)}, grid=Grid(1))
-    one.step(EpochStarted(Epoch(EPOCH, None)))
-    assert one.step(Serves(frozenset({0}), 4)) == (Write(0, step(9)),)
-    assert one.step(Wrote(0, step(9), ok=False)) == ()
-    assert one.step(Sealed(0, step(9))) == ()
-    assert one.step(Flush({step(9)})) == (), "whoever waits for a step asks again and again"
-    assert one.step(Flush(newest=1)) == (Write(0, step(9)),)
-    assert one.step(Wrote(0, step(9))) == ()
-    assert one.planner.is_durable(step(9))
+    node = Node({0: OneRank(9)}, grid=Grid(1))
+    node.step(EpochStarted(Epoch(EPOCH, None)))
+    assert node.step(Serves(frozenset({0}), 4)) == (Write(0, step(9)),)
+    assert node.step(Wrote(0, step(9), ok=False)) == ()
+    assert node.step(Sealed(0, step(9))) == ()
+    assert node.step(Flush({step(9)})) == (), "whoever waits for a step asks again and again"
+    assert node.step(Flush(newest=1)) == (Write(0, step(9)),)
+    assert node.step(Wrote(0, step(9))) == ()
+    assert node.planner.is_durable(step(9))
 
 
 def test_a_rank_waits_for_another_one_only_while_that_has_a_trainer() -> None:
     ahead, behind = OneRank(2, 3, 4, 5), OneRank(2)
-    one = Node({0: ahead, 1: behind}, grid=Grid(100))
-    one.step(EpochStarted(Epoch(EPOCH, None)))
-    one.step(Serves(frozenset({0, 1}), 4))
+    node = Node({0: ahead, 1: behind}, grid=Grid(100))
+    node.step(EpochStarted(Epoch(EPOCH, None)))
+    node.step(Serves(frozenset({0, 1}), 4))
     assert ahead.table.assign() is None, "3, 4 and 5 may all be the next common step"
-    one.step(Died(1))
+    node.step(Died(1))
     victim = ahead.table.assign()
     assert victim is not None
     assert ahead.table.slots[victim].id == step(3), "the common step stays"
     ahead.table.release(victim, keep=step(3))
-    one.step(Settled(1))
+    node.step(Settled(1))
     assert ahead.table.assign() is None, "a trainer has come that may seal them"

@@ -271,7 +271,9 @@ def test_nodes_that_measure_differently_still_commit_together() -> None:
             node.pace(pace)
             found.update(_persisted(node, steps))
     committed = sorted(written[0] & written[1])
-    assert max(later - one for one, later in pairwise(committed)) <= 48, "the coarser of both"
+    assert max(later - earlier for earlier, later in pairwise(committed)) <= 48, (
+        "the coarser of both"
+    )
     assert committed[-1] >= 1900 - 48
 
 

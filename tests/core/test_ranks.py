@@ -21,7 +21,7 @@ def test_runs_name_the_ranks_that_they_were_made_of(those: Collection[int]) -> N
     assert [*made] == sorted(those)
     assert (len(made), bool(made), made.last) == (len(those), bool(those), max(those, default=-1))
     assert made.bits == bitmap(those)
-    assert [one for one in range(4000) if one in made] == sorted(those)
+    assert [index for index in range(4000) if index in made] == sorted(those)
     assert Ranks.of(reversed([*made])) == Ranks(made.runs)
 
 
@@ -63,6 +63,6 @@ def test_a_trillion_ranks_are_told_apart_without_being_counted() -> None:
 def test_many_runs_or_a_larger_world_are_not_short() -> None:
     assert Ranks.of([MOST_RANKS - 1]).is_short
     assert not Ranks.of([MOST_RANKS]).is_short
-    squares = [one * one for one in range(2 * MOST_RUNS + 2)]
+    squares = [index * index for index in range(2 * MOST_RUNS + 2)]
     assert not Ranks.of(squares).is_short
     assert Ranks.of(squares[: 2 * MOST_RUNS]).is_short

@@ -21,7 +21,7 @@ def test_who_missed_the_last_change_still_meets_the_others(
         known = grid
         grid = known.coarsen(now) if coarser else known.refine(now)
         window = range(now, now + 400 * base)
-        due, still_due = ({s for s in window if one.due(s)} for one in (grid, known))
+        due, still_due = ({s for s in window if grid.due(s)} for grid in (grid, known))
         assert due <= still_due or still_due <= due
         before = [s for s in range(max(0, now - 50), now + 1) if grid.due(s) != known.due(s)]
         assert not before, "a change holds for later steps only"

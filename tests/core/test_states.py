@@ -25,7 +25,7 @@ from tests.volume.points import FAULT_POINTS
     ("module", "table"), [(node, node.STEP), (agent, agent.IMAGE), (volume, volume.SHARD)]
 )
 def test_states_are_explained_and_functions_and_named_tests_exist(module, table):
-    states = {one for row in table for one in f"{row.states}, {row.after}".split(", ")}
+    states = {word for row in table for word in f"{row.states}, {row.after}".split(", ")}
     said, _, never = module.__doc__.partition("What may never happen")
     heads = re.findall(r"^- (.+?):", said, re.MULTILINE)
     assert set(re.findall("`(.+?)`", " ".join(heads))) == states - {"any"}
@@ -40,7 +40,7 @@ def test_tables_have_all_events_of_a_node_all_verdicts_and_all_fault_points_in_o
     events = {event for row in node.STEP for event in row.event.split(", ")}
     assert events == {event.__name__ for event in get_args(node.Event)}
     assert {row.after for row in agent.IMAGE} > {verdict.value for verdict in Verdict}
-    points = [one for one in FAULT_POINTS if not re.match("history|record|load|peer", one)]
+    points = [point for point in FAULT_POINTS if not re.match("history|record|load|peer", point)]
     assert points == [row.event for row in volume.SHARD if "." in row.event]
 
 
@@ -70,7 +70,7 @@ def watched_node():
         }
         for id in {*states, *staged, *here}:
             before = states.get(id, "absent")
-            states[id] = next((one for one, ids in in_state.items() if id in ids), "absent")
+            states[id] = next((state for state, ids in in_state.items() if id in ids), "absent")
             move = before, name.__name__, states[id]
             assert before == states[id] or known & {move, ("any", *move[1:])}, move
         return actions

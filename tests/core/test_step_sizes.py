@@ -46,7 +46,9 @@ def test_an_image_of_a_rank_that_its_world_does_not_have_ends_nothing() -> None:
     ledger = Ledger()
     ledger.apply(
         Reported(
-            ranks=of_ranks({one.rank: {Tier.LOCAL: ReportedTier.of((one,))} for one in shards})
+            ranks=of_ranks(
+                {shard.rank: {Tier.LOCAL: ReportedTier.of((shard,))} for shard in shards}
+            )
         )
     )
     assert ledger.committed(Tier.LOCAL) == (STEP,)

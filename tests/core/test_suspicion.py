@@ -27,11 +27,11 @@ def failure(at: int, life: int, *after: StepId) -> Failure:
 
 
 def vote(*held: StepId, failures: tuple[Failure, ...] = (), **told: object) -> Candidates:
-    found = tuple(Candidate(id=one, tier=Tier.LOCAL, world=1) for one in held)
+    found = tuple(Candidate(id=step_id, tier=Tier.LOCAL, world=1) for step_id in held)
     return Candidates(answer=Answer.STEPS, candidates=found, failures=failures, **told)  # type: ignore[arg-type]
 
 
-HELD = tuple(step(one) for one in (60, 80, 99, 100))
+HELD = tuple(step(number) for number in (60, 80, 99, 100))
 TWICE = (failure(100, 2, step(100)), failure(101, 3, step(100)))
 
 
@@ -60,19 +60,24 @@ def test_what_the_run_has_left_behind_is_forgiven() -> None:
 
 
 def test_failures_that_two_machines_saw_count_together() -> None:
-    one, other = (vote(*HELD, failures=(each,)) for each in TWICE)
-    both = [one, other]
-    assert Doubt.of([*one.failures, *other.failures], HELD).since == step(100)
+    ballot, other = (vote(*HELD, failures=(each,)) for each in TWICE)
+    both = [ballot, other]
+    assert Doubt.of([*ballot.failures, *other.failures], HELD).since == step(100)
     assert choose([_of_two(each) for each in both]).id == step(80)
 
 
 def _of_two(vote: Candidates) -> Candidates:
-    found = tuple(Candidate(id=one.id, tier=one.tier, world=2) for one in vote.candidates)
+    found = tuple(
+        Candidate(id=candidate.id, tier=candidate.tier, world=2) for candidate in vote.candidates
+    )
     return Candidates(answer=vote.answer, candidates=found, failures=vote.failures)
 
 
 def test_a_young_run_goes_back_to_its_oldest_step_and_never_to_none() -> None:
-    held, told = [step(one) for one in (3, 4, 5)], (failure(5, 2, step(5)), failure(5, 3, step(5)))
+    held, told = (
+        [step(number) for number in (3, 4, 5)],
+        (failure(5, 2, step(5)), failure(5, 3, step(5))),
+    )
     assert choose([vote(*held, failures=told)]).id == step(3)
     assert choose([vote(held[-1], failures=told)]).id == step(5), "there is no other"
 
@@ -104,7 +109,9 @@ def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: i
         there = left - set(retired(left, policy))
         assert len(there) <= last + 2
         if number >= 4 * WITHIN:
-            assert any(number - 4 * WITHIN < one.step <= number - 2 * WITHIN for one in there)
+            assert any(
+                number - 4 * WITHIN < step_id.step <= number - 2 * WITHIN for step_id in there
+            )
     sizes = dict.fromkeys(there, 1)
     gone = evicted(sizes, policy, limit_bytes=0)
     assert max(there) not in gone
@@ -127,12 +134,12 @@ class Run:
 
     def begin(self) -> StepId | None:
         """Begin a life from the step that the ranks vote for. Returns that step."""
-        lineage = trace({one.id: one for one in self.epochs})
+        lineage = trace({epoch.id: epoch for epoch in self.epochs})
 
         def alive(id: StepId) -> bool:
             return lineage.standing(id) is Standing.LIVE
 
-        parents = {one.id: one.parent for one in self.epochs}
+        parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []
         told = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
         found = choose([vote(*held, failures=told)]).id if held else None

@@ -109,7 +109,7 @@ class Tiers(RuleBasedStateMachine):
         if not self.replicated:
             return ()
         per_node = world // len(self.nodes)
-        return tuple(one for one in range(rank % per_node, world, per_node) if one != rank)
+        return tuple(index for index in range(rank % per_node, world, per_node) if index != rank)
 
     def _alike(self, rank: int, world: int) -> Ranks:
         twins = self._twins(rank, world)
@@ -226,7 +226,7 @@ class Tiers(RuleBasedStateMachine):
     def _covered(self, images: set[Image], id: StepId) -> bool:
         world = self.worlds[id]
         return all(
-            any((id, one) in images for one in (rank, *self._twins(rank, world)))
+            any((id, holder) in images for holder in (rank, *self._twins(rank, world)))
             for rank in range(world)
         )
 
@@ -262,7 +262,7 @@ class Tiers(RuleBasedStateMachine):
         The newest two images of a rank stay in memory."""
         assert self.epoch is not None
         slowest = min(self.at.values())
-        for rank in (one for one in ranks if self.at[one] == slowest):
+        for rank in (rank for rank in ranks if self.at[rank] == slowest):
             self.at[rank] += 1
             id = StepId(self.epoch.id, self.at[rank])
             self.worlds[id] = self.world
@@ -306,7 +306,7 @@ class Tiers(RuleBasedStateMachine):
         self.nodes[number] = Node(up=False)
         self.epoch = None
         self.ledger.apply(Gone(number))
-        left = set.union(self._archived(), *(one.local | one.kept for one in self.nodes))
+        left = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
         alive = {id for id, _ in left if self.ledger.lineage.restorable(id)}
         expected = newest_on(self.ledger, at_least(Tier.LOCAL))
         assert expected == max((id for id in alive if self._covered(left, id)), default=None)
@@ -420,7 +420,7 @@ class Tiers(RuleBasedStateMachine):
     def _check(self, decision: Decision, exact: set[StepId], covered: set[StepId]) -> None:
         if decision.id is None:
             images = set.union(
-                *(one for n in range(len(self.nodes)) for one in self._within_reach(n).values())
+                *(value for n in range(len(self.nodes)) for value in self._within_reach(n).values())
             )
             left = {id for id, _ in images if self._not_dead(id, self._epochs())}
             if decision.lost is None:
@@ -460,7 +460,7 @@ class Tiers(RuleBasedStateMachine):
         for node in self.nodes:
             node.epochs.add(epoch)
             # a restore drops dead images from memory; the image that was restored stays
-            node.memory = {one for one in node.memory if self._alive(one[0], self._epochs())}
+            node.memory = {image for image in node.memory if self._alive(image[0], self._epochs())}
         self.epoch = epoch
         self.at = dict.fromkeys(range(self.world), decision.id.step if decision.id else -1)
         self._rebuild()
@@ -493,7 +493,7 @@ class Tiers(RuleBasedStateMachine):
         plan = self.ledger.plan(range(self.world))
         if isinstance(plan, RestorePlan):
             images = set.union(
-                self._archived(), *(one.memory | one.local | one.kept for one in self.nodes)
+                self._archived(), *(node.memory | node.local | node.kept for node in self.nodes)
             )
             assert self._covered(images, plan.id)
             assert not self.ledger.is_dead(plan.id)

@@ -249,7 +249,7 @@ class WholeRun(RuleBasedStateMachine):
             self._seal(number, rank)
         elif rank.next_slot is None:
             self._ask(number, rank)
-        elif rank.saved == min(one.saved for one in self.ranks):
+        elif rank.saved == min(rank.saved for rank in self.ranks):
             # Every rank has returned from the last save, and this rank's copy is sealed. Only now
             # does this rank zero the victim.
             rank.saved += 1
@@ -292,7 +292,7 @@ class WholeRun(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def a_rank_saves_no_step_where_the_others_do(self, number: int) -> None:
         rank = self.ranks[number % len(self.ranks)]
-        if rank.filling is None and rank.saved == min(one.saved for one in self.ranks):
+        if rank.filling is None and rank.saved == min(rank.saved for rank in self.ranks):
             rank.saved += 1
             self.left_out = True
 
@@ -437,10 +437,14 @@ class WholeRun(RuleBasedStateMachine):
         for rank in self.ranks:
             if rank.table.holds(id) is None:
                 # There is always a slot: newer images are dead once all have agreed on this step.
-                index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
+                index = rank.table.reserve(
+                    {sealed for sealed in rank.table.sealed() if sealed != id}
+                )
                 while index is None and self.writing:  # the other slots are being written
                     self._end_write(min(self.writing))
-                    index = rank.table.reserve({one for one in rank.table.sealed() if one != id})
+                    index = rank.table.reserve(
+                        {sealed for sealed in rank.table.sealed() if sealed != id}
+                    )
                 assert index is not None
                 rank.seals[index] = id
                 rank.table.seal(index, id)

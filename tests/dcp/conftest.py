@@ -52,7 +52,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
                 processes.append(warm.Process([str(WORKER), *words], env=variables, stdout=out))
         codes = _wait(processes)
         said = [log.read_text() for log in logs]
-        text = "\n".join(one[-3000:] for one in said)
+        text = "\n".join(output[-3000:] for output in said)
         if killed is None:
             assert not any(codes), text
         else:
@@ -65,10 +65,10 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
 def _wait(processes: list[warm.Process]) -> list[int]:
     """Exit codes; what still runs 5 s after one failed is killed."""
     deadline = time.monotonic() + 100
-    while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
-        if any(one.poll() for one in processes):
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() for process in processes):
             deadline = min(deadline, time.monotonic() + 5)
         time.sleep(0.02)
-    for one in processes:
-        one.kill()
-    return [one.wait() for one in processes]
+    for process in processes:
+        process.kill()
+    return [process.wait() for process in processes]

@@ -125,13 +125,14 @@ def casting() -> None:
     state |= {f"plain {name}": whole.to(saved) for name, (saved, _) in pairs.items()}
     dcp.save(state, storage_writer=StorageWriter("step-1"))
     target = {
-        name: torch.zeros_like(one).to(pairs[name.split()[-1]][1]) for name, one in state.items()
+        name: torch.zeros_like(tensor).to(pairs[name.split()[-1]][1])
+        for name, tensor in state.items()
     }
     dcp.load(target, storage_reader=StorageReader("step-1"))
-    for name, one in target.items():
+    for name, tensor in target.items():
         saved, dtype = pairs[name.split()[-1]]
-        assert one.dtype == dtype
-        full = one.full_tensor() if isinstance(one, DTensor) else one
+        assert tensor.dtype == dtype
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(full, whole.to(saved).to(dtype)), name
 
 
@@ -194,15 +195,15 @@ def odd_dtypes() -> None:
         state[f"{name} empty"] = whole[:0].clone()
     dcp.save(state, storage_writer=StorageWriter("step-1"))
     target: dict[str, Any] = {}
-    for name, one in state.items():
-        local = one.to_local() if isinstance(one, DTensor) else one
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         raw = torch.zeros(local.numel() * local.itemsize, dtype=torch.uint8).view(local.dtype)
         raw = raw.view(local.shape)
-        target[name] = DTensor.from_local(raw, mesh, [Shard(0)]) if one is not local else raw
+        target[name] = DTensor.from_local(raw, mesh, [Shard(0)]) if tensor is not local else raw
     dcp.load(target, storage_reader=StorageReader("step-1"))
-    for name, one in state.items():
+    for name, value in state.items():
         pair = [
-            each.to_local() if isinstance(each, DTensor) else each for each in (one, target[name])
+            each.to_local() if isinstance(each, DTensor) else each for each in (value, target[name])
         ]
         left, right = (each.reshape(-1).view(torch.uint8) for each in pair)
         assert torch.equal(left, right), name
@@ -228,9 +229,9 @@ def sharded() -> None:
     assert torch.equal(wanted["s"].to_local(), gathered(saved))
 
 
-def gathered(one: Any) -> torch.Tensor:
+def gathered(value: Any) -> torch.Tensor:
     whole = torch.zeros(5, 6)
-    for shard in one.local_shards():
+    for shard in value.local_shards():
         (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         whole[row : row + rows, column : column + columns] = shard.tensor
     dist.all_reduce(whole)

@@ -47,12 +47,12 @@ def _one(tensor: torch.Tensor, mesh: DeviceMesh, chance: random.Random) -> torch
 
 def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same layout without the values."""
-    return {name: torch.zeros_like(one) for name, one in tensors.items()}
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def differing(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors whose local bits differ."""
-    return [name for name in one if _bits(one[name]) != _bits(other[name])]
+    return [name for name in first if _bits(first[name]) != _bits(other[name])]
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -20,7 +20,7 @@ def id_of(step: int) -> StepId:
 
 def ballot(*steps: int, step: int | None = None, failed: tuple[int, ...] = ()) -> LoadBallot:
     """Of a rank whose sidecar can bring these."""
-    offers = tuple(Offer(id=id_of(one), tier=Tier.ARCHIVE, world=2) for one in steps)
+    offers = tuple(Offer(id=id_of(step), tier=Tier.ARCHIVE, world=2) for step in steps)
     answer = Answer.STEPS if steps else Answer.NONE
     gone = frozenset(map(id_of, failed))
     return LoadBallot(vote=Candidates(answer=answer, offers=offers), step=step, failed=gone)
@@ -69,8 +69,8 @@ def test_a_person_who_goes_back_gets_that_step() -> None:
 @pytest.mark.parametrize(("worlds", "stays"), [((2, 2), True), ((1, 2), False), ((1,), True)])
 def test_an_epoch_has_one_world(worlds: tuple[int, ...], stays: bool) -> None:
     ballots = [
-        Ballot(step=9, epoch=EPOCH, world=one, loaded=None, highest_epoch=1) for one in worlds
+        Ballot(step=9, epoch=EPOCH, world=world, loaded=None, highest_epoch=1) for world in worlds
     ]
     agreed = agree(ballots, nonce="89abcdef")
-    assert all((one.epoch == EPOCH) is stays for one in agreed)
-    assert [one.world for one in agreed] == [len(worlds)] * len(worlds)
+    assert all((agreement.epoch == EPOCH) is stays for agreement in agreed)
+    assert [agreement.world for agreement in agreed] == [len(worlds)] * len(worlds)

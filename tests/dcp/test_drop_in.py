@@ -86,7 +86,7 @@ def test_an_async_save_on_the_group_of_the_training_is_warned_of(
     sidecar, ranks: Callable[..., list[str]], group: str
 ) -> None:
     said = ranks(2, "async_on", group)
-    warnings = [one.count('process_group=dist.new_group(backend="gloo")') for one in said]
+    warnings = [output.count('process_group=dist.new_group(backend="gloo")') for output in said]
     assert warnings == [1 if group == "default" else 0, 0], said
 
 

@@ -23,7 +23,7 @@ def test_random_layouts_come_back_bit_equal_at_another_world_size(
 def test_a_broken_byte_in_one_shard_stops_all_ranks_before_any_loads(sidecar, ranks) -> None:
     ranks(2, "save", 5, 12)
     [path] = sidecar.root.glob("0*-000000012/rank-00001-of-00002.safetensors")
-    first = next(one for one in layout_of(path).entries.values() if one.end > one.begin)
+    first = next(entry for entry in layout_of(path).entries.values() if entry.end > entry.begin)
     fd = os.open(path, os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, first.begin)[0] ^ 1]), first.begin)
     os.close(fd)
@@ -32,17 +32,17 @@ def test_a_broken_byte_in_one_shard_stops_all_ranks_before_any_loads(sidecar, ra
 
 def test_two_ranks_that_save_asynchronously_and_one_that_saves_alone(sidecar, ranks) -> None:
     ranks(2, "overlapped", sidecar.root)
-    steps = {one["id"]["step"]: one for one in sidecar.get("/v1/status")["steps"]}
+    steps = {step["id"]["step"]: step for step in sidecar.get("/v1/status")["steps"]}
     assert steps[5]["world"] == 2
     assert steps[5]["committed"]
 
 
 def test_a_rank_that_saves_alone_does_not_do_so_in_the_epoch_of_the_others(sidecar, ranks) -> None:
     ranks(2, "alone_in_between", sidecar.root)
-    steps = {one["id"]["step"]: one for one in sidecar.get("/v1/status")["steps"]}
+    steps = {step["id"]["step"]: step for step in sidecar.get("/v1/status")["steps"]}
     assert steps[6]["world"] == 2
     assert steps[6]["committed"]
     worlds = {}
-    for one in steps.values():
-        worlds.setdefault(one["id"]["epoch"]["number"], set()).add(one["world"])
+    for step in steps.values():
+        worlds.setdefault(step["id"]["epoch"]["number"], set()).add(step["world"])
     assert all(len(each) == 1 for each in worlds.values()), worlds

@@ -57,7 +57,7 @@ def test_a_slot_is_erased_once_the_device_came_to_the_save(sidecar, monkeypatch)
     writer = keepstep.dcp.StorageWriter(step=2)
     dcp.async_save({"a": torch.ones(4)}, storage_writer=writer, no_dist=True).result()
     assert calls.count("erase") == 2
-    assert all(calls[at - 1] == "synchronize" for at, one in enumerate(calls) if one == "erase")
+    assert all(calls[at - 1] == "synchronize" for at, call in enumerate(calls) if call == "erase")
 
 
 def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
@@ -87,7 +87,7 @@ def test_a_state_dict_is_rebuilt_from_the_directory_alone(sidecar, tmp_path) -> 
 
 def test_no_pickled_metadata_is_written(sidecar) -> None:
     save({"w": torch.ones(2)}, 1)
-    assert [one.name for one in directory(sidecar, 1).iterdir()] == [
+    assert [path.name for path in directory(sidecar, 1).iterdir()] == [
         "rank-00000-of-00001.safetensors"
     ]
 
@@ -184,13 +184,13 @@ def test_async_saves_that_overtake_each_other_are_never_torn(sidecar) -> None:
 
     def kept() -> list[dict]:
         """Those that stay: the newest two."""
-        steps = [one for one in sidecar.get("/v1/status")["steps"] if one["path"]]
+        steps = [step for step in sidecar.get("/v1/status")["steps"] if step["path"]]
         return steps if len(steps) <= 2 else []
 
-    for one in eventually(kept, what="the others go"):
+    for path in eventually(kept, what="the others go"):
         target = {"w": torch.zeros(1 << 20)}
-        load(target, one["path"])
-        assert torch.equal(target["w"], torch.full((1 << 20,), float(one["id"]["step"])))
+        load(target, path["path"])
+        assert torch.equal(target["w"], torch.full((1 << 20,), float(path["id"]["step"])))
 
 
 class _Held(DefaultSavePlanner):

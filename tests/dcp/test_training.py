@@ -21,14 +21,14 @@ def test_a_killed_training_goes_on_from_its_newest_committed_step(
 ) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     ranks(world, "train", kind, 9, 3, first, killed=1)
-    saved = {one["saved"]: one["state"] for one in lines(first)}
+    saved = {line["saved"]: line["state"] for line in lines(first)}
     assert list(saved) == [0, 1, 2]
     [directory] = sidecar.root.glob("0*-000000002")
     ranks(later, "train", then, 4, -1, f"{second}+", EXIT_DOOR=str(directory))
     loaded, *rest = lines(second)
     assert loaded["loaded"] == 2
     assert loaded["state"] == saved[2]
-    assert [one["saved"] for one in rest] == [3]
-    newest = max(sidecar.get("/v1/status")["steps"], key=lambda one: one["id"]["epoch"]["number"])
+    assert [life["saved"] for life in rest] == [3]
+    newest = max(sidecar.get("/v1/status")["steps"], key=lambda step: step["id"]["epoch"]["number"])
     assert (newest["id"]["step"], newest["world"], newest["committed"]) == (3, later, True)
     assert sidecar.get("/v1/status")["epoch"]["parent"]["step"] == 2

@@ -139,9 +139,11 @@ def broken(directory: str, seed: str) -> None:
     try:
         dcp.load(target, storage_reader=keepstep.dcp.StorageReader(directory))
     except CheckpointException as error:
-        found = [one for one, _ in error.failures.values()]
-        assert all(isinstance(one, DigestError) for one in found), found
-        assert all("rank-00001-of-00002.safetensors" in str(one) for one in found), found
+        found = [exception for exception, _ in error.failures.values()]
+        assert all(isinstance(exception, DigestError) for exception in found), found
+        assert all("rank-00001-of-00002.safetensors" in str(exception) for exception in found), (
+            found
+        )
     else:
         raise AssertionError("it was loaded")
     assert not layouts.differing(layouts.blank(expected), target["tensors"])
@@ -196,7 +198,7 @@ def _through_the_exit_door(state: dict[str, Any]) -> None:
     reader = dcp.HuggingFaceStorageReader(os.environ["EXIT_DOOR"])
     dcp.load(target, storage_reader=reader)
     pairs = zip(tree_leaves(expected), tree_leaves(target), strict=True)
-    assert not any(layouts.differing({"": one}, {"": other}) for one, other in pairs)
+    assert not any(layouts.differing({"": first}, {"": other}) for first, other in pairs)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -209,11 +211,11 @@ def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     flat = {}
     for name, parameter in model.named_parameters():
         flat[name] = parameter.full_tensor()
-        for key, one in optimizer.state[parameter].items():
-            flat[f"{name}.{key}"] = one.full_tensor() if hasattr(one, "full_tensor") else one
+        for key, value in optimizer.state[parameter].items():
+            flat[f"{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
     return {
-        name: one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
-        for name, one in flat.items()
+        name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes().hex()
+        for name, value in flat.items()
     }
 
 

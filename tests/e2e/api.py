@@ -100,13 +100,17 @@ class Api:
             for group in groups:
                 within = "/".join(filter(None, (root, group["metadata"].get("name"))))
                 version = group["versions"][0]
-                for one in version["resources"]:
+                for resource in version["resources"]:
                     kind = Kind(
                         root=f"{within}/{version['version']}",
-                        resource=one["resource"],
-                        namespaced=one["scope"] == "Namespaced",
+                        resource=resource["resource"],
+                        namespaced=resource["scope"] == "Namespaced",
                     )
-                    names = (one["resource"], one["singularResource"], *one.get("shortNames", ()))
+                    names = (
+                        resource["resource"],
+                        resource["singularResource"],
+                        *resource.get("shortNames", ()),
+                    )
                     for name in names:
                         found.setdefault(name, kind)
         return found

@@ -193,13 +193,13 @@ class Cluster:
             and pod["status"]["phase"] not in ("Succeeded", "Failed")
             and "deletionTimestamp" not in pod["metadata"]
         ]
-        containers = [one for pod in pods for one in pod["status"]["containerStatuses"]]
+        containers = [status for pod in pods for status in pod["status"]["containerStatuses"]]
         body = self.kubectl.get("node", node)
         return (
             body is not None
             and not body["spec"].get("taints")
-            and all(one["ready"] for one in containers)
-            and all(one["state"]["running"]["startedAt"] >= begun for one in containers)
+            and all(container["ready"] for container in containers)
+            and all(container["state"]["running"]["startedAt"] >= begun for container in containers)
         )
 
     def admission_settled(self) -> None:
@@ -243,9 +243,9 @@ class Cluster:
             tasks = self.on_node(node, "ctr", "-n", "k8s.io", "tasks", "ls").splitlines()[1:]
             pids = {id: pid for id, pid, state in map(str.split, tasks) if state == "RUNNING"}
             for key in ("containerStatuses", "initContainerStatuses"):
-                for one in status.get(key, ()):  # type: ignore[attr-defined]
-                    id = str(one.get("containerID", "")).removeprefix("containerd://")
-                    if one["name"] == container and id in pids:
+                for reported in status.get(key, ()):  # type: ignore[attr-defined]
+                    id = str(reported.get("containerID", "")).removeprefix("containerd://")
+                    if reported["name"] == container and id in pids:
                         return node, pids[id]
             return None
 

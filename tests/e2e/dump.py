@@ -32,8 +32,9 @@ def summary(kubectl: Kubectl) -> str:
         said += [
             f"{run['metadata']['name']}: epoch {status.get('epoch')}, {status.get('watermarks')}",
             *(
-                f"  {one['type']}={one['status']} {one['reason']}: {one['message']}"
-                for one in status.get("conditions", ())
+                f"  {condition['type']}={condition['status']} {condition['reason']}:"
+                f" {condition['message']}"
+                for condition in status.get("conditions", ())
             ),
         ]
     for pod in _listed(kubectl, "pods"):

@@ -46,20 +46,20 @@ def frozen(script: str) -> list[str]:
 
 def trainer(*, steps: int, **container: Any) -> Object:
     """The example's training container, of a user that Pod Security "restricted" accepts."""
-    (one,) = example("pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]["Master"]["template"][
+    (trained,) = example("pytorchjob.yaml")["spec"]["pytorchReplicaSpecs"]["Master"]["template"][
         "spec"
     ]["containers"]
     # paced and with small batches, so that two cores have time for everything else, too
-    one["command"] = frozen("/train_gpt.py")
-    one["args"] = ["--steps", str(steps), "--log-file", "-", "--step-seconds", "0.25", *SMALL]
-    one["env"].append(_FAULTHANDLER)
-    one["securityContext"] = {
+    trained["command"] = frozen("/train_gpt.py")
+    trained["args"] = ["--steps", str(steps), "--log-file", "-", "--step-seconds", "0.25", *SMALL]
+    trained["env"].append(_FAULTHANDLER)
+    trained["securityContext"] = {
         "allowPrivilegeEscalation": False,
         "runAsNonRoot": True,
         "capabilities": {"drop": ["ALL"]},
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    changed: Object = json.loads(json.dumps(one)) | container
+    changed: Object = json.loads(json.dumps(trained)) | container
     return changed
 
 
@@ -205,7 +205,11 @@ def stateful_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Obj
 
 def _variable(of_template: Object, name: str) -> Object:
     """A variable of the training container, to be changed."""
-    (found,) = [one for one in of_template["spec"]["containers"][0]["env"] if one["name"] == name]
+    (found,) = [
+        variable
+        for variable in of_template["spec"]["containers"][0]["env"]
+        if variable["name"] == name
+    ]
     variable: Object = found
     return variable
 
@@ -243,8 +247,8 @@ def admitted(kubectl: Kubectl, *pods: Object) -> list[Object]:
     said = kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", input=body, timeout_s=240)
     decoder, found, at = json.JSONDecoder(), [], 0
     while at < len(said):
-        one, at = decoder.raw_decode(said, at)
-        found.append(one)
+        decoded, at = decoder.raw_decode(said, at)
+        found.append(decoded)
         at += len(said[at:]) - len(said[at:].lstrip())
     return found
 

@@ -91,8 +91,8 @@ class Kubectl:
 
     def events(self, reason: str) -> list[Object]:
         """Events of the namespace with this reason, oldest first."""
-        found = [one for one in self.list("events") if one.get("reason") == reason]
-        return sorted(found, key=lambda one: str(one["metadata"]["creationTimestamp"]))
+        found = [event for event in self.list("events") if event.get("reason") == reason]
+        return sorted(found, key=lambda event: str(event["metadata"]["creationTimestamp"]))
 
     @contextmanager
     def watching(self, kind: str, name: str) -> Iterator[list[str]]:

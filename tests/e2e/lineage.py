@@ -28,7 +28,7 @@ class Lineage:
 
     def alive(self, id: StepId) -> bool:
         """Whether the newest epoch descends from this step, or holds it."""
-        known = {one.id: one for one in self.epochs}
+        known = {epoch.id: epoch for epoch in self.epochs}
         at, end = max(known), None
         while at != id.epoch:
             if (parent := known[at].parent) is None:
@@ -38,7 +38,7 @@ class Lineage:
 
     def parent(self, epoch: EpochId) -> StepId | None:
         """From which step this epoch went on."""
-        (found,) = [one.parent for one in self.epochs if one.id == epoch]
+        (found,) = [candidate.parent for candidate in self.epochs if candidate.id == epoch]
         return found
 
 
@@ -57,7 +57,7 @@ def checked(archive: Path, name: str) -> Lineage:
     survey = asyncio.run(_survey(archive, name))
     assert not survey.conflict
     assert not survey.faults
-    lineage = Lineage(tuple(one.id for one in survey.complete), survey.epochs)
+    lineage = Lineage(tuple(step.id for step in survey.complete), survey.epochs)
     for step in survey.complete:
         _check(archive, step, name)
     for epoch in lineage.epochs:
@@ -74,7 +74,7 @@ async def _survey(archive: Path, name: str) -> Survey:
 
 def _check(archive: Path, step: ArchivedStep, name: str) -> None:
     assert step.record is not None
-    parents = {one.id: one.parent for one in step.record.epochs}
+    parents = {epoch.id: epoch.parent for epoch in step.record.epochs}
     for shard in step.record.shards:
         path = archive / name / str(step.id) / shard_name(shard.rank, shard.world)
         data = memoryview(path.read_bytes())
@@ -88,6 +88,8 @@ def epochs_on(cluster: Cluster, node: str, directory: str) -> tuple[Epoch, ...]:
     """The epochs that a pod's volume knows of."""
     body = json.loads(cluster.on_node(node, "cat", f"{directory}/run.json"))
     return tuple(
-        Epoch(EpochId.parse(one["id"]), StepId.parse(one["parent"]) if one["parent"] else None)
-        for one in body["epochs"]
+        Epoch(
+            EpochId.parse(epoch["id"]), StepId.parse(epoch["parent"]) if epoch["parent"] else None
+        )
+        for epoch in body["epochs"]
     )

@@ -23,7 +23,7 @@ def lost(killed: jobs.Life, life: jobs.Life) -> int:
 
 def the_run(kubectl: Kubectl, job: str = "gpt") -> Object:
     """The one CheckpointRun of this job. Raises RuntimeError while there is none."""
-    found = [one for one in kubectl.list("ckrun") if one.get("status", {}).get("jobName") == job]
+    found = [body for body in kubectl.list("ckrun") if body.get("status", {}).get("jobName") == job]
     if len(found) != 1:
         raise RuntimeError(f"{len(found)} CheckpointRuns of job {job}")
     return found[0]
@@ -37,9 +37,9 @@ def status(kubectl: Kubectl, job: str = "gpt") -> Object:
 
 def condition(kubectl: Kubectl, kind: str, job: str = "gpt") -> Object:
     """One condition of the run. Raises KeyError while there is none."""
-    for one in status(kubectl, job)["conditions"]:
-        if one["type"] == kind:
-            body: Object = one
+    for condition in status(kubectl, job)["conditions"]:
+        if condition["type"] == kind:
+            body: Object = condition
             return body
     raise KeyError(kind)
 
@@ -110,8 +110,8 @@ def training_beyond(
     """Wait until rank 0 has finished a step beyond `step`; its present life."""
 
     def look() -> Any:
-        one = jobs.life(kubectl, pod, container=container)
-        return one and one.last > step and one
+        life = jobs.life(kubectl, pod, container=container)
+        return life and life.last > step and life
 
     found: jobs.Life = kubectl.eventually(look, within_s=within_s, what=f"a step beyond {step}")
     return found
@@ -127,8 +127,8 @@ def restarted(
     """Wait until rank 0 trains again in a life that began behind step 0, with five steps done."""
 
     def look() -> Any:
-        one = jobs.life(kubectl, pod, container=container)
-        return one and one.first > 0 and one.last >= one.first + 5 and one
+        life = jobs.life(kubectl, pod, container=container)
+        return life and life.first > 0 and life.last >= life.first + 5 and life
 
     found: jobs.Life = kubectl.eventually(look, within_s=within_s, what="a life behind step 0")
     return found
@@ -139,8 +139,8 @@ def ended(kubectl: Kubectl, before: jobs.Life, *, pod: str = "gpt-master-0") -> 
     only one life is kept beside the present one, and a restore that fails is one, too."""
 
     def look() -> Any:
-        one = jobs.life(kubectl, pod, previous=True)
-        return one and one.began_at == before.began_at and one
+        life = jobs.life(kubectl, pod, previous=True)
+        return life and life.began_at == before.began_at and life
 
     found: jobs.Life = kubectl.eventually(look, what="the end of the life that was killed")
     return found
@@ -155,9 +155,9 @@ def kill_trainer(cluster: Cluster, kubectl: Kubectl, pod: str) -> None:
     """SIGKILL to a training container's first process. The others of its job end by themselves, or
     `end_survivor` ends them."""
     others = [
-        cluster.process(one, "pytorch")
-        for one in kubectl.list("pods", "keepstep.dev/injected")
-        if one["metadata"]["name"] != pod and one["status"]["phase"] == "Running"
+        cluster.process(injected, "pytorch")
+        for injected in kubectl.list("pods", "keepstep.dev/injected")
+        if injected["metadata"]["name"] != pod and injected["status"]["phase"] == "Running"
     ]
     _kill(cluster, kubectl, pod, "pytorch")
     for node, pid in others:
@@ -196,7 +196,9 @@ def start_to_step_s(kubectl: Kubectl, life: jobs.Life, *, pod: str = "gpt-master
     """Seconds from the training container's start (to the second) to the life's first step."""
     body = kubectl.get("pod", pod)
     assert body is not None
-    (container,) = [one for one in body["status"]["containerStatuses"] if one["name"] == "pytorch"]
+    (container,) = [
+        status for status in body["status"]["containerStatuses"] if status["name"] == "pytorch"
+    ]
     return life.ended_at[life.first] - unix_s(container["state"]["running"]["startedAt"])
 
 
@@ -205,8 +207,14 @@ def scheduled_to_start_s(kubectl: Kubectl, *, pod: str = "gpt-master-0") -> floa
     All images are on the node."""
     body = kubectl.get("pod", pod)
     assert body is not None
-    (container,) = [one for one in body["status"]["containerStatuses"] if one["name"] == "pytorch"]
-    (scheduled,) = [one for one in body["status"]["conditions"] if one["type"] == "PodScheduled"]
+    (container,) = [
+        status for status in body["status"]["containerStatuses"] if status["name"] == "pytorch"
+    ]
+    (scheduled,) = [
+        condition
+        for condition in body["status"]["conditions"]
+        if condition["type"] == "PodScheduled"
+    ]
     started = container["state"]["running"]["startedAt"]
     return unix_s(started) - unix_s(scheduled["lastTransitionTime"])
 

@@ -23,7 +23,7 @@ def test_five_hundred_pods_in_a_burst_are_injected(
     made = jobs.admitted(namespace, *(jobs.owned_pod(f"p{n}", owner) for n in range(_PODS)))
     assert len(made) == _PODS
     for pod in made:
-        names = [one["name"] for one in pod["spec"]["initContainers"]]
+        names = [container["name"] for container in pod["spec"]["initContainers"]]
         assert names == ["keepstep-sidecar"], pod["metadata"]["name"]
 
     counts = {le: count - before.get(le, 0.0) for le, count in _histogram(cluster).items()}

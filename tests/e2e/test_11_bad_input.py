@@ -38,7 +38,7 @@ def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: 
 
 def _warned(kubectl: Kubectl) -> list[str]:
     """The kinds of what `SidecarWarning`s are on."""
-    return sorted(one["involvedObject"]["kind"] for one in kubectl.events("SidecarWarning"))
+    return sorted(event["involvedObject"]["kind"] for event in kubectl.events("SidecarWarning"))
 
 
 def test_the_librarys_version_is_in_the_status(namespace: Kubectl) -> None:

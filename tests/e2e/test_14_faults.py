@@ -33,9 +33,9 @@ def _directory(kubectl: Kubectl, run: str, node_rank: int, *, path: str = HOST_P
 def test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str], run: str, tmp_path: Path
 ) -> None:
-    one, two = cluster.workers()
+    first, two = cluster.workers()
     stores.start(namespace)
-    namespace.apply(tiers.policy(), tiers.job(one, two, run=run))
+    namespace.apply(tiers.policy(), tiers.job(first, two, run=run))
     target = tiers.beyond(namespace, "archive", 10)
     runs.training_beyond(namespace, target + 25)
     tiers.beyond(namespace, "archive", target + 10)
@@ -90,9 +90,9 @@ def _go_back(kubectl: Kubectl, run: str, step: int) -> None:
 def test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody_and_is_brought_up_to_date(
     cluster: Cluster, namespace: Kubectl, run: str, measured: dict[str, float]
 ) -> None:
-    one, two = cluster.workers()
+    first, two = cluster.workers()
     stores.start(namespace)
-    namespace.apply(tiers.policy(), tiers.job(one, two, run=run))
+    namespace.apply(tiers.policy(), tiers.job(first, two, run=run))
     tiers.beyond(namespace, "peer", 10)
     before = runs.training_beyond(namespace, 40)
 
@@ -130,8 +130,8 @@ def _step(name: str) -> int:
 def _not_replicated(kubectl: Kubectl) -> str:
     """Why; '' while all is well. Either the copies do not get there, or a sidecar is silent."""
     for kind in ("Replicated", "Protected"):
-        if (one := runs.condition(kubectl, kind))["status"] != "True":
-            return str(one["message"])
+        if (condition := runs.condition(kubectl, kind))["status"] != "True":
+            return str(condition["message"])
     return ""
 
 
@@ -148,9 +148,9 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     run: str,
     record_property: runs.Record,
 ) -> None:
-    one, two = cluster.workers()
+    first, two = cluster.workers()
     stores.start(namespace)
-    job = tiers.job(one, two, run=run)
+    job = tiers.job(first, two, run=run)
     # copies come some steps behind what is kept here; the archive is away when the pods go
     namespace.apply(tiers.policy(kept=6, flushTimeout="15s"), job)
     archived = tiers.beyond(namespace, "archive", 20)
@@ -163,7 +163,7 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     namespace("rollout", "status", "deployment/s3", "--timeout=240s", timeout_s=250)
 
     # the first node comes back without its drive, and what its buddy keeps has rotted
-    cluster.on_node(one, "rm", "-rf", _directory(namespace, run, 0))
+    cluster.on_node(first, "rm", "-rf", _directory(namespace, run, 0))
     kept = _directory(namespace, run, 1)
     copies, own = (
         {_step(path): path for path in tiers.shards(cluster, two, kept, copies=copies)}
@@ -185,9 +185,9 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     runs.same_losses(life, reference)
     record_property("lost_steps", max(own) - restored)
     refused = [
-        one for one in tiers.said(namespace, MASTER) if one["event"] == "restore.copy_refused"
+        line for line in tiers.said(namespace, MASTER) if line["event"] == "restore.copy_refused"
     ]
-    assert {_step(str(one["step"])) for one in refused} == {rotten}, refused
+    assert {_step(str(line["step"])) for line in refused} == {rotten}, refused
     assert "is damaged" in refused[0]["error"]
 
 
@@ -197,12 +197,12 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
 def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_commits(
     cluster: Cluster, namespace: Kubectl, run: str
 ) -> None:
-    one, two = cluster.workers()
+    first, two = cluster.workers()
     path = f"{HOST_PATH}/small-{run}"
-    cluster.on_node(one, "mkdir", "-p", path)
+    cluster.on_node(first, "mkdir", "-p", path)
     stores.start(namespace)
     with tiers.small_drive(cluster, two, path, mib=320):
-        namespace.apply(tiers.policy(path), tiers.job(one, two, run=run))
+        namespace.apply(tiers.policy(path), tiers.job(first, two, run=run))
         tiers.beyond(namespace, "peer", 10)
         tiers.fill(cluster, two, path)
         said = namespace.eventually(lambda: _no_room(namespace), within_s=120, what="it is said")
@@ -223,13 +223,13 @@ def _no_room(kubectl: Kubectl) -> str:
     """What is said of a drive that is full; '' while nothing is. A condition says it only as long
     as it is so: what retention frees may be enough for a while."""
     said = [
-        str(one["message"])
+        str(condition["message"])
         for kind in ("Committing", "Replicated")
-        if (one := runs.condition(kubectl, kind))["status"] == "False"
+        if (condition := runs.condition(kubectl, kind))["status"] == "False"
     ]
     said += [
-        str(one["error"])
-        for one in tiers.said(kubectl, MASTER)
-        if one["event"] == "tier.send_failed"
+        str(line["error"])
+        for line in tiers.said(kubectl, MASTER)
+        if line["event"] == "tier.send_failed"
     ]
-    return next((one for one in said if " free" in one or "no space" in one.lower()), "")
+    return next((line for line in said if " free" in line or "no space" in line.lower()), "")

@@ -83,7 +83,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
 
 def _serving(namespace: Kubectl) -> bool:
     conditions = runs.status(namespace)["conditions"]
-    return any(one["type"] == "LeftShardsServed" for one in conditions)
+    return any(condition["type"] == "LeftShardsServed" for condition in conditions)
 
 
 def _spread(master: str, worker: str) -> Object:

@@ -60,4 +60,4 @@ def _listing(kubectl: Kubectl, run: str) -> list[str]:
 def _steps(kubectl: Kubectl, run: str) -> set[int]:
     """Archived steps: those with a record."""
     names = (line.split()[0] for line in _listing(kubectl, run))
-    return {int(one.split("/")[0].rpartition("-")[2]) for one in names if "step.json" in one}
+    return {int(name.split("/")[0].rpartition("-")[2]) for name in names if "step.json" in name}

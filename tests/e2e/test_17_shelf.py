@@ -54,9 +54,9 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     policy, job = shelf
     (pinned,) = runs.the_run(namespace)["spec"]["pins"]
     before = tiers.archived(namespace)
-    assert all(one["spec"]["ranks"] == 2 for one in before)
+    assert all(body["spec"]["ranks"] == 2 for body in before)
     in_store = _bytes_in_store(cluster, namespace, pinned)
-    assert {one["spec"]["bytes"] for one in before} == {in_store}
+    assert {body["spec"]["bytes"] for body in before} == {in_store}
 
     scale_reconciler(0)  # as etcd goes with all that was written there, and nobody writes it again
     for kind in ("checkpoints", "checkpointruns", "checkpointpolicies"):
@@ -66,8 +66,8 @@ def test_archived_checkpoints_are_listed_again_after_etcd_was_lost(
     namespace.apply(policy, job)
 
     def listed_again() -> bool:
-        now = {one["metadata"]["name"]: one for one in tiers.archived(namespace)}
-        return all(_same(one, now.get(one["metadata"]["name"])) for one in before)
+        now = {body["metadata"]["name"]: body for body in tiers.archived(namespace)}
+        return all(_same(body, now.get(body["metadata"]["name"])) for body in before)
 
     namespace.eventually(listed_again, within_s=240, what="all that was archived is listed again")
     life = runs.restarted(namespace, within_s=240)

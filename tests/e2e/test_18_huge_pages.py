@@ -20,7 +20,9 @@ def _sidecar(namespace: Kubectl) -> Object:
     pod = namespace.get("pod", "gpt-master-0")
     assert pod is not None
     found: Object = next(
-        one for one in pod["spec"]["initContainers"] if one["name"] == "keepstep-sidecar"
+        container
+        for container in pod["spec"]["initContainers"]
+        if container["name"] == "keepstep-sidecar"
     )
     return found
 

@@ -67,4 +67,7 @@ def _writes_are_bounded_by_time_not_by_steps(namespace: Kubectl) -> None:
 def _succeeded(kubectl: Kubectl) -> bool:
     job = kubectl.get("pytorchjob", "gpt")
     conditions = (job or {}).get("status", {}).get("conditions", [])
-    return any(one["type"] == "Succeeded" and one["status"] == "True" for one in conditions)
+    return any(
+        condition["type"] == "Succeeded" and condition["status"] == "True"
+        for condition in conditions
+    )

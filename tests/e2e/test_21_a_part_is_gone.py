@@ -51,7 +51,7 @@ def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kub
     assert life.ended_at[0] - began < 60
     fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
     (steps_lost,) = {
-        int(one["message"].partition(" steps lost")[0].split("(")[-1]) for one in fresh
+        int(event["message"].partition(" steps lost")[0].split("(")[-1]) for event in fresh
     }
     assert steps_lost >= committed
     assert not namespace.events("RestoreRefused")
@@ -160,7 +160,9 @@ def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
     assert life.first == 0
     committed = runs.committed_beyond(namespace, 5)
     runs.becomes(namespace, "Protected")
-    assert all(one["type"] != "RestoreRefused" for one in runs.status(namespace)["conditions"])
+    assert all(
+        condition["type"] != "RestoreRefused" for condition in runs.status(namespace)["conditions"]
+    )
     # the request was for one start: from now on the run goes on from its own steps
     metadata = runs.the_run(namespace)["metadata"]
     assert metadata["annotations"]["keepstep.dev/fresh-start"] != "allow"
@@ -169,8 +171,10 @@ def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
 
 def _begun_again(namespace: Kubectl, began: float, *, within_s: float = 120.0) -> jobs.Life:
     def look() -> jobs.Life | None:
-        one = jobs.life(namespace, "gpt-master-0")
-        return one if one and one.first == 0 and one.began_at > began and one.last > 3 else None
+        life = jobs.life(namespace, "gpt-master-0")
+        return (
+            life if life and life.first == 0 and life.began_at > began and life.last > 3 else None
+        )
 
     found: jobs.Life = namespace.eventually(look, within_s=within_s, what="a life from step 0")
     return found
@@ -196,13 +200,15 @@ def test_a_second_job_with_the_label_of_a_run_leaves_the_first_its_commits(
     taken = namespace.eventually(lambda: namespace.events("RunTaken"), what="an Event")
     assert "Job again has the label keepstep.dev/run: shared" in taken[-1]["message"]
     namespace.eventually(
-        lambda: any("PyTorchJob gpt has" in one for one in runs.status(namespace)["warnings"]),
+        lambda: any(
+            "PyTorchJob gpt has" in warning for warning in runs.status(namespace)["warnings"]
+        ),
         what="the warning",
     )
     runs.committed_beyond(namespace, runs.committed_beyond(namespace, 10) + 10)
     namespace("delete", "pytorchjob", "gpt", "--wait=true")
     namespace.eventually(
-        lambda: not any("has that run" in one for one in _warnings(namespace, "again")),
+        lambda: not any("has that run" in warning for warning in _warnings(namespace, "again")),
         within_s=120,
         what="the second job has the run",
     )

@@ -103,7 +103,7 @@ def test_limits_and_quotas_keep_no_pod_from_existing(cluster: Cluster) -> None:
             for name, (_, _, job) in found.items():
                 pods = _made(places[name], job["spec"]["completions"])
                 said = [pod["metadata"]["annotations"]["keepstep.dev/status"] for pod in pods]
-                reasons = {json.loads(one).get("reason", "") for one in said}
+                reasons = {json.loads(line).get("reason", "") for line in said}
                 assert reasons == {reason}, (name, said)
         for name in _TOO_SMALL:
             _is_told(places[name])
@@ -118,7 +118,7 @@ def _is_told(kubectl: Kubectl) -> None:
 def _counted(kubectl: Kubectl) -> None:
     """Wait until the quota's use is known; no pod is created before."""
     kubectl.eventually(
-        lambda: all(one["status"].get("hard") for one in kubectl.list("resourcequotas")),
+        lambda: all(quota["status"].get("hard") for quota in kubectl.list("resourcequotas")),
         what="the quota counts",
     )
 
@@ -137,11 +137,11 @@ def _namespaces(cluster: Cluster, names: list[str]) -> Iterator[dict[str, Kubect
     mark = secrets.token_hex(3)
     made = {name: cluster.kubectl.namespaced(f"limits-{name}-{mark}") for name in names}
     try:
-        for one in made.values():
-            cluster.kubectl("create", "namespace", one.namespace)
+        for kubectl in made.values():
+            cluster.kubectl("create", "namespace", kubectl.namespace)
         yield made
     finally:
-        spaces = [one.namespace for one in made.values()]
+        spaces = [kubectl.namespace for kubectl in made.values()]
         cluster.kubectl("delete", "namespace", *spaces, "--wait=false", "--ignore-not-found")
 
 
@@ -173,8 +173,8 @@ def test_the_ports_of_a_trainer_and_the_hosts_network_are_left_to_it(namespace: 
     )
     for job in ("otel", "ours", "host"):
         (pod,) = namespace.eventually(
-            lambda job=job: [one for one in namespace.list("pods", f"job-name={job}")
-                             if one["status"]["phase"] == "Running"],
+            lambda job=job: [pod for pod in namespace.list("pods", f"job-name={job}")
+                             if pod["status"]["phase"] == "Running"],
             what=f"{job} runs",
         )  # fmt: skip
         assert pod["metadata"]["labels"]["keepstep.dev/injected"] == "true"
@@ -190,7 +190,7 @@ def test_the_ports_of_a_trainer_and_the_hosts_network_are_left_to_it(namespace: 
 def _warns(kubectl: Kubectl, job: str, *words: str) -> None:
     kubectl.eventually(
         lambda: all(
-            any(one in text for text in runs.status(kubectl, job)["warnings"]) for one in words
+            any(word in text for text in runs.status(kubectl, job)["warnings"]) for word in words
         ),
         what=f"warnings of {job}: {words}",
     )

@@ -42,7 +42,7 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     plain.eventually(
         lambda: "NodeLoss" in runs.status(plain)["survives"], what="the replica is enough"
     )
-    before = {one: runs.training_beyond(one, 10) for one in (copied, plain, there)}
+    before = {kubectl: runs.training_beyond(kubectl, 10) for kubectl in (copied, plain, there)}
     said = int(runs.status(copied)["watermarks"]["peer"].rpartition("-")[2])
     there_too = {copied: "gpt-master-0", plain: "gpt-worker-0"}
     for namespace, pod in there_too.items():
@@ -113,7 +113,7 @@ def _pods_leave(cluster: Cluster, node: str, pods: Mapping[Kubectl, str]) -> Non
                     timeout_s=250)  # fmt: skip
     # a pod that is made just when its node is found lost may be made without admission, as its
     # Service still leads there, too; what is evicted comes later
-    one = next(iter(pods))
-    jobs.all_inject(one, jobs.owner(one))
+    survivor = next(iter(pods))
+    jobs.all_inject(survivor, jobs.owner(survivor))
     for kubectl, pod in pods.items():
         kubectl("delete", "pod", pod, "--force", "--grace-period=0")

@@ -56,7 +56,7 @@ def test_a_killed_sidecar_stops_nothing_and_a_killed_trainer_goes_on_from_memory
 
 def _by_kind(events: list[Object]) -> dict[str, Object]:
     """By the kind of what they are on."""
-    return {one["involvedObject"]["kind"]: one for one in events}
+    return {event["involvedObject"]["kind"]: event for event in events}
 
 
 def _seconds_to_status(kubectl: Kubectl) -> float:
@@ -91,7 +91,7 @@ def _restarts(kubectl: Kubectl, pod: str, container: str) -> int:
     assert body is not None
     status = body["status"]
     statuses = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
-    (count,) = [int(one["restartCount"]) for one in statuses if one["name"] == container]
+    (count,) = [int(status["restartCount"]) for status in statuses if status["name"] == container]
     return count
 
 

@@ -69,7 +69,9 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     runs.same_losses(life, reference)
     after = runs.goodput(namespace, beyond=life.first)
     assert after["since"] == before["since"], "the new pods go on with what was counted"
-    assert [one["id"] for one in after["tallies"]] == [one["id"] for one in before["tallies"]]
+    assert [tally["id"] for tally in after["tallies"]] == [
+        tally["id"] for tally in before["tallies"]
+    ]
     assert after["productiveSeconds"] > before["productiveSeconds"]
     assert after["badputSeconds"]["infrastructureRecovery"] > 0, "no pod was there for a while"
 

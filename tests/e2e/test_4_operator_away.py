@@ -68,7 +68,7 @@ def _committed(namespace: Kubectl, pod: str) -> int:
     """The newest committed step, as this pod's sidecar knows it; -1 for none."""
     words = ("keepstep", "steps", "--dir", "/keepstep/volumes/scratch", "--json")
     steps = json.loads(namespace("exec", pod, "-c", runs.SIDECAR, "--", *words))["steps"]
-    return max((one["step"] for one in steps if one["committed"]), default=-1)
+    return max((step["step"] for step in steps if step["committed"]), default=-1)
 
 
 def _converges_although_killed(cluster: Cluster, namespace: Kubectl) -> int:
@@ -90,7 +90,7 @@ def _converges_although_killed(cluster: Cluster, namespace: Kubectl) -> int:
 
 def _kill_reconciler(cluster: Cluster) -> None:
     pod = cluster.reconciler()
-    (container,) = [one["name"] for one in pod["spec"]["containers"]]
+    (container,) = [container["name"] for container in pod["spec"]["containers"]]
     cluster.kill_container(pod, container)
 
 

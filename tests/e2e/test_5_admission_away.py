@@ -93,7 +93,9 @@ def _select(system: Kubectl, selector: dict[str, str | None]) -> None:
 def _endpoints(system: Kubectl) -> list[str]:
     """Names of the pods behind admission's Service."""
     slices = system.list("endpointslices", "kubernetes.io/service-name=keepstep-admission")
-    return [one["targetRef"]["name"] for part in slices for one in part["endpoints"] or ()]
+    return [
+        endpoint["targetRef"]["name"] for part in slices for endpoint in part["endpoints"] or ()
+    ]
 
 
 def _starts_without_us(kubectl: Kubectl, job: str = "gpt") -> str:
@@ -102,7 +104,7 @@ def _starts_without_us(kubectl: Kubectl, job: str = "gpt") -> str:
     pod = kubectl.eventually(lambda: kubectl.get("pod", f"{job}-master-0"), what="the pod")
     assert "keepstep.dev/injected" not in pod["metadata"].get("labels", {})
     kubectl.eventually(
-        lambda: ("PyTorchJob", job) in {_about(one) for one in kubectl.events("NotInjected")},
+        lambda: ("PyTorchJob", job) in {_about(event) for event in kubectl.events("NotInjected")},
         what="an event on the job",
     )
     return str(runs.becomes(kubectl, "FullyInjected", "False", job=job)["message"])

@@ -40,8 +40,8 @@ def test_a_host_path_that_the_chart_does_not_allow_is_refused_with_a_reason(
 
 def _accepted(kubectl: Kubectl, name: str) -> dict[str, str]:
     conditions = (kubectl.get("ckpolicy", name) or {})["status"]["conditions"]
-    (one,) = [one for one in conditions if one["type"] == "Accepted"]
-    found: dict[str, str] = one
+    (condition,) = [condition for condition in conditions if condition["type"] == "Accepted"]
+    found: dict[str, str] = condition
     return found
 
 

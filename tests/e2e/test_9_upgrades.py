@@ -72,7 +72,7 @@ def _chart_without_dashboards(directory: Path) -> Path:
 def _documented_upgrade() -> list[str]:
     """The command of docs/install.md, word for word."""
     text = (ROOT / "docs" / "install.md").read_text()
-    (line,) = [one for one in text.splitlines() if one.startswith("    helm upgrade ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("    helm upgrade ")]
     return line.split()[1:]
 
 

@@ -62,11 +62,11 @@ def beyond(
 def archived(kubectl: Kubectl) -> list[Object]:
     """Checkpoint objects whose step the archive holds, oldest first."""
     found = [
-        one
-        for one in kubectl.list("checkpoints")
-        if "archive" in (one.get("status") or {}).get("tiers", ())
+        body
+        for body in kubectl.list("checkpoints")
+        if "archive" in (body.get("status") or {}).get("tiers", ())
     ]
-    return sorted(found, key=lambda one: str(one["spec"]["step"]))
+    return sorted(found, key=lambda body: str(body["spec"]["step"]))
 
 
 def said(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:

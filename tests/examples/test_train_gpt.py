@@ -60,11 +60,11 @@ def losses(log_file: Path) -> dict[int, str]:
 
 
 def test_two_ranks_give_the_same_bits_in_every_run_and_learn(tmp_path: Path) -> None:
-    one = train(tmp_path / "1", "--steps", "12", "--no-keepstep", launcher=TORCHRUN)
+    first = train(tmp_path / "1", "--steps", "12", "--no-keepstep", launcher=TORCHRUN)
     other = train(tmp_path / "2", "--steps", "12", "--no-keepstep", launcher=TORCHRUN)
-    assert one == other
-    assert sorted(one) == list(range(12))
-    assert float.fromhex(one[11]) < float.fromhex(one[0]) - 0.2
+    assert first == other
+    assert sorted(first) == list(range(12))
+    assert float.fromhex(first[11]) < float.fromhex(first[0]) - 0.2
 
 
 def test_a_killed_trainer_goes_on_and_its_losses_are_the_same_bits(tmp_path: Path) -> None:

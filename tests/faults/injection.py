@@ -123,8 +123,8 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 def _calls() -> Iterator[tuple[Any, str]]:
     owners = (agent.Agent, snapshot.Pending, session.Session, session.Client, slot.SlotMapping)
     for owner in owners:
-        for name, one in vars(owner).items():
-            if inspect.isfunction(one):
+        for name, var in vars(owner).items():
+            if inspect.isfunction(var):
                 yield owner, name
     yield copying, "run"
 
@@ -132,7 +132,7 @@ def _calls() -> Iterator[tuple[Any, str]]:
 # The thread's own loop cannot be replaced while it runs. An error in what it asks between two tasks
 # ends the thread, which is then replaced: `test_an_agent_thread_that_ended_is_replaced`.
 _LOOP = {"_work", "_is_due", "_next"}
-CALLS = [one for one in _calls() if one not in {(agent.Agent, name) for name in _LOOP}]
+CALLS = [call for call in _calls() if call not in {(agent.Agent, name) for name in _LOOP}]
 
 
 class AgentFault:

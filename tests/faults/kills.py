@@ -311,7 +311,7 @@ def add(path: Path, slice_: dict[str, Any]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         slices = json.loads(file.read() or '{"slices": []}')["slices"]
         same = ("seed", "commit")
-        slices = [one for one in slices if any(one[key] != slice_[key] for key in same)]
+        slices = [other for other in slices if any(other[key] != slice_[key] for key in same)]
         slices.append(slice_)
         file.seek(0)
         file.write(json.dumps({"all": totals(slices), "slices": slices}, indent=1) + "\n")
@@ -321,17 +321,17 @@ def add(path: Path, slice_: dict[str, Any]) -> None:
 def totals(slices: list[dict[str, Any]]) -> dict[str, Any]:
     """All slices as one."""
     summed: dict[str, Any] = {
-        key: sum(one[key] for one in slices) for key in ("kills", "lives", "steps_trained")
+        key: sum(slice_[key] for slice_ in slices) for key in ("kills", "lives", "steps_trained")
     }
     for key in ("struck", "restored_from", "finished_steps_lost"):
         counts: Counter[str] = Counter()
-        for one in slices:
-            counts.update(one[key])
+        for slice_ in slices:
+            counts.update(slice_[key])
         summed[key] = dict(sorted(counts.items()))
     lost = sorted(Counter({int(k): n for k, n in summed["finished_steps_lost"].items()}).elements())
     summed["finished_steps_lost_median"] = lost[len(lost) // 2] if lost else 0
     summed["finished_steps_lost_max"] = lost[-1] if lost else 0
-    summed["broken_invariants"] = sum(len(one["broken_invariants"]) for one in slices)
+    summed["broken_invariants"] = sum(len(slice_["broken_invariants"]) for slice_ in slices)
     return summed
 
 

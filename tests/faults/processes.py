@@ -56,7 +56,7 @@ class Life:
             new = new[: new.rfind(b"\n") + 1]  # a line over two pages of the file comes in parts
             self._read[rank] += len(new)
             self._said[rank] += map(json.loads, new.splitlines())
-        return [one for one in self._said[rank] if not kinds or one["event"] in kinds]
+        return [event for event in self._said[rank] if not kinds or event["event"] in kinds]
 
     def news(self, rank: int) -> list[dict[str, Any]]:
         """What a rank said since this was last asked."""
@@ -66,12 +66,12 @@ class Life:
 
     def restored(self) -> list[dict[str, Any]]:
         """What each rank that came so far said of its restore."""
-        return [one for rank in range(WORLD) for one in self.events(rank, "restored")]
+        return [event for rank in range(WORLD) for event in self.events(rank, "restored")]
 
     def steps(self, rank: int, *, kept: bool = False) -> list[int]:
         """Steps that this rank saved; only those that are kept, as it was told."""
         saved = self.events(rank, "saved")
-        return [one["step"] for one in saved if one["kept"] or not kept]
+        return [event["step"] for event in saved if event["kept"] or not kept]
 
     def common(self, *, kept: bool = False) -> set[int]:
         """Steps that every rank saved."""

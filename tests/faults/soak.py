@@ -123,15 +123,17 @@ class Soak:
         if not starts:
             return
         start = starts[0]
-        assert len({(one["step"], one["epoch"], one["parent"]) for one in starts}) == 1, starts
+        assert len({(start["step"], start["epoch"], start["parent"]) for start in starts}) == 1, (
+            starts
+        )
         assert start["epoch"] not in self.epochs, "an epoch was used twice"
         if self.epochs:
             assert start["epoch"] > self.epochs[-1], "epochs only grow"
         self.epochs.append(start["epoch"])
         self.tiers[start["tier"] or "nothing"] += 1
-        for one in starts:
-            assert one["step"] < 0 or one["digest"] == self.expected[one["step"]], (
-                f"step {one['step']} was restored from {one['tier']}, but not bit-equal"
+        for begin in starts:
+            assert begin["step"] < 0 or begin["digest"] == self.expected[begin["step"]], (
+                f"step {begin['step']} was restored from {begin['tier']}, but not bit-equal"
             )
         assert start["step"] >= self.watermark, (
             f"step {self.watermark} was committed, and step {start['step']} restored"
@@ -143,8 +145,8 @@ class Soak:
     def _check_loss(self, step: int) -> None:
         if not (self.finished and self.undisturbed):
             return
-        self.lost[sum(1 for one in self.finished if one > step)] += 1
-        lost = sorted(one for one in self.kept if one > step)
+        self.lost[sum(1 for later in self.finished if later > step)] += 1
+        lost = sorted(later for later in self.kept if later > step)
         assert len(lost) <= 1, f"step {step} was restored; lost, although kept: {lost}"
 
     def learn(self, life: Life) -> None:

@@ -64,7 +64,10 @@ class Trained:
     def tensors(self) -> list[torch.Tensor]:
         state = self.optimizer.state
         parts = [
-            state[one][part] for one in self.model.parameters() for part in ("exp_avg",) if state
+            state[parameter][part]
+            for parameter in self.model.parameters()
+            for part in ("exp_avg",)
+            if state
         ]
         return [*self.model.parameters(), *parts]
 
@@ -113,8 +116,8 @@ class Trained:
         names += [f"optimizer.state.{name}.exp_avg" for name in names]
         entries = [layout.entries[name] for name in names]
         stored = [
-            torch.frombuffer(bytearray(data[one.begin : one.end]), dtype=torch.float32)
-            for one in entries
+            torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=torch.float32)
+            for entry in entries
         ]
         assert digest(stored) == self.expected[step_id], f"{shard} is not step {step}"
         self.floor = step
@@ -303,7 +306,7 @@ def test_nothing_is_lost_in_silence_whatever_happens_in_whatever_order(events, l
 TRIVIAL = ("train", "wait", "wait_for_a_step_never_saved", "start_sidecar", "continue_sidecar")
 
 
-@pytest.mark.parametrize("name", [one for one in EVENTS if one not in TRIVIAL])
+@pytest.mark.parametrize("name", [event for event in EVENTS if event not in TRIVIAL])
 def test_nothing_is_lost_in_silence_after(name):
     meet([("train", 0), ("wait", 1), (name, 7), ("train", 0), ("train", 0)], lazy=True)
 

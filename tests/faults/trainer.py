@@ -53,7 +53,7 @@ def train(rank: int, order: Order, log: str) -> None:
     def state() -> list[Any]:
         return [
             *model.parameters(),
-            *(one[part] for part in COMPARED for one in optimizer.state.values()),
+            *(value[part] for part in COMPARED for value in optimizer.state.values()),
         ]
 
     at = checkpointer.restore()

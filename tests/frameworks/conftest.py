@@ -103,8 +103,8 @@ def lives(tmp_path: Path) -> Iterator[Callable[..., Lives]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.keepstep.end()
+    for lives in made:
+        lives.keepstep.end()
 
 
 _SAME: dict[str, set[Any]] = {}
@@ -157,11 +157,11 @@ def assert_same(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> None:
     for rank in range(ranks):
         assert losses(kept, rank) == losses(plain, rank)
         assert result(kept, rank) == result(plain, rank)
-    found_same(ranks, "losses", *(name for name, one in result(kept).items() if one))
+    found_same(ranks, "losses", *(name for name, value in result(kept).items() if value))
 
 
 def drawn(*ranges: range) -> list[int]:
     """A step of each range to be killed in; the output of a failed test has them."""
-    steps = [random.choice(one) for one in ranges]
+    steps = [random.choice(bounds) for bounds in ranges]
     print("killed before the steps after", steps)
     return steps

@@ -100,15 +100,19 @@ def made() -> Any:
     began()
     torch.manual_seed(SETTINGS.get("seed", 0))
     model = net()
-    decayed = [one for one in model.parameters() if one.dim() > 1 and one.requires_grad]
-    others = [one for one in model.parameters() if one.dim() == 1]
+    decayed = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.dim() > 1 and parameter.requires_grad
+    ]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
         config=config(),
-        lr_scheduler=lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 20),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
     )
     return engine
 
@@ -140,17 +144,19 @@ def masters(engine: Any) -> list[torch.Tensor]:
     """Weights and moments in full precision, of all ranks and without padding."""
     keys = ("exp_avg", "exp_avg_sq")
     if SETTINGS["stage"] == 3:
-        trained = [one for one in engine.module.parameters() if one.requires_grad]
-        moments = [safe_get_full_optimizer_state(one, key) for one in trained for key in keys]
-        return [safe_get_full_fp32_param(one) for one in trained] + moments
+        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        moments = [
+            safe_get_full_optimizer_state(parameter, key) for parameter in trained for key in keys
+        ]
+        return [safe_get_full_fp32_param(parameter) for parameter in trained] + moments
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not SETTINGS["stage"]:
-        found = [one for group in inner.param_groups for one in group["params"]]
-        return found + [inner.state[one][key] for one in found for key in keys]
+        found = [param for group in inner.param_groups for param in group["params"]]
+        return found + [inner.state[parameter][key] for parameter in found for key in keys]
     found = []
     for group, size in zip(inner.param_groups, SIZES, strict=True):
         (master,) = group["params"]
-        found += [whole(one, size) for one in (master, *map(inner.state[master].get, keys))]
+        found += [whole(tensor, size) for tensor in (master, *map(inner.state[master].get, keys))]
     return found
 
 
@@ -162,8 +168,10 @@ def whole(partition: torch.Tensor, size: int) -> torch.Tensor:
 
 def weights(engine: Any) -> list[torch.Tensor]:
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        parameters = [one.detach().float().clone() for one in engine.module.parameters()]
-    return parameters + [one.float() for one in engine.module.buffers()]
+        parameters = [
+            parameter.detach().float().clone() for parameter in engine.module.parameters()
+        ]
+    return parameters + [buffer.float() for buffer in engine.module.buffers()]
 
 
 def refusals() -> None:

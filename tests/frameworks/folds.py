@@ -52,7 +52,7 @@ def with_trainer(fold: int) -> tuple[int, Any, list[float]]:
         output_dir=str(OUT / "hf"), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True,
         report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1,
     )  # fmt: skip
-    data = [{"x": one} for one in rows(fold)]
+    data = [{"x": row} for row in rows(fold)]
     steps = Steps()
     trainer = transformers.Trainer(
         model=Line(), args=arguments, train_dataset=data, callbacks=[steps]
@@ -60,7 +60,7 @@ def with_trainer(fold: int) -> tuple[int, Any, list[float]]:
     if KEEP:
         trainer = attach(trainer, **options(fold))
     trainer.train()
-    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return steps.done, trainer.model, losses
 
 

@@ -131,8 +131,8 @@ class Sharded(Model):
     """By FSDP2."""
 
     def configure_model(self) -> None:
-        for one in (self.net[0], self.net[3], self.net):
-            fully_shard(one, mesh=self.device_mesh["data_parallel"])
+        for module in (self.net[0], self.net[3], self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
 
 class Two(Model):
@@ -176,7 +176,9 @@ class Backbone(Model):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+        return torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2
+        )
 
 
 class Bias(lightning.Callback):  # type: ignore[misc]
@@ -218,7 +220,9 @@ class Log(lightning.loggers.logger.Logger):  # type: ignore[misc]
         pass
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        line = json.dumps({"step": step, **{key: float(one).hex() for key, one in metrics.items()}})
+        line = json.dumps(
+            {"step": step, **{key: float(metric).hex() for key, metric in metrics.items()}}
+        )
         with (OUT / f"log-{RANK}").open("a") as file:
             file.write(line + "\n")
 
@@ -316,7 +320,7 @@ def main() -> None:
         **options,
     )
     kinds = {"two": Two, "finetune": Backbone, "fsdp2": Sharded}
-    kind = next((kinds[one] for one in kinds if SETTINGS.get(one)), Model)
+    kind = next((kinds[setting] for setting in kinds if SETTINGS.get(setting)), Model)
     model = kind()
     data = Data()
     trainer.fit(model, datamodule=data, ckpt_path=SETTINGS.get("resume"))
@@ -325,21 +329,21 @@ def main() -> None:
     (OUT / f"groups-{RANK}").write_text(
         json.dumps([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     )
-    metrics = {name: float(one).hex() for name, one in trainer.callback_metrics.items()}
+    metrics = {name: float(metric).hex() for name, metric in trainer.callback_metrics.items()}
     state = {
         "weights": digest(model.state_dict()),
-        "optimizer": digest([one.state_dict() for one in trainer.optimizers]),
+        "optimizer": digest([optimizer.state_dict() for optimizer in trainer.optimizers]),
     }
     if SETTINGS.get("zero"):
         state = divided(trainer.strategy.model)
     result = {
         **state,
-        "sharded": any(isinstance(one, DTensor) for one in model.parameters()),
+        "sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "progress": [trainer.global_step, trainer.current_epoch],
         "metrics": metrics,
         "callbacks": count.state_dict(),
         "datamodule": data.made,
-        "schedule": [[one["lr"] for one in each.param_groups] for each in trainer.optimizers],
+        "schedule": [[group["lr"] for group in each.param_groups] for each in trainer.optimizers],
         "random": random_states(),
     }
     write(result)

@@ -95,9 +95,9 @@ def configuration() -> TransformerConfig:
 
 
 def made() -> tuple[Any, Any, Any]:
-    one = "MASTER_PORT" not in os.environ  # not started by torchrun
-    store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True) if one else None
-    rank = {"store": store, "rank": 0, "world_size": 1} if one else {}
+    entry = "MASTER_PORT" not in os.environ  # not started by torchrun
+    store = torch.distributed.TCPStore("localhost", 0, 1, is_master=True) if entry else None
+    rank = {"store": store, "rank": 0, "world_size": 1} if entry else {}
     torch.distributed.init_process_group("gloo", **rank)
     mpu.initialize_model_parallel(TP, PP, expert_model_parallel_size=EP)
     torch.manual_seed(SETTINGS.get("seed", 1))
@@ -190,10 +190,10 @@ def train(model: Any, optimizer: Any, scheduler: Any, progress: dict[str, int], 
 def state(optimizer: Any) -> list[Any]:
     """What the optimizers hold, as they hold it."""
     found = []
-    for one in optimizer.chained_optimizers:
-        for group in one.optimizer.param_groups:
+    for inner in optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
             for main in group["params"]:
-                found += [main, sorted(one.optimizer.state.get(main, {}).items())]
+                found += [main, sorted(inner.optimizer.state.get(main, {}).items())]
     return found
 
 
@@ -201,19 +201,26 @@ def parts_of_parameters(model: Any, optimizer: Any) -> list[Any]:
     """What this rank's optimizer has of each parameter: Megatron's name and size of all layers'
     together, where each element lies there, and main parameter and moments."""
     inner = unwrap_model(model)
-    names, sharded = {one: at for at, one in inner.named_parameters()}, inner.sharded_state_dict()
+    names, sharded = (
+        {parameter: at for at, parameter in inner.named_parameters()},
+        inner.sharded_state_dict(),
+    )
     found = []
-    pairs = ((one, pair) for one in optimizer.chained_optimizers for pair in mains_of(one))
+    pairs = (
+        (optimizer, pair)
+        for optimizer in optimizer.chained_optimizers
+        for pair in mains_of(optimizer)
+    )
     for only, (parameter, main) in pairs:
-        one = sharded[names[parameter]]
-        boxes = one.build() if hasattr(one, "build") else [one]
+        entry = sharded[names[parameter]]
+        boxes = entry.build() if hasattr(entry, "build") else [entry]
         places = torch.cat([places_of(box) for box in boxes])
         if DISTRIBUTED:
             here = only._get_model_param_range_map(parameter)["param"]
             places = places[here.start : here.end]
         moments = only.optimizer.state[main]
         values = torch.stack([main, moments["exp_avg"], moments["exp_avg_sq"]]).detach()
-        found.append((one.key, math.prod(boxes[0].global_shape), places, values.flatten(1)))
+        found.append((entry.key, math.prod(boxes[0].global_shape), places, values.flatten(1)))
     return found
 
 
@@ -383,7 +390,9 @@ def main() -> None:
     if torch.distributed.get_world_size() == 1:
         named = unwrap_model(model).sharded_state_dict(metadata={"non_homogeneous_layers": True})
         weights = {
-            one.key: one.data for one in named.values() if isinstance(one.data, torch.Tensor)
+            value.key: value.data
+            for value in named.values()
+            if isinstance(value.data, torch.Tensor)
         }
         torch.save(weights, OUT / "weights.pt")
     if progress["iteration"]:
@@ -403,7 +412,7 @@ def main() -> None:
             "optimizer": digest(state(optimizer)),
             "progress": progress,
             "scale": optimizer.get_loss_scale().item(),
-            "schedule": [scheduler.state_dict(), [one["lr"] for one in optimizer.param_groups]],
+            "schedule": [scheduler.state_dict(), [group["lr"] for group in optimizer.param_groups]],
             "random": [random_states(), digest(get_cuda_rng_tracker().get_states())],
         }
     )

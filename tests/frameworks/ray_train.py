@@ -34,7 +34,7 @@ _WAIT_S = 240.0
 def nodes(out: Path) -> tuple[str, str]:
     """The addresses of the nodes of the training in this folder: no other training's."""
     where = zlib.crc32(str(out.resolve()).encode())
-    return tuple(f"127.{where % 251 + 1}.{where // 251 % 251}.{one}" for one in (2, 3))
+    return tuple(f"127.{where % 251 + 1}.{where // 251 % 251}.{host}" for host in (2, 3))
 
 
 def train(config: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class _Cluster:
         import ray
 
         ray.init(address=self.address)
-        _wait(lambda: len([one for one in ray.nodes() if one["Alive"]]) == 2)
+        _wait(lambda: len([node for node in ray.nodes() if node["Alive"]]) == 2)
 
     def lose(self) -> None:
         """When the second node asks for that, with its drive and memory."""
@@ -229,13 +229,13 @@ class _Cluster:
 
         second = self._addresses[1]
         _wait((self._out / "notice").exists)
-        (node,) = (one for one in ray.nodes() if one["NodeManagerAddress"] == second)
+        (node,) = (node for node in ray.nodes() if node["NodeManagerAddress"] == second)
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int((time.time() + _WAIT_S) * 1000)
         client = ray._raylet.GcsClient(address=self.address)
         accepted, why = client.drain_node(node["NodeID"], reason, "spot", deadline_ms)
         assert accepted, why
-        logs = [self._out / one / "two-nodes" / "sidecar.log" for one in self._addresses]
+        logs = [self._out / address / "two-nodes" / "sidecar.log" for address in self._addresses]
         _wait(lambda: all('"flush.finished"' in log.read_text() for log in logs))
         (self._out / "flushed").touch()
 
@@ -294,8 +294,11 @@ def main() -> None:
                 cluster.announce()
             result = done.result()
         if result.checkpoint is not None:
-            reported = [*(one for one, _ in result.best_checkpoints), result.checkpoint]
-            (out / "reported").write_text(json.dumps([one.path for one in reported]))
+            reported = [
+                *(checkpoint for checkpoint, _ in result.best_checkpoints),
+                result.checkpoint,
+            ]
+            (out / "reported").write_text(json.dumps([checkpoint.path for checkpoint in reported]))
     finally:
         cluster.end()
 

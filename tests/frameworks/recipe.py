@@ -33,8 +33,8 @@ def main() -> None:
     exec(compile(loop(page, bare=SETTINGS.get("bare", False)), page, "exec"), names)
     kept = {name: names.get(name) for name in module.COMPARED}
     states = {
-        name: digest(one.state_dict() if hasattr(one, "state_dict") else one)
-        for name, one in kept.items()
+        name: digest(value.state_dict() if hasattr(value, "state_dict") else value)
+        for name, value in kept.items()
     }
     write({**states, "random": random_states()})
 

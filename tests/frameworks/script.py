@@ -39,12 +39,12 @@ def digest(state: Any) -> str:
 
     def take(value: Any) -> None:
         if isinstance(value, dict):
-            for key, one in value.items():
+            for key, item in value.items():
                 hashed.update(repr(key).encode())
-                take(one)
+                take(item)
         elif isinstance(value, list | tuple):
-            for one in value:
-                take(one)
+            for item in value:
+                take(item)
         elif isinstance(value, torch.Tensor):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             flat = whole.detach().contiguous().reshape(-1)
@@ -62,10 +62,10 @@ def divided(engine: Any) -> dict[str, str]:
 
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
-        weights = digest([one.detach().clone() for one in parameters])
+        weights = digest([parameter.detach().clone() for parameter in parameters])
     states = engine.optimizer.optimizer.state.items()
     counts = [engine.global_steps, engine.global_samples, engine.micro_steps]
-    return {"weights": weights, "optimizer": digest([[*one] for one in states] + counts)}
+    return {"weights": weights, "optimizer": digest([[*state] for state in states] + counts)}
 
 
 def random_states() -> str:
@@ -92,7 +92,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     """Write each loss as it is passed backward, and kill before this optimizer's steps."""
 
     def steps() -> int:
-        return max((int(one["step"]) for one in optimizer.state.values()), default=0)
+        return max((int(value["step"]) for value in optimizer.state.values()), default=0)
 
     backward = torch.Tensor.backward
 

@@ -187,9 +187,9 @@ def test_arguments_that_changed_since_the_kept_step_are_named_once(
     lives()
     changed = {"learning_rate": 0.5, "max_steps": 5, "seed": 7, "logging_steps": 1}
     assert trained(tmp_path / "elsewhere", rows=9, **changed).state.global_step == 5
-    (said,) = (one for one in caplog.messages if "settings differ from step 3" in one)
+    (said,) = (message for message in caplog.messages if "settings differ from step 3" in message)
     names = ("learning_rate 5e-05 -> 0.5", "max_steps 3 -> 5", "rows 8 -> 9", "seed 42 -> 7")
-    assert all(one in said for one in names)
+    assert all(name in said for name in names)
     assert "logging" not in said
     assert "output_dir" not in said
 
@@ -263,7 +263,7 @@ def test_what_lies_below_an_adapter_is_kept_once(tmp_path, sidecar, lives, optio
         return trained(tmp_path, of_lora, options=options, max_steps=steps)
 
     first = train(2)
-    before = {name: one.clone() for name, one in first.model.state_dict().items()}
+    before = {name: value.clone() for name, value in first.model.state_dict().items()}
     again = train(3)
     assert again.checkpointer.epoch.parent.step == 2
     plain = "base_model.model.line.base_layer.weight"
@@ -344,7 +344,7 @@ class Counted(transformers.TrainerCallback, transformers.trainer_callback.Export
 
 def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog):
     trained(tmp_path, Curriculum, callbacks=[Average(), Counted()], max_steps=9)
-    (said,) = (one for one in caplog.messages if "is in no step" in one)
+    (said,) = (message for message in caplog.messages if "is in no step" in message)
     names, _, _ = said.removeprefix("keepstep: ").partition(": changes")
     assert names.split(", ") == [
         "Average.weight", "Curriculum.hardness", "Curriculum.level", "Curriculum.teacher",

@@ -55,15 +55,15 @@ def test_zero_2_with_accumulation_and_in_other_worlds(loop):
     assert_same(plain, kept, kills=2, ranks=2)
     assert rows("model.1.weight", kept) == [0, 17], "once, as all ranks have it"
     assert rows("master.zero.group.1", kept) == [6, 7]
-    one, _ = loop.kept(stage=1, out="one", epochs=3)
-    assert (one / "restored-0").read_text() == result(plain)["masters"]
+    first, _ = loop.kept(stage=1, out="one", epochs=3)
+    assert (first / "restored-0").read_text() == result(plain)["masters"]
     steps = BATCHES // 4 + 3 * BATCHES // 4  # half of the second epoch, and the third
-    assert result(one)["progress"][:2] == [steps, steps], "without accumulation"
+    assert result(first)["progress"][:2] == [steps, steps], "without accumulation"
     two, _ = loop.kept(ranks=2, stage=2, out="two", epochs=3)
     for rank in range(2):
-        assert (two / f"restored-{rank}").read_text() == result(one)["masters"]
+        assert (two / f"restored-{rank}").read_text() == result(first)["masters"]
     for name in ("masters", "weights", "progress", "schedule"):
-        assert result(two)[name] == result(one)[name]
+        assert result(two)[name] == result(first)[name]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -106,7 +106,7 @@ def test_an_export_of_zero_3_is_what_deepspeed_itself_would_have_saved(loop, tmp
         assert exported.keys() == stock.keys()
         for name, tensor in exported.items():
             assert torch.equal(tensor.bfloat16(), stock[name].bfloat16()), name
-        assert {exported[f"{one}.weight"].dtype for one in (1, 2, 4)} == {dtype}
+        assert {exported[f"{layer}.weight"].dtype for layer in (1, 2, 4)} == {dtype}
     assert exported["1.weight"].shape == (17, 8)
 
 

@@ -103,7 +103,7 @@ def test_layers_that_are_unfrozen_on_the_way_and_groups_that_a_callback_adds(fit
     kill = [EPOCH, *drawn(range(EPOCH + 1, 30), range(31, 44))]
     kept, _ = fit.kept(**options, kill=kill)
     assert_same_log(plain, kept, kills=3)
-    groups = [(one / "groups-0").read_text() for one in (plain, kept)]
+    groups = [(folder / "groups-0").read_text() for folder in (plain, kept)]
     assert groups[0] == groups[1]
     assert len(json.loads(groups[0])) == 2, "a group was added"
 

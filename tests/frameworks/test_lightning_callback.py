@@ -58,8 +58,8 @@ def test_without_a_sidecar_it_trains_as_ever_and_leaves_nothing(tmp_path):
     assert trainer.global_step == 4
     assert callback.checkpointer is not None
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._checkpoint_connector)
-    assert not [name for one in loops for name in vars(one) if name.startswith("on_adv")]
-    assert not [name for one in loops for name in vars(one) if name.startswith("restore_")]
+    assert not [name for loop in loops for name in vars(loop) if name.startswith("on_adv")]
+    assert not [name for loop in loops for name in vars(loop) if name.startswith("restore_")]
 
 
 def test_what_is_no_training_is_left_alone(tmp_path, sidecar):
@@ -166,7 +166,7 @@ def test_callbacks_can_be_copied_while_they_train(tmp_path, sidecar):
 
     copies, callback = Copies(), KeepstepCallback()
     made(tmp_path, copies, callback).fit(Model())
-    (found,) = [one for one in copies.found if isinstance(one, KeepstepCallback)]
+    (found,) = [callback for callback in copies.found if isinstance(callback, KeepstepCallback)]
     assert found.options == callback.options
     assert found.checkpointer is None
     assert callback.checkpointer is not None

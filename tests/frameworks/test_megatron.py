@@ -75,10 +75,10 @@ def test_another_layout_gets_what_megatrons_own_checkpoint_gives_it(loop, tmp_pa
     for rank in range(2):
         name = f"restored-{rank}"
         assert (kept / name).read_text() == (own / name).read_text()
-    one, _ = loop.kept(steps=4, seed=3, out="one")
-    assert result(one)["progress"]["iteration"] == 4
+    untouched, _ = loop.kept(steps=4, seed=3, out="one")
+    assert result(untouched)["progress"]["iteration"] == 4
     loop.keepstep("export", "latest", "--to", str(tmp_path / "exported"))
-    assert_exported(tmp_path / "exported", one)
+    assert_exported(tmp_path / "exported", untouched)
     divided, _ = loop.kept(ranks=2, distributed=True, steps=4, seed=4, out="divided")
     assert_equal(whole(first, "ended"), whole(divided, "began"))
 
@@ -100,13 +100,13 @@ def whole(folder: Path, when: str) -> dict[str, torch.Tensor]:
         for name, size, places, values in torch.load(file):
             found.setdefault(name, torch.full((3, size), torch.nan))[:, places] = values
     assert found
-    assert not any(one.isnan().any() for one in found.values())
+    assert not any(tensor.isnan().any() for tensor in found.values())
     return found
 
 
 def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
     assert expected.keys() == found.keys()
-    assert [name for name, one in expected.items() if not torch.equal(one, found[name])] == []
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -124,9 +124,9 @@ def test_the_distributed_optimizer_in_another_layout(loop, tmp_path, precision):
     assert_exported(tmp_path / "exported", first.with_name("one rank"))
 
 
-def assert_exported(folder: Path, one: Path) -> None:
+def assert_exported(folder: Path, path: Path) -> None:
     """What was exported is what the only rank of a restored training computes with."""
-    exported, weights = load_file(folder / "model.safetensors"), torch.load(one / "weights.pt")
+    exported, weights = load_file(folder / "model.safetensors"), torch.load(path / "weights.pt")
     assert_equal(weights, {name: of.to(weights[name].dtype) for name, of in exported.items()})
 
 

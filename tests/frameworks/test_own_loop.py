@@ -81,7 +81,9 @@ def test_accelerate(loop, options):
     assert_bit_equal(loop, kill, on="accelerate", **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"dispatched": True}], ids=lambda one: "-".join(one))
+@pytest.mark.parametrize(
+    "options", [{}, {"dispatched": True}], ids=lambda options: "-".join(options)
+)
 def test_accelerate_on_two_ranks(loop, options):
     """Each reads its own rows, or rank 0 those of both, two batches at a time."""
     plain = loop.undisturbed(on="accelerate", ranks=2, **options)

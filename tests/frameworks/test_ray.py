@@ -91,14 +91,14 @@ def test_a_node_is_to_go_and_its_steps_are_made_durable(lives, tmp_path):
     rarely = {"KEEPSTEP_PERSIST_EVERY": "1000000", "KEEPSTEP_ARCHIVE": str(archive)}
     _done(training, tmp_path, notice=notice, environment=rarely)
     newest = json.loads((tmp_path / "kept" / "reported").read_text())[-1]
-    assert sorted(one.name for one in Path(newest).iterdir()) == [
+    assert sorted(path.name for path in Path(newest).iterdir()) == [
         *("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "step.json")
     ], "the last step, as it was archived"
     for node in nodes(tmp_path / "kept"):
         log = (tmp_path / "kept" / node / "two-nodes" / "sidecar.log").read_text()
         events = map(json.loads, log.splitlines())
-        flushed = next(one["steps"] for one in events if one["event"] == "flush.finished")
-        assert max(int(one[-9:]) for one in flushed) >= notice
+        flushed = next(event["steps"] for event in events if event["event"] == "flush.finished")
+        assert max(int(name[-9:]) for name in flushed) >= notice
 
 
 def _lives(folder: Path, rank: int) -> list[dict[int, str]]:
@@ -128,5 +128,5 @@ def _assert_reported(folder: Path) -> None:
 
 
 def _steps_on_drives(folder: Path) -> dict[str, str]:
-    files = [one for node in nodes(folder) for one in (folder / node / "two-nodes").glob("0*/*")]
-    return {str(one): hashlib.sha256(one.read_bytes()).hexdigest() for one in files}
+    files = [path for node in nodes(folder) for path in (folder / node / "two-nodes").glob("0*/*")]
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -77,7 +77,7 @@ def checkpointer(directory: Path) -> keepstep.Checkpointer:
 
 
 def spans(exporter: Exporter, name: str) -> list[ReadableSpan]:
-    return [one for one in exporter.memory.get_finished_spans() if one.name == name]
+    return [span for span in exporter.memory.get_finished_spans() if span.name == name]
 
 
 def test_saves_and_restores_are_spans_of_the_step_around_them(
@@ -107,7 +107,7 @@ def test_saves_and_restores_are_spans_of_the_step_around_them(
     assert load.start_time is not None
     assert load.end_time is not None
     assert began - 10**7 < load.start_time < load.end_time < time.time_ns()
-    assert [(one.attributes or {})["keepstep.step"] for one in saves] == [0, 1]
+    assert [(save.attributes or {})["keepstep.step"] for save in saves] == [0, 1]
     assert saves[0].parent is not None
     assert saves[0].parent.span_id == step.get_span_context().span_id
     assert saves[1].parent is None
@@ -181,8 +181,8 @@ def test_a_restore_stands_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         note_restore(RESTORED, mlflow)
         client = mlflow.MlflowClient()
         eventually(lambda: "keepstep.restored" in client.get_run(run.info.run_id).data.tags)
-        (one,) = client.get_metric_history(run.info.run_id, "keepstep/restored_step")
-        assert (one.step, one.value) == (41, 41.0)
+        (metric,) = client.get_metric_history(run.info.run_id, "keepstep/restored_step")
+        assert (metric.step, metric.value) == (41, 41.0)
 
 
 class Tracker:
@@ -211,7 +211,7 @@ def test_a_tracker_that_hangs_and_fails_holds_up_nothing(
 
 def test_a_first_start_is_not_noted() -> None:
     assert note_restore(None, Tracker()) is None
-    assert not any(one.name == "note" for one in threading.enumerate())
+    assert not any(thread.name == "note" for thread in threading.enumerate())
 
 
 def test_what_is_no_tracker_is_named_also_at_a_first_start() -> None:

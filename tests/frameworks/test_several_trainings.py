@@ -33,9 +33,9 @@ def test_a_second_fold_without_a_name_is_refused_in_every_life(folds, framework)
     assert "a run keeps one training, and this process would train" in said
     assert 'run="dpo", dir="ckpt"' in said
     ended = lines(kept)
-    assert [one["fold"] for one in ended] == [0] * len(ended)
-    assert [one["done"] for one in ended] == [STEPS] + [0] * (len(ended) - 1)
-    assert len({one["weights"] for one in ended}) == 1
+    assert [fold["fold"] for fold in ended] == [0] * len(ended)
+    assert [fold["done"] for fold in ended] == [STEPS] + [0] * (len(ended) - 1)
+    assert len({fold["weights"] for fold in ended}) == 1
 
 
 @pytest.mark.parametrize("mixed", [FRAMEWORKS, FRAMEWORKS[::-1]])
@@ -65,15 +65,17 @@ def test_folds_with_names_need_no_command_in_front(folds):
     settings = {"framework": "transformers", "named": True, "kill": [STEPS + 2]}
     command = folds.command("kept", settings, 1)
     options: dict[str, Any] = {"cwd": folds._home, "capture_output": True, "text": True}
-    variables = {key: one for key, one in folds.variables().items() if key != "KEEPSTEP_SOCKET"}
+    variables = {
+        key: variable for key, variable in folds.variables().items() if key != "KEEPSTEP_SOCKET"
+    }
     codes = [
         subprocess.run(command, env=variables, timeout=200, **options).returncode for _ in range(2)
     ]
     kept = folds._home / "kept"
     end_runs(folds, kept)
     assert codes == [-9, 0]
-    assert {one["fold"]: one["weights"] for one in lines(kept)} == {
-        one["fold"]: one["weights"] for one in plain
+    assert {line["fold"]: line["weights"] for line in lines(kept)} == {
+        fold["fold"]: fold["weights"] for fold in plain
     }
 
 

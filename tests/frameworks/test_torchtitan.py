@@ -18,7 +18,7 @@ def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
     kept, said = titan.kept(ranks=2, kill=drawn(range(2, 10), range(10, 21)))
     assert "restored step" in said
     assert_same(plain, kept, kills=2, ranks=2)
-    written = [one.name for one in (kept / "titan" / "checkpoint").iterdir()]
+    written = [path.name for path in (kept / "titan" / "checkpoint").iterdir()]
     assert written == ["step-20"], "by torchtitan, for others to read"
     again, said = titan.kept(ranks=2, out="again", checkpoint={"load_step": 3})
     assert not (again / "losses-0").exists()

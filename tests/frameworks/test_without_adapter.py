@@ -67,8 +67,10 @@ def test_a_loop_of_trainer_s_is_told_of_once(sidecar, tmp_path, caplog, monkeypa
     monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
     with caplog.at_level(logging.WARNING, "keepstep"):
         trained(tmp_path, early=early)
-    assert [one for one in caplog.messages if ADAPTER in one and "a framework's" in one]
-    assert sum(ADAPTER in one for one in caplog.messages) == 1
+    assert [
+        message for message in caplog.messages if ADAPTER in message and "a framework's" in message
+    ]
+    assert sum(ADAPTER in message for message in caplog.messages) == 1
 
 
 def test_nothing_is_said_to_those_who_have_the_adapter(sidecar, tmp_path, caplog) -> None:

@@ -83,7 +83,7 @@ class Model(BaseModel):
             pass
 
         def get_nparams_and_flops(self, model: Any, seq_len: int) -> tuple[int, int]:
-            return sum(one.numel() for one in model.parameters()), 1
+            return sum(parameter.numel() for parameter in model.parameters()), 1
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -179,9 +179,9 @@ def main() -> None:
     result = {
         "progress": trainer.step,
         "tokens": trainer.ntokens_seen,
-        "weights": digest([one.state_dict() for one in trainer.model_parts]),
+        "weights": digest([part.state_dict() for part in trainer.model_parts]),
         "optimizer": digest(trainer.optimizers.state_dict()),
-        "schedule": [one.get_last_lr() for one in trainer.lr_schedulers.schedulers],
+        "schedule": [scheduler.get_last_lr() for scheduler in trainer.lr_schedulers.schedulers],
         "random": random_states(),
     }
     trainer.close()

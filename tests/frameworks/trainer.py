@@ -62,7 +62,7 @@ class Rows(Dataset[Any]):
 
 
 def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
-    ids = [one["input_ids"] for one in rows]
+    ids = [row["input_ids"] for row in rows]
     batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     return {"input_ids": batch, "labels": batch}
 
@@ -121,7 +121,7 @@ def state(trainer: Any) -> dict[str, Any]:
     if trainer.is_deepspeed_enabled:
         return divided(trainer.model_wrapped)
     return {
-        "sharded": any(isinstance(one, DTensor) for one in trainer.model.parameters()),
+        "sharded": any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
         "weights": digest(trainer.model.state_dict()),
         "optimizer": digest(trainer.optimizer.state_dict()),
     }
@@ -211,7 +211,9 @@ def main() -> None:
         {key: value for key, value in entry.items() if not key.endswith(unlike)}
         for entry in trainer.state.log_history
     ]
-    (callback,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, Losses))
+    (callback,) = (
+        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Losses)
+    )
     result = {
         "progress": [output.global_step, trainer.state.epoch],
         "train_loss": output.training_loss.hex(),

@@ -53,17 +53,17 @@ def model(kind: Any = LlamaForCausalLM, hidden_size: int = 32, **more: Any) -> A
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(set(one.split()))) for one in completions]
+    return [float(len(set(completion.split()))) for completion in completions]
 
 
 def pairs(count: int) -> Dataset:
     answers = {"chosen": texts(count, 2), "rejected": texts(count, 3)}
-    spaced = {name: [f" {one}" for one in each] for name, each in answers.items()}
+    spaced = {name: [f" {answer}" for answer in each] for name, each in answers.items()}
     return Dataset.from_dict({"prompt": texts(count, 1, 6), **spaced})
 
 
 def labelled(count: int) -> Dataset:
-    answers = [f" {one}" for one in texts(count, 2)]
+    answers = [f" {text}" for text in texts(count, 2)]
     labels = [at % 3 != 0 for at in range(count)]
     return Dataset.from_dict({"prompt": texts(count, 1, 6), "completion": answers, "label": labels})
 

@@ -32,8 +32,8 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The values of a model, or of one that is sharded."""
     values = model.state_dict().items()
     return {
-        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone()
-        for name, one in values
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in values
     }
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         wrapped = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     checkpointer = keepstep.Checkpointer(
         {"model": wrapped, "optimizer": optimizer}, strict=True, frozen_once=True
@@ -59,9 +59,9 @@ def main() -> None:
     for step in range(at.step + 1 if at else 0, last + 1):
         if step == int(os.environ.get("SWAP", "-1")):
             with torch.no_grad():
-                one, other = (layer.base.weight for layer in model.layers[:2])
-                before = one.clone()
-                one.copy_(other)
+                first, other = (layer.base.weight for layer in model.layers[:2])
+                before = first.clone()
+                first.copy_(other)
                 other.copy_(before)
         torch.manual_seed(step)
         optimizer.zero_grad()

@@ -39,7 +39,7 @@ def made(seed: int = 0, **shape: int) -> tuple[Model, torch.optim.Optimizer]:
     """A model, the same for the same seed, and an optimizer of its adapters."""
     torch.manual_seed(seed)
     model = Model(**shape)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=1e-2)
 
 
@@ -55,7 +55,7 @@ def train(model: Model, optimizer: torch.optim.Optimizer, *, steps: int = 1) -> 
     return losses
 
 
-def equal(one: nn.Module, other: nn.Module) -> bool:
+def equal(first: nn.Module, other: nn.Module) -> bool:
     """Whether two models have the same values, bit by bit."""
-    mine, theirs = one.state_dict(), other.state_dict()
+    mine, theirs = first.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[at], theirs[at]) for at in mine)

@@ -23,13 +23,13 @@ def main() -> None:
         {"model": wrapped, "optimizer": optimizer}, strict=True, frozen_once=True
     )
     at = checkpointer.restore()
-    begin = {name: one.clone() for name, one in model.state_dict().items()}
+    begin = {name: value.clone() for name, value in model.state_dict().items()}
     if step >= 0:
         torch.manual_seed(step)
         train(model, optimizer)
-        for one in model.parameters():
-            if one.requires_grad:
-                dist.broadcast(one.data, 0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                dist.broadcast(parameter.data, 0)
         checkpointer.save(step)
     checkpointer.close()
     if dist.get_rank() == 0:

@@ -31,7 +31,9 @@ def written(sidecar):
 
 def test_each_step_after_the_first_writes_what_is_trained_alone(sidecar):
     model, optimizer = made()
-    frozen = sum(one.nbytes for one in model.parameters() if not one.requires_grad)
+    frozen = sum(
+        parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad
+    )
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
         for step in range(5):
             train(model, optimizer)
@@ -92,10 +94,10 @@ def test_a_base_that_lives_have_loaded_alike_is_not_replaced_by_another(sidecar,
         sidecar.lose_memory()
         sidecar.start()
     other, optimizer = made(1)
-    before = {name: one.clone() for name, one in other.state_dict().items()}
+    before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(MismatchError, match=r"model.layers.0.base.bias.*and 4 more.*frozen_once"):
         begun(components(other, optimizer), strict=True, frozen_once=True)
-    assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     assert "another base than before" not in caplog.text
     again, fresh = made(0)
     with begun(components(again, fresh), strict=True, frozen_once=True):
@@ -108,9 +110,9 @@ def test_a_second_life_that_begins_with_another_base_is_told_so(sidecar, caplog)
     lives(sidecar, 0)
     assert "another base" not in caplog.text
     lives(sidecar, 1, 1)  # neither began with what the run has
-    told = [one for one in caplog.messages if "another base than before" in one]
+    told = [message for message in caplog.messages if "another base than before" in message]
     assert len(told) == 2
-    assert all("model.layers.0.base.bias" in one for one in told)
+    assert all("model.layers.0.base.bias" in run for run in told)
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
@@ -135,10 +137,10 @@ def test_a_sidecar_that_is_started_again_brings_it_back(sidecar, memory):
 def test_an_adapter_of_another_rank_is_refused_and_nothing_is_changed(sidecar):
     model, _ = lives(sidecar, 0)
     other, optimizer = made(1, rank=3)
-    before = {name: one.clone() for name, one in other.state_dict().items()}
+    before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(MismatchError, match=r"layers.0.down: float32\[2, 1024\] in the checkpoint"):
         begun(components(other, optimizer), strict=True, frozen_once=True)
-    assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     again, optimizer = made(1)
     with begun(components(again, optimizer), strict=True, frozen_once=True):
         assert equal(model, again)
@@ -305,7 +307,7 @@ def test_a_step_whose_base_is_lost_is_not_offered_and_an_older_one_is(sidecar, h
         checkpointer.save(0)
         checkpointer.wait(0)
         model.layers[0].base.weight.data.add_(1)
-        before = {name: one.clone() for name, one in model.state_dict().items()}
+        before = {name: value.clone() for name, value in model.state_dict().items()}
         checkpointer.save(1)
         checkpointer.wait(1)
         model.layers[1].base.weight.data.add_(1)  # so step 2 has a base of its own
@@ -354,10 +356,10 @@ def test_lives_that_are_killed_at_any_moment_make_the_losses_of_an_undisturbed_o
     assert life(undisturbed, quiet).wait(60) == 0
     sidecar = sidecars().start()
     for lines in (3, 11, 12, 20):
-        one = life(sidecar, killed)
+        run = life(sidecar, killed)
         eventually(lambda lines=lines: len(losses(killed)) >= lines, every_s=0.001)
-        one.kill()
-        one.wait()
+        run.kill()
+        run.wait()
         if lines == 11:
             sidecar.kill()
             sidecar.lose_memory()
@@ -399,7 +401,7 @@ def test_a_sparse_change_past_the_version_is_found_some_saves_later(sidecar, cap
     other, fresh = made(1)
     with begun(components(other, fresh), strict=True, frozen_once=True):
         assert equal(model, other)
-    said = [one for one in caplog.messages if "past torch's version counters" in one]
+    said = [message for message in caplog.messages if "past torch's version counters" in message]
     assert len(said) == 1
     assert "layers.2.base.weight" in said[0]
 

@@ -21,8 +21,8 @@ class Machine(SidecarProcess):
     """One of two machines of a run. `leader`: the port of node rank 0."""
 
     def __init__(self, number: int, memory: Path, home: Path, leader: int) -> None:
-        for one in (memory, home):
-            one.mkdir(parents=True)
+        for path in (memory, home):
+            path.mkdir(parents=True)
         super().__init__("run", memory, home / "volume", home / "log")
         self.places = ("--nodes", "2", "--node-rank", str(number))
         self.places += ("--leader", f"127.0.0.1:{leader}")
@@ -51,14 +51,14 @@ class Run:
         self.machines, self.out, self.lives = machines, out, 0
 
     def start(self, *options: str) -> None:
-        for one in self.machines:
-            one.start(*options)
+        for machine in self.machines:
+            machine.start(*options)
 
     def live(
         self, kind: str, last: int, machines: list[Machine], **variables: str
     ) -> tuple[Path, CompletedProcess[str]]:
         self.lives += 1
-        out, sockets = self.out / f"life-{self.lives}", [one.socket for one in machines]
+        out, sockets = self.out / f"life-{self.lives}", [machine.socket for machine in machines]
         words = (kind, self.lives, last, out, *sockets)
         return out, torchrun(len(machines), RANK, *words, **variables)
 
@@ -66,18 +66,18 @@ class Run:
         """What each rank left."""
         machines = machines or self.machines
         out, done = self.live(kind, last, machines)
-        said = "".join(one.text()[-2000:] for one in self.machines)
+        said = "".join(machine.text()[-2000:] for machine in self.machines)
         assert done.returncode == 0, done.stderr[-3000:] + said
         return [torch.load(f"{out}.{rank}") for rank in range(len(machines))]
 
     def lose(self, number: int, *options: str, drive: bool = True) -> None:
         """The machine is gone, and another one takes its place; or its memory alone is."""
-        one = self.machines[number]
-        one.kill()
-        one.lose_memory()
+        machine = self.machines[number]
+        machine.kill()
+        machine.lose_memory()
         if drive:
-            shutil.rmtree(one.volume)
-        one.start(*options)
+            shutil.rmtree(machine.volume)
+        machine.start(*options)
 
 
 @pytest.fixture
@@ -85,12 +85,14 @@ def run(tmp_path: Path, memory_dir: Path) -> Iterator[Run]:
     leader = free_port()
     machines = [Machine(at, memory_dir / str(at), tmp_path / str(at), leader) for at in range(2)]
     yield Run(machines, tmp_path)
-    for one in machines:
-        one.end()
+    for machine in machines:
+        machine.end()
 
 
-def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict, other: dict) -> bool:
+    return first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )
 
 
 def bases(machine: Machine, *patterns: str) -> set[int]:
@@ -102,15 +104,19 @@ def bases(machine: Machine, *patterns: str) -> set[int]:
 def committed(run: Run) -> int:
     """The newest step of which both machines have their shard on the drive. A slow drive may leave
     out steps, on each machine others."""
-    found = (matching(one.root, "0*/rank-*", "pending/0*/rank-*") for one in run.machines)
-    return int(max(set.intersection(*({path.parent.name for path in one} for one in found)))[-9:])
+    found = (matching(machine.root, "0*/rank-*", "pending/0*/rank-*") for machine in run.machines)
+    return int(
+        max(set.intersection(*({path.parent.name for path in paths} for paths in found)))[-9:]
+    )
 
 
 def copied(run: Run, step: int) -> None:
     """Each machine keeps a copy of the other's shard of this step. A buddy whose drive was replaced
     is looked at again after a minute."""
     eventually(
-        lambda: all(step in one.copies() for one in run.machines), within_s=100, what="its copies"
+        lambda: all(step in machine.copies() for machine in run.machines),
+        within_s=100,
+        what="its copies",
     )
 
 
@@ -122,17 +128,19 @@ ALONE = ("--peer-replicas", "0", "--persist-every", "1")
 def test_each_machine_has_the_bases_of_its_ranks(run, kind, memory):
     run.start(*ALONE)
     saved = run.train(kind, 3)
-    for one in run.machines:
-        assert len(bases(one)) == 1
-        assert not bases(one, "peers/*/base-*")
+    for machine in run.machines:
+        assert len(bases(machine)) == 1
+        assert not bases(machine, "peers/*/base-*")
     if memory == "lost":
         for number in range(2):
             run.lose(number, *ALONE, drive=False)
     found = run.train(kind, 4)
-    assert [one["from"] for one in found] == [3, 3]
-    assert all(map(same, (one["begin"] for one in found), (one["end"] for one in saved)))
-    for one in run.machines:
-        assert len(bases(one)) == 1, "the next life refers to it, too"
+    assert [record["from"] for record in found] == [3, 3]
+    assert all(
+        map(same, (record["begin"] for record in found), (record["end"] for record in saved))
+    )
+    for machine in run.machines:
+        assert len(bases(machine)) == 1, "the next life refers to it, too"
 
 
 def test_a_rank_alone_puts_the_shards_and_bases_of_two_machines_together(run):
@@ -149,8 +157,8 @@ def test_a_machine_that_is_lost_borrows_base_and_step_of_its_twin(run):
     saved = run.train("ddp", 3)
     run.lose(1, *ALONE)
     found = run.train("ddp", 4)
-    assert [one["from"] for one in found] == [3, 3]
-    assert all(same(one["begin"], saved[0]["end"]) for one in found)
+    assert [record["from"] for record in found] == [3, 3]
+    assert all(same(record["begin"], saved[0]["end"]) for record in found)
 
 
 WITH_COPIES = ("--persist-every", "1")
@@ -161,16 +169,16 @@ def test_a_buddy_gets_the_base_once(run, monkeypatch):
     run.start(*WITH_COPIES)
     run.train("ddp", 0)
     copied(run, 0)
-    first = [one.get("/v1/status")["tiers"]["peer"] for one in run.machines]
+    first = [machine.get("/v1/status")["tiers"]["peer"] for machine in run.machines]
     run.train("ddp", 4)
     copied(run, 4)
-    for one, before in zip(run.machines, first, strict=True):
-        now = one.get("/v1/status")["tiers"]["peer"]
+    for machine, before in zip(run.machines, first, strict=True):
+        now = machine.get("/v1/status")["tiers"]["peer"]
         assert before["sent"] == 1
         each = (now["sent_bytes"] - before["sent_bytes"]) / (now["sent"] - 1)
-        (base,) = {path.stat().st_size for path in matching(one.root, "peers/*/base-*")}
+        (base,) = {path.stat().st_size for path in matching(machine.root, "peers/*/base-*")}
         assert each <= 0.02 * (each + base)
-        assert len(bases(one, "peers/*/base-*")) == 1
+        assert len(bases(machine, "peers/*/base-*")) == 1
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -180,11 +188,11 @@ def test_a_machine_that_lost_its_drive_gets_base_and_step_from_its_buddy(run, lo
     copied(run, 3)
     run.lose(lost, *WITH_COPIES)
     found = run.train("fsdp", 5)
-    assert [one["from"] for one in found] == [3, 3]
+    assert [record["from"] for record in found] == [3, 3]
     assert same(found[0]["begin"], saved[0]["end"])
     assert found[lost]["tier"] == "peer"
     copied(run, 5)
-    assert all(len(bases(one)) == 1 for one in run.machines), "it was not written again"
+    assert all(len(bases(machine)) == 1 for machine in run.machines), "it was not written again"
 
 
 def test_ranks_that_change_machines_take_their_bases_with_them(run):
@@ -192,7 +200,7 @@ def test_ranks_that_change_machines_take_their_bases_with_them(run):
     saved = run.train("fsdp", 3)
     copied(run, 3)
     found = run.train("fsdp", 4, run.machines[::-1])
-    assert [one["from"] for one in found] == [3, 3]
+    assert [record["from"] for record in found] == [3, 3]
     assert same(found[0]["begin"], saved[0]["end"])
 
 
@@ -207,7 +215,7 @@ def test_a_buddy_that_lost_its_base_gets_it_again(run):
     copied(run, 3)
     run.lose(0, *WITH_COPIES)
     found = run.train("fsdp", 4)
-    assert [one["from"] for one in found] == [3, 3]
+    assert [record["from"] for record in found] == [3, 3]
     assert same(found[0]["begin"], saved[0]["end"])
 
 
@@ -240,15 +248,15 @@ def test_ranks_and_machines_that_are_lost_at_any_moment_change_nothing(run, kind
     assert killed
     found = run.train(kind, 12)
     undisturbed = expected(run, kind)
-    assert all(same(one["end"], undisturbed) for one in found)
+    assert all(same(record["end"], undisturbed) for record in found)
 
 
 def expected(run: Run, kind: str) -> dict:
     """The model after the same steps of a run that begins anew and is left alone."""
-    for one in run.machines:
-        one.kill()
-        one.lose_memory()
-        shutil.rmtree(one.volume)
-        one.start(*ALONE)
+    for machine in run.machines:
+        machine.kill()
+        machine.lose_memory()
+        shutil.rmtree(machine.volume)
+        machine.start(*ALONE)
     run.lives = 0
     return run.train(kind, 12)[0]["end"]

@@ -26,8 +26,10 @@ def live(sidecar, out, world, *, seed, step):
     return torch.load(out)
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first, other):
+    return first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
@@ -78,7 +80,7 @@ def test_stock_safetensors_finds_each_name_in_one_file(step):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_stock_dcp_reads_the_directory(step):
     directory, model = step
-    found = {f"model.{name}": torch.zeros_like(one) for name, one in model.state_dict().items()}
+    found = {f"model.{name}": torch.zeros_like(value) for name, value in model.state_dict().items()}
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(directory)))
     for name, tensor in model.state_dict().items():
         assert torch.equal(found[f"model.{name}"], tensor)
@@ -87,7 +89,7 @@ def test_stock_dcp_reads_the_directory(step):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_keepstep_dcp_reads_the_directory(step):
     directory, model = step
-    found = {f"model.{name}": torch.zeros_like(one) for name, one in model.state_dict().items()}
+    found = {f"model.{name}": torch.zeros_like(value) for name, value in model.state_dict().items()}
     dcp.load(found, storage_reader=keepstep.dcp.StorageReader(directory), no_dist=True)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found[f"model.{name}"], tensor)

@@ -30,14 +30,14 @@ class Lives:
     def bases(self) -> int:
         """Bytes of the newest step's."""
         newest = max(self.sidecar.root.glob("0*"))
-        return sum(one.stat().st_size for one in newest.glob("base-*"))
+        return sum(path.stat().st_size for path in newest.glob("base-*"))
 
     def go_on(self, world: int, last: int, before: list[dict]) -> list[dict]:
         found = self.train(world, last)
-        for one in found:
-            assert one["begin"].keys() == before[0]["end"].keys()
+        for record in found:
+            assert record["begin"].keys() == before[0]["end"].keys()
             for name, value in before[0]["end"].items():
-                assert torch.equal(one["begin"][name], value), name
+                assert torch.equal(record["begin"][name], value), name
         return found
 
 
@@ -54,7 +54,7 @@ def test_swapped_weights_come_back_in_any_world(sidecar, tmp_path, kind, memory)
             sidecar.lose_memory()
             sidecar.start()
         found = lives.go_on(world, last, found)
-        assert {one["from"] for one in found} == {last - 1}
+        assert {record["from"] for record in found} == {last - 1}
     assert "discarded" not in sidecar.text()
 
 
@@ -66,7 +66,7 @@ def test_a_step_of_which_one_ranks_base_is_gone_is_left_for_the_one_before(sidec
     sidecar.lose_memory()
     next(max(sidecar.root.glob("0*")).glob("base-00001-*")).unlink()
     sidecar.start()
-    assert {one["from"] for one in lives.go_on(3, 3, found)} == {2}
+    assert {record["from"] for record in lives.go_on(3, 3, found)} == {2}
 
 
 def test_a_fork_in_another_world_has_the_swapped_weights(sidecars, tmp_path):

@@ -38,7 +38,7 @@ def main() -> int:
     wanted = parser.parse_args()
     # what takes memory without end shall fail here, and not take the machine with it
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
-    chosen = [one for one in targets() if wanted.only in one.name]
+    chosen = [target for target in targets() if wanted.only in target.name]
     campaign = Campaign(seed=wanted.seed, targets=chosen)
     print(f"seed {wanted.seed}: {len(chosen)} parsers for {wanted.minutes:g} minutes", flush=True)
     began, said = time.monotonic(), time.monotonic()
@@ -55,9 +55,9 @@ def main() -> int:
     campaign.run(goes_on)
     for target, what, data in campaign.found[:_MOST_FILES]:
         print(f"{target.name}: {what}\n    {save(target, what, data, ROOT / 'attacks')}")
-    for name, one in sorted(campaign.tallies.items()):
-        print(f"{name:24} {one.mutations:8d}, {one.accepted} accepted, {one.bad} bad,"
-              f" {one.slowest_ms} ms, {one.most_mib} MiB")  # fmt: skip
+    for name, tally in sorted(campaign.tallies.items()):
+        print(f"{name:24} {tally.mutations:8d}, {tally.accepted} accepted, {tally.bad} bad,"
+              f" {tally.slowest_ms} ms, {tally.most_mib} MiB")  # fmt: skip
     if not wanted.only:
         _add(campaign, minutes=wanted.minutes)
     print(f"seed {wanted.seed}: {campaign.mutations} mutations, {campaign.bad} bad")
@@ -68,9 +68,9 @@ def _add(campaign: Campaign, *, minutes: float) -> None:
     """Put this run's counts to those of the runs before; of one that found something, what that
     was, and no counts: they are of code that was changed since."""
     told: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    tallies = {name: Tally(**one) for name, one in told.get("parsers", {}).items()}
-    for name, one in () if campaign.bad else campaign.tallies.items():
-        tallies.setdefault(name, Tally()).add(one)
+    tallies = {name: Tally(**parser) for name, parser in told.get("parsers", {}).items()}
+    for name, tally in () if campaign.bad else campaign.tallies.items():
+        tallies.setdefault(name, Tally()).add(tally)
     run: dict[str, Any] = {
         "seed": campaign.seed,
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "-suno") else ""),
@@ -82,12 +82,12 @@ def _add(campaign: Campaign, *, minutes: float) -> None:
         ],
     }
     total = Tally()
-    for one in tallies.values():
-        total.add(one)
+    for tally in tallies.values():
+        total.add(tally)
     body = {
         "command": COMMAND,
         "total": asdict(total),
-        "parsers": {name: asdict(one) for name, one in sorted(tallies.items())},
+        "parsers": {name: asdict(tally) for name, tally in sorted(tallies.items())},
         "runs": [*told.get("runs", []), run],
     }
     RESULTS.write_text(json.dumps(body, indent=1) + "\n")

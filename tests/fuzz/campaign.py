@@ -79,12 +79,12 @@ class Campaign:
     @property
     def mutations(self) -> int:
         """In all."""
-        return sum(one.mutations for one in self.tallies.values())
+        return sum(tally.mutations for tally in self.tallies.values())
 
     @property
     def bad(self) -> int:
         """What must be zero."""
-        return sum(one.bad for one in self.tallies.values())
+        return sum(tally.bad for tally in self.tallies.values())
 
     def one(self, target: Target, rng: random.Random) -> None:
         """One mutation of one target."""
@@ -147,7 +147,7 @@ def save(target: Target, what: str, data: bytes, folder: pathlib.Path) -> pathli
     error = what.partition(":")[0]
     if error.isidentifier():
         data = _smallest(target, error, data)
-    name = "".join(one if one.isalnum() else "-" for one in target.name)
+    name = "".join(char if char.isalnum() else "-" for char in target.name)
     path = folder / f"fuzz-{name}-{hashlib.sha256(data).hexdigest()[:8]}.bin"
     path.write_bytes(data)
     return path

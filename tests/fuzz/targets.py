@@ -149,7 +149,7 @@ def rich_layout(rank: int = 0) -> Layout:
         TensorSpec("näme", "U8", (1,), Section.REST),
     ]
     return Layout.build(
-        [one._replace(device="cuda:1" if one.dtype == "F32" else "cpu") for one in specs],
+        [spec._replace(device="cuda:1" if spec.dtype == "F32" else "cpu") for spec in specs],
         rank=rank,
         world=4,
         aliases={"head": "weight"},
@@ -183,7 +183,9 @@ def read_image(data: bytes) -> object:
     """Everything that a reader of a shard does, and stock safetensors must see the same."""
     layout = Layout.parse(data, size_bytes=len(data))
     control = verify_image(memoryview(data), layout, run="demo")
-    stock = {name: (one["dtype"], one["shape"]) for name, one in safetensors.deserialize(data)}
+    stock = {
+        name: (entry["dtype"], entry["shape"]) for name, entry in safetensors.deserialize(data)
+    }
     for name, entry in layout.entries.items():
         seen = entry.spec.stored_dtype, list(entry.spec.stored_shape)
         if stock[name] != seen:
@@ -442,10 +444,10 @@ def read_name(data: bytes) -> object:
         (StepId.parse, str),
         (EpochId.parse, str),
         (
-            lambda one: ShardName.parse(pathlib.Path(str(ID)) / one),
-            lambda one: shard_name(one.rank, one.world),
+            lambda text: ShardName.parse(pathlib.Path(str(ID)) / text),
+            lambda name: shard_name(name.rank, name.world),
         ),
-        (Identity.parse, lambda one: one.uri),
+        (Identity.parse, lambda identity: identity.uri),
     )
     for parse, name in kinds:
         try:
@@ -537,7 +539,7 @@ HISTORY = _history()
 
 def _lines(lines: list[Any], rng: random.Random | None = None) -> bytes:
     rng = rng or random.Random(0)
-    return b"".join(mutate.text(one, rng) + b"\n" for one in lines)
+    return b"".join(mutate.text(line, rng) + b"\n" for line in lines)
 
 
 def reseal_history(rng: random.Random) -> bytes:
@@ -573,7 +575,7 @@ def read_history(data: bytes) -> object:
         if goodput is None:
             continue
         seconds = [*goodput.seconds.values(), goodput.ratio]
-        if not all(0.0 <= one < 1e10 for one in seconds) or goodput.ratio > 1.0:
+        if not all(0.0 <= second < 1e10 for second in seconds) or goodput.ratio > 1.0:
             raise AssertionError(f"seconds that cannot be: {goodput}")
         until = max(now, tally.mark, tally.ended or 0.0)
         if before == Tally() and goodput.wall_s > until - goodput.since + 1e-3:

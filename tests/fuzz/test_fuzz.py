@@ -25,10 +25,14 @@ def test_no_bytes_escape_the_error_tree_or_pass_for_others_or_cost_much() -> Non
     campaign, until = Campaign(seed=20_261_122, targets=TARGETS), time.monotonic() + 20
     campaign.run(lambda: time.monotonic() < until, most=20_000)
     assert campaign.mutations >= len(TARGETS)
-    assert not campaign.bad, [(one.name, what, data[:200]) for one, what, data in campaign.found]
+    assert not campaign.bad, [
+        (target.name, what, data[:200]) for target, what, data in campaign.found
+    ]
 
 
 def test_what_fuzzing_once_found_is_refused() -> None:
     for path in FOUND:
         data = path.read_bytes()
-        assert not {one.name: what for one in TARGETS if (what := escape_of(one, data))}, path.name
+        assert not {target.name: what for target in TARGETS if (what := escape_of(target, data))}, (
+            path.name
+        )

@@ -52,10 +52,14 @@ class Lives:
             self.lives[-1].append(event)
 
     def kept(self, life: int) -> list[int]:
-        return [one["step"] for one in self.lives[life] if one["event"] == "saved" and one["kept"]]
+        return [
+            event["step"]
+            for event in self.lives[life]
+            if event["event"] == "saved" and event["kept"]
+        ]
 
     def last(self, event: str) -> dict[str, Any]:
-        (found,) = [one for one in self.lives[-1] if one["event"] == event]
+        (found,) = [entry for entry in self.lives[-1] if entry["event"] == event]
         return found
 
 
@@ -94,7 +98,9 @@ def test_every_life_goes_on_from_the_newest_step(variant: str, tmp_path: Path) -
     assert "cudaHostRegister failed" not in said
     for rank in range(WORLDS.get(variant, 1)):
         plain, kept = Lives(tmp_path / f"plain-{rank}"), Lives(tmp_path / f"kept-{rank}")
-        right = {one["step"]: one["digest"] for one in plain.lives[0] if one["event"] == "step"}
+        right = {
+            event["step"]: event["digest"] for event in plain.lives[0] if event["event"] == "step"
+        }
         assert len(kept.lives) == len(LIVES) + 1, said
         for number, life in enumerate(kept.lives[1:]):
             began, before = life[0], kept.kept(number)

@@ -111,7 +111,7 @@ class Training:
         found = [*self.model.parameters(), *self.model.buffers(), self.on_cpu]
         for state in self.optimizer.state.values():
             found += [state[key] for key in sorted(state)]
-        return [getattr(one, "_local_tensor", one).detach() for one in found]
+        return [getattr(tensor, "_local_tensor", tensor).detach() for tensor in found]
 
     def digest(self) -> str:
         state = xxhash.xxh3_128()
@@ -217,7 +217,9 @@ def main(variant: str, log: str) -> None:
             time.sleep(0.05)
     if checkpointer is not None:
         mappings = checkpointer._agent._mappings.values()  # type: ignore[union-attr]
-        pinned = [torch.frombuffer(one.memory, dtype=torch.uint8).is_pinned() for one in mappings]
+        pinned = [
+            torch.frombuffer(mapping.memory, dtype=torch.uint8).is_pinned() for mapping in mappings
+        ]
         checkpointer.close()
         stats = checkpointer.stats
         counts = {"discarded": stats.discarded, "skipped": stats.skipped, "saves": stats.saves}

@@ -48,7 +48,7 @@ def test_the_honest_image_is_read(tmp_path: pathlib.Path) -> None:
     assert read(path) == {"epoch": 7}
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda one: one.name)
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_each_attack_is_refused_for_its_reason_without_a_large_allocation(attack) -> None:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)  # Python's own; some test tools raise it for the whole process
@@ -66,7 +66,7 @@ def test_each_attack_is_refused_for_its_reason_without_a_large_allocation(attack
 
 
 def test_the_files_and_their_table_are_what_the_script_makes() -> None:
-    assert {one.path for one in ATTACKS} == set(FOLDER.glob("*.safetensors"))
-    for one in ATTACKS:
-        assert one.path.read_bytes() == one.data, one.name
+    assert {attack.path for attack in ATTACKS} == set(FOLDER.glob("*.safetensors"))
+    for attack in ATTACKS:
+        assert attack.path.read_bytes() == attack.data, attack.name
     assert (FOLDER / "README.md").read_text() == make.readme()

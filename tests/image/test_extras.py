@@ -32,34 +32,34 @@ from keepstep.image import extras
 from tests.image.strategies import states
 
 
-def same(one: Any, two: Any) -> bool:
+def same(first: Any, two: Any) -> bool:
     """Equal with types, the signs of zeros, the bits of NaNs, and the order of dicts."""
-    if type(one) is not type(two):
+    if type(first) is not type(two):
         return False
-    if isinstance(one, float):
-        return struct.pack(">d", one) == struct.pack(">d", two)
-    if isinstance(one, complex):
-        return same(one.real, two.real) and same(one.imag, two.imag)
-    if isinstance(one, deque) and one.maxlen != two.maxlen:
+    if isinstance(first, float):
+        return struct.pack(">d", first) == struct.pack(">d", two)
+    if isinstance(first, complex):
+        return same(first.real, two.real) and same(first.imag, two.imag)
+    if isinstance(first, deque) and first.maxlen != two.maxlen:
         return False
-    if isinstance(one, defaultdict) and one.default_factory is not two.default_factory:
+    if isinstance(first, defaultdict) and first.default_factory is not two.default_factory:
         return False
-    if isinstance(one, datetime.datetime | datetime.time):
-        return (repr(one), one.fold) == (repr(two), two.fold)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(two) and all(map(same, one, two))
-    if isinstance(one, dict):
-        return same(list(one), list(two)) and same(list(one.values()), list(two.values()))
-    if isinstance(one, set | frozenset):
-        return sorted(map(_key, one)) == sorted(map(_key, two))
-    return bool(one == two)
+    if isinstance(first, datetime.datetime | datetime.time):
+        return (repr(first), first.fold) == (repr(two), two.fold)
+    if isinstance(first, list | tuple | deque):
+        return len(first) == len(two) and all(map(same, first, two))
+    if isinstance(first, dict):
+        return same(list(first), list(two)) and same(list(first.values()), list(two.values()))
+    if isinstance(first, set | frozenset):
+        return sorted(map(_key, first)) == sorted(map(_key, two))
+    return bool(first == two)
 
 
 def _key(value: Any) -> str:
     if isinstance(value, frozenset):
         return f"frozenset {sorted(map(_key, value))}"
     if isinstance(value, tuple):
-        return f"tuple {[_key(one) for one in value]}"
+        return f"tuple {[_key(item) for item in value]}"
     return f"{type(value).__name__} {hex(value) if type(value) is int else value!r}"
 
 
@@ -71,9 +71,9 @@ def test_a_state_comes_back_with_its_types(state: Any) -> None:
 
 @settings(max_examples=100)
 @given(states, states)
-def test_what_is_met_twice_is_one_object(one: Any, two: Any) -> None:
-    shared = [one, {"deep": two}]
-    kept = {"a": shared, "b": (shared, {3: [two, shared]}), "c": [shared, one]}
+def test_what_is_met_twice_is_one_object(first: Any, two: Any) -> None:
+    shared = [first, {"deep": two}]
+    kept = {"a": shared, "b": (shared, {3: [two, shared]}), "c": [shared, first]}
     back = extras.decode(extras.encode(kept))
     assert same(back, kept)
     assert back["b"][0] is back["a"] is back["c"][0] is back["b"][1][3][1]
@@ -125,7 +125,7 @@ def test_rows_that_are_met_elsewhere_stay_those_rows() -> None:
         [struct.unpack(">d", bytes.fromhex("7ff4000000000001"))[0]] * 100,
         [np.float64(1.0)] * 100,
     ],
-    ids=lambda one: f"{type(one).__name__} {next(iter(one))!r}"[:40],
+    ids=lambda value: f"{type(value).__name__} {next(iter(value))!r}"[:40],
 )
 def test_many_numbers_come_back_exactly(numbers: Any) -> None:
     assert same(extras.decode(extras.encode({"n": numbers, "more": [0.25] * 70}))["n"], numbers)
@@ -473,7 +473,7 @@ def test_more_kinds_of_values_come_back_as_what_they_were(value: Any) -> None:
         io.StringIO(),
         (n for n in "ab"),
     ],
-    ids=lambda one: type(one).__name__,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_value_that_would_come_back_as_another_type_is_refused(value: Any) -> None:
     with pytest.raises(FormatError, match=r"\['a'\]\[0\]: "):
@@ -535,18 +535,18 @@ def test_a_module_in_a_dict_is_to_be_a_component() -> None:
         np.array([(1, (2.0, b"ab"))], [("a", "i1"), ("b", [("c", ">f8"), ("d", "S2")])]),
         np.zeros(3, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
     ],
-    ids=lambda one: str(one.dtype),
+    ids=lambda array: str(array.dtype),
 )
 def test_arrays_of_objects_and_of_fields_come_back(array: np.ndarray) -> None:
     back, again = extras.decode(extras.encode([array, array]))
     assert back is again
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     assert repr(back.tolist()) == repr(array.tolist())
-    for one in array.reshape(-1)[:1]:
-        if type(one) is np.void:
-            scalar = extras.decode(extras.encode(one))
+    for element in array.reshape(-1)[:1]:
+        if type(element) is np.void:
+            scalar = extras.decode(extras.encode(element))
             assert type(scalar) is np.void
-            assert (scalar.dtype, repr(scalar.tolist())) == (one.dtype, repr(one.tolist()))
+            assert (scalar.dtype, repr(scalar.tolist())) == (element.dtype, repr(element.tolist()))
 
 
 def test_a_time_is_kept_while_another_class_stands_in_place_of_its_own(

@@ -74,8 +74,8 @@ def test_the_extents_of_the_sections_are_their_tensors(specs) -> None:
     for section in Section:
         extents = layout.section_extents.get(section, ())
         covered = {at for begin, end in extents for at in range(begin, end)}
-        entries = [one for one in layout.entries.values() if one.spec.section is section]
-        assert covered == {at for one in entries for at in range(one.begin, one.end)}
+        entries = [entry for entry in layout.entries.values() if entry.spec.section is section]
+        assert covered == {at for entry in entries for at in range(entry.begin, entry.end)}
         assert all(a[1] < b[0] for a, b in itertools.pairwise(extents))
 
 
@@ -90,7 +90,7 @@ def test_the_digest_table_grows_with_the_image(gibibytes: float) -> None:
 def test_the_order_in_which_tensors_are_named_does_not_change_the_layout() -> None:
     specs = [WEIGHT._replace(name=str(i), dtype=d) for i, d in enumerate(["F32", "C128", "I8"])]
     assert build(*specs) == build(*reversed(specs))
-    assert [one.spec.dtype for one in build(*specs).entries.values()] == ["C128", "F32", "I8"]
+    assert [entry.spec.dtype for entry in build(*specs).entries.values()] == ["C128", "F32", "I8"]
 
 
 def test_header_says_neither_step_nor_digest_and_lists_every_key_for_dcp() -> None:

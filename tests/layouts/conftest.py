@@ -36,11 +36,11 @@ def _live(directory: Path, world: int, life: int) -> None:
             words = [str(SCRIPT), str(directory), str(life)]
             ranks.append(warm.Process(words, stdout=out, env=environment))
     try:
-        for one in ranks:
-            one.wait(150)
+        for rank in ranks:
+            rank.wait(150)
     finally:
-        for one in ranks:
-            one.kill()
+        for rank in ranks:
+            rank.kill()
     if not all((directory / f"done.{life}.{rank}").exists() for rank in range(world)):
         pytest.fail(f"life {life}: " + "\n".join(log.read_text()[-3000:] for log in logs))
 
@@ -72,22 +72,25 @@ def _lives(world: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
         for name, nodes in WORLDS[world].items():
             for node in range(nodes):
                 place = directory / f"{name}.{node}"
-                one = SidecarProcess(
+                process = SidecarProcess(
                     name, memory / f"{name}.{node}", place, place.with_suffix(".log")
                 )
-                one.memory.mkdir()
-                sidecars.setdefault(name, []).append(one.start())
-                (directory / f"{name}.{node}.sock").symlink_to(one.socket)
+                process.memory.mkdir()
+                sidecars.setdefault(name, []).append(process.start())
+                (directory / f"{name}.{node}.sock").symlink_to(process.socket)
         _live(directory, world, 1)
         # before another life retires it
         for name, those in sidecars.items():
-            for one in those:
+            for process in those:
                 # pending where nobody knows of the other node's ranks
-                [step] = [*one.root.glob("*-000000001"), *one.root.glob("pending/*-000000001")]
+                [step] = [
+                    *process.root.glob("*-000000001"),
+                    *process.root.glob("pending/*-000000001"),
+                ]
                 shutil.copytree(step, directory / "kept" / name, dirs_exist_ok=True)
         _live(directory, world, 2)
         yield Lives(directory, sidecars)
     finally:
-        for one in (one for those in sidecars.values() for one in those):
-            one.end()
+        for process in (process for those in sidecars.values() for process in those):
+            process.end()
         shutil.rmtree(memory, ignore_errors=True)

@@ -109,7 +109,11 @@ def zero():
 def own_optimizers():
     model = replicas()
     owners = [at % WORLD for at, _ in enumerate(model.parameters())]
-    mine = [one for one, owner in zip(model.parameters(), owners, strict=True) if owner == RANK]
+    mine = [
+        parameter
+        for parameter, owner in zip(model.parameters(), owners, strict=True)
+        if owner == RANK
+    ]
     return {
         "model": model,
         "optimizer": torch.optim.AdamW(mine, lr=1e-2),
@@ -195,7 +199,9 @@ def first_life(name, directory):
         leaf.name: leaf.live.full_tensor() if isinstance(leaf.live, DTensor) else leaf.live.clone()
         for leaf in leaves
     }
-    torch.save({key: one.detach() for key, one in full.items()}, directory / f"{name}.full.{RANK}")
+    torch.save(
+        {key: tensor.detach() for key, tensor in full.items()}, directory / f"{name}.full.{RANK}"
+    )
     return checkpointer
 
 
@@ -222,8 +228,8 @@ def second_life(name, directory):
     return checkpointer
 
 
-def same(one, other):
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+def same(first, other):
+    return first.dtype == other.dtype and first.shape == other.shape and torch.equal(first, other)
 
 
 def random_boxes(directory):
@@ -236,7 +242,7 @@ def random_boxes(directory):
         whole = torch.rand(shape.tolist(), generator=dice)
         kinds = [Replicate(), *(Shard(dim) for dim in range(whole.dim()))]
         chosen = torch.randint(0, len(kinds), (2,), generator=dice).tolist()
-        placed = distribute_tensor(whole, both, [kinds[one] for one in chosen])
+        placed = distribute_tensor(whole, both, [kinds[name] for name in chosen])
         box = sharding.sharing_of(placed, "random")
         local = placed.to_local()
         place = tuple(slice(at, at + n) for at, n in zip(box.offsets, local.shape, strict=True))
@@ -253,7 +259,7 @@ def strided_boxes(both):
     for rows in (4, *uneven):
         torch.manual_seed(rows)
         model = nn.Sequential(nn.Linear(3, rows))
-        plain = [one.detach().clone() for one in model.parameters()]
+        plain = [parameter.detach().clone() for parameter in model.parameters()]
         parallelize_module(model, both["b"], {"0": ColwiseParallel()})
         fully_shard(model, mesh=both["a"])
         for whole, parameter in zip(plain, model.parameters(), strict=True):

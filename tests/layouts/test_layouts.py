@@ -50,10 +50,10 @@ def boxes(images):
     return found
 
 
-@with_lives([one for one in EVERY if one[1] not in STAGED_ONLY])
+@with_lives([layout for layout in EVERY if layout[1] not in STAGED_ONLY])
 def test_all_tensors_come_back_bit_equal_after_a_kill(lives, name):
     answers = [
-        json.loads(one.read_text()) for one in sorted(lives.directory.glob(f"{name}.*.json"))
+        json.loads(path.read_text()) for path in sorted(lives.directory.glob(f"{name}.*.json"))
     ]
     assert answers
     for answer in answers:
@@ -67,8 +67,8 @@ def test_all_tensors_come_back_bit_equal_after_a_kill(lives, name):
 def test_the_boxes_make_up_each_tensor_exactly(lives, name):
     images = shards(lives, name)
     expected = {}
-    for one in sorted(lives.directory.glob(f"{name}.full.*"), reverse=True):
-        expected |= torch.load(one)
+    for path in sorted(lives.directory.glob(f"{name}.full.*"), reverse=True):
+        expected |= torch.load(path)
     joined = boxes(images)
     nodes = len(lives.sidecars[name]) if "spread" not in name else 1
     for stored, parts in joined.items():
@@ -101,7 +101,7 @@ def test_replicas_are_staged_in_equal_parts(lives, name):
     images = shards(lives, name)
     sizes = [staged_bytes(layout) for layout, _ in images]
     assert max(sizes) <= 1.05 * sum(sizes) / len(sizes)
-    whole = sum(one.numel() * 4 * 3 for one in parameters())
+    whole = sum(parameter.numel() * 4 * 3 for parameter in parameters())
     copies = 2 if name == "ddp-on-two-nodes" else 1
     assert abs(sum(sizes) - copies * whole) < 1000, "each node has one whole copy, or all together"
 
@@ -138,7 +138,7 @@ def test_stages_keep_their_names_and_what_has_one_name_twice_carries_its_rank(li
 @with_lives([(2, "zero"), (2, "own-optimizers")])
 def test_a_sharded_optimizer_is_staged_by_whoever_has_it(lives, name):
     states = [
-        {one for one in layout.entries if one.endswith("exp_avg")}
+        {entry for entry in layout.entries if entry.endswith("exp_avg")}
         for layout, _ in shards(lives, name)
     ]
     assert not states[0] & states[1]
@@ -146,5 +146,5 @@ def test_a_sharded_optimizer_is_staged_by_whoever_has_it(lives, name):
 
 
 def test_random_placements_name_the_rows_that_are_here(four_ranks):
-    answers = [json.loads(one.read_text()) for one in four_ranks.directory.glob("boxes.*.json")]
+    answers = [json.loads(path.read_text()) for path in four_ranks.directory.glob("boxes.*.json")]
     assert answers == [[]] * 4

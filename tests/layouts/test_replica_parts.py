@@ -23,8 +23,8 @@ def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
     cuts = sharding.cut(tensors, sharers)
-    share = sum(one.bytes for one in tensors) / sharers
-    coarsest = max((one.row_bytes for one in tensors), default=0)
+    share = sum(tensor.bytes for tensor in tensors) / sharers
+    coarsest = max((tensor.row_bytes for tensor in tensors), default=0)
     for number in range(sharers):
         mine = sum(
             (rows[number + 1] - rows[number]) * bulk.bytes // bulk.shape[bulk.dim]
@@ -80,13 +80,13 @@ def test_a_name_of_one_rank_is_bare_and_of_two_carries_the_rank_of_the_second():
 
 def test_what_was_made_after_the_agreement_carries_its_rank_everywhere():
     ranks = agreed([{("a", None)}, {("a", None)}], "nn")
-    assert [one.owner(("late", None)) for one in ranks] == [0, 1]
+    assert [rank.owner(("late", None)) for rank in ranks] == [0, 1]
 
 
 def test_ranks_that_share_a_tensor_are_one_owner():
     pairs = [(0, 1), (0, 1), (2, 3), (2, 3)]
     ranks = agreed([{("w", pair)} for pair in pairs], "nnnn")
-    assert [one.owner(("w", pair)) for one, pair in zip(ranks, pairs, strict=True)] == [
+    assert [rank.owner(("w", pair)) for rank, pair in zip(ranks, pairs, strict=True)] == [
         None, None, 2, 2,
     ]  # fmt: skip
 
@@ -94,18 +94,18 @@ def test_ranks_that_share_a_tensor_are_one_owner():
 def test_twins_are_the_same_part_on_another_node():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy")
-    assert [one.sharers(everyone) for one in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [one.twins([everyone]) for one in ranks] == [(2,), (3,), (0,), (1,)]
+    assert [rank.sharers(everyone) for rank in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [rank.twins([everyone]) for rank in ranks] == [(2,), (3,), (0,), (1,)]
 
 
 def test_nodes_of_unequal_size_have_no_twins():
     everyone = (0, 1, 2)
     ranks = agreed([{("w", everyone)}] * 3, "xxy")
-    assert [one.twins([everyone]) for one in ranks] == [(), (), ()]
+    assert [rank.twins([everyone]) for rank in ranks] == [(), (), ()]
 
 
 def test_spread_parts_are_held_once():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy", spread=True)
-    assert [one.sharers(everyone) for one in ranks] == [everyone] * 4
-    assert [one.twins([everyone]) for one in ranks] == [()] * 4
+    assert [rank.sharers(everyone) for rank in ranks] == [everyone] * 4
+    assert [rank.twins([everyone]) for rank in ranks] == [()] * 4

@@ -73,8 +73,8 @@ class Sidecar:
 
     def restored(self, epoch: Epoch, *, tier: Tier | None = Tier.MEMORY, lost: int = 0) -> Sidecar:
         self.epochs.append(epoch)
-        one = {"rank": self.rank, "epoch": epoch, "tier": tier, "lost_steps": lost}
-        self.restores.append(ReportedRestore(**one, seconds=1.5, at=T0))
+        event = {"rank": self.rank, "epoch": epoch, "tier": tier, "lost_steps": lost}
+        self.restores.append(ReportedRestore(**event, seconds=1.5, at=T0))
         return self
 
     def report(self) -> MemberReport:
@@ -128,10 +128,10 @@ class Sidecar:
         )
 
 
-def member(one: Sidecar, **state: Any) -> Member:
+def member(sidecar: Sidecar, **state: Any) -> Member:
     """Its pod, as the operator names it."""
-    place = {"node_rank": one.rank, "pod": one.pod, "node": one.node}
-    return Member(**place, name=f"worker-{one.rank}", **state)
+    place = {"node_rank": sidecar.rank, "pod": sidecar.pod, "node": sidecar.node}
+    return Member(**place, name=f"worker-{sidecar.rank}", **state)
 
 
 class Play:
@@ -158,16 +158,16 @@ class Play:
         self._sequence = 1
 
     def hear(self, *sidecars: Sidecar) -> None:
-        for one in sidecars:
-            self.leader.take(one.rank, one.report(), at=self.now)
+        for sidecar in sidecars:
+            self.leader.take(sidecar.rank, sidecar.report(), at=self.now)
         self.leader.settle(at=self.now)
 
-    def replies(self, one: Sidecar) -> ReportReply:
+    def replies(self, sidecar: Sidecar) -> ReportReply:
         """The newest reply to this member, which acts on it."""
-        self.leader.news(one.rank)
-        sent = self.leader._members[one.rank].sent
+        self.leader.news(sidecar.rank)
+        sent = self.leader._members[sidecar.rank].sent
         assert sent is not None
-        one.heard = sent.number
+        sidecar.heard = sent.number
         return sent.reply
 
     def look(self) -> RunReport:
@@ -175,7 +175,7 @@ class Play:
         self.leader.follow(at=self.now)
         self.leader.settle(at=self.now)
         found = summary(self.leader, sequence=self._sequence, at=self.now)
-        found = fitted(found, lambda one: len(msgspec.json.encode(one)))
+        found = fitted(found, lambda report: len(msgspec.json.encode(report)))
         body = msgspec.json.encode(found)
         assert len(body) <= LARGEST_BYTES
         return bounded(msgspec.json.decode(body, type=RunReport))

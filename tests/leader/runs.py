@@ -78,14 +78,14 @@ class Linked:
 @contextlib.asynccontextmanager
 async def running(*linked: Linked) -> AsyncIterator[None]:
     """These links at work."""
-    tasks = [asyncio.create_task(one.link.run()) for one in linked]
+    tasks = [asyncio.create_task(member.link.run()) for member in linked]
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
+        assert all(isinstance(exception, asyncio.CancelledError) for exception in ended), ended
 
 
 @contextlib.asynccontextmanager

@@ -20,17 +20,17 @@ from tests.leader.wire import Proxy, Raw
 
 async def test_frames_arrive_in_order_and_answers_come_back() -> None:
     async with leading() as leader:
-        one = Linked(leader.address)
-        assert not one.link.send(b"too early")
-        async with running(one):
-            await until(lambda: one.link.connected)
-            assert one.link.reason == ""
+        link = Linked(leader.address)
+        assert not link.link.send(b"too early")
+        async with running(link):
+            await until(lambda: link.link.connected)
+            assert link.link.reason == ""
             for number in range(50):
-                assert one.link.send(b"%d" % number)
+                assert link.link.send(b"%d" % number)
                 await until(lambda: len(leader.frames) == number + 1)  # noqa: B023
-            await until(lambda: len(one.frames) == 50)
+            await until(lambda: len(link.frames) == 50)
     assert leader.bodies() == [b"%d" % number for number in range(50)]
-    assert one.frames == [b"re: %d" % number for number in range(50)]
+    assert link.frames == [b"re: %d" % number for number in range(50)]
     ((member, _), *_) = leader.frames
     assert (member.node_rank, member.identity.run) == (1, "gpt")
     assert member.address.startswith("127.0.0.1:")
@@ -39,36 +39,36 @@ async def test_frames_arrive_in_order_and_answers_come_back() -> None:
 async def test_a_member_connects_again_soon_after_the_leader_is_back() -> None:
     port = free_port()
     async with leading(port=port) as first:
-        one = Linked(first.address)
-        task = running(one)
+        member = Linked(first.address)
+        task = running(member)
         await task.__aenter__()
-        await until(lambda: one.link.connected)
-    await until(lambda: not one.link.connected and "Connection refused" in one.link.reason)
-    assert f"the leader at 127.0.0.1:{port}" in one.link.reason
+        await until(lambda: member.link.connected)
+    await until(lambda: not member.link.connected and "Connection refused" in member.link.reason)
+    assert f"the leader at 127.0.0.1:{port}" in member.link.reason
     await asyncio.sleep(3.0)  # the pauses between attempts have grown
     async with leading(port=port) as second:
         begin = time.monotonic()
-        await until(lambda: one.link.connected)
+        await until(lambda: member.link.connected)
         assert time.monotonic() - begin < 5.0
-        one.link.send(b"everything")
+        member.link.send(b"everything")
         await until(lambda: second.bodies() == [b"everything"])
         await task.__aexit__(None, None, None)
-    assert [connected for connected, _ in one.changes].count(True) == 2
+    assert [connected for connected, _ in member.changes].count(True) == 2
 
 
 async def test_a_connection_that_is_reset_is_made_again_and_the_hub_knows_one_member() -> None:
     async with leading() as leader:
         proxy = Proxy(leader.address)
         async with proxy.running() as address:
-            one = Linked(address)
-            async with running(one):
+            link = Linked(address)
+            async with running(link):
                 for times in range(1, 4):
-                    await until(lambda: one.link.connected)
-                    one.link.send(b"%d" % times)
+                    await until(lambda: link.link.connected)
+                    link.link.send(b"%d" % times)
                     await until(lambda: len(leader.frames) == times)  # noqa: B023
                     proxy.cut()
                     await until(lambda: len(leader.lost) == times)  # noqa: B023
-                await until(lambda: one.link.connected)
+                await until(lambda: link.link.connected)
                 (member,) = leader.hub
                 assert member not in leader.lost
 
@@ -86,7 +86,7 @@ async def test_a_newer_frame_replaces_one_that_was_not_sent_and_memory_is_bounde
             slow.secure.setblocking(False)
             found: list[bytes] = []
             while found[-1:] != [b"299"]:
-                found += [one[:3] for one in await until(slow.read_all) if one]
+                found += [frame[:3] for frame in await until(slow.read_all) if frame]
     assert found == sorted(found)
     assert len(found) < 10, "what waits is replaced"
 
@@ -125,45 +125,45 @@ async def test_silence_ends_the_connection_on_both_sides() -> None:
     async with leading(limits=QUICK) as leader:
         proxy = Proxy(leader.address)
         async with proxy.running() as address:
-            one = Linked(address, limits=QUICK)
-            async with running(one):
-                await until(lambda: one.link.connected)
+            member = Linked(address, limits=QUICK)
+            async with running(member):
+                await until(lambda: member.link.connected)
                 await asyncio.sleep(2 * QUICK.silence_s)
-                assert one.link.connected, "both sides say that they are there"
-                assert [connected for connected, _ in one.changes] == [True]
+                assert member.link.connected, "both sides say that they are there"
+                assert [connected for connected, _ in member.changes] == [True]
                 proxy.drops = True
                 begin = time.monotonic()
-                await until(lambda: leader.lost and not one.link.connected)
+                await until(lambda: leader.lost and not member.link.connected)
                 assert time.monotonic() - begin < 5 * QUICK.silence_s
-                assert "silent for 2 s" in one.link.reason
+                assert "silent for 2 s" in member.link.reason
                 proxy.drops = False
-                await until(lambda: one.link.connected)
+                await until(lambda: member.link.connected)
 
 
 async def test_a_frame_that_is_too_long_is_refused_with_the_reason() -> None:
     limits = Limits(largest_bytes=1000)
     async with leading(limits=limits) as leader:
-        one = Linked(leader.address)
-        async with running(one):
-            await until(lambda: one.link.connected)
-            one.link.send(bytes(1001))
-            await until(lambda: "1001 bytes; 1000 bytes are the most" in one.link.reason)
+        member = Linked(leader.address)
+        async with running(member):
+            await until(lambda: member.link.connected)
+            member.link.send(bytes(1001))
+            await until(lambda: "1001 bytes; 1000 bytes are the most" in member.link.reason)
             await until(lambda: leader.lost)
-            await until(lambda: one.link.connected)
-            one.link.send(bytes(1000))
+            await until(lambda: member.link.connected)
+            member.link.send(bytes(1000))
             await until(lambda: leader.bodies() == [bytes(1000)])
 
 
 async def test_a_frame_of_the_largest_size_passes_both_ways() -> None:
     async with leading() as leader:
-        one = Linked(leader.address)
-        async with running(one):
-            await until(lambda: one.link.connected)
+        member = Linked(leader.address)
+        async with running(member):
+            await until(lambda: member.link.connected)
             body = bytes(range(256)) * (8 << 12)
-            one.link.send(body)
+            member.link.send(body)
             await until(lambda: leader.bodies() == [body])
             leader.frames[0][0].send(body)
-            await until(lambda: body in one.frames)
+            await until(lambda: body in member.frames)
 
 
 async def test_a_frame_that_is_sent_too_slowly_is_refused_with_the_reason() -> None:
@@ -203,9 +203,9 @@ async def test_300_members_cost_no_threads_and_little_memory() -> None:
         gc.collect()
         before = psutil.Process().memory_info().rss
         async with running(*every):
-            await until(lambda: all(one.link.connected for one in every))
-            for one in every:
-                one.link.send(b"x" * 1000)
+            await until(lambda: all(member.link.connected for member in every))
+            for member in every:
+                member.link.send(b"x" * 1000)
             await until(lambda: len(leader.frames) == 300)
             await until(lambda: threading.active_count() <= threads)
             grown = psutil.Process().memory_info().rss - before
@@ -228,11 +228,11 @@ class Distant(Link):
 async def test_members_that_come_all_at_once_cost_each_other_no_attempt() -> None:
     async with leading() as leader:
         every = [Linked(leader.address, node_rank=rank, connect_s=60.0) for rank in range(1, 201)]
-        for rank, one in enumerate(every):
-            one.link.__class__, one.link.own = Distant, f"127.3.0.{rank + 1}"  # type: ignore[attr-defined]
+        for rank, member in enumerate(every):
+            member.link.__class__, member.link.own = Distant, f"127.3.0.{rank + 1}"  # type: ignore[attr-defined]
         async with running(*every):
-            await until(lambda: all(one.link.connected for one in every))
-        again = [one for one in every if one.changes != [(True, "")]]
+            await until(lambda: all(member.link.connected for member in every))
+        again = [member for member in every if member.changes != [(True, "")]]
         assert len(again) < 20, "a machine may be slow"
 
 
@@ -280,21 +280,21 @@ async def test_a_sidecar_that_has_missed_a_sign_of_life_is_replaced_by_another_o
 
 async def test_a_refused_link_says_what_its_leader_said() -> None:
     async with leading() as leader:
-        one = Linked(leader.address)
-        async with running(one):
+        link = Linked(leader.address)
+        async with running(link):
             (member,) = await until(lambda: list(leader.hub))
             member.refuse("this run has a world of 8 ranks, and not of 16")
-            await until(lambda: "this run has a world of 8 ranks" in one.link.reason)
+            await until(lambda: "this run has a world of 8 ranks" in link.link.reason)
             assert leader.lost == [member]
 
 
 async def test_a_node_rank_that_the_run_cannot_have_is_refused() -> None:
     async with leading(nodes=4) as leader:
         for rank, why in ((4, "the run has 4 nodes at most"), (3, "")):
-            one = Linked(leader.address, node_rank=rank)
-            async with running(one):
-                await until(lambda: one.link.connected or (why and why in one.link.reason))  # noqa: B023
-                assert one.link.connected is not bool(why)
+            member = Linked(leader.address, node_rank=rank)
+            async with running(member):
+                await until(lambda: member.link.connected or (why and why in member.link.reason))  # noqa: B023
+                assert member.link.connected is not bool(why)
 
 
 async def test_who_does_not_keep_to_the_order_of_frames_is_refused() -> None:
@@ -320,13 +320,13 @@ async def test_an_error_of_the_user_ends_one_connection_and_not_the_hub(
     leader.hub.take = lambda member, frame: (
         1 / 0 if frame == b"bad" else leader._take(member, frame)
     )
-    one, other = Linked(leader.address), Linked(leader.address, node_rank=2)
-    async with running(one, other):
-        await until(lambda: one.link.connected and other.link.connected)
-        one.link.send(b"bad")
+    member, other = Linked(leader.address), Linked(leader.address, node_rank=2)
+    async with running(member, other):
+        await until(lambda: member.link.connected and other.link.connected)
+        member.link.send(b"bad")
         await until(lambda: leader.lost)
         other.link.send(b"good")
         await until(lambda: leader.bodies(2))
-        await until(lambda: one.link.connected)
+        await until(lambda: member.link.connected)
     await leader.close()
     assert len(errors) == 1

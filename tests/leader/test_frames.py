@@ -16,7 +16,7 @@ FRAMES = some.lists(some.tuples(some.sampled_from(Kind), some.binary(max_size=30
 
 
 def cut(stream: bytes, at: list[int]) -> list[bytes]:
-    places = sorted({0, len(stream), *(one % (len(stream) + 1) for one in at)})
+    places = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in at)})
     return [stream[begin:end] for begin, end in itertools.pairwise(places)]
 
 
@@ -35,7 +35,7 @@ def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
 def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
     frames: list[tuple[Kind, bytes]], noise: bytes, at: list[int]
 ) -> None:
-    parser, stream = Parser(largest_bytes=256), noise + b"".join(packed(*one) for one in frames)
+    parser, stream = Parser(largest_bytes=256), noise + b"".join(packed(*frame) for frame in frames)
     try:
         for piece in cut(stream, at):
             for _, body in parser.feed(piece):

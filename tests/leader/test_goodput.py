@@ -69,8 +69,8 @@ def test_whatever_pods_count_every_second_is_in_one_bucket(
     all_told: list[ReportedGoodput],
 ) -> None:
     sum_: Sum | None = None
-    for one in all_told:
-        sum_ = added(sum_, whole(one))
+    for goodput in all_told:
+        sum_ = added(sum_, whole(goodput))
         assert is_whole(sum_)
         assert resumed(sum_) == sum_
 

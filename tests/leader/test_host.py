@@ -33,24 +33,24 @@ def hosting(leader: runs.Leader) -> Host:
     return host
 
 
-def frame(one: Sidecar, *local: int) -> bytes:
-    return msgspec.json.encode(one.durable(*local).report())
+def frame(sidecar: Sidecar, *local: int) -> bytes:
+    return msgspec.json.encode(sidecar.durable(*local).report())
 
 
-def answered(one: Linked) -> int:
-    replies = [msgspec.json.decode(body, type=LeaderReply) for body in one.frames]
+def answered(member: Linked) -> int:
+    replies = [msgspec.json.decode(body, type=LeaderReply) for body in member.frames]
     return max((reply.answers for reply in replies), default=0)
 
 
 async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_gone() -> None:
     async with leading() as leader:
-        host, linked, one = hosting(leader), Linked(leader.address), Sidecar(rank=1)
+        host, linked, sidecar = hosting(leader), Linked(leader.address), Sidecar(rank=1)
         async with running(linked):
             await until(lambda: linked.link.connected)
-            linked.link.send(frame(one, 7))
+            linked.link.send(frame(sidecar, 7))
             await until(lambda: host.leader.connected == [1])
             (member,) = leader.hub
-            host.take(member, frame(one, 8))
+            host.take(member, frame(sidecar, 8))
             member.close("it goes")
             await until(lambda: host.leader.connected == [])
             assert {id.step for id in host.leader.ledger.local(1)} == {7, 8}
@@ -58,9 +58,9 @@ async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_go
 
 async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
     async with leading() as leader:
-        host, one = hosting(leader), Sidecar(rank=1)
+        host, sidecar = hosting(leader), Sidecar(rank=1)
         with await asyncio.to_thread(Raw, leader.address) as raw:
-            frames = (b"{}", frame(one, 7), frame(one, 8))
+            frames = (b"{}", frame(sidecar, 7), frame(sidecar, 8))
             raw.secure.sendall(b"".join(packed(Kind.MESSAGE, body) for body in frames))
             assert "missing required field" in await asyncio.to_thread(raw.refusal)
             await asyncio.sleep(0.2)
@@ -83,12 +83,12 @@ async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothi
         monkeypatch.setattr(host.leader, "take", fails_for_one)
         linked = [Linked(leader.address, node_rank=rank) for rank in (1, 2)]
         async with running(*linked):
-            await until(lambda: all(one.link.connected for one in linked))
-            for rank, one in enumerate(linked, 1):
-                one.link.send(frame(Sidecar(rank=rank, world=3), 7))
+            await until(lambda: all(member.link.connected for member in linked))
+            for rank, member in enumerate(linked, 1):
+                member.link.send(frame(Sidecar(rank=rank, world=3), 7))
             await until(lambda: answered(linked[1]) == 1)
             await until(lambda: not linked[0].link.connected)
-        assert [str(one["exception"]) for one in errors] == ["'an error'"]
+        assert [str(error["exception"]) for error in errors] == ["'an error'"]
         assert host.leader.ledger.core.held(2, Tier.LOCAL) == 1 << 2
 
 
@@ -97,21 +97,21 @@ async def test_a_commit_costs_each_member_one_frame() -> None:
         host, own = hosting(leader), Sidecar(rank=0, world=3).saved(7, 8)
         host.take_own(own.report())
         members = [Sidecar(rank=rank, world=3).saved(7) for rank in (1, 2)]
-        linked = [Linked(leader.address, node_rank=one.rank) for one in members]
+        linked = [Linked(leader.address, node_rank=member.rank) for member in members]
         async with running(*linked):
-            await until(lambda: all(one.link.connected for one in linked))
-            known = [one.report() for one in members]
+            await until(lambda: all(member.link.connected for member in linked))
+            known = [member.report() for member in members]
             for link, report in zip(linked, known, strict=True):
                 link.link.send(msgspec.json.encode(report))
             await until(lambda: all(answered(link) == 1 for link in linked))
             await asyncio.sleep(2 * _ANSWER_S)  # all that follows from their coming is told
             before = [len(link.frames) for link in linked]
-            for link, one, report in zip(linked, members, known, strict=True):
-                told = one.saved(8).report()
+            for link, member, report in zip(linked, members, known, strict=True):
+                told = member.saved(8).report()
                 told = replace(told, report=changes(report.report, told.report))
                 assert told.report.since
                 link.link.send(msgspec.json.encode(told))
-                await until(lambda rank=one.rank: step(8) in host.leader.ledger.local(rank))
+                await until(lambda rank=member.rank: step(8) in host.leader.ledger.local(rank))
             await until(lambda: all(answered(link) == 2 for link in linked))
             await asyncio.sleep(2 * _ANSWER_S)  # nothing more comes
             assert host.leader.ledger.committed() == step(8)

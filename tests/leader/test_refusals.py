@@ -41,15 +41,15 @@ async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
     other: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with leading() as leader:
-        one = Linked(leader.address, credentials(1, **other))
+        member = Linked(leader.address, credentials(1, **other))
         same = "the secret and the run's name must be the same on all machines"
-        async with running(one):
-            await until(lambda: "is refused here" in one.link.reason, within_s=10.0)
-            assert same in one.link.reason
+        async with running(member):
+            await until(lambda: "is refused here" in member.link.reason, within_s=10.0)
+            assert same in member.link.reason
             await refused_there(leader, because="our certificate is refused there")
             assert same in leader.server.refusals()["127.0.0.1"]
             await asyncio.sleep(2.0)  # a dozen attempts
-        told = [one.message for one in caplog.records]
+        told = [record.message for record in caplog.records]
         assert told.count("peer.connection_refused") == 1
         assert told.count("leader.disconnected") == 1
         async with running(now := Linked(leader.address)):
@@ -114,15 +114,15 @@ async def test_a_name_that_does_not_resolve_is_an_ordinary_failure_until_it_does
 ) -> None:
     async with leading() as leader:
         port = leader.server.port
-        one = Linked(f"leader.keepstep.invalid:{port}")
+        member = Linked(f"leader.keepstep.invalid:{port}")
         real = socket.getaddrinfo
-        async with running(one):
-            await until(lambda: "the name does not resolve (yet)" in one.link.reason)
-            assert f"leader.keepstep.invalid:{port}" in one.link.reason
+        async with running(member):
+            await until(lambda: "the name does not resolve (yet)" in member.link.reason)
+            assert f"leader.keepstep.invalid:{port}" in member.link.reason
             monkeypatch.setattr(
                 socket, "getaddrinfo", lambda _, port, **how: real("127.0.0.1", port, **how)
             )
-            await until(lambda: one.link.connected, within_s=5.0)
+            await until(lambda: member.link.connected, within_s=5.0)
 
 
 async def test_each_attempt_takes_the_next_address_of_the_name(
@@ -135,9 +135,9 @@ async def test_each_attempt_takes_the_next_address_of_the_name(
             return [*real("127.0.0.9", port, **how), *real("127.0.0.1", port, **how)]
 
         monkeypatch.setattr(socket, "getaddrinfo", both)
-        async with running(one := Linked(f"leader:{leader.server.port}")):
-            await until(lambda: one.link.connected)
-        assert "127.0.0.9: Connection refused" in one.changes[0][1]
+        async with running(member := Linked(f"leader:{leader.server.port}")):
+            await until(lambda: member.link.connected)
+        assert "127.0.0.9: Connection refused" in member.changes[0][1]
 
 
 @contextlib.contextmanager
@@ -146,9 +146,9 @@ def deaf() -> Iterator[int]:
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):
-            one = stack.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(full.getsockname())
         yield full.getsockname()[1]
 
 
@@ -189,10 +189,10 @@ async def test_a_machine_that_has_no_certificate_yet_says_so() -> None:
 
     async with leading() as leader:
         later = Later()
-        async with running(one := Linked(leader.address, later)):
-            await until(lambda: "has issued no certificate" in one.link.reason)
+        async with running(member := Linked(leader.address, later)):
+            await until(lambda: "has issued no certificate" in member.link.reason)
             later.own = credentials(1)
-            await until(lambda: one.link.connected)
+            await until(lambda: member.link.connected)
 
 
 # --- strangers -----------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ async def test_strangers_who_do_not_speak_keep_no_member_out() -> None:
                     socket.create_connection(("127.0.0.1", leader.server.port), timeout=10)
                 )
             begin = time.monotonic()
-            async with running(one := Linked(leader.address)):
-                await until(lambda: one.link.connected)
+            async with running(member := Linked(leader.address)):
+                await until(lambda: member.link.connected)
             assert time.monotonic() - begin < 5.0
 
 
@@ -218,8 +218,8 @@ async def test_a_member_that_never_says_hello_is_let_go_and_holds_one_place() ->
                 stack.enter_context(await asyncio.to_thread(Raw, leader.address, sidecar=None))
                 for _ in range(10)
             ]
-            async with running(one := Linked(leader.address, limits=QUICK)):
-                await until(lambda: one.link.connected)
+            async with running(member := Linked(leader.address, limits=QUICK)):
+                await until(lambda: member.link.connected)
                 assert next(str(member) for member in leader.hub).startswith("node rank 1 (")
             ends: Callable[[Raw], str] = Raw.refusal
             for raw in mute:
@@ -230,5 +230,5 @@ async def test_a_member_that_never_says_hello_is_let_go_and_holds_one_place() ->
 async def test_a_closed_hub_takes_no_connection(tmp_path: Path) -> None:
     async with leading() as leader:
         leader.hub.close()
-        async with running(one := Linked(leader.address)):
-            await until(lambda: "the other side closed the connection" in one.link.reason)
+        async with running(member := Linked(leader.address)):
+            await until(lambda: "the other side closed the connection" in member.link.reason)

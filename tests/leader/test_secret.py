@@ -26,11 +26,11 @@ def authority(own: SecretCredentials) -> bytes:
 
 
 def test_each_machine_derives_the_same_authority_and_a_key_of_its_own() -> None:
-    one, again, other = credentials(0), credentials(0), credentials(7)
-    assert authority(one) == authority(again) == authority(other)
-    assert one.current().identity == Identity(namespace="~secret", run="gpt", node_rank=0)
-    assert authority(credentials(0, secret=SECRET + b"!")) != authority(one)
-    assert authority(credentials(0, run="bert")) != authority(one)
+    first, again, other = credentials(0), credentials(0), credentials(7)
+    assert authority(first) == authority(again) == authority(other)
+    assert first.current().identity == Identity(namespace="~secret", run="gpt", node_rank=0)
+    assert authority(credentials(0, secret=SECRET + b"!")) != authority(first)
+    assert authority(credentials(0, run="bert")) != authority(first)
 
 
 def test_no_namespace_and_no_agent_has_the_identity_of_a_machine() -> None:

@@ -30,11 +30,11 @@ def two(**of_both: object) -> tuple[Sidecar, Sidecar]:
 
 
 def kinds(report: RunReport) -> list[DoubtKind]:
-    return [one.kind for one in report.doubts]
+    return [doubt.kind for doubt in report.doubts]
 
 
 def text(report: RunReport, kind: DoubtKind) -> str:
-    return next(one.text for one in report.doubts if one.kind is kind)
+    return next(doubt.text for doubt in report.doubts if doubt.kind is kind)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_report_says_how_a_run_is() -> None:
     first, second = report.nodes
     assert (first.node_rank, first.pod, first.node, first.ranks) == (0, "pod-0", "node-0", "0")
     assert (second.memory, second.local, second.state) == (10, 9, MemberState.CONNECTED)
-    assert [(one.node, one.node_ranks, one.step) for one in report.record.holders] == [
+    assert [(holder.node, holder.node_ranks, holder.step) for holder in report.record.holders] == [
         ("node-0", "0", 9),
         ("node-1", "1", 9),
     ]
@@ -99,8 +99,8 @@ def test_the_largest_run_fits_into_a_report() -> None:
     sidecars = [
         Sidecar(rank=rank, world=600, more={"warnings": warnings}).saved(1) for rank in range(600)
     ]
-    for one in sidecars:
-        one.archive = [step(number) for number in range(150)]
+    for sidecar in sidecars:
+        sidecar.archive = [step(number) for number in range(150)]
     report = Play(*sidecars, archive_every=1).post()  # within all bounds: see `Play.look`
     assert (report.archived, len(report.kept), len(report.nodes)) == (150, 100, 64)
     assert report.kept[0].step == str(step(149))
@@ -110,14 +110,16 @@ def test_what_does_not_fit_loses_the_ends_of_its_lists_and_is_not_certain_any_mo
     a, b = two()
     a.archive = b.archive = [step(number) for number in range(8)]
     report = Play(a.saved(8), b.saved(8), archive_every=1).post()
-    cut = fitted(report, lambda one: LARGEST_BYTES + len(one.kept) - 4)
-    assert [one.step for one in cut.kept] == [str(step(number)) for number in (7, 6, 5, 4)]
+    cut = fitted(report, lambda report: LARGEST_BYTES + len(report.kept) - 4)
+    assert [checkpoint.step for checkpoint in cut.kept] == [
+        str(step(number)) for number in (7, 6, 5, 4)
+    ]
     assert (report.certain, cut.certain) == (True, False)
     assert (cut.doubts, cut.committed) == (report.doubts, report.committed)
 
 
-def troubled(one: Sidecar, tier: Tier, **progress: object) -> None:
-    one.more["tiers"] = {tier: TierProgress(where="there", **progress)}  # type: ignore[arg-type]
+def troubled(sidecar: Sidecar, tier: Tier, **progress: object) -> None:
+    sidecar.more["tiers"] = {tier: TierProgress(where="there", **progress)}  # type: ignore[arg-type]
 
 
 def never_saved(play: Play, a: Sidecar, b: Sidecar) -> None:
@@ -324,17 +326,17 @@ def test_a_step_that_went_with_a_pod_is_said_if_the_next_pod_comes_before_the_op
     play.leader.left(1)
     new = Sidecar(rank=1, pod="pod-1-new", started_at=T0 + 1)
     play.hear(new)
-    assert [one.type for one in play.look().recent] == ["LastStepLost"]
+    assert [event.type for event in play.look().recent] == ["LastStepLost"]
     play.post(members=(member(a), member(new)))
     play.hear(new)
-    assert [one.type for one in play.look().recent] == ["LastStepLost"], "once"
+    assert [event.type for event in play.look().recent] == ["LastStepLost"], "once"
 
 
 def test_no_step_is_said_to_be_lost_with_a_pod_whose_volumes_outlive_it() -> None:
     play, _, _, _ = moved()
-    assert "LastStepLost" not in [one.type for one in play.look().recent]
+    assert "LastStepLost" not in [event.type for event in play.look().recent]
     play.post()
-    assert "LastStepLost" not in [one.type for one in play.look().recent]
+    assert "LastStepLost" not in [event.type for event in play.look().recent]
 
 
 @pytest.mark.parametrize("seen_leaving", [True, False])
@@ -349,7 +351,7 @@ def test_a_pod_that_ends_while_it_is_deleted_is_deleted_and_one_that_fails_is_no
             play.post(members=(member(a), replace(member(b), leaving=True)))
         play.leader.left(1)
         report = play.post(members=(member(a), replace(member(b), over=True, leaving=deleted)))
-        assert ([one.type for one in report.recent] == ["LastStepLost"]) is deleted
+        assert ([event.type for event in report.recent] == ["LastStepLost"]) is deleted
 
 
 def test_an_operator_that_has_just_begun_takes_no_pod_for_gone() -> None:
@@ -399,9 +401,9 @@ def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_no
     assert text(report, DoubtKind.LEFT_SERVED) == (
         "shards of node ranks 1 are served by the agent of node node-1"
     )
-    told = [one for one in play.post().recent if one.type == "LeftShardsServed"]
-    assert [one.message for one in told] == [text(report, DoubtKind.LEFT_SERVED)], "once"
-    assert [(one.node, one.node_ranks) for one in report.record.holders] == [
+    told = [event for event in play.post().recent if event.type == "LeftShardsServed"]
+    assert [event.message for event in told] == [text(report, DoubtKind.LEFT_SERVED)], "once"
+    assert [(holder.node, holder.node_ranks) for holder in report.record.holders] == [
         ("node-1", "1"),
         ("node-0", "0"),
     ]
@@ -427,7 +429,7 @@ def test_the_agent_is_named_until_a_newer_step_is_committed_without_it() -> None
     assert play.replies(new).agents
     play.hear(a.durable(41, epoch=epoch), new)
     assert play.replies(new).agents == {}
-    assert [one.node for one in play.look().record.holders] == ["node-0", "node-2"]
+    assert [holder.node for holder in play.look().record.holders] == ["node-0", "node-2"]
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
@@ -481,21 +483,21 @@ def test_another_drive_in_place_of_the_one_that_had_the_steps_is_said() -> None:
 def test_a_buddy_is_in_another_domain(domains: tuple[str, ...], buddy: str) -> None:
     three = [Sidecar(rank=rank, world=3).saved(1) for rank in range(3)]
     play = Play(*three, replicas=1)
-    named = (member(one, domain=domain) for one, domain in zip(three, domains, strict=True))
+    named = (member(sidecar, domain=domain) for sidecar, domain in zip(three, domains, strict=True))
     report = play.post(members=tuple(named))
     assert report.nodes[0].buddies == buddy
-    assert [one.node_rank for one in play.replies(three[0]).peers if one.buddy] == [int(buddy)]
+    assert [peer.node_rank for peer in play.replies(three[0]).peers if peer.buddy] == [int(buddy)]
 
 
 def test_there_is_no_ring_of_half_a_run_and_the_restart_of_a_pod_changes_none() -> None:
     a, b, c = (Sidecar(rank=rank, world=3).saved(1) for rank in range(3))
     play = Play(a, b, replicas=1)
-    assert [one.buddies for one in play.look().nodes] == ["", ""]
+    assert [node.buddies for node in play.look().nodes] == ["", ""]
     play.hear(c)
-    ring = [one.buddies for one in play.look().nodes]
+    ring = [node.buddies for node in play.look().nodes]
     assert ring == ["1", "2", "0"]
     play.leader.left(1)
-    assert [one.buddies for one in play.post(members=(member(a), member(c))).nodes] == ring
+    assert [node.buddies for node in play.post(members=(member(a), member(c))).nodes] == ring
 
 
 # --- what is asked -------------------------------------------------------------------------------
@@ -507,8 +509,8 @@ def test_a_run_goes_back_once_to_the_step_that_a_person_asks_for() -> None:
     report = play.post(restore_from="1")
     assert report.record.restore_from == RestoreFrom(asked="1", step=str(step(1)), since=1)
     assert not report.restore_known
-    for one in (a, b):
-        told = play.replies(one)
+    for sidecar in (a, b):
+        told = play.replies(sidecar)
         assert (told.restore_from, told.plan, step(1) in told.pinned) == (step(1), step(1), True)
         assert told.retire == ()
     play.hear(a, b)
@@ -517,7 +519,7 @@ def test_a_run_goes_back_once_to_the_step_that_a_person_asks_for() -> None:
     play.hear(a.restored(epoch), b.restored(epoch))
     report = play.look()
     said = f"epoch {epoch.id} went on from step 1, as spec.restoreFrom asked"
-    assert [one.message for one in report.recent if one.type == "RolledBack"] == [said]
+    assert [event.message for event in report.recent if event.type == "RolledBack"] == [said]
     assert play.replies(a).restore_from is None
     play.lead()
     play.hear(a, b)
@@ -547,7 +549,7 @@ def test_pinned_steps_stay_and_others_go() -> None:
     a, b = two()
     play = Play(a.saved(1, 2, 3), b.saved(1, 2, 3))
     report = play.post(pins=(step(1),))
-    assert [one.step for one in report.kept] == [str(step(1))]
+    assert [checkpoint.step for checkpoint in report.kept] == [str(step(1))]
     assert (play.replies(a).pinned, play.replies(a).retire) == ((step(1),), (step(2),))
     play.post(pins=())
     assert play.replies(a).retire == (step(1), step(2))
@@ -608,7 +610,7 @@ def test_a_person_may_allow_one_start_at_step_0() -> None:
     report = play.look()
     assert (report.fresh, report.acknowledged) == ("", "0002.bbbbbbbb")
     assert play.replies(a).begin_again, "until it has a step that all hold"
-    play.hear(*(one.saved(0, epoch=later(2, None)) for one in (a, b)))
+    play.hear(*(sidecar.saved(0, epoch=later(2, None)) for sidecar in (a, b)))
     play.look()
     assert not play.replies(a).begin_again
 

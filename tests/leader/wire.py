@@ -38,8 +38,8 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset all connections."""
-        for one in self._streams:
-            one.transport.abort()
+        for stream in self._streams:
+            stream.transport.abort()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[str]:

@@ -44,9 +44,9 @@ def whole(tensor):
 
 
 def values():
-    moments = (one for state in optimizer.state.values() for one in state.values())
+    moments = (value for state in optimizer.state.values() for value in state.values())
     tensors = [*model.parameters(), *moments]
-    return hash(tuple(value for one in tensors for value in whole(one).reshape(-1).tolist()))
+    return hash(tuple(value for tensor in tensors for value in whole(tensor).reshape(-1).tolist()))
 
 
 said = f"{at.step} from {at.tier}" if at else "None"

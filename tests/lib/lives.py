@@ -66,7 +66,9 @@ def bring_back(
             _Link(path),
             decision,
             rank=0,
-            take=lambda: take({name: one for name, one in components.items() if is_known(one)}),
+            take=lambda: take(
+                {name: component for name, component in components.items() if is_known(component)}
+            ),
             rng=False,
             trusted=False,
             partial=partial,

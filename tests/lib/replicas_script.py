@@ -32,9 +32,11 @@ at = checkpointer.restore()
 
 
 def values():
-    moments = (one for state in optimizer.state.values() for one in state.values())
+    moments = (value for state in optimizer.state.values() for value in state.values())
     return hash(
-        tuple(value for one in (*net.parameters(), *moments) for value in one.view(-1).tolist())
+        tuple(
+            value for tensor in (*net.parameters(), *moments) for value in tensor.view(-1).tolist()
+        )
     )
 
 

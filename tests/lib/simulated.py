@@ -181,8 +181,8 @@ class Device(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        places = {place for one in tensors if (place := self.place(one)) is not None}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {place for tensor in tensors if (place := self.place(tensor)) is not None}
         if not places or func.is_view:
             return func(*args, **kwargs)
         self.run_some()
@@ -190,8 +190,8 @@ class Device(TorchDispatchMode):
         if name in ("copy_", "_foreach_copy_"):
             into, source = (args[0], args[1]) if name != "copy_" else ([args[0]], [args[1]])
             blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            for target, one in zip(into, source, strict=True):
-                self._copy(target, one, blocking=blocking)
+            for target, tensor in zip(into, source, strict=True):
+                self._copy(target, tensor, blocking=blocking)
             return args[0] if name == "copy_" else None
         assert len(places) == 1, f"{func} of tensors on {places}"
         place = places.pop()
@@ -223,8 +223,8 @@ class Device(TorchDispatchMode):
             if source.is_conj() != target.is_conj():
                 target.conj_physical_()
                 source = torch._conj(source)
-        for to, one in _halves((target, source)):
-            stream.add(lambda to=to, one=one: to.copy_(one))
+        for to, part in _halves((target, source)):
+            stream.add(lambda to=to, part=part: to.copy_(part))
         if blocking:
             self._finish(stream)
 
@@ -247,14 +247,14 @@ class Device(TorchDispatchMode):
 
 def _halves(args: Sequence[Any]) -> list[list[Any]]:
     """Arguments for one half and for the other, where all tensors have one shape."""
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     size = tensors[0].shape[0] if tensors[0].dim() else 0
-    if size < 2 or any(one.shape != tensors[0].shape for one in tensors):
+    if size < 2 or any(tensor.shape != tensors[0].shape for tensor in tensors):
         # over the memory of now: the script may give a tensor other memory before this runs
-        return [[one.detach() if isinstance(one, Tensor) else one for one in args]]
+        return [[arg.detach() if isinstance(arg, Tensor) else arg for arg in args]]
     cut = size // 2
     return [
-        [one.narrow(0, begin, count) if isinstance(one, Tensor) else one for one in args]
+        [arg.narrow(0, begin, count) if isinstance(arg, Tensor) else arg for arg in args]
         for begin, count in ((0, cut), (cut, size - cut))
     ]
 

@@ -112,7 +112,7 @@ class Slots:
         self._mapped_base = SlotMapping(self.base, layout)
 
     def _grant(self) -> SlotGranted:
-        slot = min(self.mappings, key=lambda one: self.images.get(one, -1))
+        slot = min(self.mappings, key=lambda mapping: self.images.get(mapping, -1))
         self.generation += 1
         path = self.mappings[slot].path
         return SlotGranted(slot=slot, path=path, generation=self.generation, base=self.base)
@@ -187,9 +187,9 @@ class Trainer:
         self.slots, self.device = slots, device
         self.step, self.gone = 0, False
         self.model, self.twin = Model(), Model()
-        self.optimizers = [self._optimizer(one) for one in (self.model, self.twin)]
-        for one in self.optimizers:
-            one.step()  # makes its state
+        self.optimizers = [self._optimizer(model) for model in (self.model, self.twin)]
+        for optimizer in self.optimizers:
+            optimizer.step()  # makes its state
         wave = torch.tensor([1 + 2j, 3 - 4j]).conj()
         self.beside = {  # on the host
             "host": torch.zeros(3),
@@ -202,12 +202,12 @@ class Trainer:
         self.extra = {"on": torch.zeros(3), **self.beside, "wave": wave, "step": 0}
         state = [part["momentum_buffer"] for part in self.optimizers[0].state.values()]
         kept = [*self.model.parameters(), *self.model.buffers(), *state]
-        for at, one in enumerate([*kept, self.extra["on"], self.extra["wave"]]):
-            device.made(one, _PLACES[at % 2])
+        for at, optimizer in enumerate([*kept, self.extra["on"], self.extra["wave"]]):
+            device.made(optimizer, _PLACES[at % 2])
         for parameter in self.model.layers:
             device.made(parameter.grad, device.place(parameter))
-        for at, one in enumerate(state):
-            device.made(one, device.place(self.model.layers[at]))
+        for at, optimizer in enumerate(state):
+            device.made(optimizer, device.place(self.model.layers[at]))
         parts = {"model": self.model, "optimizer": self.optimizers[0], "extra": self.extra}
         self.checkpointer = keepstep.Checkpointer(parts, lazy=lazy, rng=False, frozen_once=True)
         self.checkpointer._epoch = Epoch(EpochId(1, "00c0ffee"), None)
@@ -245,8 +245,8 @@ class Trainer:
             for buffer in model.buffers():
                 buffer.add_(1)
         self.extra["on"].add_(1)
-        for one in self.beside.values():
-            one.add_(1)
+        for tensor in self.beside.values():
+            tensor.add_(1)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -475,7 +475,7 @@ def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, eage
             getattr(trainer, action)()
         assert "model.frozen.2" not in trainer.checkpointer._frozen.base.names
     assert trainer.slots.staged == [1, 2, 4], "the image with the former value is given up"
-    said = [one for one in caplog.messages if "past torch's version counters" in one]
+    said = [message for message in caplog.messages if "past torch's version counters" in message]
     assert len(said) == 1
     assert "model.frozen.2" in said[0]
 
@@ -572,7 +572,7 @@ def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(mo
         def __init__(self, at: int) -> None:
             self.device = _PLACES[at]
 
-    now, current = {one: One(at) for at, one in enumerate(_PLACES)}, [_PLACES[0]]
+    now, current = {device: One(at) for at, device in enumerate(_PLACES)}, [_PLACES[0]]
 
     def put(stream: One) -> None:
         now[stream.device], current[0] = stream, stream.device
@@ -590,11 +590,11 @@ def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(mo
 
 def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
     monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
-    one = accelerator.Accelerator()
-    assert one.current_device() is None
-    assert not one.is_capturing()
-    one.synchronize()
-    one.quiesce()
+    device = accelerator.Accelerator()
+    assert device.current_device() is None
+    assert not device.is_capturing()
+    device.synchronize()
+    device.quiesce()
     assert "cuda" not in rng.capture()
 
 
@@ -707,20 +707,20 @@ def to_devices(late: Late) -> tuple[list[copying.Copy], list[Tensor]]:
 
 def test_bytes_reach_devices_through_pinned_buffers_which_are_not_used_too_early(late):
     copies, expected = to_devices(late)
-    versions = [one.target._version for one in copies]
+    versions = [copy.target._version for copy in copies]
     copying.run(copying.Transfers(copies=copies))
-    assert all(map(torch.equal, (one.target for one in copies), expected))
-    assert late.carried == sum(one.source.nbytes for one in copies[:-2])
+    assert all(map(torch.equal, (copy.target for copy in copies), expected))
+    assert late.carried == sum(copy.source.nbytes for copy in copies[:-2])
     assert not late.pins
-    grown = [one.target._version > was for one, was in zip(copies, versions, strict=True)]
-    assert all(grew for grew, one in zip(grown, copies, strict=True) if one.source.nbytes)
+    grown = [copy.target._version > was for copy, was in zip(copies, versions, strict=True)]
+    assert all(grew for grew, copy in zip(grown, copies, strict=True) if copy.source.nbytes)
 
 
 def test_without_pinned_memory_bytes_reach_devices_all_the_same(late):
     late.can_pin = False
     copies, expected = to_devices(late)
     copying.run(copying.Transfers(copies=copies))
-    assert all(map(torch.equal, (one.target for one in copies), expected))
+    assert all(map(torch.equal, (copy.target for copy in copies), expected))
     assert not late.carried
 
 
@@ -748,7 +748,7 @@ def an_agent(tmp_path, late):
         parameters={},
     )
     table._lay_out(SimpleNamespace(header=base64.b64encode(layout.header), base=""))
-    paths = [one.path for one in table.mappings.values()]
+    paths = [mapping.path for mapping in table.mappings.values()]
     agent = Agent("/nowhere", rank=0, world=1)
     agent.use_layout(layout)
     return agent, paths
@@ -841,7 +841,7 @@ def some_copies() -> tuple[list[Tensor], list[Tensor]]:
         torch.tensor([1 + 2j]).conj(),
         nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)),
     ]
-    return [torch.full(one.shape, 9, dtype=one.dtype) for one in sources], sources
+    return [torch.full(source.shape, 9, dtype=source.dtype) for source in sources], sources
 
 
 def test_the_runtime_copies_what_is_plain_bytes_in_one_call(runtime):
@@ -851,7 +851,7 @@ def test_the_runtime_copies_what_is_plain_bytes_in_one_call(runtime):
     assert call(copies.batch, 3, 0x7F0000001234)
     assert int(library.calls.value) == 1
     assert all(torch.equal(targets[at], sources[at]) for at in (0, 3, 5))
-    assert [id(one) for one in copies.rest[1]] == [id(sources[at]) for at in (1, 2, 4)]
+    assert [id(tensor) for tensor in copies.rest[1]] == [id(sources[at]) for at in (1, 2, 4)]
     assert all((targets[at] == 9).all() for at in (2, 4)), "these are not their bytes"
 
 
@@ -892,7 +892,7 @@ def test_there_is_no_batch_call_without_a_runtime_of_cuda_that_torch_has_loaded(
                 assert not accelerator.Accelerator().copy_batch(copies.batch, _PLACES[0])
     accelerator._runtime.cache_clear()
     accelerator._batch_call.cache_clear()
-    assert [one.levelname for one in caplog.records] == ["DEBUG"] * 2
+    assert [record.levelname for record in caplog.records] == ["DEBUG"] * 2
 
 
 # --- devices of a state --------------------------------------------------------------------------
@@ -941,11 +941,11 @@ def test_the_generators_of_all_devices_are_kept(fake, caplog):
     for state in other.states:
         state.zero_()
     rng.apply(kept)
-    assert [one.tolist() for one in other.states] == [[0, 7], [1, 7], [2, 7]]
+    assert [state.tolist() for state in other.states] == [[0, 7], [1, 7], [2, 7]]
     assert not caplog.records
     fewer = fake("xpu", 2)
     rng.apply(kept)
-    assert [one.tolist() for one in fewer.states] == [[0, 7], [1, 7]]
+    assert [state.tolist() for state in fewer.states] == [[0, 7], [1, 7]]
     assert "3 devices (xpu) were kept, and there are 2 here" in caplog.text
 
 
@@ -964,4 +964,4 @@ def test_a_device_is_named_by_what_it_is_to_the_process(fake):
     assert accelerator.device_of("xpu") == torch.device("xpu", 1)
     assert accelerator.device_of("xpu:2") == torch.device("xpu", 2)
     assert accelerator.device_of("xpu:9") == torch.device("xpu", 1)
-    assert [accelerator.device_of(one).type for one in (None, "cpu", "cuda:0")] == ["cpu"] * 3
+    assert [accelerator.device_of(device).type for device in (None, "cpu", "cuda:0")] == ["cpu"] * 3

@@ -24,9 +24,9 @@ def archive(tmp_path):
 @pytest.fixture
 def archiving(sidecars, archive, monkeypatch):
     """A sidecar that archives every 1000th step."""
-    one = sidecars().start("--archive", str(archive), "--archive-every", "1000")
-    monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
-    return one
+    sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1000")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    return sidecar
 
 
 def train(steps, *, timeout=60.0, strict=False, unmount=None):
@@ -41,7 +41,7 @@ def train(steps, *, timeout=60.0, strict=False, unmount=None):
 
 def complete(archive):
     return sorted(
-        int(one.parent.name.rpartition("-")[2]) for one in files_below(archive, "step.json")
+        int(path.parent.name.rpartition("-")[2]) for path in files_below(archive, "step.json")
     )
 
 
@@ -57,10 +57,10 @@ def test_an_archive_that_is_away_is_said_and_does_not_fail_a_run_that_is_committ
 ):
     with caplog.at_level(logging.WARNING, logger="keepstep"):
         train(4, timeout=5.0, unmount=archive)
-    (said,) = [one.getMessage() for one in caplog.records if "archive" in one.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "archive" in record.getMessage()]
     for part in ("step 3 is committed", "goes on uploading", "the archive is behind"):
         assert part in said
-    assert max(int(one.name.rpartition("-")[2]) for one in archiving.root.glob("0*")) == 3
+    assert max(int(path.name.rpartition("-")[2]) for path in archiving.root.glob("0*")) == 3
 
 
 def test_strictly_a_last_step_that_is_not_archived_is_an_error(archiving, archive):

@@ -130,10 +130,10 @@ def test_threads_that_list_one_directory_all_see_all_of_it(place: Path) -> None:
         found.extend(ours.names() == names for _ in range(20))
 
     threads = [threading.Thread(target=look) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert found == [True] * 80
 
 

@@ -247,7 +247,7 @@ def test_a_save_after_close_says_why_it_is_not_kept_once(sidecar, caplog):
     checkpointer.close()
     assert checkpointer.save(1) is False
     assert checkpointer.save(2) is False
-    said = [one for one in caplog.messages if "close() was called" in one]
+    said = [message for message in caplog.messages if "close() was called" in message]
     assert len(said) == 1
     assert "step 1" in said[0]
     assert checkpointer.stats.staged == 1

@@ -33,10 +33,10 @@ def bits(tensor):
     return plain.flatten().view(torch.uint8)
 
 
-def assert_same(one, other):
+def assert_same(first, other):
     """Bit-equal tensors, in the same places in memory."""
-    assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    assert torch.equal(bits(one), bits(other))
+    assert (first.dtype, first.shape, first.stride()) == (other.dtype, other.shape, other.stride())
+    assert torch.equal(bits(first), bits(other))
 
 
 def test_the_image_is_unmapped_once_it_is_restored(again, tmp_path):
@@ -166,10 +166,10 @@ class OnlyExtra(nn.Module):
 @pytest.mark.parametrize("make", [nn.Identity, OnlyExtra, lambda: nn.Sequential(OnlyExtra())])
 def test_a_module_without_tensors_is_restored(again, make):
     saved, live = make(), make()
-    for one in saved.modules():
-        one.n = 5
+    for module in saved.modules():
+        module.n = 5
     again({"m": saved}, {"m": live})
-    assert all(one.n == 5 for one in live.modules() if isinstance(one, OnlyExtra))
+    assert all(module.n == 5 for module in live.modules() if isinstance(module, OnlyExtra))
 
 
 # --- names and keys ------------------------------------------------------------------------------
@@ -198,20 +198,20 @@ def test_components_whose_names_run_into_each_other_are_told_apart(again):
 # --- optimizers ----------------------------------------------------------------------------------
 
 
-def assert_tree(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert_same(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key, value in one.items():
+def assert_tree(first, other):
+    assert type(first) is type(other)
+    if isinstance(first, torch.Tensor):
+        assert_same(first, other)
+    elif isinstance(first, dict):
+        assert list(first) == list(other)
+        for key, value in first.items():
             assert_tree(value, other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(other)
+        for left, right in zip(first, other, strict=True):
             assert_tree(left, right)
     else:
-        assert one == other
+        assert first == other
 
 
 def two_weights():
@@ -221,8 +221,8 @@ def two_weights():
 
 def stepped(model, order, optimizer=torch.optim.AdamW, **options):
     made = optimizer([model[name].weight for name in order], lr=1e-2, **options)
-    for number, one in enumerate("ab"):
-        model[one].weight.grad = torch.full_like(model[one].weight, 10.0**number)
+    for number, name in enumerate("ab"):
+        model[name].weight.grad = torch.full_like(model[name].weight, 10.0**number)
     made.step(*([lambda: torch.tensor(1.0)] if optimizer is torch.optim.LBFGS else []))
     return made
 
@@ -248,7 +248,7 @@ def test_groups_keep_their_options_and_their_order(again, caplog):
     rates = {"a": 0.5, "b": 0.6}
     live = grouped(other, "ba")
     again({"m": model, "o": saved}, {"m": other, "o": live})
-    by_weight = {id(one["params"][0]): one["lr"] for one in live.param_groups}
+    by_weight = {id(group["params"][0]): group["lr"] for group in live.param_groups}
     assert by_weight == {id(other["a"].weight): 0.1, id(other["b"].weight): 0.2}
     assert live.state_dict() == saved.state_dict()
     assert "have the order of the save" in caplog.text
@@ -257,8 +257,8 @@ def test_groups_keep_their_options_and_their_order(again, caplog):
 def test_parameters_of_another_shape_are_refused_by_name_and_nothing_is_changed(again):
     def bare(*shapes):
         made = torch.optim.Adam([nn.Parameter(torch.ones(shape)) for shape in shapes])
-        for one in made.param_groups[0]["params"]:
-            one.grad = torch.ones_like(one)
+        for param in made.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
         made.step()
         return made
 
@@ -272,8 +272,8 @@ def test_parameters_of_another_shape_are_refused_by_name_and_nothing_is_changed(
 
 
 def optimized(groups):
-    model = nn.ModuleDict({one: nn.Linear(2, 2, bias=False) for one in "abc"})
-    rows = [{"params": [model[one].weight for one in group]} for group in groups]
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    rows = [{"params": [model[name].weight for name in group]} for group in groups]
     return {"m": model, "o": torch.optim.SGD(rows, lr=0.1)}
 
 
@@ -286,7 +286,7 @@ def test_groups_of_other_parameters_are_refused(again, groups):
 def test_names_of_parameters_in_the_groups_come_back_as_load_state_dict_brings_them(again):
     def made(prefix):
         model = nn.Linear(2, 2)
-        named = [(f"{prefix}{name}", one) for name, one in model.named_parameters()]
+        named = [(f"{prefix}{name}", parameter) for name, parameter in model.named_parameters()]
         return {"m": model, "o": torch.optim.SGD(named if prefix else model.parameters(), lr=0.1)}
 
     for there, here in (("a", "b"), ("a", ""), ("", "b")):

@@ -337,7 +337,9 @@ def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, 
         assert checkpointer.save(1)
         assert checkpointer.save(2)
     said = [
-        one.getMessage() for one in caplog.records if "a restart must build" in one.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "a restart must build" in record.getMessage()
     ]
     assert len(said) == 1
     assert "m.1.weight is new (torch.float32(2, 2))" in said[0]
@@ -366,4 +368,4 @@ def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar
     assert "a restart must build" not in caplog.text
     live = {"m": Window(), "st": {}}
     bring_back(live)
-    assert [one.tolist() for one in live["m"].rows] == [[0], [1, 1]]
+    assert [row.tolist() for row in live["m"].rows] == [[0], [1, 1]]

@@ -229,7 +229,9 @@ def test_no_room_for_two_slots_is_named_at_once_and_in_every_status_and_training
         assert checkpointer.save(0) is False
     assert re.search(r"step 0 .*\d{7} bytes.*not even 2 fit", caplog.text)
     assert time.monotonic() - started < 10.0
-    eventually(lambda: any("since step 0" in one for one in sidecar.get("/v1/status")["warnings"]))
+    eventually(
+        lambda: any("since step 0" in warning for warning in sidecar.get("/v1/status")["warnings"])
+    )
     assert checkpointer.save(1) is False
     assert "memory" in checkpointer.stats.why_unkept
     with pytest.raises(keepstep.NotDurableError):
@@ -269,5 +271,5 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
         assert checkpointer.save(step)
         used.append(checkpointer._agent.pending or checkpointer._agent.staged_step)
         checkpointer.wait(step, "staged")
-    assert len({(one.slot.grant.slot, one.slot.grant.generation) for one in used}) == 6
+    assert len({(save.slot.grant.slot, save.slot.grant.generation) for save in used}) == 6
     checkpointer.close()

@@ -86,7 +86,7 @@ def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
         assert checkpointer.save(step)
         checkpointer._agent.drain(timeout_s=20)
     checkpointer.close()
-    (said,) = [one for one in caplog.messages if "layout of the state" in one]
+    (said,) = [message for message in caplog.messages if "layout of the state" in message]
     assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in said
 
 

@@ -179,7 +179,9 @@ def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(side
         state["t"] = quantized()
         with caplog.at_level(logging.WARNING, logger="keepstep"):
             assert [checkpointer.save(step) for step in (1, 2, 3)] == [False] * 3
-        said = [one.getMessage() for one in caplog.records if "is not kept" in one.getMessage()]
+        said = [
+            record.getMessage() for record in caplog.records if "is not kept" in record.getMessage()
+        ]
         assert len(said) == 1
         assert "st.t: a quantized tensor" in said[0]
         assert checkpointer.stats.skipped == 3
@@ -199,20 +201,20 @@ def test_memory_that_is_gone_is_an_error_and_no_signal(make):
     there, gone = torch.zeros(1 << 20), make()
     there = there[: gone.numel()]
     assert not copying.is_plain(gone)
-    for one, other in ((there, gone), (gone, there)):
+    for first, other in ((there, gone), (gone, there)):
         with pytest.raises(keepstep.KeepstepError, match="lost its memory"):
-            copying.run(copying.Transfers(copies=[copying.Copy(one, other)]))
+            copying.run(copying.Transfers(copies=[copying.Copy(first, other)]))
     with pytest.raises(keepstep.KeepstepError, match="lost its memory"):
         copying.run(copying.Transfers([copying.Move(there.data_ptr(), 0, 4)]))
     assert not there.any()
 
 
-def assert_same_array(one, other):
-    assert (one.dtype.str, one.shape) == (other.dtype.str, other.shape)
-    assert one.tobytes() == other.tobytes()
-    assert one.flags.writeable
+def assert_same_array(first, other):
+    assert (first.dtype.str, first.shape) == (other.dtype.str, other.shape)
+    assert first.tobytes() == other.tobytes()
+    assert first.flags.writeable
     if other.flags.forc:
-        assert one.flags.fnc == other.flags.fnc
+        assert first.flags.fnc == other.flags.fnc
 
 
 def test_an_image_is_hardly_larger_than_what_it_holds(sidecar):
@@ -292,7 +294,7 @@ def test_wrapped_tensors_outside_of_modules_come_back_as_new_ones(sidecar):
     assert bring_back({"st": other}).step == 1
     assert (other["a"]["z"].a - two().a).tolist() == [1, 1, 1, 1]
     assert other["row"][0].b.a.tolist() == nested.b.a.tolist()
-    assert [type(one) for one in (other["row"][0], other["row"][0].a)] == [TwoTensor] * 2
+    assert [type(value) for value in (other["row"][0], other["row"][0].a)] == [TwoTensor] * 2
     assert isinstance(other["w"], nn.Parameter)
     assert type(other["w"].data) is TwoTensor
     assert other["n"] == 2

@@ -15,11 +15,11 @@ def bits(tensor):
     return tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else None
 
 
-def assert_bit_equal(one, other):
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    if one.numel():
-        assert torch.equal(bits(one), bits(other))
+def assert_bit_equal(first, other):
+    assert first.dtype == other.dtype
+    assert first.shape == other.shape
+    if first.numel():
+        assert torch.equal(bits(first), bits(other))
 
 
 def trained(seed=0, optimizer=torch.optim.AdamW, steps=3):
@@ -51,15 +51,15 @@ def test_a_trained_model_comes_back_bit_equal_in_place_and_trains_on_as_it_would
     model, optimizer = trained()
     keep({"model": model, "optimizer": optimizer}, step=7)
     other, fresh = trained(seed=1, steps=0)
-    addresses = [one.data_ptr() for one in other.parameters()]
+    addresses = [parameter.data_ptr() for parameter in other.parameters()]
     random = torch.get_rng_state()
     at = bring_back({"model": other, "optimizer": fresh})
     assert (at.step, at.epoch) == (7, 2)
-    assert [one.data_ptr() for one in other.parameters()] == addresses
+    assert [parameter.data_ptr() for parameter in other.parameters()] == addresses
     for name, tensor in model.state_dict().items():
         assert_bit_equal(tensor, other.state_dict()[name])
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        for key, value in optimizer.state[one].items():
+    for parameter, two in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[parameter].items():
             assert_bit_equal(value, fresh.state[two][key])
     again = torch.get_rng_state()
     assert not torch.equal(again, random)
@@ -103,8 +103,10 @@ def test_an_optimizer_replaced_in_mid_run_is_a_new_layout(sidecar):
     fresh = torch.optim.SGD(other.parameters(), lr=0.3)
     assert bring_back({"model": other, "optimizer": fresh}).step == 1
     assert fresh.param_groups[0]["lr"] == 0.1
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert_bit_equal(sgd.state[one]["momentum_buffer"], fresh.state[two]["momentum_buffer"])
+    for parameter, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_bit_equal(
+            sgd.state[parameter]["momentum_buffer"], fresh.state[two]["momentum_buffer"]
+        )
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64", "MT19937"])
@@ -119,7 +121,7 @@ def test_a_random_generator_of_numpy_of_any_kind_goes_on_where_it_was(sidecar, k
         np.random.set_bit_generator(getattr(np.random, kind)(8))
         with begun({"x": {}}) as checkpointer:
             again = np.random.normal(size=5), np.random.randint(1000, size=5)
-        assert all((one == other).all() for one, other in zip(expected, again, strict=True))
+        assert all((array == other).all() for array, other in zip(expected, again, strict=True))
     finally:
         np.random.set_bit_generator(before)
 
@@ -178,7 +180,7 @@ def test_a_buffer_that_changes_and_is_in_no_checkpoint_is_named_once(sidecar, ca
         for step in range(4):
             model.bias += 1
             checkpointer.save(step)
-    said = [one for one in caplog.messages if "persistent" in one]
+    said = [message for message in caplog.messages if "persistent" in message]
     assert len(said) == 1
     assert "model.0.bias: changes while training" in said[0]
     assert not any(name in said[0] for name in ("constant", "cache"))
@@ -190,7 +192,7 @@ def test_a_buffer_that_a_dict_keeps_or_that_does_not_change_is_not_named(sidecar
         for step in range(4):
             model.bias += 1
             checkpointer.save(step)
-    assert not [one for one in caplog.messages if "persistent" in one]
+    assert not [message for message in caplog.messages if "persistent" in message]
 
 
 class StatefulLoader(torch.utils.data.DataLoader):
@@ -205,7 +207,7 @@ class StatefulLoader(torch.utils.data.DataLoader):
 def test_a_loader_is_named_where_the_random_states_are_set_at_once(sidecar, caplog, later):
     checkpointer = keepstep.Checkpointer({"loader": StatefulLoader([1, 2])})
     checkpointer.restore(rng="later" if later else "now")
-    said = [one for one in caplog.messages if "loader draws random numbers" in one]
+    said = [message for message in caplog.messages if "loader draws random numbers" in message]
     assert len(said) == (0 if later else 1)
     if later:
         checkpointer.restore_rng()
@@ -218,7 +220,7 @@ def test_values_that_take_long_are_named_once_by_the_largest(sidecar, caplog):
     with begun({"p": progress}, strict=True) as checkpointer:
         for step in range(3):
             checkpointer.save(step)
-    said = [one for one in caplog.messages if "values that are no tensors" in one]
+    said = [message for message in caplog.messages if "values that are no tensors" in message]
     assert len(said) == 1
     assert "p.words (" in said[0] or "most of it for p (" in said[0]
 

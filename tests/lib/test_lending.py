@@ -36,8 +36,8 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
         place = tmp_path / str(number)
         made.append(Machine("run", memory / str(number), place, tmp_path / f"log-{number}"))
     yield made
-    for one in made:
-        one.end()
+    for machine in made:
+        machine.end()
     shutil.rmtree(memory, ignore_errors=True)
 
 
@@ -45,7 +45,7 @@ def train(
     kind: str, last: int, machines: list[Machine], *, local: int = 1, **env: str
 ) -> list[str]:
     """What each rank said, in rank order; raises if a rank failed."""
-    sockets = [one.socket for one in machines]
+    sockets = [machine.socket for machine in machines]
     done = torchrun(len(machines) * local, SCRIPT, kind, last, local, *sockets, **env)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -57,22 +57,22 @@ def told(lines: list[str], word: str) -> list[str]:
 
 
 def values(lines: list[str], word: str) -> set[str]:
-    return {re.sub(".*with ", "", one) for one in told(lines, word)}
+    return {re.sub(".*with ", "", line) for line in told(lines, word)}
 
 
 def test_a_machine_that_is_lost_gets_the_state_from_its_twin(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 4, two)
     two[0].lose()
     after = train("ddp", 4, two, PREVIEW="1")
     assert told(after, "previews") == ["(4, {'seen': 4})"] * 2
-    assert [one.split(" with ")[0] for one in told(after, "begins")] == ["at 4 from memory"] * 2
+    assert [line.split(" with ")[0] for line in told(after, "begins")] == ["at 4 from memory"] * 2
     assert values(after, "begins") == values(before, "ends")
     assert len(values(after, "begins")) == 1
 
 
 def test_a_machine_of_several_ranks_gets_the_parts_of_a_replica_from_its_twin(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two, local=2)
     two[1].lose()
     after = train("ddp", 5, two, local=2)
@@ -82,33 +82,33 @@ def test_a_machine_of_several_ranks_gets_the_parts_of_a_replica_from_its_twin(ma
 
 
 def test_shards_that_different_machines_have_are_put_together(machines):
-    four = [one.start() for one in machines]
+    four = [machine.start() for machine in machines]
     before = train("hsdp", 3, four)
     four[1].lose()
     four[2].lose()
     after = train("hsdp", 5, four)
-    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
 def test_a_world_that_grows_goes_on_from_what_one_machine_has(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two[:1])
     after = train("ddp", 5, two)
-    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
 def test_shards_of_another_world_are_put_together(machines):
-    three = [one.start() for one in machines[:3]]
+    three = [machine.start() for machine in machines[:3]]
     before = train("fsdp", 3, three[:2])
     after = train("fsdp", 5, three)
-    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
 def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two)
     two[0].lose()
     two[1].kill()
@@ -120,7 +120,7 @@ def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
 
 
 def test_a_shard_that_is_lost_is_waited_for_and_its_return_is_enough(machines, tmp_path):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("fsdp", 3, two)
     two[0].kill()
     two[0].lose_memory()
@@ -140,40 +140,40 @@ def test_a_shard_that_is_lost_is_waited_for_and_its_return_is_enough(machines, t
 
 def test_a_shard_that_went_for_good_has_the_run_begin_again_and_go_on(machines):
     fleeting = {"KEEPSTEP_ON_LOSS": "restart"}
-    two = [one.start(**fleeting) for one in machines[:2]]
+    two = [machine.start(**fleeting) for machine in machines[:2]]
     train("fsdp", 3, two)
     two[0].lose(**fleeting)
     after = train("fsdp", 1, two)
-    assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
+    assert {line.split(" with")[0] for line in told(after, "begins")} == {"at None"}
     again = train("fsdp", 4, two)
-    assert {one[:4] for one in told(again, "begins")} == {"at 1"}, "not 3, which is not whole"
+    assert {line[:4] for line in told(again, "begins")} == {"at 1"}, "not 3, which is not whole"
 
 
 def test_a_drive_that_comes_back_after_the_run_began_again_brings_its_steps(machines, tmp_path):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("fsdp", 3, two)
     drive, aside, new = two[0].volume, tmp_path / "aside", tmp_path / "new"
     lose_power(two)
     drive.rename(aside)
-    for one in two:
-        one.start(KEEPSTEP_ON_LOSS="restart")
+    for first in two:
+        first.start(KEEPSTEP_ON_LOSS="restart")
     again = train("fsdp", 1, two)
-    assert {one.split(" with")[0] for one in told(again, "begins")} == {"at None"}
+    assert {line.split(" with")[0] for line in told(again, "begins")} == {"at None"}
     lose_power(two)
     drive.rename(new)
     aside.rename(drive)
-    for one in two:
-        one.start()
+    for first in two:
+        first.start()
     after = train("fsdp", 3, two)
-    assert {one[:4] for one in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
 def lose_power(machines: list[Machine]) -> None:
     """Only what lies on drives is left."""
-    for one in machines:
-        one.kill()
-        one.lose_memory()
+    for machine in machines:
+        machine.kill()
+        machine.lose_memory()
 
 
 def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
@@ -185,7 +185,7 @@ def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
 
 
 def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
-    two = [one.start("--persist-every", "1") for one in machines[:2]]
+    two = [machine.start("--persist-every", "1") for machine in machines[:2]]
     before = train("ddp", 3, two)
     assert len(values(before, "ends")) == 1
     two[0].lose("--persist-every", "1")
@@ -199,29 +199,29 @@ def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
             file.write(b"\xff")
     two[1].start("--persist-every", "1")
     after = train("ddp", 4, two)
-    (step,) = {int(one.split()[1]) for one in told(after, "begins")}
+    (step,) = {int(line.split()[1]) for line in told(after, "begins")}
     assert step < 3
 
 
 def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     train("ddp", 2, two)
-    for one in two:
-        one.lose()
+    for first in two:
+        first.lose()
     after = train("ddp", 1, two)
-    assert {one.split(" with")[0] for one in told(after, "begins")} == {"at None"}
+    assert {line.split(" with")[0] for line in told(after, "begins")} == {"at None"}
 
 
 def test_a_step_that_the_script_asks_for_is_lent_too(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     train("ddp", 3, two)
     two[0].lose()
     after = train("ddp", 4, two, ASKED="2")
-    assert {one[:4] for one in told(after, "begins")} == {"at 2"}
+    assert {line[:4] for line in told(after, "begins")} == {"at 2"}
 
 
 def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two)
     two[0].kill()
     two[0].lose_memory()
@@ -238,70 +238,72 @@ def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_two_machines_that_change_places_twice_lose_no_step(machines, kind):
     """The second time, each machine also has the old images of the ranks that come back to it."""
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     first = train(kind, 3, two)
     second = train(kind, 8, two[::-1])
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
     third = train(kind, 10, two)
-    assert {one[:4] for one in told(third, "begins")} == {"at 8"}
+    assert {line[:4] for line in told(third, "begins")} == {"at 8"}
     assert values(third, "begins") == values(second, "ends")
 
 
 def test_machines_that_kept_their_drives_alone_come_back_in_another_order(machines):
-    three = [one.start() for one in machines[:3]]
+    three = [machine.start() for machine in machines[:3]]
     first = train("fsdp", 3, three)
-    for one in three:
-        one.kill()
-        one.lose_memory()
-        one.start()
+    for machine in three:
+        machine.kill()
+        machine.lose_memory()
+        machine.start()
     second = train("fsdp", 6, [*three[1:], three[0]])
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
 
 
 def test_machines_change_places_while_another_takes_the_place_of_one(machines):
-    four = [one.start() for one in machines]
+    four = [machine.start() for machine in machines]
     first = train("hsdp", 3, four)
     four[3].lose()
     second = train("hsdp", 6, [four[2], four[0], four[3], four[1]])
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
     third = train("hsdp", 8, four)
-    assert {one[:4] for one in told(third, "begins")} == {"at 6"}
+    assert {line[:4] for line in told(third, "begins")} == {"at 6"}
     assert values(third, "begins") == values(second, "ends")
 
 
 def test_two_ranks_of_a_machine_change_places_with_those_of_another(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     first = train("fsdp", 3, two, local=2)
     second = train("fsdp", 6, two[::-1], local=2)
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
 
 
 def test_ranks_of_one_machine_are_spread_over_two_which_have_older_images_of_them(machines):
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     train("ddp", 3, two)
     second = train("ddp", 6, two[:1], local=2)
     third = train("ddp", 8, two)
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
-    assert {one[:4] for one in told(third, "begins")} == {"at 6"}
+    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(third, "begins")} == {"at 6"}
     assert values(third, "begins") == values(second, "ends")
 
 
 def test_machines_with_memory_for_one_rank_alone_change_places(machines):
     """The images of the ranks that left give way, and then those that came have all their slots."""
-    two = [one.start() for one in machines[:2]]
+    two = [machine.start() for machine in machines[:2]]
     first = train("fsdp", 3, two)
-    largest = max(slot.stat().st_size for rank, one in enumerate(two) for slot in one.slots(rank))
-    for one in two:
-        one.kill()
-        one.start("--memory-limit", str(4 * largest))
+    largest = max(
+        slot.stat().st_size for rank, machine in enumerate(two) for slot in machine.slots(rank)
+    )
+    for machine in two:
+        machine.kill()
+        machine.start("--memory-limit", str(4 * largest))
     second = train("fsdp", 8, two[::-1])
-    assert {one[:4] for one in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
-    for rank, one in enumerate(two[::-1]):
-        eventually(lambda one=one, rank=rank: len(one.slots(rank)) == 4)
-        assert one.slots(1 - rank) == []
-        assert one.get("/v1/status")["warnings"] == []
+    for rank, machine in enumerate(two[::-1]):
+        eventually(lambda machine=machine, rank=rank: len(machine.slots(rank)) == 4)
+        assert machine.slots(1 - rank) == []
+        assert machine.get("/v1/status")["warnings"] == []

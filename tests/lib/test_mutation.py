@@ -54,7 +54,7 @@ def by_a_view_of_data(model):
 
 
 def by_load_state_dict(model):
-    model.load_state_dict({name: one + 1 for name, one in model.state_dict().items()})
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
 
 
 def by_reinitialising(model):

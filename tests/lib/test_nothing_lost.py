@@ -150,7 +150,7 @@ def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_first_discarded_st
     assert checkpointer.stats.discarded == 1
     checkpointer._agent.drain(timeout_s=5)
     assert accounted(checkpointer)
-    assert sum("from now on every step is copied" in one for one in caplog.messages) == 1
+    assert sum("from now on every step is copied" in message for message in caplog.messages) == 1
     checkpointer.close()
 
 
@@ -166,14 +166,14 @@ def test_saves_of_several_threads_come_one_after_the_other(sidecar, model):
             results.append(checkpointer.save(step))
 
     threads = [threading.Thread(target=save) for _ in range(3)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert kept(checkpointer, 300) <= 303
     assert accounted(checkpointer)
     why = checkpointer.stats.reasons
-    assert all(any(text in one for text in ("only grow", "slot", "other")) for one in why)
+    assert all(any(text in reason for text in ("only grow", "slot", "other")) for reason in why)
     checkpointer.close()
 
 
@@ -222,12 +222,14 @@ def test_the_first_save_of_a_state_that_cannot_be_kept_raises(sidecar, model, mo
         checkpointer.save(0)
     monkeypatch.setattr("keepstep.save.agent._REPEAT_S", 0.2)
     assert checkpointer.save(1) is False
-    eventually(lambda: any("projector" in one for one in sidecar.get("/v1/status")["warnings"]))
+    eventually(
+        lambda: any("projector" in warning for warning in sidecar.get("/v1/status")["warnings"])
+    )
     began = time.monotonic()
     for step in range(2, 30):
         checkpointer.save(step)
         time.sleep(0.02)
-    repeated = [one for one in caplog.messages if "no step was staged for" in one]
+    repeated = [message for message in caplog.messages if "no step was staged for" in message]
     assert 2 <= len(repeated) <= (time.monotonic() - began) / 0.2 + 1
     assert "projector" in repeated[-1]
     assert checkpointer.stats.unkept == 29
@@ -236,7 +238,7 @@ def test_the_first_save_of_a_state_that_cannot_be_kept_raises(sidecar, model, mo
     checkpointer._components["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
     assert kept(checkpointer, 30) == 30
     assert (checkpointer.stats.unkept, checkpointer.stats.why_unkept) == (0, "")
-    assert not any("no step" in one for one in sidecar.get("/v1/status")["warnings"])
+    assert not any("no step" in warning for warning in sidecar.get("/v1/status")["warnings"])
     checkpointer.close()
 
 

@@ -21,27 +21,27 @@ LAZY = 2
 def by_new_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """As verl's `offload_fsdp_optimizer`."""
     for state in optimizer.state.values():
-        for name, one in state.items():
-            state[name] = one.clone()
+        for name, value in state.items():
+            state[name] = value.clone()
 
 
 def by_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """As `model.to(device)` for parameters, and the former for the optimizer."""
-    for one in model.parameters():
-        one.data = one.data.clone()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     by_new_tensors(model, optimizer)
 
 
 def by_data_of_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
-        for one in state.values():
-            one.data = one.data.clone()
+        for value in state.values():
+            value.data = value.data.clone()
 
 
 def by_swapping(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """As `model.to(device)` for DTensors."""
-    for one in model.parameters():
-        torch.utils.swap_tensors(one, nn.Parameter(one.detach().clone()))
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
 
 
 def kept_where_it_is(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -79,14 +79,14 @@ def test_no_step_is_lost(
     copies.set()
     checkpointer.close()
     assert (checkpointer.stats.staged, checkpointer.stats.discarded) == (STEPS, 0)
-    said = sum("was given other memory between two steps" in one for one in caplog.messages)
+    said = sum("was given other memory between two steps" in message for message in caplog.messages)
     assert said == (move is not kept_where_it_is and when == "after the save")
     other, its = trained()
     with keepstep.Checkpointer({"model": other, "optimizer": its}) as again:
         assert again.restore().step == STEPS - 1
     assert all(map(torch.equal, other.parameters(), model.parameters()))
     states = zip(its.state.values(), optimizer.state.values(), strict=True)
-    assert all(torch.equal(one[name], state[name]) for one, state in states for name in state)
+    assert all(torch.equal(copied[name], state[name]) for copied, state in states for name in state)
 
 
 def test_what_is_written_to_the_other_memory_is_in_no_image(sidecar, monkeypatch) -> None:
@@ -191,16 +191,16 @@ def test_the_memory_that_the_state_had_is_soon_held_no_more(sidecar) -> None:
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
         assert checkpointer.save(step)
-        storages = [one.untyped_storage() for one in model.parameters()]
+        storages = [parameter.untyped_storage() for parameter in model.parameters()]
         storages += [
-            one.untyped_storage() for each in optimizer.state.values() for one in each.values()
+            value.untyped_storage() for each in optimizer.state.values() for value in each.values()
         ]
-        former = [StorageWeakRef(one) for one in storages]
+        former = [StorageWeakRef(storage) for storage in storages]
         del storages
         checkpointer.wait(step, "staged")
         by_data(model, optimizer)
         if step > LAZY:
-            assert all(one.expired() for one in former)
+            assert all(ref.expired() for ref in former)
     checkpointer.close()
 
 

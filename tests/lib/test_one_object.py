@@ -67,21 +67,21 @@ class Best:
 )
 @pytest.mark.parametrize("fresh", [True, False])
 def test_whatever_can_change_is_one_object_in_all_components(again, make, fresh):
-    one = make()
-    saved = {"a": {"x": one, "deep": [(one, 1)]}, "b": {"y": one}}
+    thing = make()
+    saved = {"a": {"x": thing, "deep": [(thing, 1)]}, "b": {"y": thing}}
     live: dict[str, Any] = {"a": {}, "b": {}}
     if not fresh:
         live = {"a": {"x": make(), "deep": [(make(), 2)]}, "b": {"y": make()}}
     again(saved, live)
-    assert type(live["a"]["x"]) is type(one)
+    assert type(live["a"]["x"]) is type(thing)
     assert live["a"]["x"] is live["a"]["deep"][0][0]
     assert live["a"]["x"] is live["b"]["y"]
 
 
 def test_components_in_another_order_find_what_they_share(again):
-    one = {"t": torch.ones(2)}
+    part = {"t": torch.ones(2)}
     live: dict[str, Any] = {"b": {}, "a": {}}
-    again({"a": {"x": one}, "b": {"x": one}}, live)
+    again({"a": {"x": part}, "b": {"x": part}}, live)
     assert live["a"]["x"] is live["b"]["x"]
 
 
@@ -95,9 +95,9 @@ def test_an_object_that_was_live_in_two_places_is_two_where_two_were_saved(again
 
 def test_what_only_one_place_has_live_is_refilled_for_all(again):
     mine: dict[str, Any] = {"n": 0}
-    one = {"n": 3}
+    part = {"n": 3}
     live: dict[str, Any] = {"p": {"b": mine}}
-    again({"p": {"a": [one], "b": one}}, live)
+    again({"p": {"a": [part], "b": part}}, live)
     assert live["p"]["a"][0] is mine
     assert mine == {"n": 3}
 
@@ -150,11 +150,11 @@ GENERATORS = [
 @pytest.mark.parametrize("place", ["component", "dict", "list", "field", "tuple"])
 def test_a_generator_goes_on_where_it_was_in_place(again, make, place):
     places = {
-        "component": lambda one: one,
-        "dict": lambda one: {"g": one},
-        "list": lambda one: {"g": [0, one]},
-        "field": lambda one: {"g": Best(0.0, one)},
-        "tuple": lambda one: {"g": (one, 1)},
+        "component": lambda generator: generator,
+        "dict": lambda generator: {"g": generator},
+        "list": lambda generator: {"g": [0, generator]},
+        "field": lambda generator: {"g": Best(0.0, generator)},
+        "tuple": lambda generator: {"g": (generator, 1)},
     }
     saved, mine = advanced(make), make()
     again({"g": places[place](saved)}, {"g": places[place](mine)})
@@ -196,8 +196,8 @@ def test_a_generator_that_has_no_state_of_its_own_is_refused_by_name(again, valu
 # --- views ------------------------------------------------------------------------------------
 
 
-def share(one, other):
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def share(first, other):
+    return first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 VIEWS = {
@@ -220,8 +220,8 @@ VIEWS = {
 def test_tensors_over_one_memory_are_so_again(again, kind, live, where):
     saved = list(VIEWS[kind]())
     saved[0].add_(1)
-    expected = [one.clone() for one in saved]
-    here = list(VIEWS[kind]()) if live == "the same" else [one.clone() for one in saved]
+    expected = [tensor.clone() for tensor in saved]
+    here = list(VIEWS[kind]()) if live == "the same" else [tensor.clone() for tensor in saved]
 
     def components(tensors):
         if where == "list":
@@ -236,14 +236,14 @@ def test_tensors_over_one_memory_are_so_again(again, kind, live, where):
     again(components(saved), target)
     rest = target["q"].rest if where == "foreign" else target.get("q", {}).get("rest", [])
     got = target["p"]["all"] if where == "list" else [target["p"]["first"], *rest]
-    for one, wanted, before in zip(got, expected, saved, strict=True):
-        assert torch.equal(one, wanted)
-        assert one.stride() == before.stride()
-    assert all(share(got[0], one) for one in got[1:])
+    for value, wanted, before in zip(got, expected, saved, strict=True):
+        assert torch.equal(value, wanted)
+        assert value.stride() == before.stride()
+    assert all(share(got[0], value) for value in got[1:])
     saved[0].zero_()
     got[0].zero_()
-    for one, wanted in zip(got, saved, strict=True):
-        assert torch.equal(one, wanted)
+    for value, wanted in zip(got, saved, strict=True):
+        assert torch.equal(value, wanted)
 
 
 class Holder:

@@ -13,8 +13,8 @@ _NAMED_BY_OTHERS_ONLY = {
 
 
 def test_every_error_of_restore_wait_and_close_can_be_caught_by_its_name() -> None:
-    classes = [one for one in vars(errors).values() if isinstance(one, type)]
-    known = {one.__name__ for one in classes if one.__module__ == errors.__name__}
+    classes = [var for var in vars(errors).values() if isinstance(var, type)]
+    known = {class_.__name__ for class_ in classes if class_.__module__ == errors.__name__}
     known -= {*_NAMED_BY_OTHERS_ONLY}
     assert set(keepstep.__all__) == known | {"Checkpointer", "Restored"}
     for name in known:

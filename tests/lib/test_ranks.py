@@ -18,7 +18,7 @@ UNEQUAL = Path(__file__).parent / "unequal_script.py"
 
 def losses(log, rank):
     lines = Path(f"{log}.{rank}").read_text().splitlines()
-    return {one["step"]: one["loss"] for one in map(json.loads, lines)}
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):

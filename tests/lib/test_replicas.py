@@ -31,7 +31,7 @@ def test_replicas_that_train_apart_are_named_on_every_rank_and_at_the_restore(si
     assert len(warned(done.stdout)) == 1, "and it stands in the status"
     done = torchrun(2, SCRIPT, "no_sync", 13, 0.0)
     assert "rank 0 begins at 11" in done.stdout
-    [said] = [one for one in done.stderr.splitlines() if "was saved while its replicas" in one]
+    [said] = [line for line in done.stderr.splitlines() if "was saved while its replicas" in line]
     assert "step 11 was saved while its replicas differed, so what is restored mixes them" in said
 
 
@@ -80,8 +80,8 @@ class _Run:
             self.ranks[rank].sample(self.taken, step)
 
     def close(self):
-        for one in self.ranks:
-            one.close()
+        for rank in self.ranks:
+            rank.close()
 
 
 def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
@@ -107,4 +107,4 @@ def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
     ],
 )
 def test_the_ranks_that_differ_from_most_are_named(digests, ranks):
-    assert differing(dict(enumerate(one.encode() for one in digests))) == ranks
+    assert differing(dict(enumerate(digest.encode() for digest in digests))) == ranks

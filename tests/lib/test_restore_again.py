@@ -18,7 +18,7 @@ AT_ONCE_S = 10.0
 
 
 def is_voting():
-    return any(one.name == "keepstep-vote" for one in threading.enumerate())
+    return any(thread.name == "keepstep-vote" for thread in threading.enumerate())
 
 
 def test_what_was_refused_is_restored_once_it_is_mended(sidecar):

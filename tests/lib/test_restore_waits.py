@@ -46,8 +46,8 @@ def test_rank_0_says_that_another_rank_has_not_come_yet(sidecar, tmp_path):
 
 
 def test_what_a_vote_waits_for_is_said_by_its_rank(sidecars, tmp_path, monkeypatch, caplog):
-    one = sidecars().start("--archive", str(tmp_path / "away"))
-    monkeypatch.setenv("KEEPSTEP_SOCKET", str(one.socket))
+    sidecar = sidecars().start("--archive", str(tmp_path / "away"))
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     monkeypatch.setattr(collective, "FIRST_S", 0.5)
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     with (

@@ -34,7 +34,7 @@ class State:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.optimizer = torch.optim.AdamW(
-            [{"params": [one]} for one in self.model.parameters()], lr=1e-3
+            [{"params": [parameter]} for parameter in self.model.parameters()], lr=1e-3
         )
         self.train()
         self.extra = {
@@ -53,13 +53,13 @@ class State:
         return {"model": self.model, "optimizer": self.optimizer, "extra": self.extra}
 
 
-def same(one, other) -> None:
-    assert one.skeleton == other.skeleton
-    assert repr(one.values) == repr(other.values)
-    assert (one.aliases, one.parameters) == (other.aliases, other.parameters)
-    assert one.metadata == other.metadata
-    assert one.signature() == other.signature()
-    for a, b in zip(one.tensors, other.tensors, strict=True):
+def same(first, other) -> None:
+    assert first.skeleton == other.skeleton
+    assert repr(first.values) == repr(other.values)
+    assert (first.aliases, first.parameters) == (other.aliases, other.parameters)
+    assert first.metadata == other.metadata
+    assert first.signature() == other.signature()
+    for a, b in zip(first.tensors, other.tensors, strict=True):
         assert (a.name, a.lazy, a.section) == (b.name, b.lazy, b.section)
         assert a.tensor.data_ptr() == b.tensor.data_ptr() or a.fresh
         assert a.tensor.is_conj() == b.tensor.is_conj()
@@ -100,7 +100,7 @@ MOVES = {
     "one more in a dict": lambda s: s.extra.update(new=torch.zeros(1)),
     "a key of another type": lambda s: s.extra.update({"1": s.extra.pop(1)}),
     "another name": lambda s: setattr(
-        s, "extra", {{"grid": "grod"}.get(key, key): one for key, one in s.extra.items()}
+        s, "extra", {{"grid": "grod"}.get(key, key): value for key, value in s.extra.items()}
     ),
     "a buffer that nobody keeps": lambda s: s.model[1]._non_persistent_buffers_set.add(
         "running_mean"
@@ -224,7 +224,7 @@ def test_a_layer_that_moves_to_the_next_module_is_found():
 @pytest.mark.parametrize("at", [0, 255, 256, 700, -1])
 @pytest.mark.parametrize("change", [torch.ones(4), torch.ones(2)], ids=["memory", "shape"])
 def test_one_of_many_tensors_that_moved_is_found(at, change):
-    parts = {"extra": {str(one): torch.zeros(4) for one in range(701)}}
+    parts = {"extra": {str(index): torch.zeros(4) for index in range(701)}}
     before = take(parts)
     for _ in range(3):
         assert retake(before, parts, ALONE).tensors is before.tensors
@@ -318,7 +318,7 @@ def test_components_that_came_went_or_changed_places():
         {**parts, "new": {"x": torch.ones(1)}},
         {name: parts[name] for name in ("model", "extra")},
         dict(reversed(parts.items())),
-        {"net" if name == "model" else name: one for name, one in parts.items()},
+        {"net" if name == "model" else name: part for name, part in parts.items()},
     ):
         same(retake(before, other, ALONE), take(other))
 
@@ -502,8 +502,8 @@ def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
 
 def test_a_module_under_fsdp2_is_read_as_sharded_and_without_a_call_of_state_dict(mesh):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for one in (*model, model):
-        fully_shard(one, mesh=mesh)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()  # which registers its hooks
     optimizer.step()

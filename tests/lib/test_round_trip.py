@@ -69,8 +69,8 @@ trees = st.recursive(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
-        st.dictionaries(keys, inner, max_size=3).map(lambda one: defaultdict(list, one)),
-        st.lists(arrays(), max_size=2).map(lambda one: deque(one, maxlen=3)),
+        st.dictionaries(keys, inner, max_size=3).map(lambda entries: defaultdict(list, entries)),
+        st.lists(arrays(), max_size=2).map(lambda items: deque(items, maxlen=3)),
     ),
     max_leaves=12,
 )
@@ -82,17 +82,17 @@ def altered(chance, value, *, named=True):
     if type(value) is dict:
         named = named and all(type(key) in (str, int) for key in value)
         rows = [
-            (key, altered(chance, one, named=named))
-            for key, one in value.items()
+            (key, altered(chance, value, named=named))
+            for key, value in value.items()
             if chance.random() < 0.8
         ]
         chance.shuffle(rows)
         return dict(rows) | ({"new": torch.zeros(2)} if named and chance.random() < 0.3 else {})
     if type(value) is list:
-        rows = [altered(chance, one, named=named) for one in value]
+        rows = [altered(chance, item, named=named) for item in value]
         return rows[: chance.randrange(len(rows) + 1)] + [0] * chance.randrange(2)
     if type(value) is tuple:
-        return tuple(altered(chance, one, named=named) for one in value)
+        return tuple(altered(chance, item, named=named) for item in value)
     if isinstance(value, torch.Tensor):
         same = torch.empty_like(value.resolve_conj()).zero_()
         other = torch.zeros((*value.shape, 2), dtype=value.dtype)
@@ -146,15 +146,15 @@ def assert_same(saved, got, live=()):
         assert got.flags.f_contiguous if fortran else got.flags.c_contiguous
     elif isinstance(saved, dict):
         assert [text(key) for key in saved] == [text(key) for key in got]
-        factories = [getattr(one, "default_factory", 0) for one in (saved, got)]
+        factories = [getattr(mapping, "default_factory", 0) for mapping in (saved, got)]
         assert factories[0] is factories[1] or own_kind
-        for one, two in zip(saved.values(), got.values(), strict=True):
-            assert_same(one, two, live)
+        for value, two in zip(saved.values(), got.values(), strict=True):
+            assert_same(value, two, live)
     elif isinstance(saved, list | tuple | deque):
         assert len(saved) == len(got)
         assert getattr(saved, "maxlen", 0) == getattr(got, "maxlen", 0)
-        for one, two in zip(saved, got, strict=True):
-            assert_same(one, two, live)
+        for first, two in zip(saved, got, strict=True):
+            assert_same(first, two, live)
     else:
         assert text(saved) == text(got)
 
@@ -162,7 +162,7 @@ def assert_same(saved, got, live=()):
 def held(value):
     """A tree of the objects themselves: what a script may hold in variables."""
     if type(value) is dict:
-        return value, {key: held(one) for key, one in value.items()}
+        return value, {key: held(value) for key, value in value.items()}
     if type(value) is list:
         return value, dict(enumerate(map(held, value)))
     return value, {}
@@ -190,8 +190,8 @@ def live_ids(value):
     if isinstance(value, torch.Tensor | dict):
         yield id(value)
     if isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from live_ids(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from live_ids(item)
 
 
 def restored(saved, live, direct):
@@ -255,7 +255,7 @@ def optimized(draw):
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     order = draw(st.permutations(sorted(names)))
     cut = draw(st.integers(0, len(order) - 1))
-    groups = [one for one in (order[:cut], order[cut:]) if one]
+    groups = [group for group in (order[:cut], order[cut:]) if group]
     some = st.dictionaries(keys, plain_trees, max_size=3)
     state = {name: draw(some) for name in draw(st.permutations(order)) if draw(st.booleans())}
     return names, dtype, groups, state, {"global": draw(some)} if draw(st.booleans()) else {}
@@ -277,15 +277,15 @@ def test_random_optimizers(direct, drawn, seed, used):
     saved = made(names, dtype, groups)
     for number, group in enumerate(saved["o"].param_groups):
         group["lr"] = number + 0.5
-    for name, one in state.items():
-        saved["o"].state[saved["m"][name]] = one
+    for name, value in state.items():
+        saved["o"].state[saved["m"][name]] = value
     saved["o"].state.update(other)
     chance = random.Random(seed)
     turned = [chance.sample(group, len(group)) for group in chance.sample(groups, len(groups))]
     live = made(names, dtype, turned)
     ids = set()
-    for name, one in state.items() if used else ():
-        mine = altered(chance, one)
+    for name, first in state.items() if used else ():
+        mine = altered(chance, first)
         live["o"].state[live["m"][name]] = mine
         ids.update(live_ids(mine))
     restored(saved, live, direct)
@@ -295,5 +295,5 @@ def test_random_optimizers(direct, drawn, seed, used):
             assert_same(state[name], live["o"].state[parameter], ids)
         else:
             assert not live["o"].state.get(parameter)
-    assert_same(other, {key: one for key, one in live["o"].state.items() if key == "global"})
+    assert_same(other, {key: value for key, value in live["o"].state.items() if key == "global"})
     assert live["o"].state_dict()["param_groups"] == saved["o"].state_dict()["param_groups"]

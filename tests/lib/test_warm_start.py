@@ -110,7 +110,7 @@ def ask(
     prefix: tuple[str, ...] = (),
     on_path: bool = True,
 ) -> list[list[Any]]:
-    environment = {name: one for name, one in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [*prefix, PYTHON, str(CLIENT)],
         input=json.dumps({"modules": modules, "runs": runs}),
@@ -177,7 +177,7 @@ def test_torch_is_there_no_two_draw_the_same_numbers_and_what_imports_have_read_
         tmp_path, [*runs, run("uses.py"), run("uses.py")], "preloaded"
     )
     drawn = [answer[1].split() for answer in (first, second)]
-    assert [one[0] for one in drawn] == ["True", "True"]
+    assert [words[0] for words in drawn] == ["True", "True"]
     assert len({*drawn[0][1:], *drawn[1][1:]}) == 6
     assert others == [
         ["cold", "imports may have read what differs now: TORCH_LOGS"],
@@ -274,7 +274,7 @@ def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
     assert pod.returncode == 5, err
     assert "starts again" not in err
     assert len(before) >= 2, "the trainer, its child, and perhaps a fork server"
-    assert not any(one.is_running() for one in before)
+    assert not any(process.is_running() for process in before)
 
 
 def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:

@@ -153,14 +153,18 @@ class ApiServer:
 
     def calls(self) -> list[tuple[str, str]]:
         """Method and path of every request."""
-        return [(one.method, one.path) for one in self.requests]
+        return [(request.method, request.path) for request in self.requests]
 
     def asked(self, method: str, part: str) -> list[Request]:
-        return [one for one in self.requests if one.method == method and part in one.path]
+        return [
+            request
+            for request in self.requests
+            if request.method == method and part in request.path
+        ]
 
     def lists(self, labels: str) -> bool:
         """Whether somebody has listed what has these labels."""
-        return any(one.query.get("labelSelector") == labels for one in self.requests)
+        return any(request.query.get("labelSelector") == labels for request in self.requests)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -172,12 +176,12 @@ class ApiServer:
 
     def watches(self, labels: str | None = None) -> bool:
         """Whether somebody follows what has these labels, or anything."""
-        return any(labels in (None, one.labels) for one in self._watches)
+        return any(labels in (None, watch.labels) for watch in self._watches)
 
     def end_watches(self) -> None:
         """As the server does after timeoutSeconds."""
-        for one in self._watches:
-            one.told.put_nowait(None)
+        for watch in self._watches:
+            watch.told.put_nowait(None)
 
     # --- answering ---------------------------------------------------------------------------
 
@@ -223,9 +227,9 @@ class ApiServer:
         if found is None:
             start = path if "/namespaces/" in path else path.rpartition("/")[0]
             found = [
-                one
-                for at, one in self.objects.items()
-                if at.startswith(start) and is_of(path, at) and matches(one, labels)
+                body
+                for at, body in self.objects.items()
+                if at.startswith(start) and is_of(path, at) and matches(body, labels)
             ]
         first, limit = int(query.get("continue") or 0), int(query.get("limit") or 0) or len(found)
         metadata = {"resourceVersion": str(self._version)}
@@ -315,8 +319,8 @@ class ApiServer:
 
     def _tell(self, kind: str, path: str, body: Body, before: Body | None) -> None:
         self._history.append((kind, path, deepcopy(body), deepcopy(before)))
-        for one in self._watches:
-            one.tell(kind, path, body, before)
+        for watch in self._watches:
+            watch.tell(kind, path, body, before)
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         entry = _Watch(request.path, request.query.get("labelSelector", ""))
@@ -338,7 +342,7 @@ class ApiServer:
                 while (told := await entry.told.get()) is not None:
                     await response.write(json.dumps(told).encode() + b"\n")
         finally:
-            self._watches[:] = [one for one in self._watches if one is not entry]
+            self._watches[:] = [watch for watch in self._watches if watch is not entry]
         return response
 
 

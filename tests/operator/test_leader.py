@@ -20,13 +20,13 @@ def test_every_run_has_a_name_that_a_service_may_have(run: str) -> None:
 
 
 @given(NAMES, NAMES)
-def test_two_runs_have_two_services(one: str, other: str) -> None:
-    assert (one == other) == (service_name(one) == service_name(other))
+def test_two_runs_have_two_services(first: str, other: str) -> None:
+    assert (first == other) == (service_name(first) == service_name(other))
 
 
 def test_long_names_that_begin_alike_stay_apart() -> None:
-    one, other = (f"{'a' * 62}{end}" for end in "xy")
-    assert service_name(one) != service_name(other)
+    first, other = (f"{'a' * 62}{end}" for end in "xy")
+    assert service_name(first) != service_name(other)
 
 
 def test_the_service_selects_node_rank_0_also_before_it_is_ready() -> None:

@@ -49,7 +49,7 @@ def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
     def statuses(condition: str) -> set[str]:
         name = "keepstep_run_condition"
         every = ("True", "False", "Unknown")
-        return {one for one in every if value(told, name, condition=condition, status=one)}
+        return {status for status in every if value(told, name, condition=condition, status=status)}
 
     assert (statuses("Protected"), statuses("FullyInjected")) == ({"Unknown"}, {"True"})
 

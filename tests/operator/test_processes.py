@@ -42,8 +42,8 @@ class Started:
         """The line of its log with this event."""
 
         def line() -> Body | None:
-            lines = [json.loads(one) for one in self.log if one.startswith("{")]
-            found = next((one for one in lines if one["event"] == event), None)
+            lines = [json.loads(line) for line in self.log if line.startswith("{")]
+            found = next((line for line in lines if line["event"] == event), None)
             assert found or not self._reading.done(), f"it ended: {''.join(self.log)[-2000:]}"
             return found
 

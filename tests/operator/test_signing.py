@@ -153,12 +153,12 @@ async def test_without_a_good_token_nothing_is_signed(tmp_path: Path, token: str
 
 @pytest.mark.parametrize("kind", ["nonsense", "rsa", "foreign key", "another curve"])
 async def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
-    one, other = (request_of(ec.generate_private_key(ec.SECP256R1())) for _ in range(2))
+    chunk, other = (request_of(ec.generate_private_key(ec.SECP256R1())) for _ in range(2))
     requests = {
         "nonsense": b"-----BEGIN nothing",
         "rsa": request_of(rsa.generate_private_key(65537, 2048)),
         "another curve": request_of(ec.generate_private_key(ec.SECP521R1())),
-        "foreign key": _with_signature_of(one, other),
+        "foreign key": _with_signature_of(chunk, other),
     }
 
     async with playing(tmp_path) as served:
@@ -174,9 +174,9 @@ async def test_a_request_larger_than_any_certificate_needs_is_not_read(tmp_path:
         assert (status, b"bad-request" in body) == (413, True)
 
 
-def _with_signature_of(one: bytes, other: bytes) -> bytes:
+def _with_signature_of(signed: bytes, other: bytes) -> bytes:
     """Bytes of `one` under the signature of `other`."""
-    first, second = (x509.load_pem_x509_csr(text) for text in (one, other))
+    first, second = (x509.load_pem_x509_csr(text) for text in (signed, other))
     der = first.public_bytes(serialization.Encoding.DER)
     forged = bytearray(der)
     at = der.index(first.tbs_certrequest_bytes) + 60

@@ -51,7 +51,7 @@ class Block:
     def commands(self) -> list[str]:
         """The lines of a shell's block, without comments; continued ones are joined."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        plain = (re.sub(r"\s+#\s.*|^#\s.*", "", one).strip() for one in lines)
+        plain = (re.sub(r"\s+#\s.*|^#\s.*", "", line).strip() for line in lines)
         return [re.sub(r"\s+", " ", one) for one in plain if one]
 
 

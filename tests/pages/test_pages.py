@@ -36,11 +36,11 @@ BLOCKS = {block.name: block for block in blocks()}
 
 
 def _of(language: str) -> list[Block]:
-    return [one for one in BLOCKS.values() if one.language == language]
+    return [block for block in BLOCKS.values() if block.language == language]
 
 
 def test_every_block_is_run_here_or_by_the_test_that_is_named() -> None:
-    run = {*PROGRAMS, *IN_FRAMEWORKS, *DATA, *(one.name for one in _of("bash"))}
+    run = {*PROGRAMS, *IN_FRAMEWORKS, *DATA, *(block.name for block in _of("bash"))}
     assert BLOCKS.keys() - ELSEWHERE.keys() - run == set()
     assert {*ELSEWHERE, *PROGRAMS, *IN_FRAMEWORKS, *DATA} - BLOCKS.keys() == set()
     assert ELSEWHERE.keys() & (PROGRAMS.keys() | IN_FRAMEWORKS.keys()) == set()
@@ -51,10 +51,10 @@ def test_a_test_that_is_named_takes_the_page_or_has_its_lines(name: str) -> None
     block, text = BLOCKS[name], (ROOT / ELSEWHERE[name]).read_text()
     if block.language == "python":
         used = [
-            one.name
+            name.name
             for node in ast.walk(ast.parse(block.text))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keepstep")
-            for one in node.names
+            for name in node.names
         ]
         assert used
         assert [one for one in used if one not in text] == []
@@ -165,7 +165,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 def _lines() -> list[str]:
-    return [line for one in _of("bash") if one.name not in ELSEWHERE for line in one.commands]
+    return [line for block in _of("bash") if block.name not in ELSEWHERE for line in block.commands]
 
 
 def test_what_readme_says_of_the_command_is_so(home: Home) -> None:
@@ -332,7 +332,7 @@ def test_make_has_the_targets_and_pip_the_packages() -> None:
                 ["make", "-n", *line.split()[1:]], cwd=ROOT, check=True, capture_output=True
             )
         for path in re.findall(r"(?<=pip install ).*", line):
-            assert all((ROOT / one / "pyproject.toml").is_file() for one in path.split())
+            assert all((ROOT / word / "pyproject.toml").is_file() for word in path.split())
         for path in re.findall(r"pytest (\S+)", line):
             assert (ROOT / path).is_file()
 
@@ -340,7 +340,7 @@ def test_make_has_the_targets_and_pip_the_packages() -> None:
 def test_every_line_of_a_shell_belongs_to_one_of_these_tests() -> None:
     assert {line.split()[0] for line in _lines()} <= COMMANDS
     here = Path(__file__).read_text()
-    named = {line for one in _of("bash") if f'"{one.name}"' in here for line in one.commands}
+    named = {line for block in _of("bash") if f'"{block.name}"' in here for line in block.commands}
     ours = {line for line in _lines() if re.search(r"(^|\()keepstep ", line)}
     assert ours - named == set()
 
@@ -355,8 +355,8 @@ def _picture(text: str) -> None:
 
 def _columns(text: str) -> None:
     (version,) = crds()["CheckpointRun"]["spec"]["versions"]
-    shown = [one["name"].upper() for one in version["additionalPrinterColumns"]
-             if not one.get("priority")]  # fmt: skip
+    shown = [column["name"].upper() for column in version["additionalPrinterColumns"]
+             if not column.get("priority")]  # fmt: skip
     head, *rows = text.splitlines()
     assert head.split() == ["NAME", *shown][: len(head.split())]
     assert all(len(row.split()) == len(head.split()) for row in rows)
@@ -394,7 +394,7 @@ def _settings(text: str) -> None:
     file = tomllib.loads(text)
     given = cli.get_command(click.Context(cli), "run")
     assert given is not None
-    flags = {one for parameter in given.params for one in parameter.opts}
+    flags = {opt for parameter in given.params for opt in parameter.opts}
     for name in file:
         flag = f"--{name.replace('_', '-')}"
         assert {flag, flag.removesuffix("s")} & flags, name

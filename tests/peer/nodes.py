@@ -54,8 +54,8 @@ class Node:
         """As an operator tells it."""
         self.remote_tier.peers_are(
             tuple(
-                Peer(node_rank=one.node_rank, address=one.address, buddy=one in buddies)
-                for one in others
+                Peer(node_rank=node.node_rank, address=node.address, buddy=node in buddies)
+                for node in others
             )
         )
 
@@ -63,12 +63,12 @@ class Node:
         """Make an image durable here; as a scan finds it."""
         slot = staged(make_layout(rank=rank, world=2, parameters=parameters), step)
         self.volume.write(slot.view, slot.layout, slot.control)
-        found = [one for one in self.volume.scan().shards if one.step_id == slot.id]
-        return slot, next(one for one in found if one.rank == rank)
+        found = [shard for shard in self.volume.scan().shards if shard.step_id == slot.id]
+        return slot, next(shard for shard in found if shard.rank == rank)
 
     def copies(self) -> list[tuple[int, int]]:
         """(step, rank) of the copies here."""
-        return [(one.step_id.step, one.rank) for one in self.remote_tier.kept()]
+        return [(shard.step_id.step, shard.rank) for shard in self.remote_tier.kept()]
 
     def copy_path(self, id: StepId) -> Path:
         (path,) = (self.root / "peers" / str(id)).glob("rank-*")

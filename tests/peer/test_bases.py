@@ -83,7 +83,7 @@ async def test_what_lies_beside_a_shard_must_be_the_base_that_it_refers_to(pair:
     here, _ = pair
     async with running(*pair):
         shards = [write(here.volume, step, base_of(step)) for step in range(2)]
-        good, other = (local_source(here.volumes, one) for one in shards)
+        good, other = (local_source(here.volumes, shard) for shard in shards)
         with transfer.opened(good):
             pass
         with (
@@ -179,7 +179,7 @@ def test_a_copy_without_its_base_is_not_sealed(arriving: Sent) -> None:
     assert not arriving.copies.all()
     arriving.copies.seal(arriving.arrive(arriving.name.base))
     arriving.copies.seal(part)
-    assert [one.rank for one in arriving.copies.all()] == [0]
+    assert [shard.rank for shard in arriving.copies.all()] == [0]
 
 
 def test_a_base_that_came_in_part_goes_on_where_it_was(arriving: Sent) -> None:
@@ -216,7 +216,7 @@ def test_what_is_no_base_of_the_rank_is_refused(arriving: Sent) -> None:
 def test_a_listed_base_that_no_shard_has_is_refused(lie: dict[str, Any]) -> None:
     step = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
     told = {"step_id": step, "rank": 0, "world": 2, "root": "00", "size_bytes": 4096}
-    true, false = ({**told, "base": {**told, **one}} for one in ({}, lie))
+    true, false = ({**told, "base": {**told, **change}} for change in ({}, lie))
     found = msgspec.json.decode(msgspec.json.encode({"run": RUN, "shards": [true]}), type=Listing)
     assert found.shards[0].base is not None
     for wrong in (false, {**told, "base": true}):

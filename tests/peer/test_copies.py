@@ -90,7 +90,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make, pair
     again.knows()
     async with running(again):
         assert (await again.remote_tier.look()).answer is Answer.NONE
-    assert [one.name for one in (again.root / "quarantine").iterdir()] == [
+    assert [path.name for path in (again.root / "quarantine").iterdir()] == [
         f"{found.step_id}.rank-00000-of-00002.torn.1"
     ]
 

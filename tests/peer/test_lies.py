@@ -31,7 +31,7 @@ async def two_copies(here: Node, *buddies: Node, parameters: int = BIG):
     here.knows(*buddies, buddies=buddies)
     slot, found = here.write(5, rank=0, parameters=parameters)
     durable(here.remote_tier, found)
-    await until(lambda: all(one.copies() for one in buddies))
+    await until(lambda: all(buddy.copies() for buddy in buddies))
     gone(here.remote_tier, [found.step_id])
     here.volume.retire(found.step_id)
     return slot, found
@@ -94,7 +94,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
         def lie() -> protocol.Listing:
             listing = truth()
             return replace(
-                listing, shards=tuple(replace(one, root="0" * 32) for one in listing.shards)
+                listing, shards=tuple(replace(shard, root="0" * 32) for shard in listing.shards)
             )
 
         monkeypatch.setattr(liar.remote_tier._served.shards, "listing", lie)
@@ -219,7 +219,7 @@ def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> 
         for sender in range(200):
             ranks = dict.fromkeys(range(sender * 1000 % 60_000, sender * 1000 % 60_000 + 1000), ())
             copies.want(Wanted(committed=commit, ranks=ranks), sender=sender)
-    assert sum(len(one.ranks) for one in copies._told.values()) <= 1 << 16
+    assert sum(len(request.ranks) for request in copies._told.values()) <= 1 << 16
     copies.want(Wanted(committed=commit, ranks={3: ()}), sender=199)
     assert list(copies._told[199].ranks) == [3]
 

@@ -56,7 +56,7 @@ def test_the_loss_of_one_pod_moves_only_the_copies_that_it_kept(
     lost = chance.choice(sorted(ranks))
     for own in ranks - {lost}:
         before, after = (buddies(own, those, replicas) for those in (ranks, ranks - {lost}))
-        stay = [one for one in before if one != lost]
+        stay = [buddy for buddy in before if buddy != lost]
         assert list(after[: len(stay)]) == stay
         assert len(after) - len(stay) <= (lost in before)
 

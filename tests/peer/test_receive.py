@@ -128,9 +128,12 @@ def test_a_copy_that_could_not_be_read_is_found_by_a_later_scan(
     with monkeypatch.context() as broken:
         broken.setattr(os, "open", failing)
         copies.scan()
-    assert ("Input/output" in copies.unreadable, [one.rank for one in copies.all()]) == (True, [1])
+    assert ("Input/output" in copies.unreadable, [shard.rank for shard in copies.all()]) == (
+        True,
+        [1],
+    )
     copies.scan()
-    assert (copies.unreadable, [one.rank for one in copies.all()]) == ("", [0, 1])
+    assert (copies.unreadable, [shard.rank for shard in copies.all()]) == ("", [0, 1])
 
 
 def _slot(rank: int) -> tuple[Any, Any, Any]:
@@ -158,10 +161,10 @@ class Announced:
 
 def test_a_body_takes_no_memory_that_was_only_announced() -> None:
     context = handlers.ServerContext(None, None)  # type: ignore[arg-type]
-    one = Announced(150 << 20, context)
+    server = Announced(150 << 20, context)
     with pytest.raises(ConnectionError):
-        handlers.Handler._body(one, handlers._LARGEST_MANIFEST)  # type: ignore[arg-type]
-    assert max(one.asked) <= 1 << 20
+        handlers.Handler._body(server, handlers._LARGEST_MANIFEST)  # type: ignore[arg-type]
+    assert max(server.asked) <= 1 << 20
     assert not context.large.acquire(blocking=False), "one large body at a time"
 
 

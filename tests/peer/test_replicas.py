@@ -27,22 +27,22 @@ Pair = tuple[Node, Node]
 
 def alike(rank: int, step: int = 5) -> Slot:
     """The same bytes for each rank, behind a header of its own."""
-    one, model = (staged(make_layout(rank=at, parameters=BIG), step) for at in (rank, 0))
-    begin, end = len(one.layout.header), one.layout.digests_begin
-    one.view[begin:end] = model.view[begin:end]
-    return one
+    slot, model = (staged(make_layout(rank=at, parameters=BIG), step) for at in (rank, 0))
+    begin, end = len(slot.layout.header), slot.layout.digests_begin
+    slot.view[begin:end] = model.view[begin:end]
+    return slot
 
 
 def write(node: Node, slot: Slot) -> LocalShard:
     node.volume.write(slot.view, slot.layout, slot.control)
-    found = [one for one in node.volume.scan().shards if one.rank == slot.layout.rank]
-    return max(found, key=lambda one: one.step_id)
+    found = [shard for shard in node.volume.scan().shards if shard.rank == slot.layout.rank]
+    return max(found, key=lambda shard: shard.step_id)
 
 
 async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> None:
     """Read back from the buddy, bit by bit."""
     here.volume.retire(found.step_id)
-    (remote,) = [one for one in (await here.remote_tier.look()).shards if one.rank == 0]
+    (remote,) = [shard for shard in (await here.remote_tier.look()).shards if shard.rank == 0]
     view = empty_slot(slot.layout)
     await reading.load(here.remote_tier, remote, view)
     assert same(view, slot)

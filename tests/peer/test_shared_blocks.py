@@ -99,8 +99,8 @@ def keep(mounted: Callable[..., Path], tmp_path: Path, sent: bytes) -> Iterator[
         return made[0]
 
     yield make
-    for one in made:
-        one.close()
+    for keeper in made:
+        keeper.close()
 
 
 def own(volume: Volume) -> Path:
@@ -134,7 +134,7 @@ def test_what_is_alike_is_written_once_where_the_file_system_shares_blocks(
     keeper.volume.retire(ID)
     assert part.path.read_bytes() == sent
     keeper.copies.scan()
-    assert [one.path for one in keeper.copies.all()] == [part.path]
+    assert [shard.path for shard in keeper.copies.all()] == [part.path]
 
 
 def test_between_two_file_systems_it_is_written(keep: Keep, sent: bytes, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_power_cut_leaves_a_whole_copy_or_none(keep: Keep, sent: bytes, sealed
     power_cut(keeper)
     keeper.open()
     assert keeper.copies.unreadable == ""
-    assert [one.path for one in keeper.copies.all()] == [part.path] * sealed
+    assert [shard.path for shard in keeper.copies.all()] == [part.path] * sealed
     assert not keeper.volume.quarantined()
     if not sealed:
         part = keeper.begin()
@@ -200,16 +200,16 @@ def test_shared_blocks_are_on_the_medium_once_the_file_is_synced(keep: Keep) -> 
     path, data = keeper.drive / "copy", os.urandom(CHUNK_BYTES)
     (keeper.drive / "own").write_bytes(data)
     own_fd, fd = (
-        filesystem.open(one, os.O_RDWR | os.O_CREAT) for one in (keeper.drive / "own", path)
+        filesystem.open(path, os.O_RDWR | os.O_CREAT) for path in (keeper.drive / "own", path)
     )
     filesystem.allocate(fd, CHUNK_BYTES)
-    for one in (own_fd, fd):
-        filesystem.sync_data(one)
+    for open_fd in (own_fd, fd):
+        filesystem.sync_data(open_fd)
     filesystem.sync_directory(keeper.drive)
     filesystem.clone(own_fd, fd, 0, CHUNK_BYTES)
     filesystem.sync_data(fd)
-    for one in (own_fd, fd):
-        filesystem.close(one)
+    for open_fd in (own_fd, fd):
+        filesystem.close(open_fd)
     power_cut(keeper)
     assert path.read_bytes() == data
 

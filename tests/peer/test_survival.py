@@ -64,7 +64,7 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     here = node(0)
     _, live = here.write(10, rank=0)
     _, dead = here.write(100, rank=0)
-    both = {one.step_id: {0: one} for one in (live, dead)}
+    both = {shard.step_id: {0: shard} for shard in (live, dead)}
     before = LocalInventory(shards=both, commits=frozenset({dead.step_id}))
     assert due(before).owed == {dead.step_id}
     after = LocalInventory(shards={live.step_id: {0: live}})
@@ -111,7 +111,7 @@ async def test_a_pod_whose_drive_dies_still_asks_the_others(
         die(drive)
         inventory = await buddy.remote_tier.look()
         (shard,) = inventory.shards
-        places = [one.where for one in buddy.remote_tier.sources(shard)]
+        places = [source.where for source in buddy.remote_tier.sources(shard)]
         assert "node rank 0" in places[-1]
 
 
@@ -123,12 +123,12 @@ def test_a_pod_serves_what_lies_on_the_drives_that_work(
     dead, good = Volume(drive / RUN, run=RUN), Volume(tmp_path / "good" / RUN, run=RUN)
     volumes = VolumeSet([dead, good])
     slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
-    written = [volumes.write(one.view, one.layout, one.control).shard for one in slots]
+    written = [volumes.write(slot.view, slot.layout, slot.control).shard for slot in slots]
     volumes.publish(step_id(1))
     shards = Shards(volumes, Copies([dead, good], run=RUN), run=RUN)
     die(drive)
     listing = shards.listing()
-    assert ([one.rank for one in listing.shards], listing.ready) == ([1], False)
+    assert ([shard.rank for shard in listing.shards], listing.ready) == ([1], False)
     lost, left = map(ShardName.of, written)
     with shards.open(left) as reading:
         assert reading.size_bytes == written[1].size_bytes
@@ -174,23 +174,25 @@ class Flood:
         held: list[socket.socket] = []
         while not self._ended.is_set():
             while len(held) < self._count and not self._ended.is_set():
-                one = socket.create_connection(self._to, timeout=5, source_address=(self._from, 0))
-                one.setblocking(False)
-                held.append(one)
+                upstream = socket.create_connection(
+                    self._to, timeout=5, source_address=(self._from, 0)
+                )
+                upstream.setblocking(False)
+                held.append(upstream)
                 self.opened += 1
             ended, _, _ = select.select(held, (), (), 0.05)
-            for one in ended:
-                held.remove(one)
-                one.close()
-        for one in held:
-            one.close()
+            for upstream in ended:
+                held.remove(upstream)
+                upstream.close()
+        for upstream in held:
+            upstream.close()
 
 
 def served(link: Callable[[], Link], *, tries: int) -> int:
     count = 0
     for _ in range(tries):
-        with contextlib.suppress(StorageError), link() as one:
-            one.listing()
+        with contextlib.suppress(StorageError), link() as connection:
+            connection.listing()
             count += 1
     return count
 

@@ -61,23 +61,23 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
     node: Make, authority: Authority, tmp_path: Path, kind: str
 ) -> None:
     files, why = strangers(tmp_path, authority)[kind]
-    one = node(0)
+    pod = node(0)
     stranger = Node(tmp_path / "strange", 1, files)
-    stranger.knows(one, buddies=(one,))
-    one.knows(stranger)
-    one.write(3, rank=0)
-    async with running(one, stranger):
+    stranger.knows(pod, buddies=(pod,))
+    pod.knows(stranger)
+    pod.write(3, rank=0)
+    async with running(pod, stranger):
         _, found = stranger.write(5, rank=1)
         durable(stranger.remote_tier, found)
         await until(lambda: stranger.remote_tier.status().trouble)
-        seen, looked = await stranger.remote_tier.look(), await one.remote_tier.look()
+        seen, looked = await stranger.remote_tier.look(), await pod.remote_tier.look()
     # both sides refuse, whoever calls
     for inventory in (seen, looked):
         assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
     assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
     assert any(text in looked.reason for text in why.split("|")), looked.reason
-    assert one.copies() == []
-    assert [found.step_id.step for found in survey(one.root, run=RUN).shards] == [3]
+    assert pod.copies() == []
+    assert [found.step_id.step for found in survey(pod.root, run=RUN).shards] == [3]
     assert [found.step_id.step for found in survey(stranger.root, run=RUN).shards] == [5]
 
 
@@ -129,13 +129,13 @@ def test_settings_that_cannot_work_are_refused() -> None:
 async def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
     node: Make, authority: Authority
 ) -> None:
-    one, away = node(0), node(1)
+    first, away = node(0), node(1)
     await away.remote_tier.close()  # nobody listens there any more
-    one.knows(away)
-    async with running(one):
-        seen = await one.remote_tier.look()
+    first.knows(away)
+    async with running(first):
+        seen = await first.remote_tier.look()
         assert seen.answer is Answer.UNKNOWN
         assert seen.reason.startswith("node rank 1: ")
-        one.knows()
-        assert (await one.remote_tier.look()).answer is Answer.NONE
+        first.knows()
+        assert (await first.remote_tier.look()).answer is Answer.NONE
     away.volume.close()

@@ -29,12 +29,16 @@ class Run:
         log, words = Path(f"{store}.log"), [str(RANK), json.dumps(order)]
         with log.open("ab") as out:
             ranks = [warm.Process([*words, str(rank)], stdout=out) for rank in range(world)]
-        codes = [one.wait(100) for one in ranks]
+        codes = [rank.wait(100) for rank in ranks]
         if "die" in more:
             assert codes[more["die"]] == -signal.SIGKILL
         said = [Path(f"{store}.{rank}") for rank in range(world) if rank != more.get("die")]
-        answers = [json.loads(one.read_text()) if one.exists() else {"crash": ""} for one in said]
-        crashes = [one["crash"] for one in answers if isinstance(one, dict) and "crash" in one]
+        answers = [
+            json.loads(path.read_text()) if path.exists() else {"crash": ""} for path in said
+        ]
+        crashes = [
+            answer["crash"] for answer in answers if isinstance(answer, dict) and "crash" in answer
+        ]
         assert not crashes, "\n".join(crashes) + log.read_text() + self._sidecar.text()[-3000:]
         return answers
 

@@ -175,7 +175,9 @@ def restore(order, rank, world):
         ]
         if optimizer.state:
             changed.append("optimizer")
-        spoiled = [name for name, one in named(model).items() if bool(whole_of(one).isnan().all())]
+        spoiled = [
+            name for name, value in named(model).items() if bool(whole_of(value).isnan().all())
+        ]
         told = f"{type(error).__name__}: {error}"
         return {"error": told, "changed": changed, "spoiled": spoiled}
     finally:
@@ -208,10 +210,10 @@ def die_in_the_middle():
     stream, chunks = WindowReader.stream, itertools.count(1)
 
     def dying(self, wanted):
-        for one in stream(self, wanted):
+        for pair in stream(self, wanted):
             if next(chunks) == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield one
+            yield pair
 
     WindowReader.stream = dying
 

@@ -27,14 +27,14 @@ def counters(sidecar):
 
     def read():
         status = sidecar.get("/v1/status")
-        archive = sum(one["received_bytes"] for one in status["tiers"].values())
+        archive = sum(tier["received_bytes"] for tier in status["tiers"].values())
         return status["window_bytes"], status["window_shared_bytes"], archive
 
     return read
 
 
 def image_bytes(directory):
-    return sum(one.stat().st_size for one in files_below(directory, ".safetensors"))
+    return sum(path.stat().st_size for path in files_below(directory, ".safetensors"))
 
 
 def test_two_ranks_with_the_same_state_fetch_it_once_from_the_archive(

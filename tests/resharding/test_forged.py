@@ -37,12 +37,12 @@ class Forger(FakeTrainer):
 
 def committed(sidecar, *parts):
     forgers = [Forger(sidecar.socket, rank, *part) for rank, part in enumerate(parts)]
-    for one in forgers:
-        one.begin_run()
-    ids = {one.stage(4) for one in forgers}
-    for one in forgers:
-        assert one.wait(StepId(one.epoch.id, 4), "committed", flush=True).reached
-        one.disconnect()
+    for forger in forgers:
+        forger.begin_run()
+    ids = {forger.stage(4) for forger in forgers}
+    for forger in forgers:
+        assert forger.wait(StepId(forger.epoch.id, 4), "committed", flush=True).reached
+        forger.disconnect()
     assert len(ids) == 1
 
 
@@ -67,7 +67,7 @@ def test_boxes_that_are_no_tiling_are_refused_by_name_and_kept(sidecar, parts, c
             checkpointer.restore()
     finally:
         checkpointer.close()
-    for one in culprits:
-        assert one in str(caught.value)
+    for culprit in culprits:
+        assert culprit in str(caught.value)
     assert bool((live == -1).all()), "nothing was changed"
     assert sorted(sidecar.root.glob("0*/rank-*")) == before != []

@@ -49,7 +49,7 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
         for part, (rank, box) in enumerate(cut(generator, shape, world)):
             name = f"t{number}"
             if name in step.boxes[rank]:  # one box of a name in a rank: take the next free rank
-                free = [one for one in range(step.world) if name not in step.boxes[one]]
+                free = [index for index in range(step.world) if name not in step.boxes[index]]
                 if not free:
                     step.world += 1
                     step.boxes.append({})
@@ -66,7 +66,7 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
             targets.append(data)
             expected.append(take(tensor, box))
     size = fill(step, tmp_path, wants, targets, rank=generator.randrange(4))
-    assert size == sum(one.numel() * one.element_size() for one in expected)
+    assert size == sum(tensor.numel() * tensor.element_size() for tensor in expected)
     for target, value in zip(targets, expected, strict=True):
         assert torch.equal(bits(target), bits(value))
 
@@ -133,12 +133,12 @@ def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
         found = list(blocks(piece, element, at, at + step))
         assert not found or (at < last and at + step > first)
         assert len(found) <= 2 * max(1, len(sizes))
-        for one in found:
-            size = math.prod(one.sizes) * element
-            assert at <= one.begin
-            assert one.begin + size <= at + step
-            place = tuple(slice(a, a + n) for a, n in zip(one.at, one.extent, strict=True))
-            result[place] = view_of(flat, torch.int32, one, 0)
+        for block in found:
+            size = math.prod(block.sizes) * element
+            assert at <= block.begin
+            assert block.begin + size <= at + step
+            place = tuple(slice(a, a + n) for a, n in zip(block.at, block.extent, strict=True))
+            result[place] = view_of(flat, torch.int32, block, 0)
             times[place] += 1
     assert torch.equal(result, expected)
     assert bool((times == 1).all())
@@ -169,7 +169,7 @@ def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
     assert "model.w: no rank holds offsets [2, 0], sizes [4, 4]" in text
     assert "model.b: no rank holds offsets [2, 0], sizes [4, 4]" in text
     assert "rank-00001-of-00004.safetensors, rank-00002-of-00004.safetensors" in text
-    assert all(not one.any() for one in targets)
+    assert all(not target.any() for target in targets)
     # what does not need the lost images is restored all the same
     part = [torch.zeros(2, 4)]
     fill(step, tmp_path, [Want("model.w", Box((6, 0), (2, 4)))], part, without=(1, 2))

@@ -51,8 +51,8 @@ def test_a_shard_of_another_epoch_in_a_steps_directory_is_refused_and_kept(run_o
     for answer in run.restore("plain", 1):
         assert (answer["step"], answer["wrong"]) == (older, [])
     assert str(new) in sidecar.text(), "the culprit is named"
-    kept = [one for one in sidecar.volume.rglob("*") if one.is_file()]
-    assert any(one.read_bytes() == mixed for one in kept if one != old), "nothing is deleted"
+    kept = [path for path in sidecar.volume.rglob("*") if path.is_file()]
+    assert any(path.read_bytes() == mixed for path in kept if path != old), "nothing is deleted"
 
 
 def test_a_foreign_file_in_a_steps_directory_is_left_alone_and_not_read(run_of, sidecar):

@@ -68,7 +68,7 @@ def test_only_what_was_begun_is_spoiled_and_only_by_an_error():
     other = torch.ones(2)
     with PartialRestore() as torn:
         torn.begin(begun)
-    assert all(bool((one == 1).all()) for one in begun)
+    assert all(bool((tensor == 1).all()) for tensor in begun)
     with pytest.raises(RuntimeError, match="a peer is gone"), PartialRestore() as torn:
         fail(torn, begun)
     assert begun[0].isnan().all()

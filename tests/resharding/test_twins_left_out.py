@@ -41,7 +41,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
 
     monkeypatch.setattr(restore.Images, "find", find)
     monkeypatch.setattr(restore, "Loader", Loader)
-    one = restore.Restore(
+    attempt = restore.Restore(
         {},
         None,  # type: ignore[arg-type]
         Decision(ID, (Tier.PEER,), 2, direct=(False,), world=2),
@@ -51,7 +51,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         trusted=False,
         partial=restore.PartialRestore(),
     )
-    one._plan(())
+    attempt._plan(())
     return asked
 
 

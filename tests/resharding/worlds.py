@@ -41,13 +41,13 @@ def cut(generator: random.Random, shape, ranks: int) -> list[tuple[int, Box]]:
             )
             parts = [
                 Box(
-                    (*one.offsets[:dim], low, *one.offsets[dim + 1 :]),
-                    (*one.sizes[:dim], high - low, *one.sizes[dim + 1 :]),
+                    (*part.offsets[:dim], low, *part.offsets[dim + 1 :]),
+                    (*part.sizes[:dim], high - low, *part.sizes[dim + 1 :]),
                 )
-                for one in parts
+                for part in parts
                 for low, high in zip([0, *edges], [*edges, shape[dim]], strict=True)
             ]
-    return [(generator.randrange(ranks), one) for one in parts]
+    return [(generator.randrange(ranks), part) for part in parts]
 
 
 def take(tensor: torch.Tensor, box: Box) -> torch.Tensor:

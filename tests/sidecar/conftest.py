@@ -29,8 +29,8 @@ def trainers() -> Iterator[Callable[..., FakeTrainer]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.disconnect()
+    for process in made:
+        process.disconnect()
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def run(
         return Run(made[-nodes:], trainers)
 
     yield make
-    for one in made:
-        one.end()
+    for process in made:
+        process.end()
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def operators(identity: Identity) -> Iterator[Callable[..., OperatorHost]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.stop()
+    for process in made:
+        process.stop()
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def pods(
         return made
 
     yield make
-    for one in made:
-        one.end()
+    for process in made:
+        process.end()
 
 
 @pytest.fixture

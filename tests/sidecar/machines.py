@@ -58,9 +58,9 @@ class Run(Ranks):
     def start(self, *options: str) -> Run:
         """All sidecars, and the ranks in their first epoch."""
         self.start_sidecars(*options)
-        for one in self.come_back():
-            one.restored(one.epoch)
-            one.register()
+        for machine in self.come_back():
+            machine.restored(machine.epoch)
+            machine.register()
         return self
 
     def start_sidecars(self, *options: str) -> None:
@@ -69,4 +69,4 @@ class Run(Ranks):
 
     def come_back(self) -> list[FakeTrainer]:
         """Ranks that have not restored yet."""
-        return self.come([one.socket for one in self.machines])
+        return self.come([machine.socket for machine in self.machines])

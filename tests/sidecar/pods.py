@@ -61,4 +61,4 @@ class Pod(SidecarProcess):
 
 def members(pods: Iterable[Pod]) -> tuple[Member, ...]:
     """The pods as the operator names them."""
-    return tuple(one.member() for one in pods)
+    return tuple(pod.member() for pod in pods)

@@ -31,14 +31,14 @@ class Node:
             self.broadcast.announce(rank, ID, ALL)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
-        self.reads += [(one.key[1], [rank for rank, _ in one.frames]) for one in chunks]
+        self.reads += [(chunk.key[1], [rank for rank, _ in chunk.frames]) for chunk in chunks]
         await self.hold.wait()
         if self.error is not None:
             raise self.error
         return Tier.ARCHIVE
 
     def ask(self, rank: int, *chunks: int, id: StepId = ID) -> asyncio.Task[list[Tier]]:
-        wanted = [((0, one), FRAME) for one in chunks]
+        wanted = [((0, chunk), FRAME) for chunk in chunks]
         return asyncio.ensure_future(self.broadcast.fill(rank, id, wanted))
 
     async def comes(self, rank: int, *chunks: int, id: StepId = ID) -> asyncio.Task[list[Tier]]:
@@ -104,9 +104,9 @@ async def test_an_error_reaches_all_who_wait_and_is_no_later_ranks_trouble() -> 
     node = Node()
     node.error = StorageError("the drive is gone")
     asked = [node.ask(rank, 0, 1) for rank in range(2)]
-    for one in asked:
+    for task in asked:
         with pytest.raises(StorageError, match="drive"):
-            await one
+            await task
     node.error = None
     assert await node.ask(0, 0)
 
@@ -123,7 +123,7 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
     read: list[Key] = []
 
     async def bring(chunks: Sequence[Shared]) -> Tier:
-        read.extend(one.key for one in chunks)
+        read.extend(chunk.key for chunk in chunks)
         await asyncio.sleep(0)
         return Tier.LOCAL
 
@@ -144,7 +144,7 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
                 begin = first[1] if saved == first[0] else 0
                 end = last[1] + 1 if saved == last[0] else 8
                 runs.append(ChunkRun(rank=saved, first=begin, end=end))
-            runs = [one for one in runs if one.end - one.first > 1] or runs
+            runs = [run for run in runs if run.end - run.first > 1] or runs
         broadcast.announce(rank, ID, runs)
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         for rank in range(len(wishes)):

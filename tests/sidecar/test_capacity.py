@@ -64,9 +64,9 @@ def test_two_ranks_that_find_no_room_together_evict_what_one_needs(
         trainers(sidecar.socket, rank, 2, size=MIB).begin_run(local_world=2) for rank in range(2)
     ]
     for step in range(1, 9):
-        ids = [one.stage(step) for one in ranks]
-        for one, id in zip(ranks, ids, strict=True):
-            assert one.wait(id, "committed", flush=True).reached
+        ids = [rank.stage(step) for rank in ranks]
+        for rank, id in zip(ranks, ids, strict=True):
+            assert rank.wait(id, "committed", flush=True).reached
         assert sidecar.get("/v1/status")["evicted"] == max(0, step - 4)
     assert sidecar.published() == [5, 6, 7, 8]
 
@@ -76,19 +76,19 @@ def small_drive(sidecars: Sidecars, tmp_path: Path) -> Iterator[SidecarProcess]:
     """A sidecar (not started) whose volume is an ext4 of 24 MiB on a loop device."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
         pytest.skip("needs root and mkfs.ext4 to make a small drive")
-    one, image = sidecars(), tmp_path / "image"
-    one.volume.mkdir()
+    process, image = sidecars(), tmp_path / "image"
+    process.volume.mkdir()
     with image.open("wb") as file:
         file.truncate(24 * MIB)
     made = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-m", "0", str(image)]
     subprocess.run(made, check=True, capture_output=True, timeout=30)
-    mount = ["mount", "-o", "loop", str(image), str(one.volume)]
+    mount = ["mount", "-o", "loop", str(image), str(process.volume)]
     mounted = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
-    yield one
-    one.end()
-    subprocess.run(["umount", "--lazy", str(one.volume)], check=True, timeout=30)
+    yield process
+    process.end()
+    subprocess.run(["umount", "--lazy", str(process.volume)], check=True, timeout=30)
 
 
 def filled(volume: Path) -> Path:

@@ -158,7 +158,7 @@ def test_in_the_container_of_a_sidecar_the_commands_that_look_show_its_run(
     assert "step 4 of epoch" in status.stdout
     assert "sidecar.log" not in status.stdout
     steps = json.loads(look("steps", "--json", **pod).stdout)["steps"]
-    assert [one["step"] for one in steps] == [4]
+    assert [step["step"] for step in steps] == [4]
     assert "every digest is right" in look("verify", **pod).stdout
     other = look("status", "--run", "another", **pod)
     assert (other.returncode, "no run 'another'" in other.stderr) == (2, True)
@@ -230,7 +230,7 @@ def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(
 
     def is_served() -> bool:
         told = sidecar.get("/v1/status")["warnings"]
-        return [one.partition(":")[0] for one in told] == ["no connection from node ranks 1"]
+        return [line.partition(":")[0] for line in told] == ["no connection from node ranks 1"]
 
     eventually(is_served, what="only the other machine is missing")
 
@@ -305,7 +305,7 @@ def test_prepare_bounds_the_compile_caches_of_each_user(tmp_path: Path) -> None:
     (place / "1002").symlink_to(elsewhere)
     limited = ("setpriv", "--bounding-set=-all,+chown,+dac_override,+fowner", "--inh-caps=-all")
     subprocess.run([*limited, *COMMAND, "prepare", *words], check=True, timeout=30)
-    assert sorted(one.name for one in place.iterdir()) == ["1001", "1002"]
+    assert sorted(path.name for path in place.iterdir()) == ["1001", "1002"]
     assert (elsewhere / "precious").exists()
 
 

@@ -76,7 +76,7 @@ def _flags(setting: Setting) -> tuple[str, ...]:
         return (setting.flag,)
     written = _written(setting.name)
     words = written if isinstance(written, list) else [written]
-    return tuple(word for one in words for word in (setting.flag, one))
+    return tuple(word for value in words for word in (setting.flag, value))
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_each_key_is_read_from_flags_the_environment_and_a_file_alike(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert values_of("--config", str(file)) == EXPECTED
-    assert values_of(*(word for one in SETTINGS for word in _flags(one))) == EXPECTED
+    assert values_of(*(word for setting in SETTINGS for word in _flags(setting))) == EXPECTED
     for key in SETTINGS:
         monkeypatch.setenv(key.variable, EXAMPLES[key.name][0])
     assert values_of() == EXPECTED

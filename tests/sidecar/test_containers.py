@@ -49,7 +49,7 @@ def test_a_lease_ends_with_its_connection_when_the_process_cannot_be_seen(
     first.disconnect()
     successor = trainers(apart.socket)
     successor.connect()
-    assert [one.id for one in successor.candidates().candidates] == [id]
+    assert [candidate.id for candidate in successor.candidates().candidates] == [id]
 
 
 def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
@@ -65,7 +65,7 @@ def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
     successor.connect()
     # another slot may have taken its name already
     assert not path.exists() or path.stat().st_ino != written
-    assert [one.id for one in successor.candidates().candidates] == kept
+    assert [candidate.id for candidate in successor.candidates().candidates] == kept
     successor.restored(first.epoch)
     successor.register()
     eventually(lambda: len(slots_of(apart)) == 3, what="another slot is made")

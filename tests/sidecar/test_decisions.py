@@ -52,7 +52,7 @@ def test_a_broken_connection_is_tried_again_at_once_and_another_replica_is_found
         tried_at_s.append(tried_at_s[-1] + pause_s)
     assert tried_at_s[1] <= 0.5
     for led_at_s in range(1, 21):  # the Lease's end, the standby's look, its start
-        assert min(one for one in tried_at_s if one >= led_at_s) <= led_at_s + 2.0
+        assert min(tried_s for tried_s in tried_at_s if tried_s >= led_at_s) <= led_at_s + 2.0
 
 
 def told(rank: ReportedRanks) -> Report:
@@ -63,7 +63,7 @@ def holding(**steps: tuple[int, ...]) -> ReportedRanks:
     epoch = EpochId(1, "0" * 8)
     tiers = {
         Tier(tier): ReportedTier.of(
-            Shard(step_id=StepId(epoch, one), rank=0, world=2) for one in held
+            Shard(step_id=StepId(epoch, step), rank=0, world=2) for step in held
         )
         for tier, held in steps.items()
     }

@@ -40,12 +40,12 @@ def archive(both: list[Pod], trainers: Trainers, tmp_path: Path) -> dict[str, st
     made = tmp_path / "archive"
     made.mkdir()
     variables = {"KEEPSTEP_ARCHIVE": str(made), "KEEPSTEP_ARCHIVE_EVERY": "1"}
-    ranks = [trainers(one.start(**variables).socket, one.node, 2) for one in both]
-    for one in ranks:
-        one.begin_run(local_world=1)
-    ids = [one.stage(10) for one in ranks]
-    for one, id in zip(ranks, ids, strict=True):
-        assert one.wait(id, "committed", flush=True).reached
+    ranks = [trainers(machine.start(**variables).socket, machine.node, 2) for machine in both]
+    for rank in ranks:
+        rank.begin_run(local_world=1)
+    ids = [rank.stage(10) for rank in ranks]
+    for rank, id in zip(ranks, ids, strict=True):
+        assert rank.wait(id, "committed", flush=True).reached
     eventually(lambda: files_below(made, "step.json"))
     for pod in both:
         pod.end()
@@ -72,7 +72,9 @@ def test_a_rank_that_finds_an_archived_step_waits_for_pods_that_may_hold_a_newer
     found = trainer.candidates(timeout_s=60.0)
     assert came, "it came before the vote"
     later.join()
-    assert [(one.id.step, one.tier) for one in found.candidates] == [(10, Tier.ARCHIVE)]
+    assert [(candidate.id.step, candidate.tier) for candidate in found.candidates] == [
+        (10, Tier.ARCHIVE)
+    ]
 
 
 def test_without_the_others_a_rank_goes_on_from_the_archive_after_a_while(
@@ -82,4 +84,4 @@ def test_without_the_others_a_rank_goes_on_from_the_archive_after_a_while(
     began = time.monotonic()
     found = trainer.candidates(timeout_s=5.0)
     assert time.monotonic() - began >= 5.0, "they might have come"
-    assert [one.id.step for one in found.candidates] == [10]
+    assert [candidate.id.step for candidate in found.candidates] == [10]

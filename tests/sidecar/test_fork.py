@@ -23,12 +23,12 @@ def step(sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: P
     first = sidecars("first").start("--archive", str(archive), "--archive-every", "1")
     ranks = [trainers(first.socket, rank, 2).begin_run() for rank in range(2)]
     for number in (4, 5):
-        ids = [one.stage(number) for one in ranks]
-        for one, id in zip(ranks, ids, strict=True):
-            waited = one.wait(id, "archived", flush=True)
+        ids = [rank.stage(number) for rank in ranks]
+        for rank, id in zip(ranks, ids, strict=True):
+            waited = rank.wait(id, "archived", flush=True)
             assert waited.reached, waited.reason
-    for one in ranks:
-        one.disconnect()
+    for rank in ranks:
+        rank.disconnect()
     first.kill()
     shutil.rmtree(first.memory)
     shutil.rmtree(first.root)
@@ -42,24 +42,26 @@ def start(sidecars: Callable[..., SidecarProcess], archive: Path, tmp_path: Path
     def fork(text: str) -> SidecarProcess:
         memory = tmp_path / "slots"
         memory.mkdir(exist_ok=True)
-        one = sidecars("second", memory=memory)
-        return one.start("--archive", str(archive), "--archive-every", "1", "--restore-from", text)
+        process = sidecars("second", memory=memory)
+        return process.start(
+            "--archive", str(archive), "--archive-every", "1", "--restore-from", text
+        )
 
     return fork
 
 
 def come(sidecar: SidecarProcess, trainers: Trainers, world: int = 2) -> list[FakeTrainer]:
     ranks = [trainers(sidecar.socket, rank, world) for rank in range(world)]
-    for one in ranks:
-        one.connect()
+    for rank in ranks:
+        rank.connect()
     return ranks
 
 
 def go_on(ranks: list[FakeTrainer], parent: StepId, number: int = 2) -> Epoch:
     epoch = Epoch(EpochId(number, "0f0f0f0f"), parent)
-    for one in ranks:
-        one.restored(epoch)
-        one.register()
+    for rank in ranks:
+        rank.restored(epoch)
+        rank.register()
     return epoch
 
 
@@ -69,19 +71,19 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
     second = start("first/4")
     ranks = come(second, trainers)
     go_on(ranks, step)
-    ids = [one.stage(5) for one in ranks]
+    ids = [rank.stage(5) for rank in ranks]
     assert all(
-        one.wait(id, "committed", flush=True).reached for one, id in zip(ranks, ids, strict=True)
+        rank.wait(id, "committed", flush=True).reached for rank, id in zip(ranks, ids, strict=True)
     )
     second.kill()
     shutil.rmtree(archive / "first")  # it is not even asked any more
     again = start("first/4")
-    found = [one.candidates() for one in come(again, trainers)]
-    assert [[each.id for each in one.candidates] for one in found] == [[ids[0]]] * 2
-    assert [[each.id for each in one.offers] for one in found] == [[ids[0]]] * 2
+    found = [trainer.candidates() for trainer in come(again, trainers)]
+    assert [[each.id for each in vote.candidates] for vote in found] == [[ids[0]]] * 2
+    assert [[each.id for each in vote.offers] for vote in found] == [[ids[0]]] * 2
 
     def settled() -> bool:
-        return not any(one["trouble"] for one in again.get("/v1/status")["tiers"].values())
+        return not any(tier["trouble"] for tier in again.get("/v1/status")["tiers"].values())
 
     eventually(settled, what="nobody misses the other run")
 

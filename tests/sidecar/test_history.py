@@ -45,7 +45,7 @@ def events(sidecar: SidecarProcess, since: int = 0) -> Told:
 
 
 def of(kind: Kind, told: Told) -> list[Event]:
-    return [one for one in told.events if one.kind is kind]
+    return [event for event in told.events if event.kind is kind]
 
 
 # --- one life after the other ----------------------------------------------------------------
@@ -64,16 +64,16 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     told = eventually(
         lambda: of(Kind.SKIPPED, now := events(sidecar)) and now, what="it is told within a second"
     )
-    assert [one.kind for one in told.events][:3] == [Kind.STARTED, Kind.CAME, Kind.RESTORED]
+    assert [event.kind for event in told.events][:3] == [Kind.STARTED, Kind.CAME, Kind.RESTORED]
     assert (of(Kind.CAME, told)[0].rank, of(Kind.CAME, told)[0].seconds) == (0, 3.0)
     staged = of(Kind.STAGED, told)
     assert (staged[0].first, staged[-1].step) == (0, step(4))
-    assert sum(one.count for one in staged) == 5
-    assert sum(one.seconds for one in staged) == 5 * 0.125
+    assert sum(event.count for event in staged) == 5
+    assert sum(event.seconds for event in staged) == 5 * 0.125
     assert of(Kind.COMMITTED, told)[-1].step == step(4)
     (discarded,) = of(Kind.DISCARDED, told)
     assert (discarded.number, discarded.text) == (5, "a tensor changed")
-    assert [one.sequence for one in told.events] == list(range(1, told.last + 1))
+    assert [event.sequence for event in told.events] == list(range(1, told.last + 1))
     assert events(sidecar, told.last).events == ()
     eventually(lambda: sidecar.root.joinpath("history.jsonl").exists(), what="it is kept")
     kept = eventually(
@@ -124,7 +124,7 @@ def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
     assert len(history._open) <= 64
     found = history.all()
     assert KEPT // 2 < len(found) <= KEPT
-    assert max(len(one.text) for one in found) == TEXT_CHARS
+    assert max(len(event.text) for event in found) == TEXT_CHARS
     assert msgspec.json.encode(history.told("run", 0))
     assert history.told("run", 0).oldest == found[0].sequence > 1
 

@@ -39,7 +39,7 @@ def test_no_kill_loses_a_commit_or_leaves_a_torn_one(
     sidecar.start("--keep", "1")
     successor = trainers(sidecar.socket)
     successor.connect()
-    offered = {one.id for one in successor.candidates().candidates}
+    offered = {candidate.id for candidate in successor.candidates().candidates}
     if before:
         assert offered, "a commit was there, and nothing is offered"
     for id in offered:

@@ -29,11 +29,11 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
     waits = []
     for step in range(1, 8):
         id = two.stage(step)
-        for one in two.ranks:
-            assert one.wait(id, "durable").reached
+        for rank in two.ranks:
+            assert rank.wait(id, "durable").reached
         began = time.monotonic()
-        for one in two.ranks:
-            assert one.wait(id, "committed").reached
+        for rank in two.ranks:
+            assert rank.wait(id, "committed").reached
         waits.append(time.monotonic() - began)
     assert median(waits) < 2, "at once, and not with the next of the reports that always come"
     eventually(lambda: two.machines[1].steps() == {7}, what="older steps go on all machines")
@@ -53,9 +53,9 @@ def test_clocks_ten_minutes_apart_cost_a_run_nothing(
     options = ("--persist-every", "1", "--keep", "1")
     here.start(*options)
     there.start(*options, PYTHONPATH=str(tmp_path))
-    for one in two.come_back():
-        one.restored(one.epoch)
-        one.register()
+    for first in two.come_back():
+        first.restored(first.epoch)
+        first.register()
     for step in range(6):
         two.reach(step)
     eventually(lambda: 5 in here.copies(), what="the buddy has the newest step")
@@ -68,7 +68,7 @@ def test_clocks_ten_minutes_apart_cost_a_run_nothing(
     assert two.restore().step == 5
     two.reach(6)
     for machine in two.machines:
-        eventually(lambda one=machine: one.steps() == {6}, what="older steps go")
+        eventually(lambda machine=machine: machine.steps() == {6}, what="older steps go")
         assert not machine.warnings()
 
 
@@ -79,7 +79,9 @@ def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
     two = run(2).start("--persist-every", "1")
     id = two.reach(3)
     for machine in two.machines:
-        eventually(lambda one=machine: 3 in one.copies(), what="each keeps the other's shard")
+        eventually(
+            lambda machine=machine: 3 in machine.copies(), what="each keeps the other's shard"
+        )
     two.disconnect()
     machine = two.machines[lost]
     machine.kill()
@@ -100,13 +102,13 @@ def test_what_a_replaced_machine_was_seen_to_hold_keeps_no_twin_from_standing_in
     two.start_sidecars(*options)
 
     def train(ranks: list[FakeTrainer]) -> None:
-        for one in ranks:
-            one.layout = make_layout(one.rank, 2, twins=(1 - one.rank,))
+        for rank in ranks:
+            rank.layout = make_layout(rank.rank, 2, twins=(1 - rank.rank,))
 
     train(two.come_back())
-    for one in two.ranks:
-        one.restored(one.epoch)
-        one.register()
+    for rank in two.ranks:
+        rank.restored(rank.epoch)
+        rank.register()
     two.reach(0)
     two.disconnect()
     here, there = two.machines
@@ -122,15 +124,15 @@ def test_what_a_replaced_machine_was_seen_to_hold_keeps_no_twin_from_standing_in
     if address == "another":
         there.port = free_port()
     there.start(*options)
-    zero, one = (two._trainers(machine.socket, at, 2) for at, machine in enumerate(two.machines))
+    zero, rank = (two._trainers(machine.socket, at, 2) for at, machine in enumerate(two.machines))
     zero.connect(local_world=1)  # it votes before the other one comes
     eventually(
         lambda: not any(1 in offer.images for offer in zero.candidates().offers),
         what="what it held is gone",
     )
     vote = zero.candidates()
-    one.connect(local_world=1)
-    assert choose([vote, one.candidates()]).id == last
+    rank.connect(local_world=1)
+    assert choose([vote, rank.candidates()]).id == last
 
 
 def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
@@ -145,10 +147,11 @@ def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
         second.port = free_port()
         try:
             second.start("--persist-every", "1")
-            for one in (second, here):
+            for first in (second, here):
                 eventually(
-                    lambda one=one, rank=rank: (
-                        f"DuplicateNodeRank: two sidecars have node rank {rank}" in one.warnings()
+                    lambda machine=first, rank=rank: (
+                        f"DuplicateNodeRank: two sidecars have node rank {rank}"
+                        in machine.warnings()
                     ),
                     what="both say so",
                     within_s=10,
@@ -156,8 +159,8 @@ def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
         finally:
             second.end()
     two.reach(2)
-    for one in (here, there):
-        eventually(lambda one=one: one.steps() == {2}, what="the run goes on as before")
+    for first in (here, there):
+        eventually(lambda machine=first: machine.steps() == {2}, what="the run goes on as before")
 
 
 @pytest.mark.parametrize(
@@ -194,13 +197,13 @@ def test_what_only_the_leader_sees_is_in_its_log_and_its_warnings_once(
     """The model does not change, on any machine."""
     two = run(2).start("--persist-every", "1", "--peer-replicas", "0")
     for step in range(8):
-        for one in two.ranks:
-            one.begin()
-            one.copy(0, 0, one.layout.size_bytes)
-            one.seal(one.control(step))
-            one.report(step)
-        for one in two.ranks:
-            assert one.wait(StepId(one.epoch.id, step), "committed").reached
+        for rank in two.ranks:
+            rank.begin()
+            rank.copy(0, 0, rank.layout.size_bytes)
+            rank.seal(rank.control(step))
+            rank.report(step)
+        for rank in two.ranks:
+            assert rank.wait(StepId(rank.epoch.id, step), "committed").reached
     here, text = two.machines[0], "the parameters of all ranks were the same in the last 6 commits"
     eventually(lambda: text in here.warnings(), what="the leader says so", within_s=10)
     assert here.warnings().count(text) == here.text().count(text) == 1
@@ -255,10 +258,10 @@ def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its
         machine.kill()
     assert archived(archive, "lives/*"), "nobody said that it ended"
     began = time.monotonic()
-    assert id in [one.id for one in leader.candidates(timeout_s=60.0).candidates]
+    assert id in [candidate.id for candidate in leader.candidates(timeout_s=60.0).candidates]
     assert time.monotonic() - began < 45.0
     assert second.restore() == id
-    assert {one.parent.name[:5] for one in archived(archive)} == {"0001."}
+    assert {path.parent.name[:5] for path in archived(archive)} == {"0001."}
 
 
 def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_was_its_run_s(
@@ -292,8 +295,8 @@ def test_commits_go_on_within_seconds_after_a_sidecar_was_killed(
     began = time.monotonic()
     two.reach(2)
     assert time.monotonic() - began < 5
-    for one in two.machines:
-        eventually(lambda one=one: one.steps() == {2}, what="older steps go again")
+    for member in two.machines:
+        eventually(lambda machine=member: machine.steps() == {2}, what="older steps go again")
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -308,20 +311,26 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
     assert told.steps == (pinned,)
     two.reach(2)
     newest = two.reach(3)
-    for one in two.machines:
-        eventually(lambda one=one: one.steps() == {1, 3}, what="it stays on all machines")
+    for machine in two.machines:
+        eventually(
+            lambda machine=machine: machine.steps() == {1, 3}, what="it stays on all machines"
+        )
     two.disconnect()
-    for one in two.machines:
-        one.kill()
+    for machine in two.machines:
+        machine.kill()
     two.start_sidecars(*options)
     two.come_back()
     assert two.restore() == newest
     two.reach(4)
-    for one in two.machines:
-        eventually(lambda one=one: one.steps() == {1, 4}, what="it stays after a restart")
+    for machine in two.machines:
+        eventually(
+            lambda machine=machine: machine.steps() == {1, 4}, what="it stays after a restart"
+        )
     assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
-    for one in two.machines:
-        eventually(lambda one=one: one.steps() == {4}, what="it goes when it is unpinned")
+    for machine in two.machines:
+        eventually(
+            lambda machine=machine: machine.steps() == {4}, what="it goes when it is unpinned"
+        )
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -345,8 +354,8 @@ def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     newest = two.reach(3, "archived")
     eventually(lambda: has(1, 3), what="the pinned step stays, the other one goes")
     two.disconnect()
-    for one in two.machines:
-        one.kill()
+    for machine in two.machines:
+        machine.kill()
     two.start_sidecars(*options)
     two.come_back()
     assert two.restore() == newest
@@ -395,7 +404,7 @@ def test_a_step_that_is_pinned_on_the_only_machine_stays(
 def _is_committed(two: Run, there: Machine, id: StepId) -> bool:
     """Wait until the step is committed, or `there` has no room for it."""
     for _ in range(60):
-        if all(one.wait(id, "committed", flush=True, timeout_s=0.5).reached for one in two.ranks):
+        if all(rank.wait(id, "committed", flush=True, timeout_s=0.5).reached for rank in two.ranks):
             return True
         if f"step {id}, rank 1: no space" in there.text():
             return False
@@ -409,9 +418,9 @@ def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
     here, there = two.machines
     here.start("--persist-every", "1")
     there.start("--persist-every", "1", "--capacity", "400Ki")
-    for one in two.come_back():
-        one.restored(one.epoch)
-        one.register()
+    for first in two.come_back():
+        first.restored(first.epoch)
+        first.register()
     committed, pauses, since = 0, [0.0], time.monotonic()
     for step in range(30):
         if _is_committed(two, there, two.stage(step)):

@@ -100,12 +100,12 @@ def test_a_member_behind_a_firewall_trains_on_and_both_sides_say_so(
     behind.start(*_OPTIONS)
     for step in range(4):
         id = behind.stage(step)
-        assert all(one.wait(id, "durable").reached for one in behind.ranks)
+        assert all(rank.wait(id, "durable").reached for rank in behind.ranks)
     here, there = behind.machines
     _says(here, "no connection from node ranks 1", within_s=30)
     _says(there, "a firewall drops the connection", within_s=30)
-    for one in behind.machines:
-        assert max(one.steps()) == 3
+    for machine in behind.machines:
+        assert max(machine.steps()) == 3
     firewall.open()
     eventually(lambda: not there.warnings(), what="it is a member now", within_s=20)
     behind.reach(4)
@@ -122,7 +122,7 @@ def test_a_member_that_is_cut_off_for_a_minute_trains_on_and_commits_soon_after(
     while time.monotonic() - began < _MINUTE_S:
         step += 1
         id = behind.stage(step)
-        assert all(one.wait(id, "durable").reached for one in behind.ranks), "it trains on"
+        assert all(rank.wait(id, "durable").reached for rank in behind.ranks), "it trains on"
         assert commit in here.steps() & there.steps(), "what was committed stays"
         if time.monotonic() - began > 56:  # silence, time to come back, a look
             assert "no connection from node ranks 1" in here.warnings()
@@ -132,8 +132,8 @@ def test_a_member_that_is_cut_off_for_a_minute_trains_on_and_commits_soon_after(
     began = time.monotonic()
     behind.reach(step + 1)
     assert time.monotonic() - began < 5
-    for one in behind.machines:
-        eventually(lambda one=one: len(one.steps()) <= 3, what="older steps go again")
+    for machine in behind.machines:
+        eventually(lambda machine=machine: len(machine.steps()) <= 3, what="older steps go again")
 
 
 @pytest.mark.soak
@@ -162,8 +162,8 @@ def test_a_leader_that_is_killed_20_times_while_the_run_trains_loses_no_commit(
         _comes_back(two.ranks[0])
         began, step = time.monotonic(), step + 1
         id = two.stage(step)
-        assert all(one.wait(id, "durable", flush=True).reached for one in two.ranks)
-        assert all(one.wait(id, "committed").reached for one in two.ranks)
+        assert all(rank.wait(id, "durable", flush=True).reached for rank in two.ranks)
+        assert all(rank.wait(id, "committed").reached for rank in two.ranks)
         commit = step
         slowest = max(slowest, time.monotonic() - began)
         assert max(here.steps() & there.steps()) >= commit

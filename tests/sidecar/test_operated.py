@@ -61,31 +61,33 @@ class Team:
 
     def come(self) -> list[FakeTrainer]:
         """New trainers, which have not restored yet."""
-        for one in self.ranks:
-            one.disconnect()
+        for rank in self.ranks:
+            rank.disconnect()
         self.ranks = [self._trainers(pod.socket, pod.node, 2) for pod in self.pods]
-        for one in self.ranks:
-            one.connect(local_world=1)
+        for rank in self.ranks:
+            rank.connect(local_world=1)
         return self.ranks
 
     def reach(self, step: int) -> StepId:
         """Both stage a step, and see it committed."""
-        (id,) = {one.stage(step) for one in self.ranks}
-        for one in self.ranks:
-            assert one.wait(id, "committed", flush=True).reached
+        (id,) = {rank.stage(step) for rank in self.ranks}
+        for rank in self.ranks:
+            assert rank.wait(id, "committed", flush=True).reached
         return id
 
     def restart(self, epoch: str) -> StepId | None:
         """The trainers are replaced: vote, restore, begin the next epoch."""
-        votes = [one.candidates() for one in self.come()]
+        votes = [trainer.candidates() for trainer in self.come()]
         limit, exact = limit_of(votes)
         decision = choose(votes, limit=limit, exact=exact)
-        for one in self.ranks:
+        for rank in self.ranks:
             if decision.id is not None:
-                opened = one.open(decision.id)
-                assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
-            one.restored(decision.epoch(epoch))
-            one.register()
+                opened = rank.open(decision.id)
+                assert read_image(rank.layout, opened.path) == content(
+                    rank.layout, decision.id.step
+                )
+            rank.restored(decision.epoch(epoch))
+            rank.register()
         return decision.id
 
     def away(self) -> None:
@@ -99,8 +101,8 @@ class Team:
         return self.operator.start()
 
     def end(self) -> None:
-        for one in self.made:
-            one.end()
+        for pod in self.made:
+            pod.end()
         self.operator.stop()
         shutil.rmtree(self._memory, ignore_errors=True)
 
@@ -110,22 +112,22 @@ def team(tmp_path: Path, trainers: Callable[..., FakeTrainer]) -> Iterator[Team]
     made = Team(tmp_path, trainers)
     for pod in made.pods:
         pod.start(*OPTIONS)
-    for one in made.come():
-        one.go_on()
+    for trainer in made.come():
+        trainer.go_on()
     yield made
     made.end()
 
 
 def held(team: Team, *steps: int) -> None:
-    for one in team.pods:
-        eventually(lambda one=one: one.steps() == {*steps}, what=lambda one=one: f"{one.steps()}")
+    for pod in team.pods:
+        eventually(lambda pod=pod: pod.steps() == {*steps}, what=lambda pod=pod: f"{pod.steps()}")
 
 
 def test_a_run_reports_itself_and_goes_on_while_the_operator_is_away(team: Team) -> None:
     id = team.reach(1)
     report = eventually(lambda: (found := team.operator.newest) and found.committed == id and found)
     assert (report.world, report.alive, report.known) == (2, 2, 2)
-    assert [(one.pod, one.node, one.local) for one in report.nodes] == [
+    assert [(node.pod, node.node, node.local) for node in report.nodes] == [
         ("first-0", "node-0", 1),
         ("first-1", "node-1", 1),
     ]
@@ -155,7 +157,10 @@ def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
     first = team.reach(1)
     team.operator.ask(pins=(first,))
     eventually(
-        lambda: (found := team.operator.newest) and [one.step for one in found.kept] == [str(first)]
+        lambda: (
+            (found := team.operator.newest)
+            and [checkpoint.step for checkpoint in found.kept] == [str(first)]
+        )
     )
     team.reach(2)
     team.reach(3)
@@ -169,7 +174,12 @@ def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
     assert team.restart("00000002") == first
     done = eventually(
         lambda: next(
-            (one for one in team.operator.seen.reports[-1].recent if one.type == "RolledBack"), None
+            (
+                event
+                for event in team.operator.seen.reports[-1].recent
+                if event.type == "RolledBack"
+            ),
+            None,
         )
     )
     assert done.step == 1
@@ -185,19 +195,19 @@ def test_a_pod_that_was_replaced_is_gone_and_its_successor_takes_its_place(team:
     report = eventually(
         lambda: (
             (found := team.operator.newest)
-            and [one.state for one in found.nodes][1:] == [MemberState.GONE]
+            and [node.state for node in found.nodes][1:] == [MemberState.GONE]
             and found.doubts
             and found
         )
     )
-    assert DoubtKind.NOTHING_KEPT in [one.kind for one in report.doubts]
+    assert DoubtKind.NOTHING_KEPT in [doubt.kind for doubt in report.doubts]
     team.replace(1)
-    for one in team.come():
-        one.restored(Epoch(EpochId(2, "00000002")))
-        one.register()
+    for trainer in team.come():
+        trainer.restored(Epoch(EpochId(2, "00000002")))
+        trainer.register()
     id = team.reach(0)
     report = eventually(lambda: (found := team.operator.newest) and found.committed == id and found)
-    assert [one.pod for one in report.nodes] == ["first-0", "second-1"]
+    assert [node.pod for node in report.nodes] == ["first-0", "second-1"]
 
 
 def test_a_commit_comes_soon_after_the_leader_is_back_also_without_an_operator(team: Team) -> None:

@@ -16,11 +16,11 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
     sidecar = sidecars().start()
     ranks = [trainers(sidecar.socket, rank, 4).begin_run() for rank in range(4)]
     id = StepId(ranks[0].epoch.id, 400)
-    for one in ranks[2:]:  # ranks 0 and 1 die first; nothing is committed
-        assert one.stage(400) == id
-        assert one.wait(id, "durable", flush=True).reached
-    for one in ranks:
-        one.disconnect()
+    for rank in ranks[2:]:  # ranks 0 and 1 die first; nothing is committed
+        assert rank.stage(400) == id
+        assert rank.wait(id, "durable", flush=True).reached
+    for rank in ranks:
+        rank.disconnect()
     sidecar.kill()
     sidecar.lose_memory()
     sidecar.start()

@@ -25,11 +25,11 @@ def archived(
     sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1")
     ranks = [trainers(sidecar.socket, rank, 2).begin_run() for rank in range(2)]
     id = StepId(ranks[0].epoch.id, 4)
-    assert [one.stage(4) for one in ranks] == [id, id]
-    for one in ranks:
-        waited = one.wait(id, "archived", flush=True)
+    assert [rank.stage(4) for rank in ranks] == [id, id]
+    for rank in ranks:
+        waited = rank.wait(id, "archived", flush=True)
         assert waited.reached, waited.reason
-        one.disconnect()
+        rank.disconnect()
     sidecar.kill()
     return sidecar, id
 

@@ -74,7 +74,7 @@ def test_links_in_shared_memory_lead_a_sidecar_to_nothing_on_a_volume(
     assert stat.S_IMODE((sidecar.root / "of-others").stat().st_mode) != 0o2770
     trainer = trainers(sidecar.socket)
     trainer.connect()
-    assert [one.tier for one in trainer.candidates().candidates] == [Tier.LOCAL]
+    assert [candidate.tier for candidate in trainer.candidates().candidates] == [Tier.LOCAL]
     trainer.go_on()
     assert trainer.wait(trainer.stage(2), "committed", flush=True).reached
     after = tree(sidecar.root)
@@ -138,7 +138,7 @@ def test_an_image_that_was_never_durable_and_is_damaged_is_not_offered(
     damage_slot(newest_slot(sidecar, 2), "flipped")
     successor = trainers(sidecar.socket)
     successor.connect()
-    assert [one.id for one in successor.candidates().candidates] == ids[:1]
+    assert [candidate.id for candidate in successor.candidates().candidates] == ids[:1]
 
 
 def test_a_slot_that_is_truncated_ends_itself_and_not_the_sidecar(

@@ -41,7 +41,7 @@ class Team(Ranks):
 
     def come_back(self, *, local_world: int = 1) -> list[FakeTrainer]:
         """Ranks that have not restored yet."""
-        return self.come([one.socket for one in self.pods], local_world=local_world)
+        return self.come([pod.socket for pod in self.pods], local_world=local_world)
 
 
 def nobody() -> str:
@@ -77,8 +77,8 @@ def test_what_both_pods_made_durable_is_committed_and_published_on_both(team: Te
     assert not ranks[0].wait(first, "committed", timeout_s=0.5).reached
     assert both[0].published() == []
     ranks[1].stage(1)
-    for one in ranks:
-        assert one.wait(first, "committed", flush=True).reached
+    for rank in ranks:
+        assert rank.wait(first, "committed", flush=True).reached
     for rank, pod in enumerate(both):
         assert [path.name for path in (pod.root / str(first)).iterdir()] == [
             f"rank-{rank:05d}-of-00002.safetensors"
@@ -99,8 +99,8 @@ def test_commits_that_are_heard_of_together_are_all_published_and_archived_where
     options = ("--keep", "3", "--archive", str(archive), "--archive-every", "4")
     both, ranks = team.start(*options)
     for step in range(1, 9):
-        for one in ranks:
-            assert one.wait(one.stage(step), "durable", flush=True).reached
+        for rank in ranks:
+            assert rank.wait(rank.stage(step), "durable", flush=True).reached
     for pod in both:
         eventually(
             lambda pod=pod: pod.published() == [6, 7, 8],
@@ -108,7 +108,9 @@ def test_commits_that_are_heard_of_together_are_all_published_and_archived_where
         )
 
     def archived() -> list[int]:
-        return sorted(StepId.parse(one.parent.name).step for one in archive.glob("run/*/step.json"))
+        return sorted(
+            StepId.parse(path.parent.name).step for path in archive.glob("run/*/step.json")
+        )
 
     eventually(lambda: archived() == [4, 8], what=lambda: f"archived {archived()}")
 
@@ -134,7 +136,7 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
         assert loaded["step"] == str(id)
     ranks = team.come_back()
     found = ranks[0].candidates()
-    assert [one.id.step for one in found.candidates] == [7, 8]
+    assert [candidate.id.step for candidate in found.candidates] == [7, 8]
     assert found.plan == id
     assert team.restore() == id
 
@@ -175,9 +177,9 @@ def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
 ) -> None:
     """Without LOCAL_WORLD_SIZE a sidecar of many does not take its ranks for all there are."""
     for rank, pod in enumerate(lone_team.pods):
-        one = trainers(pod.start().socket, rank, 2).begin_run()
-        one.stage(5)
-        one.disconnect()
+        trainer = trainers(pod.start().socket, rank, 2).begin_run()
+        trainer.stage(5)
+        trainer.disconnect()
     lone_team.come_back(local_world=0)
     assert lone_team.restore().step == 5
 
@@ -187,9 +189,9 @@ def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
 ) -> None:
     both, ranks = team.start()
     id = team.stage(2)
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
-        one.disconnect()
+    for rank in ranks:
+        assert rank.wait(id, "committed", flush=True).reached
+        rank.disconnect()
     for pod in both:
         assert pod.terminate() == 0
         assert json.loads((pod.root / "run.json").read_text())["committed"] == str(id)
@@ -202,7 +204,7 @@ def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
 
 
 def archived_below(archive: Path) -> list[int]:
-    return sorted(StepId.parse(one.parent.name).step for one in archive.glob("run/*/step.json"))
+    return sorted(StepId.parse(path.parent.name).step for path in archive.glob("run/*/step.json"))
 
 
 @pytest.fixture
@@ -237,8 +239,8 @@ def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     operator.ask(members=(team.pods[0].member(), leaves.member(leaving=True)))
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
     team.stage(5)
-    for one in team.ranks:
-        one.disconnect()
+    for rank in team.ranks:
+        rank.disconnect()
     assert leaves.terminate() == 0
     eventually(lambda: archived_below(archive) == [4, 5], what=f"not {archived_below(archive)}")
 
@@ -276,8 +278,8 @@ def test_an_absent_operator_is_logged_once_and_costs_nothing(
     eventually(lambda: back.newest, within_s=40, what="reports catch up")
     assert len(events(both[0], "operator.report_failed")) == 1
     id = lone_team.reach(20, "durable")
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
+    for rank in ranks:
+        assert rank.wait(id, "committed", flush=True).reached
 
 
 def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
@@ -350,7 +352,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     assert not waited.reached
     assert "cannot use the volume" in waited.reason
     report = eventually(lambda: (found := operator.newest) and found.step == id.step and found)
-    (doubt,) = (one for one in report.doubts if one.kind is DoubtKind.COMMIT_STALLED)
+    (doubt,) = (doubt for doubt in report.doubts if doubt.kind is DoubtKind.COMMIT_STALLED)
     assert "cannot use the volume" in doubt.text
     assert (report.nodes[0].memory, report.nodes[0].local) == (id.step, None)
 

@@ -43,9 +43,9 @@ ROUTES = {
 
 @pytest.fixture
 def sidecar(memory_dir: Path, tmp_path: Path) -> Iterator[SidecarProcess]:
-    one = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log").start()
-    yield one
-    one.end()
+    process = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log").start()
+    yield process
+    process.end()
 
 
 def test_no_number_is_an_internal_error(

@@ -87,8 +87,8 @@ def test_a_drive_that_dies_costs_no_more_than_the_step_that_was_being_written(
     eventually(lambda: sidecar.published()[-2:] == [7, 8], what="readers see them")
     eventually(lambda: 5 not in sidecar.published(), what="retention goes on")
     status = sidecar.get("/v1/status")
-    assert [bool(one["failed"]) for one in status["volumes"]] == [False, True]
-    assert any("Input/output error" in one for one in status["warnings"])
+    assert [bool(volume["failed"]) for volume in status["volumes"]] == [False, True]
+    assert any("Input/output error" in warning for warning in status["warnings"])
 
 
 def test_a_trainer_that_goes_while_its_lease_is_being_made_does_not_keep_the_rank(

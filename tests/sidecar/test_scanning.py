@@ -68,7 +68,7 @@ def forget_one(committer: Committer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("meanwhile", "left"), [(lambda one: write(one, 3), [1, 2, 3]), (forget_one, [2])]
+    ("meanwhile", "left"), [(lambda root: write(root, 3), [1, 2, 3]), (forget_one, [2])]
 )
 async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
     committer: Committer,
@@ -202,7 +202,7 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
         before = make_committer(drives, pool, threads)
         for rank in (0, 1):
             write(before, 1, rank=rank, world=2)
-        assert len({drives.holder(one.path) for one in before.local_shards.all()}) == 2
+        assert len({drives.holder(shard.path) for shard in before.local_shards.all()}) == 2
         committer = make_committer(drives, pool, threads)
         dead.add(drives.volume_for(1).root)
         await committer.scan()
@@ -262,7 +262,7 @@ def test_files_that_are_no_shards_never_hide_the_good_ones(
     hostile.start()
     trainer = trainers(hostile.socket)
     trainer.connect()
-    assert [one.id.step for one in trainer.candidates().candidates] == [4]
+    assert [candidate.id.step for candidate in trainer.candidates().candidates] == [4]
     assert shard.exists()
 
 
@@ -286,7 +286,7 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     aside.rename(step)
     (hostile.root / "pending").unlink()
     eventually(lambda: probe.health(hostile.socket) == "", what="the next scan")
-    assert [one.id.step for one in trainer.candidates().candidates] == [4]
+    assert [candidate.id.step for candidate in trainer.candidates().candidates] == [4]
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n")
 

@@ -32,10 +32,10 @@ def saved(sidecar: SidecarProcess, trainers: Trainers, *, size: int = 64 << 10) 
     """Two ranks have committed step 4 and died."""
     ranks = [trainers(sidecar.socket, rank, 2, size=size).begin_run() for rank in range(2)]
     id = StepId(ranks[0].epoch.id, 4)
-    assert [one.stage(4) for one in ranks] == [id, id]
-    for one in ranks:
-        assert one.wait(id, "committed", flush=True).reached
-        one.disconnect()
+    assert [rank.stage(4) for rank in ranks] == [id, id]
+    for rank in ranks:
+        assert rank.wait(id, "committed", flush=True).reached
+        rank.disconnect()
     return id
 
 

@@ -68,7 +68,7 @@ def test_a_killed_trainer_leaves_what_it_sealed_and_nothing_else(
     successor = trainers(sidecar.socket)
     successor.connect()
     found = successor.candidates()
-    assert [one.id.step for one in found.candidates] == left
+    assert [candidate.id.step for candidate in found.candidates] == left
     opened = successor.open(found.candidates[-1].id)
     assert ControlPage.from_bytes(Path(opened.path).read_bytes()[-4096:]).step == left[-1]
 

@@ -27,8 +27,8 @@ def listing(shard: Shard = SHARD) -> Listing:
 
 
 def heard(told: Listing | dict[str, Any]) -> Shard:
-    (one,) = msgspec.json.decode(msgspec.json.encode(told), type=Listing).shards
-    return Shard(**one.facts)
+    (shard,) = msgspec.json.decode(msgspec.json.encode(told), type=Listing).shards
+    return Shard(**shard.facts)
 
 
 def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
@@ -38,7 +38,7 @@ def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
 
 @pytest.mark.parametrize(
     "runs",
-    [[[0, 10**12, 1]], [[0, WORLD, 8]], [[0, 16, 16]], [[one, one, 1] for one in range(66)]],
+    [[[0, 10**12, 1]], [[0, WORLD, 8]], [[0, 16, 16]], [[index, index, 1] for index in range(66)]],
 )
 def test_runs_that_cannot_be_are_refused_as_they_are_read(runs: list[list[int]]) -> None:
     told = msgspec.to_builtins(listing())

@@ -57,8 +57,8 @@ def test_a_rank_goes_on_in_memory_once_the_other_one_has_closed(
 ) -> None:
     ranks = two_ranks(sidecar, trainers)
     for step in range(8):
-        for one in ranks:
-            one.stage(step)
+        for rank in ranks:
+            rank.stage(step)
     ranks[1].take_slot()  # it has a slot at hand that still seals an older step
     ranks[1].release()
     for step in range(8, 20):

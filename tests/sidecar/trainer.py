@@ -324,36 +324,36 @@ class Ranks:
     def come(self, sockets: list[Path], *, local_world: int = 1) -> list[FakeTrainer]:
         """Ranks that have not restored yet."""
         self.ranks = [self._trainers(path, at, len(sockets)) for at, path in enumerate(sockets)]
-        for one in self.ranks:
-            one.connect(local_world=local_world)
+        for rank in self.ranks:
+            rank.connect(local_world=local_world)
         return self.ranks
 
     def restore(self, epoch: str = "00000002") -> StepId:
         """As the library does: vote, open, verify, begin the next epoch."""
-        decision = choose([one.candidates() for one in self.ranks])
+        decision = choose([rank.candidates() for rank in self.ranks])
         assert decision.id is not None
-        for one in self.ranks:
-            opened = one.open(decision.id)
-            assert read_image(one.layout, opened.path) == content(one.layout, decision.id.step)
-        for one in self.ranks:
-            one.restored(decision.epoch(epoch))
-            one.register()
+        for rank in self.ranks:
+            opened = rank.open(decision.id)
+            assert read_image(rank.layout, opened.path) == content(rank.layout, decision.id.step)
+        for rank in self.ranks:
+            rank.restored(decision.epoch(epoch))
+            rank.register()
         return decision.id
 
     def stage(self, step: int) -> StepId:
-        (id,) = {one.stage(step) for one in self.ranks}
+        (id,) = {rank.stage(step) for rank in self.ranks}
         return id
 
     def reach(self, step: int, state: str = "committed", *, timeout_s: float = 20.0) -> StepId:
         """Stage a step on all, and wait until all see it in this state."""
         id = self.stage(step)
-        for one in self.ranks:
-            assert one.wait(id, state, flush=True, timeout_s=timeout_s).reached, state
+        for rank in self.ranks:
+            assert rank.wait(id, state, flush=True, timeout_s=timeout_s).reached, state
         return id
 
     def disconnect(self) -> None:
-        for one in self.ranks:
-            one.disconnect()
+        for rank in self.ranks:
+            rank.disconnect()
 
 
 def read_image(layout: Layout, path: str | Path) -> bytes:

@@ -180,7 +180,7 @@ def _operator(team: Team, before: Seen, dice: random.Random) -> int:
 
 def _api(team: Team, before: Seen, dice: random.Random) -> int:
     cluster = team.cluster
-    (node,) = [one for one in cluster.nodes() if "control-plane" in one]
+    (node,) = [node for node in cluster.nodes() if "control-plane" in node]
     pids = cluster.on_node(node, "pgrep", "-x", "kube-apiserver|etcd").split()
     cluster.on_node(node, "kill", "-STOP", *pids)
     try:
@@ -230,5 +230,5 @@ FAULTS = (
 
 def drawn(dice: random.Random, *, small: bool) -> Fault:
     """One of those that a team can have. `small`: its drive is."""
-    fit = [one for one in FAULTS if small or not one.needs_small_drive]
-    return dice.choices(fit, [one.share for one in fit])[0]
+    fit = [fault for fault in FAULTS if small or not fault.needs_small_drive]
+    return dice.choices(fit, [fault.share for fault in fit])[0]

@@ -43,27 +43,28 @@ class Record:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
 
-    def add(self, one: Struck) -> None:
+    def add(self, fault: Struck) -> None:
         with self._lock, self._path.open("a") as file:
-            self.struck.append(one)
-            file.write(json.dumps(asdict(one)) + "\n")
+            self.struck.append(fault)
+            file.write(json.dumps(asdict(fault)) + "\n")
             minutes = (time.monotonic() - self._began) / 60
-            where = "went on" if one.restored is None else f"from {one.restored} ({one.tier})"
+            where = "went on" if fault.restored is None else f"from {fault.restored} ({fault.tier})"
             print(
-                f"soak {minutes:5.1f} min {len(self.struck):3d}/{self._of} {one.team} {one.fault}:"
-                f" at {one.step}, {where}, {one.lost} lost, {one.seconds:.1f} s",
+                f"soak {minutes:5.1f} min {len(self.struck):3d}/{self._of} {fault.team}"
+                f" {fault.fault}:"
+                f" at {fault.step}, {where}, {fault.lost} lost, {fault.seconds:.1f} s",
                 flush=True,
             )
 
     def summary(self, **more: object) -> dict[str, object]:
         """Counts, and what each kind of fault cost."""
         by_fault: defaultdict[str, list[Struck]] = defaultdict(list)
-        for one in self.struck:
-            by_fault[one.fault].append(one)
+        for fault in self.struck:
+            by_fault[fault.fault].append(fault)
         tiers: defaultdict[str, int] = defaultdict(int)
-        for one in self.struck:
-            if one.restored is not None:
-                tiers[one.tier or "none"] += 1
+        for fault in self.struck:
+            if fault.restored is not None:
+                tiers[fault.tier or "none"] += 1
         return {
             "faults": len(self.struck),
             "minutes": round((time.monotonic() - self._began) / 60, 1),
@@ -76,10 +77,10 @@ class Record:
 
 def _costs(found: Iterable[Struck]) -> dict[str, object]:
     found = list(found)
-    lost, seconds = [one.lost for one in found], [one.seconds for one in found]
+    lost, seconds = [fault.lost for fault in found], [fault.seconds for fault in found]
     return {
         "count": len(found),
-        "restores": sum(one.restored is not None for one in found),
+        "restores": sum(fault.restored is not None for fault in found),
         "steps_lost_median": statistics.median(lost),
         "steps_lost_max": max(lost),
         "seconds_to_a_new_step_median": round(statistics.median(seconds), 1),

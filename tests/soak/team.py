@@ -173,9 +173,11 @@ class Team:
     def _runs(self) -> bool:
         for pod in map(self.pod, PODS):
             status = pod["status"]
-            sidecars = [one for one in status["initContainerStatuses"] if one["name"] == SIDECAR]
-            for one in (*status["containerStatuses"], *sidecars):
-                if not one["state"].get("running") or "deletionTimestamp" in pod["metadata"]:
+            sidecars = [
+                status for status in status["initContainerStatuses"] if status["name"] == SIDECAR
+            ]
+            for container in (*status["containerStatuses"], *sidecars):
+                if not container["state"].get("running") or "deletionTimestamp" in pod["metadata"]:
                     return False
         return True
 
@@ -195,7 +197,7 @@ def training(
     system = cluster.kubectl.namespaced(NAMESPACE)
     (pod,) = system.list("pods", "app.kubernetes.io/component=reconcile")
     first = pod["spec"]["nodeName"]  # this node stays; the other one is switched off at times
-    (second,) = [one for one in cluster.workers() if one != first]
+    (second,) = [worker for worker in cluster.workers() if worker != first]
     stamp = f"{int(time.time()) % 10**6:06d}"
     teams = [
         Team(
@@ -212,26 +214,26 @@ def training(
             drive = tiers.small_drive(cluster, first, teams[0].drive, mib=small_mib)
             stack.enter_context(drive)
         stack.callback(_swept, cluster, teams)
-        for one in teams:
-            one.start()
+        for team in teams:
+            team.start()
         try:
-            for one in teams:
-                one.well(within_s=300)
+            for team in teams:
+                team.well(within_s=300)
             yield teams
         except BaseException:
-            for one in teams:
-                dump.stacks(cluster, one.kubectl, SCRATCH / "teams" / one.name)
+            for team in teams:
+                dump.stacks(cluster, team.kubectl, SCRATCH / "teams" / team.name)
             raise
 
 
 def _swept(cluster: Cluster, teams: list[Team]) -> None:
     """What explains a failure, and nothing left behind."""
-    for one in teams:
-        dump.namespace(cluster, one.kubectl, SCRATCH / "teams" / one.name)
-        cluster.kubectl.attempt("delete", "namespace", one.name, timeout_s=180)
-        cluster.on_node(one.nodes[0], "rm", "-rf", one.store)
-        for node in one.nodes:
-            cluster.on_node(node, "rm", "-rf", f"{one.drive}/{one.name}")
+    for team in teams:
+        dump.namespace(cluster, team.kubectl, SCRATCH / "teams" / team.name)
+        cluster.kubectl.attempt("delete", "namespace", team.name, timeout_s=180)
+        cluster.on_node(team.nodes[0], "rm", "-rf", team.store)
+        for node in team.nodes:
+            cluster.on_node(node, "rm", "-rf", f"{team.drive}/{team.name}")
 
 
 def tiny(job: Object, *arguments: str) -> None:

@@ -27,26 +27,26 @@ _MANIFEST = "/etc/kubernetes/manifests/kube-apiserver.yaml"
 @pytest.mark.soak
 @pytest.mark.timeout(_AWAY_S + 1800)
 def test_an_hour_without_the_api_server_stops_no_commit(cluster: Cluster) -> None:
-    with team.training(cluster, 1) as (one,):
-        before = one.well()
+    with team.training(cluster, 1) as (job,):
+        before = job.well()
         with _api_server_away(cluster):
             began, published = time.monotonic(), [before.committed]
             while (gone_s := time.monotonic() - began) < _AWAY_S:
-                published.append(_published_beyond(one, published[-1]))
+                published.append(_published_beyond(job, published[-1]))
                 print(f"soak {gone_s / 60:4.1f} min, committed: {published[-1]}", flush=True)
                 time.sleep(_LOOK_S)
-        after = one.lives_on(before, ends=False, within_s=300)
-        runs.committed_beyond(one.kubectl, published[-1])
+        after = job.lives_on(before, ends=False, within_s=300)
+        runs.committed_beyond(job.kubectl, published[-1])
         trained = after.life.last - before.life.last
         assert published[-1] - before.committed > 0.7 * _AWAY_S / STEP_S, "and was not slowed"
         print(f"without the API server: {trained} steps trained, {published[-1]} is committed")
 
 
-def _published_beyond(one: Team, step: int) -> int:
+def _published_beyond(job: Team, step: int) -> int:
     """Wait until a newer step is published on both nodes; its number."""
 
     def look() -> int | None:
-        newest = min(one.published(rank) for rank in range(2))
+        newest = min(job.published(rank) for rank in range(2))
         return newest if newest > step else None
 
     found: int = eventually(look, within_s=60, every_s=1.0, what=f"a commit after {step}")
@@ -55,7 +55,7 @@ def _published_beyond(one: Team, step: int) -> int:
 
 @contextmanager
 def _api_server_away(cluster: Cluster) -> Iterator[None]:
-    (node,) = [one for one in cluster.nodes() if "control-plane" in one]
+    (node,) = [node for node in cluster.nodes() if "control-plane" in node]
     cluster.on_node(node, "mv", _MANIFEST, "/root/kube-apiserver.yaml")
     try:
         eventually(lambda: not _serves(cluster, node), every_s=1.0, what="the API server ends")

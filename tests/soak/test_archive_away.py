@@ -57,8 +57,10 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
 
     namespace("scale", "deployment/s3", "--replicas=1")
     tiers.beyond(namespace, "archive", life.last, within_s=240)
-    sent = [one for one in tiers.said(namespace, MASTER) if one["event"] == "archive.step_uploaded"]
-    steps = [StepId.parse(one["step"]).step for one in sent]
+    sent = [
+        line for line in tiers.said(namespace, MASTER) if line["event"] == "archive.step_uploaded"
+    ]
+    steps = [StepId.parse(line["step"]).step for line in sent]
     assert steps == sorted(steps), "oldest first"
     late = [step for step in steps if newest < step <= life.last]
     print(f"caught up with {late}, kept were those from about {life.last - _KEPT} on", flush=True)

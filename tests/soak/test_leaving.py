@@ -37,34 +37,34 @@ def _drained(cluster: Cluster, teams: list[Team]) -> None:
 
 def _tainted(cluster: Cluster, teams: list[Team]) -> None:
     node, taint = teams[0].nodes[1], f"{_SEAT}=taken:NoExecute"
-    pods = {one.name: one.pod(WORKER)["metadata"]["uid"] for one in teams}
+    pods = {job.name: job.pod(WORKER)["metadata"]["uid"] for job in teams}
     try:
         cluster.kubectl("taint", "node", node, taint)
-        for one in teams:
-            _gone(one, pods[one.name])
+        for job in teams:
+            _gone(job, pods[job.name])
     finally:
         cluster.kubectl("taint", "node", node, f"{taint}-")
 
 
 def _preempted(cluster: Cluster, teams: list[Team]) -> None:
     """Somebody more important asks for the seat of each worker, takes it, and goes again."""
-    pods = {one.name: one.pod(WORKER)["metadata"]["uid"] for one in teams}
-    for one in teams:
-        one.kubectl.apply(_important(one))
-    for one in teams:
-        _gone(one, pods[one.name])
-        one.kubectl("delete", "pod", "important", "--wait=true", timeout_s=120)
+    pods = {job.name: job.pod(WORKER)["metadata"]["uid"] for job in teams}
+    for job in teams:
+        job.kubectl.apply(_important(job))
+    for job in teams:
+        _gone(job, pods[job.name])
+        job.kubectl("delete", "pod", "important", "--wait=true", timeout_s=120)
 
 
-def _gone(one: Team, uid: str) -> None:
+def _gone(job: Team, uid: str) -> None:
     def look() -> bool:
-        pod = one.kubectl.get("pod", WORKER)
+        pod = job.kubectl.get("pod", WORKER)
         return pod is None or pod["metadata"]["uid"] != uid
 
-    one.kubectl.eventually(look, within_s=150, what=f"{one.name}: the worker leaves")
+    job.kubectl.eventually(look, within_s=150, what=f"{job.name}: the worker leaves")
 
 
-def _important(one: Team) -> Object:
+def _important(job: Team) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -72,13 +72,13 @@ def _important(one: Team) -> Object:
         "spec": {
             "priorityClassName": _PRIORITY,
             "terminationGracePeriodSeconds": 0,
-            "nodeSelector": {"kubernetes.io/hostname": one.nodes[1]},
+            "nodeSelector": {"kubernetes.io/hostname": job.nodes[1]},
             "containers": [
                 {
                     "name": "important",
                     "image": TRAINER,
                     "command": ["sleep", "600"],
-                    "resources": {"limits": {one.seat: "1"}},
+                    "resources": {"limits": {job.seat: "1"}},
                 }
             ],
         },
@@ -95,7 +95,7 @@ def _seats(cluster: Cluster) -> Iterator[None]:
         "value": 1000,
     }
     cluster.kubectl.apply(priority)
-    paths = [f"/status/capacity/{_SEAT.replace('/', '~1')}-{one}" for one in range(_TEAMS)]
+    paths = [f"/status/capacity/{_SEAT.replace('/', '~1')}-{index}" for index in range(_TEAMS)]
     for node in cluster.workers():
         given = json.dumps([{"op": "add", "path": path, "value": "1"} for path in paths])
         cluster.kubectl("patch", "node", node, "--subresource=status", "--type=json", "-p", given)
@@ -120,25 +120,25 @@ def test_pods_that_leave_in_time_lose_no_finished_step(cluster: Cluster) -> None
     with _seats(cluster), team.training(cluster, _TEAMS, seat=_SEAT) as teams:
         for number in range(rounds):
             for name, leave in WAYS.items():
-                before = {one.name: one.well() for one in teams}
+                before = {job.name: job.well() for job in teams}
                 began, at = time.monotonic(), time.time()
                 leave(cluster, teams)
-                for one in teams:
-                    struck = _struck(number, one, before[one.name], name, at, began)
+                for job in teams:
+                    struck = _struck(number, job, before[job.name], name, at, began)
                     kept.add(struck)
     record.write(kept.summary(jobs=_TEAMS, broken_promises=0), "leaving")
 
 
-def _struck(number: int, one: Team, before: Seen, name: str, at: float, began: float) -> Struck:
-    now = one.lives_on(before, ends=True, within_s=300)
-    restored, ended = now.life.first - 1, one.ended(before)
-    assert restored >= before.life.last, f"{one.name} {name}: {before.life.last} was finished"
+def _struck(number: int, job: Team, before: Seen, name: str, at: float, began: float) -> Struck:
+    now = job.lives_on(before, ends=True, within_s=300)
+    restored, ended = now.life.first - 1, job.ended(before)
+    assert restored >= before.life.last, f"{job.name} {name}: {before.life.last} was finished"
     # the last step of rank 0 may be one that the other rank was stopped in, before its own end
-    assert restored >= ended.last - 1, f"{one.name} {name}: {restored} of {ended.last}"
-    one.check_parent()
+    assert restored >= ended.last - 1, f"{job.name} {name}: {restored} of {ended.last}"
+    job.check_parent()
     return Struck(
         number=number,
-        team=one.name,
+        team=job.name,
         fault=name,
         at=at,
         step=before.life.last,

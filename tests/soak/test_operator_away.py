@@ -32,8 +32,8 @@ _MOST_SHARDS = 8
 @pytest.mark.timeout(_AWAY_S + 1800)
 def test_an_hour_without_the_operator_costs_a_run_nothing(cluster: Cluster) -> None:
     dice = random.Random(30)
-    with team.training(cluster, 1) as (one,):
-        began, kills = one.well(), 0
+    with team.training(cluster, 1) as (job,):
+        began, kills = job.well(), 0
         with _operator_away(cluster):
             until = time.monotonic() + _AWAY_S
             for pod, container in itertools.cycle(
@@ -41,12 +41,12 @@ def test_an_hour_without_the_operator_costs_a_run_nothing(cluster: Cluster) -> N
             ):
                 if time.monotonic() > until:
                     break
-                committed = _all_go_on(one)
-                before = one.seen()
+                committed = _all_go_on(job)
+                before = job.seen()
                 time.sleep(dice.uniform(0, 5))
-                cluster.kill_container(one.pod(pod), container)
+                cluster.kill_container(job.pod(pod), container)
                 kills += 1
-                after = one.lives_on(before, ends=container == "pytorch", within_s=300)
+                after = job.lives_on(before, ends=container == "pytorch", within_s=300)
                 if container == "pytorch":
                     assert after.life.first > committed, "no committed step is lost"
                 print(
@@ -54,21 +54,21 @@ def test_an_hour_without_the_operator_costs_a_run_nothing(cluster: Cluster) -> N
                     flush=True,
                 )
                 time.sleep(max(0.0, min(_EACH_S, until - time.monotonic())))
-            committed = _all_go_on(one)
-        runs.committed_beyond(one.kubectl, committed)
-        one.check_parent()
+            committed = _all_go_on(job)
+        runs.committed_beyond(job.kubectl, committed)
+        job.check_parent()
         print(f"without the operator: {kills} kills, {committed - began.committed} steps committed")
         assert committed - began.committed > 0.3 * _AWAY_S / STEP_S, "and was not slowed"
 
 
-def _all_go_on(one: Team) -> int:
+def _all_go_on(job: Team) -> int:
     """Wait until each tier has a step that is newer than all that are there now, in the directories
     themselves; the committed step. Old steps must go."""
-    own = _beyond("committed", lambda: min(one.published(rank) for rank in range(2)))
-    _beyond("copies", lambda: min(_newest(one, rank, copies=True) for rank in range(2)))
-    _beyond("archived", lambda: _archived(one))
+    own = _beyond("committed", lambda: min(job.published(rank) for rank in range(2)))
+    _beyond("copies", lambda: min(_newest(job, rank, copies=True) for rank in range(2)))
+    _beyond("archived", lambda: _archived(job))
     eventually(
-        lambda: max(_shards(one, rank) for rank in range(2)) <= _MOST_SHARDS,
+        lambda: max(_shards(job, rank) for rank in range(2)) <= _MOST_SHARDS,
         within_s=30,
         what="what is retired is deleted",
     )
@@ -86,19 +86,19 @@ def _beyond(what: str, look: Callable[[], int]) -> int:
     return found
 
 
-def _shards(one: Team, rank: int) -> int:
-    return len(tiers.shards(one.cluster, one.nodes[rank], one.directory(rank)))
+def _shards(job: Team, rank: int) -> int:
+    return len(tiers.shards(job.cluster, job.nodes[rank], job.directory(rank)))
 
 
-def _newest(one: Team, rank: int, *, copies: bool) -> int:
-    found = tiers.shards(one.cluster, one.nodes[rank], one.directory(rank), copies=copies)
+def _newest(job: Team, rank: int, *, copies: bool) -> int:
+    found = tiers.shards(job.cluster, job.nodes[rank], job.directory(rank), copies=copies)
     return max((StepId.parse(path.split("/")[-2]).step for path in found), default=-1)
 
 
-def _archived(one: Team) -> int:
+def _archived(job: Team) -> int:
     """The newest step of which the store has every shard."""
-    script = f"find {one.store} -name 'rank-*.safetensors' 2>/dev/null; true"
-    paths = one.cluster.on_node(one.nodes[0], "sh", "-c", script).splitlines()
+    script = f"find {job.store} -name 'rank-*.safetensors' 2>/dev/null; true"
+    paths = job.cluster.on_node(job.nodes[0], "sh", "-c", script).splitlines()
     names = [path.split("/")[-2] for path in paths]
     return max((StepId.parse(name).step for name in names if names.count(name) == 2), default=-1)
 

@@ -58,13 +58,13 @@ def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
                 continue
             name = f"deleted-{kind}-{state}-{int(time.time())}"
             cluster.kubectl("create", "namespace", name)
-            one = made[f"{kind} {state}"] = cluster.kubectl.namespaced(name)
+            kubectl = made[f"{kind} {state}"] = cluster.kubectl.namespaced(name)
             on = {"nodeSelector": {"kubernetes.io/hostname": node}}
             job = (jobs.pytorch_job(spec=on),)
-            one.apply(policy, *(jobs.sharded_job(node=node) if state == "shards" else job))
+            kubectl.apply(policy, *(jobs.sharded_job(node=node) if state == "shards" else job))
     yield made
-    for one in made.values():
-        cluster.kubectl("delete", "namespace", one.namespace, "--wait=false")
+    for kubectl in made.values():
+        cluster.kubectl("delete", "namespace", kubectl.namespace, "--wait=false")
 
 
 @pytest.mark.soak
@@ -74,29 +74,29 @@ def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
 ) -> None:
     seed = int(os.environ.get("KEEPSTEP_SOAK_SEED", str(random.randrange(1 << 30))))
     chance, wrong = random.Random(seed), list[str]()
-    for one in teams.values():
-        runs.committed_beyond(one, 10, within_s=400)
+    for kubectl in teams.values():
+        runs.committed_beyond(kubectl, 10, within_s=400)
     for number in range(_ROUNDS):
         kind = chance.choice(sorted(teams))
-        pod, one = chance.choice(_DELETED), teams[kind]
+        pod, kubectl = chance.choice(_DELETED), teams[kind]
         how, options = chance.choice([("is deleted", ()), ("is killed", _KILLED)])
-        told, began = _told(one), time.time()
-        one("delete", "pod", pod, "--wait=false", *options)
-        life = _next_life(one, began)
+        told, began = _told(kubectl), time.time()
+        kubectl("delete", "pod", pod, "--wait=false", *options)
+        life = _next_life(kubectl, began)
         right = life.first == 0 if told.least is None else life.first > told.least
         line = f"{number} {kind} {pod} {how}: said {told.least}, began at {life.first}"
         print(f"soak {line}{'' if right else ' WRONG'}", flush=True)
         if not right:
             wrong.append(line)
-            dump.namespace(cluster, one, _FAILED / str(number))
-        runs.committed_beyond(one, life.first + 5, within_s=200)
+            dump.namespace(cluster, kubectl, _FAILED / str(number))
+        runs.committed_beyond(kubectl, life.first + 5, within_s=200)
     assert not wrong, f"seed {seed}"
 
 
-def _told(one: Kubectl) -> Told:
+def _told(kubectl: Kubectl) -> Told:
     """What the status says once the condition is True."""
-    message = runs.becomes(one, "Protected", within_s=120)["message"]
-    if "PodRestart" not in runs.status(one)["survives"]:
+    message = runs.becomes(kubectl, "Protected", within_s=120)["message"]
+    if "PodRestart" not in runs.status(kubectl)["survives"]:
         assert "the run then begins at step 0" in message, message
         return Told(None)
     of_pods = [part for part in message.split("; ") if "pod" in part and _NAMED.search(part)]
@@ -104,10 +104,10 @@ def _told(one: Kubectl) -> Told:
     return Told(min(int(_NAMED.search(part)[1]) for part in of_pods))  # type: ignore[index]
 
 
-def _next_life(one: Kubectl, began: float) -> jobs.Life:
+def _next_life(kubectl: Kubectl, began: float) -> jobs.Life:
     def look() -> jobs.Life | None:
-        life = jobs.life(one, "gpt-master-0")
+        life = jobs.life(kubectl, "gpt-master-0")
         return life if life and life.began_at > began and life.last > life.first + 2 else None
 
-    found: jobs.Life = one.eventually(look, within_s=240, what="the next life")
+    found: jobs.Life = kubectl.eventually(look, within_s=240, what="the next life")
     return found

@@ -41,30 +41,30 @@ def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_pat
     with team.training(cluster, _TEAMS, small_mib=_DRIVE_MIB) as teams:
         soak = Soak(teams, kept, count=count)
         soak.run(random.Random(seed))
-        for one in teams:
-            tiers.went(one.kubectl)
-        archives = [_archive(cluster, one, tmp_path / one.name) for one in teams]
-        trained = max(max(one.losses) for one in teams)
+        for job in teams:
+            tiers.went(job.kubectl)
+        archives = [_archive(cluster, job, tmp_path / job.name) for job in teams]
+        trained = max(max(job.losses) for job in teams)
         expected = team.reference(cluster, teams[0].nodes[0], trained)
-        for one in teams:
-            assert one.losses == {step: expected[step] for step in one.losses}
+        for job in teams:
+            assert job.losses == {step: expected[step] for step in job.losses}
     record.write(
         kept.summary(
             seed=seed,
             jobs=len(teams),
-            steps_compared=sum(len(one.losses) for one in teams),
-            archived_steps_verified=sum(len(one.steps) for one in archives),
-            epochs=sum(len(one.epochs) for one in archives),
+            steps_compared=sum(len(job.losses) for job in teams),
+            archived_steps_verified=sum(len(archive.steps) for archive in archives),
+            epochs=sum(len(archive.epochs) for archive in archives),
             broken_promises=0,
         ),
         f"tiers-{count}",
     )
 
 
-def _archive(cluster: Cluster, one: Team, into: Path) -> lineage.Lineage:
+def _archive(cluster: Cluster, job: Team, into: Path) -> lineage.Lineage:
     into.mkdir()
-    run("docker", "cp", f"{one.nodes[0]}:{one.store}/ckpt/runs/{one.name}", str(into))
-    return lineage.checked(into / one.name, one.name)
+    run("docker", "cp", f"{job.nodes[0]}:{job.store}/ckpt/runs/{job.name}", str(into))
+    return lineage.checked(into / job.name, job.name)
 
 
 class Soak:
@@ -80,27 +80,27 @@ class Soak:
         """Raises the first broken promise."""
         with ThreadPoolExecutor(len(self._teams)) as pool:
             work = [
-                pool.submit(self._torment, one, random.Random(dice.random()), small=number == 0)
-                for number, one in enumerate(self._teams)
+                pool.submit(self._torment, job, random.Random(dice.random()), small=number == 0)
+                for number, job in enumerate(self._teams)
             ]
             done, _ = wait(work, return_when=FIRST_EXCEPTION)
             self._halt.set()
             _raised(done)
             _raised(set(work))
 
-    def _torment(self, one: Team, dice: random.Random, *, small: bool) -> None:
+    def _torment(self, first: Team, dice: random.Random, *, small: bool) -> None:
         while not self._halt.is_set() and (number := self._number()):
             fault = drawn(dice, small=small)
             if not fault.alone:
-                with one.busy:
-                    self._strike(number, one, fault, dice)
+                with first.busy:
+                    self._strike(number, first, fault, dice)
                 continue
             with ExitStack() as all_of_them:  # in one order, so that no two wait for each other
                 for other in self._teams:
                     all_of_them.enter_context(other.busy)
-                others = [other.well() for other in self._teams if other is not one]
-                self._strike(number, one, fault, dice)
-                rest = [other for other in self._teams if other is not one]
+                others = [other.well() for other in self._teams if other is not first]
+                self._strike(number, first, fault, dice)
+                rest = [other for other in self._teams if other is not first]
                 for other, before in zip(rest, others, strict=True):
                     _checked(other, before, before.committed, fault)
 
@@ -110,17 +110,17 @@ class Soak:
             self._begun += 1
             return self._begun if self._begun <= self._count else 0
 
-    def _strike(self, number: int, one: Team, fault: Fault, dice: random.Random) -> None:
-        before = one.well()
+    def _strike(self, number: int, job: Team, fault: Fault, dice: random.Random) -> None:
+        before = job.well()
         time.sleep(dice.random())  # any moment of a step
         began, at = time.monotonic(), time.time()
-        floor = fault.do(one, before, dice)
-        now, lost = _checked(one, before, floor, fault)
+        floor = fault.do(job, before, dice)
+        now, lost = _checked(job, before, floor, fault)
         new_life = now.life.began_at != before.life.began_at
         self._kept.add(
             Struck(
                 number=number,
-                team=one.name,
+                team=job.name,
                 fault=fault.name,
                 at=at,
                 step=before.life.last,
@@ -133,18 +133,18 @@ class Soak:
         )
 
 
-def _checked(one: Team, before: Seen, floor: int, fault: Fault) -> tuple[Seen, int]:
+def _checked(job: Team, before: Seen, floor: int, fault: Fault) -> tuple[Seen, int]:
     """A new step, and what must be true of the life that made it. Also: finished steps lost."""
-    now = one.lives_on(before, ends=fault.ends, within_s=fault.within_s)
+    now = job.lives_on(before, ends=fault.ends, within_s=fault.within_s)
     if now.life.began_at == before.life.began_at:
         return now, 0
     restored = now.life.first - 1
     assert restored >= floor, (
-        f"{one.name}, {fault.name}: step {restored} was restored, {floor} was there"
+        f"{job.name}, {fault.name}: step {restored} was restored, {floor} was there"
     )
-    assert restored == floor or not fault.exact, f"{one.name}: {restored}, not {floor} as asked"
-    one.check_parent()
-    return now, max(0, one.ended(before).last - restored)
+    assert restored == floor or not fault.exact, f"{job.name}: {restored}, not {floor} as asked"
+    job.check_parent()
+    return now, max(0, job.ended(before).last - restored)
 
 
 def _raised(done: set[Future[None]]) -> None:

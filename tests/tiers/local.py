@@ -24,8 +24,8 @@ class Held:
 
 def durable(remote_tier: RemoteTier, *shards: LocalShard) -> None:
     held = _held(remote_tier)
-    for one in shards:
-        held.shards.setdefault(one.step_id, {})[one.rank] = one
+    for shard in shards:
+        held.shards.setdefault(shard.step_id, {})[shard.rank] = shard
     remote_tier.wake()
 
 

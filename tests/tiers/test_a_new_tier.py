@@ -37,7 +37,7 @@ tier, which does nothing of the kind, leaves them alone."""
 
 def test_a_tier_is_built_from_the_listed_files_alone(tmp_path: Path) -> None:
     copy = with_vault(tmp_path / "copy")
-    path = os.pathsep.join(str(copy / one) for one in SOURCES)
+    path = os.pathsep.join(str(copy / source) for source in SOURCES)
     home = tmp_path / "home"
     home.mkdir()
     ended = subprocess.run(
@@ -67,8 +67,8 @@ def test_no_other_file_names_each_tier() -> None:
 
 def with_vault(copy: Path) -> Path:
     """The packages, with the tier."""
-    for one in (*SOURCES, "crds"):
-        shutil.copytree(ROOT / one, copy / one, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (*SOURCES, "crds"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(TOY / "vault.py", copy / VAULT)
     for path, changes in EDITS.items():
         text = (copy / path).read_text()
@@ -100,6 +100,6 @@ def _tiers(path: Path) -> Iterator[str]:
 
 
 def _words(listed: Sequence[ast.expr | None]) -> list[str]:
-    words = [one.value for one in listed if isinstance(one, ast.Constant)]
-    tiers = [one.name for one in Tier if str(one) in words]
+    words = [element.value for element in listed if isinstance(element, ast.Constant)]
+    tiers = [tier.name for tier in Tier if str(tier) in words]
     return tiers if len(tiers) > 1 else []

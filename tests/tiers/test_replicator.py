@@ -106,8 +106,8 @@ def test_members_that_are_too_slow_in_their_own_ways_still_send_the_same_steps(
 ) -> None:
     """Otherwise each would send other steps, and none would ever be whole."""
     ours, theirs = (
-        slow_member(phase=phase, takes=one, every=every, steps=150)
-        for phase, one in zip(phases, takes, strict=True)
+        slow_member(phase=phase, takes=take, every=every, steps=150)
+        for phase, take in zip(phases, takes, strict=True)
     )
     rarest = 150 // (4 * max(takes))
     assert len(ours & theirs) >= rarest

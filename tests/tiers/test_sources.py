@@ -60,7 +60,7 @@ def _slot() -> Slot:
 
 async def _seen(remote_tier: RemoteTier) -> ShardSource:
     shards = (await remote_tier.look()).shards
-    (source,) = remote_tier.sources(next(one for one in shards if one.rank == 0))
+    (source,) = remote_tier.sources(next(shard for shard in shards if shard.rank == 0))
     return source
 
 
@@ -116,7 +116,7 @@ def in_s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Lying]:
 
 
 PLACES = [on_a_drive, on_another_pod, kept_for_another_pod, in_a_directory, in_s3]
-everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda one: one.__name__)
+everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
 
 @everywhere

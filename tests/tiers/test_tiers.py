@@ -104,7 +104,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 on_every_tier = pytest.mark.parametrize(
-    "tiers", [peers, directory, s3], ids=lambda one: one.__name__
+    "tiers", [peers, directory, s3], ids=lambda make: make.__name__
 )
 
 
@@ -127,7 +127,7 @@ async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
         assert await scene.tier.drain(timeout_s=60)
         seen = await scene.tier.look()
         assert seen.answer is Answer.STEPS
-        remote = next(one for one in seen.shards if one.rank == 0)
+        remote = next(shard for shard in seen.shards if shard.rank == 0)
         assert (remote.step_id, remote.world, remote.size_bytes) == (
             found.step_id,
             found.world,

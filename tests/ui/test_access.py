@@ -157,8 +157,8 @@ async def test_every_answer_forbids_foreign_scripts_frames_and_readers() -> None
         await site.enter()
         routes = (*ROUTES[:2], *ROUTES[4:])
         answers = [
-            await _headers(site.client, site.base + one, 404 if one == "/nothing" else 200)
-            for one in routes
+            await _headers(site.client, site.base + route, 404 if route == "/nothing" else 200)
+            for route in routes
         ]
         for headers in refused + answers:
             policy = headers["Content-Security-Policy"]

@@ -99,7 +99,7 @@ class Seen:
     def complaints(self) -> list[str]:
         """Of the browser's console: errors, and what the page's policy forbids."""
         found = self.driver.get_log("browser")
-        return [one["message"] for one in found if one["level"] == "SEVERE"]
+        return [entry["message"] for entry in found if entry["level"] == "SEVERE"]
 
     def opens(self, url: str) -> None:
         self.driver.get(url)
@@ -180,7 +180,9 @@ def test_hostile_text_stays_text_in_a_browser(
     assert page.js("return document.querySelectorAll('img, main script').length") == 0
     # nor does the page run what somebody would get into it
     page.js(f"document.getElementById('lost').innerHTML = {json.dumps(hostile)}")
-    eventually(lambda: any("Content Security Policy" in one for one in page.complaints()))
+    eventually(
+        lambda: any("Content Security Policy" in complaint for complaint in page.complaints())
+    )
     assert page.js("return typeof hacked") == "undefined"
 
 

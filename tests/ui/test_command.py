@@ -46,8 +46,10 @@ def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
 ) -> None:
     process, url = opened()
     sockets = psutil.net_connections(kind="inet")
-    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
-    assert [one.ip for one in listening if one.port == urlsplit(url).port] == ["127.0.0.1"]
+    listening = [socket.laddr for socket in sockets if socket.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == urlsplit(url).port] == [
+        "127.0.0.1"
+    ]
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(url.partition("?")[0], timeout=30)
     read, open_ = _browser(url)

@@ -212,7 +212,7 @@ class _Page(HTMLParser):
 
     def rows(self, id: str) -> list[list[str]]:
         """Of its table's body."""
-        return [[" ".join(one.split()) for one in row] for row in self._rows.get(id, ())]
+        return [[" ".join(cell.split()) for cell in row] for row in self._rows.get(id, ())]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         known = {name: value or "" for name, value in attrs}

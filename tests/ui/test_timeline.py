@@ -40,10 +40,10 @@ def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost(
         restored(7, 1),
         restarted(8, 1, 4.0),
     ]
-    first, zero, one = restores(events)
+    first, zero, restore = restores(events)
     assert (first.began, first.lost, first.restart) == (None, None, None)
-    assert [found.lost for found in (zero, one)] == [2, 2]
-    assert [found.restart and found.restart.start_s for found in (zero, one)] == [3.0, 4.0]
+    assert [found.lost for found in (zero, restore)] == [2, 2]
+    assert [found.restart and found.restart.start_s for found in (zero, restore)] == [3.0, 4.0]
 
 
 def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part() -> None:
@@ -58,7 +58,7 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
         staged(71, 23, epoch=TWO),
     ]
     times = step_times(events)
-    assert [(one.at, one.step_s, one.blocked_s) for one in times] == [
+    assert [(time.at, time.step_s, time.blocked_s) for time in times] == [
         (1, 0.1, 0.005),
         (3, 0.2, 0.01),
         (71, 1.0, 0.0),

@@ -44,8 +44,8 @@ def test_each_step_has_the_base_and_the_drive_has_it_once(volume):
         assert (written.bytes > base.layout.size_bytes) == (step == 0)
         volume.publish(step_id(step))
     scan = volume.scan()
-    assert [one.base.root for one in scan.shards] == [scan.shards[0].base.root] * 3
-    assert len({one.beside.path.stat().st_ino for one in scan.shards}) == 1
+    assert [shard.base.root for shard in scan.shards] == [scan.shards[0].base.root] * 3
+    assert len({shard.beside.path.stat().st_ino for shard in scan.shards}) == 1
     assert volume.used_bytes() < 1.2 * base.layout.size_bytes
     for step in range(2):
         volume.retire(step_id(step))
@@ -61,7 +61,7 @@ def test_where_links_are_impossible_each_step_has_a_base_of_its_own(open_volume)
     for step in range(2):
         assert write(volume, step, base).bytes > base.layout.size_bytes
     shards = volume.scan().shards
-    assert len({one.beside.path.stat().st_ino for one in shards}) == len(shards) == 2
+    assert len({shard.beside.path.stat().st_ino for shard in shards}) == len(shards) == 2
 
 
 def test_another_base_of_the_same_layout_is_not_taken_for_it(volume):
@@ -70,8 +70,8 @@ def test_another_base_of_the_same_layout_is_not_taken_for_it(volume):
     other = replace(other, control=replace(other.control, step=1))
     other.view[other.layout.control_begin :] = other.control.to_bytes()
     assert write(volume, 1, other).bytes > other.layout.size_bytes
-    one, two = volume.scan().shards
-    assert one.base.root != two.base.root
+    first, two = volume.scan().shards
+    assert first.base.root != two.base.root
 
 
 def test_a_shard_joins_its_step_again_although_the_base_is_there(volume):

@@ -57,7 +57,7 @@ def test_what_a_full_drive_cannot_take_goes_to_another_one(
     volumes = VolumeSet([full, other])
     slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
-    assert all(one.shard.path.is_relative_to(other.root) for one in written)
+    assert all(write.shard.path.is_relative_to(other.root) for write in written)
     assert (full.failed, other.failed) == ("", "")
     assert [shard.rank for shard in volumes.scan().shards] == [0, 1]
     volumes.close()
@@ -112,7 +112,7 @@ def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_
         written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
     volumes.publish(step_id(1))
     die(drive)
-    made_of = [one.shard.path for one in written]
+    made_of = [write.shard.path for write in written]
     with pytest.raises(StorageError):
         volumes.publish(step_id(2), made_of=made_of)
     assert not (good.root / str(step_id(2))).exists(), "a part of a step is not shown"
@@ -121,12 +121,12 @@ def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_
     assert (bool(dead.failed), good.failed) == (True, "")
     scan = volumes.scan()
     assert list(scan.unread) == [dead.root]
-    assert {(one.step_id.step, one.path.is_relative_to(good.root)) for one in scan.shards} == {
-        (2, True)
-    }
+    assert {
+        (shard.step_id.step, shard.path.is_relative_to(good.root)) for shard in scan.shards
+    } == {(2, True)}
     slots = [staged(make_layout(rank=rank), 3) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
-    shown = volumes.publish(step_id(3), made_of=[one.shard.path for one in written])
+    shown = volumes.publish(step_id(3), made_of=[write.shard.path for write in written])
     assert shown == good.root / str(step_id(3))
     assert len(list(shown.glob("rank-*"))) == 2
 
@@ -215,7 +215,7 @@ def test_where_there_may_be_no_more_threads_fewer_do_the_work(
     with nullcontext() if may_start else pytest.raises(RuntimeError, match="new thread"):
         for_each_chunk(seen.append, 100, threads=16)
     assert len(seen) == done
-    assert not any(one.is_alive() for one in started)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_writers_give_way_to_training_and_others_do_not_notice() -> None:

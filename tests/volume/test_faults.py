@@ -61,7 +61,9 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
     assert ("recorded" in promised) <= bool(volume.record.epochs)
 
 
-@pytest.mark.parametrize("point", [one for one in FAULT_POINTS if not one.startswith("peer.")])
+@pytest.mark.parametrize(
+    "point", [point for point in FAULT_POINTS if not point.startswith("peer.")]
+)
 def test_after_sigkill_at_any_point_a_scan_finds_what_was_promised(
     tmp_path: Path, point: str
 ) -> None:

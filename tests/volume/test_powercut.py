@@ -149,7 +149,7 @@ def _incomplete_in_sight(root: Path) -> list[str]:
     return [
         f"incomplete, but visible: {path.name}"
         for path in steps
-        if {one.name for one in path.iterdir()} != shards
+        if {path.name for path in path.iterdir()} != shards
     ]
 
 
@@ -212,7 +212,7 @@ def test_no_power_cut_breaks_a_promise(log: list[Entry], memory_dir: Path) -> No
 def test_no_power_cut_breaks_a_promise_where_a_file_is_written_over(
     reusing: list[Entry], memory_dir: Path
 ) -> None:
-    assert "point spare.sync" in {one.text for one in reusing if isinstance(one, Note)}
+    assert "point spare.sync" in {note.text for note in reusing if isinstance(note, Note)}
     verdicts = list(judged(reusing, memory_dir))
     assert [text for verdict in verdicts for text in verdict] == []
     assert len(verdicts) > 800, "as above"

@@ -40,8 +40,8 @@ def write_step(volumes: VolumeSet, step: int) -> list[Slot]:
 def test_ranks_are_spread_and_found_again(volumes: VolumeSet) -> None:
     write_step(volumes, 1)
     homes = [shard.path.parents[2] for shard in volumes.scan().shards]
-    one, two = (volume.root for volume in volumes.volumes)
-    assert [home.parent if home.name == "pending" else home for home in homes] == [one, two, one]
+    path, two = (volume.root for volume in volumes.volumes)
+    assert [home.parent if home.name == "pending" else home for home in homes] == [path, two, path]
 
 
 def test_a_run_is_not_removed_as_long_as_a_volume_is_only_read(
@@ -103,15 +103,15 @@ def test_a_scan_that_sets_a_shard_aside_hides_the_step_everywhere(volumes: Volum
 def test_a_rank_moves_on_when_its_volume_has_failed(
     volumes: VolumeSet, armed: Callable[[str], None]
 ) -> None:
-    one, two = volumes.volumes
+    volume, two = volumes.volumes
     slot = staged(make_layout(world=WORLD), 1)
     armed("write.data:eio")
     with pytest.raises(StorageError):
         volumes.write(slot.view, slot.layout, slot.control)
-    assert one.failed
+    assert volume.failed
     assert volumes.volume_for(0) is volumes.volume_for(1) is two
     two.failed = "too"
-    assert volumes.volume_for(0) is one, "with no healthy volume left, try one's own again"
+    assert volumes.volume_for(0) is volume, "with no healthy volume left, try one's own again"
 
 
 def test_epochs_are_recorded_on_every_volume_and_merged(
@@ -121,8 +121,8 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
     armed("record.data:eio@3")
     volumes.change_record(lambda record: record.with_epochs(EPOCH))
     volumes.change_record(lambda record: record.with_epochs(later))
-    one, two = volumes.volumes
-    assert (one.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
+    volume, two = volumes.volumes
+    assert (volume.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
     assert volumes.record.epochs == (EPOCH, later)
     assert run_record.load(two.root / "run.json", run=RUN) == two.record
 
@@ -160,6 +160,6 @@ def test_what_this_process_is_short_of_condemns_no_shard(
         load(volumes, found[0].path, empty_slot(slot.layout))
     filesystem.error = 0
     assert volumes.scan().shards == found, "it is where it was, and readers see it"
-    assert all(one.published for one in volumes.scan().shards)
-    assert [one.failed for one in volumes.volumes] == ["", ""]
+    assert all(shard.published for shard in volumes.scan().shards)
+    assert [volume.failed for volume in volumes.volumes] == ["", ""]
     load(volumes, found[0].path, empty_slot(slot.layout))

@@ -500,7 +500,9 @@ class Checkpointer:
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
         and dicts."""
-        return {name: one for name, one in self._components.items() if is_known(one)}
+        return {
+            name: component for name, component in self._components.items() if is_known(component)
+        }
 
     def _agree(
         self,
@@ -572,9 +574,11 @@ class Checkpointer:
             self._agent.use_layout(self._restored, self._frozen.base)
             return
         # a foreign object is not asked for its state before the first save: a loader may begin then
-        for one in self._components.values():
-            inner = unwrap(one)
-            if not is_known(one) or (isinstance(inner, torch.optim.Optimizer) and not inner.state):
+        for component in self._components.values():
+            inner = unwrap(component)
+            if not is_known(component) or (
+                isinstance(inner, torch.optim.Optimizer) and not inner.state
+            ):
                 return
         with contextlib.suppress(Exception):  # the first save raises it again
             taken = self._taking.take(self._topology)
@@ -824,7 +828,7 @@ class Checkpointer:
         if snapshots is None or not fits or snapshots.base is not base:
             self._tell_changes(agent, taken)
             options = self._layout_options(taken, extras_bytes, base)
-            specs = [one for one in taken.specs if base is None or one.name not in base.names]
+            specs = [spec for spec in taken.specs if base is None or spec.name not in base.names]
             layout = Layout.build(specs, before=self._restored, **options)
             self._restored = None
             snapshots = Snapshots(layout, taken, run=agent.session.run, base=base)

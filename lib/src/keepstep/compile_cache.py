@@ -52,7 +52,7 @@ def bound(parent: Directory, name: str, *, limit_bytes: int) -> None:
     """Remove the caches in the directory `name` if they take more than that of the drive. Times of
     access, by which old ones could be told, are not kept everywhere. Raises OSError."""
     found = parent.inside(name).walk(levels=_DEEPEST)
-    if sum(one.st_blocks * 512 for _, one in found) > limit_bytes:
+    if sum(info.st_blocks * 512 for _, info in found) > limit_bytes:
         parent.remove(name)
 
 

@@ -165,8 +165,8 @@ class Directory:
                 yield Path(name), found
             elif levels > 1:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    for path, one in self.inside(name).walk(levels=levels - 1):
-                        yield name / path, one
+                    for path, info in self.inside(name).walk(levels=levels - 1):
+                        yield name / path, info
 
     def remove(self, name: str) -> int:
         """Remove a file, or a directory with all that is in it. Returns how many files that were, 0

@@ -138,18 +138,18 @@ class Export:
         if self.is_adapter:
             self._of, shard_bytes = _adapter(self._of, found, id), sys.maxsize
         self._saved, self._tied = self._distinct()
-        self._dtypes = {name: _dtype_of(one) for name, one in self._saved.items()}
+        self._dtypes = {name: _dtype_of(tensor) for name, tensor in self._saved.items()}
         self._files = _divided([self._entry(name, dtype) for name in self._saved], shard_bytes)
         self._read_dtypes = list(self._dtypes.values())
         self._plan = self._made(
-            [plan.Want(one.name, Box.whole(one.shape)) for one in self._saved.values()]
+            [plan.Want(tensor.name, Box.whole(tensor.shape)) for tensor in self._saved.values()]
         )
 
     @property
     def total_bytes(self) -> int:
         """The bytes that will be read, in whole chunks."""
         runs = chunk_runs(self._plan, self._read_dtypes, _Chunks(lambda *_: None))
-        return sum(one.end - one.first for one in runs) * CHUNK_BYTES
+        return sum(run.end - run.first for run in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
         """Write into `target`, which is created.
@@ -172,9 +172,9 @@ class Export:
             raise StorageError(_why(error, target, files)) from error
         return Exported(
             path=target,
-            files=tuple(one.name for one in files),
+            files=tuple(file.name for file in files),
             tensors=len(self._saved),
-            bytes=sum(one.size_bytes for one in files),
+            bytes=sum(file.size_bytes for file in files),
             tied=self._tied,
             left_out=tuple(sorted(self._of.values)),
             own=own,
@@ -184,11 +184,11 @@ class Export:
         self, growing: Directory, files: list[_File], read: Read, on_bytes: Callable[[int], None]
     ) -> None:
         with contextlib.ExitStack() as stack:
-            mapped = [stack.enter_context(_mapping(growing, one)) for one in files]
+            mapped = [stack.enter_context(_mapping(growing, file)) for file in files]
             views = {
                 entry.name: view
-                for one, mapping in zip(files, mapped, strict=True)
-                for entry, view in one.views(mapping)
+                for file, mapping in zip(files, mapped, strict=True)
+                for entry, view in file.views(mapping)
             }
             images = _Chunks(read, on_bytes, mapped)
             targets = [views.pop(name).view(self._saved[name].shape) for name in self._saved]
@@ -205,17 +205,17 @@ class Export:
         found = []
         for name, others in self._of.own.items():
             taken = self._stored(name, self._of.names[name])
-            if not all(self._equal(taken, self._stored(name, one), images) for one in others):
+            if not all(self._equal(taken, self._stored(name, other), images) for other in others):
                 found.append(name)
         return tuple(sorted(found))
 
-    def _equal(self, one: Saved, other: Saved, images: _Chunks) -> bool:
+    def _equal(self, first: Saved, other: Saved, images: _Chunks) -> bool:
         """Whether two saved tensors are bitwise equal. Takes the memory of both."""
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+        if (first.dtype, first.shape) != (other.dtype, other.shape):
             return False
-        dtypes = [_dtype_of(one)] * 2
-        targets = [torch.empty(one.shape, dtype=dtype) for dtype in dtypes]
-        wants = [plan.Want(saved.name, Box.whole(one.shape)) for saved in (one, other)]
+        dtypes = [_dtype_of(first)] * 2
+        targets = [torch.empty(first.shape, dtype=dtype) for dtype in dtypes]
+        wants = [plan.Want(saved.name, Box.whole(first.shape)) for saved in (first, other)]
         fill(self._made(wants), targets, images, dtypes)
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
@@ -234,11 +234,11 @@ class Export:
         first: dict[str, str] = {}
         tied: dict[str, str] = {}
         for name, stored in self._of.names.items():
-            one = self._stored(name, stored)
-            if first.setdefault(one.name, name) == name:
-                saved[name] = one
+            tensor = self._stored(name, stored)
+            if first.setdefault(tensor.name, name) == name:
+                saved[name] = tensor
             else:
-                tied[name] = first[one.name]
+                tied[name] = first[tensor.name]
         return saved, tied
 
     def _entry(self, name: str, dtype: torch.dtype | None) -> _Entry:
@@ -267,22 +267,22 @@ def _not_one(names: tuple[str, ...], id: StepId) -> str:
 def _collect(components: dict[str, _Component], layout: Layout) -> None:
     """Add what one rank's image has of each component."""
     for component, name, stored in _leaves(layout):
-        one = components.setdefault(component, _Component())
+        part = components.setdefault(component, _Component())
         if stored is None:
-            one.values.add(name)
+            part.values.add(name)
             continue
         name = _bare(name)
         kept = layout.aliases.get(stored, stored)
         if kept in layout.entries:
             spec = layout.entries[kept].spec
-            one.trained = one.trained or spec.section is Section.PARAMS
+            part.trained = part.trained or spec.section is Section.PARAMS
             if spec.unflattened is not None:
-                one.shapes[kept] = spec.unflattened
-        if one.names.setdefault(name, kept) != kept:
-            one.own.setdefault(name, {})[kept] = None
+                part.shapes[kept] = spec.unflattened
+        if part.names.setdefault(name, kept) != kept:
+            part.own.setdefault(name, {})[kept] = None
 
 
-def _adapter(one: _Component, layouts: Iterable[Layout], id: StepId) -> _Component:
+def _adapter(part: _Component, layouts: Iterable[Layout], id: StepId) -> _Component:
     """What of a component an optimizer trains, under the names that PEFT gives it. Raises
     UsageError."""
     trained = {
@@ -291,14 +291,14 @@ def _adapter(one: _Component, layouts: Iterable[Layout], id: StepId) -> _Compone
         for parameters in layout.parameters.values()
         for name, _ in parameters
     }
-    names = {_peft(name): stored for name, stored in one.names.items() if stored in trained}
-    if not names or len(names) == len(one.names):
+    names = {_peft(name): stored for name, stored in part.names.items() if stored in trained}
+    if not names or len(names) == len(part.names):
         how = "all of" if names else "no parameter of"
         raise UsageError(
             f"step {id} has no adapter: the optimizers train {how} the component; leave out --only"
         )
-    own = {_peft(name): others for name, others in one.own.items() if _peft(name) in names}
-    return _Component(names=names, shapes=one.shapes, own=own, trained=True)
+    own = {_peft(name): others for name, others in part.own.items() if _peft(name) in names}
+    return _Component(names=names, shapes=part.shapes, own=own, trained=True)
 
 
 def _peft(name: str) -> str:
@@ -324,7 +324,7 @@ def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
     tree = Tree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
-        stored = dict.fromkeys(one.spec.tensor or name for name, one in layout.entries.items())
+        stored = dict.fromkeys(entry.spec.tensor or name for name, entry in layout.entries.items())
         for name in (*stored, *layout.aliases, *tree.values):
             path = paths.get(name, (name,))
             component = str(path[0]) if len(path) > 1 else ""
@@ -353,7 +353,7 @@ def _of_node(node: Node, path: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _chosen(components: Mapping[str, _Component], only: str | None, id: StepId) -> str:
-    names = [name for name, one in components.items() if one.names]
+    names = [name for name, component in components.items() if component.names]
     if only is not None and only in names:
         return only
     trained = [name for name in names if components[name].trained] or names
@@ -401,24 +401,24 @@ class _File:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.header) + sum(one.size_bytes for one in self.entries)
+        return len(self.header) + sum(entry.size_bytes for entry in self.entries)
 
     def views(self, mapping: mmap.mmap) -> Iterator[tuple[_Entry, Tensor]]:
         """For each entry, a tensor over its bytes in the mapping."""
         flat, at = torch.frombuffer(mapping, dtype=torch.uint8), len(self.header)
-        for one in self.entries:
-            yield one, flat[at : at + one.size_bytes].view(one.dtype).view(one.shape)
-            at += one.size_bytes
+        for entry in self.entries:
+            yield entry, flat[at : at + entry.size_bytes].view(entry.dtype).view(entry.shape)
+            at += entry.size_bytes
 
 
 def _divided(entries: list[_Entry], shard_bytes: int) -> list[list[_Entry]]:
     """The entries, divided among files in the order of names in the user's object, as Hugging
     Face's own writer does."""
     files: list[list[_Entry]] = [[]]
-    for one in entries:
-        if files[-1] and sum(e.size_bytes for e in files[-1]) + one.size_bytes > shard_bytes:
+    for entry in entries:
+        if files[-1] and sum(e.size_bytes for e in files[-1]) + entry.size_bytes > shard_bytes:
             files.append([])
-        files[-1].append(one)
+        files[-1].append(entry)
     return files
 
 
@@ -434,17 +434,17 @@ def _named(divided: list[list[_Entry]], about: Mapping[str, str], stem: str) -> 
 
 def _file(name: str, entries: list[_Entry], about: Mapping[str, str]) -> _File:
     # the widest dtypes first, so that each entry begins at a multiple of its element size
-    placed = tuple(sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name)))
+    placed = tuple(sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name)))
     # transformers refuses files that do not say which library wrote them
-    if any(one.name == "__metadata__" for one in placed):
+    if any(entry.name == "__metadata__" for entry in placed):
         raise UsageError("a tensor called __metadata__ cannot be in a file of safetensors")
     tree: dict[str, Any] = {"__metadata__": {"format": "pt", "keepstep": json.dumps(about)}}
     at = 0
-    for one in placed:
-        tree[one.name] = {
-            "dtype": CODE_OF[one.dtype],
-            "shape": list(one.shape),
-            "data_offsets": [at, at := at + one.size_bytes],
+    for entry in placed:
+        tree[entry.name] = {
+            "dtype": CODE_OF[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at := at + entry.size_bytes],
         }
     text = json.dumps(tree, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
@@ -452,8 +452,8 @@ def _file(name: str, entries: list[_Entry], about: Mapping[str, str]) -> _File:
 
 
 def _index_of(files: list[_File]) -> str:
-    total = sum(entry.size_bytes for one in files for entry in one.entries)
-    places = {entry.name: one.name for one in files for entry in one.entries}
+    total = sum(entry.size_bytes for file in files for entry in file.entries)
+    places = {entry.name: file.name for file in files for entry in file.entries}
     tree = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return json.dumps(tree, indent=2) + "\n"
 
@@ -523,7 +523,7 @@ def _write_text(directory: Directory, name: str, text: str) -> None:
 
 def _why(error: OSError, target: Path, files: list[_File]) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        needed = sum(one.size_bytes for one in files)
+        needed = sum(file.size_bytes for file in files)
         return (
             f"{target}: no space for {needed} bytes ({error.strerror}); nothing is left of it. Free"
             " some, name a directory on another drive, or take less with --dtype bf16"
@@ -558,15 +558,15 @@ class _Chunks:
         flying: deque[tuple[W, mmap.mmap, Future[None]]] = deque()
         with ThreadPoolExecutor(_BUFFERS, thread_name_prefix="keepstep-export") as pool:
             while True:
-                for one in islice(chunks, len(free)):
+                for chunk in islice(chunks, len(free)):
                     buffer = free.pop()
-                    done = pool.submit(self.read, one.rank, one.chunk, memoryview(buffer))
-                    flying.append((one, buffer, done))
+                    done = pool.submit(self.read, chunk.rank, chunk.chunk, memoryview(buffer))
+                    flying.append((chunk, buffer, done))
                 if not flying:
                     break
-                one, buffer, done = flying.popleft()
+                chunk, buffer, done = flying.popleft()
                 done.result()
-                yield one, torch.frombuffer(buffer, dtype=torch.uint8)
+                yield chunk, torch.frombuffer(buffer, dtype=torch.uint8)
                 free.append(buffer)
                 self.on_bytes(CHUNK_BYTES)
                 count += 1

@@ -37,6 +37,6 @@ def numbers(text: str) -> Iterator[int]:
 def _ends(part: str) -> tuple[int, int]:
     first, _, last = part.partition("-")
     ends = first, last or first
-    if not all(one.isascii() and one.isdigit() and len(one) < _LONGEST_NUMBER for one in ends):
+    if not all(end.isascii() and end.isdigit() and len(end) < _LONGEST_NUMBER for end in ends):
         return 1, 0
     return int(ends[0]), int(ends[1])

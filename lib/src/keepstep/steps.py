@@ -96,7 +96,7 @@ class Epoch:
 
 def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
     """Each of these epochs once, oldest first. Of several with the same id, the last one counts."""
-    known = {one.id: one for one in epochs}
+    known = {epoch.id: epoch for epoch in epochs}
     return tuple(known[id] for id in sorted(known))
 
 

@@ -53,8 +53,8 @@ def _queue() -> queue.Queue[_Span]:
 
 def _hand_over(waiting: queue.Queue[_Span]) -> None:
     while True:
-        one = waiting.get()
+        span = waiting.get()
         with contextlib.suppress(Exception):
             sys.modules[MODULE].get_tracer("keepstep", __version__).start_span(
-                one.name, context=one.context, start_time=one.began, attributes=one.attributes
-            ).end(end_time=one.ended)
+                span.name, context=span.context, start_time=span.began, attributes=span.attributes
+            ).end(end_time=span.ended)

@@ -13,4 +13,4 @@ def printable(text: str, *, lines: bool = False) -> str:
     if text.isprintable():
         return text
     kept = "\n\t" if lines else ""
-    return "".join(one if one.isprintable() or one in kept else "\ufffd" for one in text)
+    return "".join(char if char.isprintable() or char in kept else "\ufffd" for char in text)

@@ -138,11 +138,11 @@ async def few_at_once(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int)
     """`all_of` the calls, at most `most` at the same time."""
     slots = asyncio.Semaphore(most)
 
-    async def one(call: Callable[[], Awaitable[T]]) -> T:
+    async def limited(call: Callable[[], Awaitable[T]]) -> T:
         async with slots:
             return await call()
 
-    return await all_of([one(call) for call in calls])
+    return await all_of([limited(call) for call in calls])
 
 
 # --- blocking work ---------------------------------------------------------------------------

@@ -75,7 +75,11 @@ class Strangers(Generic[C]):
             crowded = counts.most_common(1)[0][0]
         else:
             return []
-        return [next(one for one, place in self._places.items() if place.source == crowded)]
+        return [
+            next(
+                connection for connection, place in self._places.items() if place.source == crowded
+            )
+        ]
 
     def leave(self, connection: C) -> bool:
         """The connection has ended, or is no longer a stranger. Returns False if it had already
@@ -86,14 +90,16 @@ class Strangers(Generic[C]):
     def forget(self, gone: Callable[[C], bool]) -> None:
         """Remove connections that ended by themselves, where no code calls `leave`."""
         with self._lock:
-            for one in [one for one in self._places if gone(one)]:
-                del self._places[one]
+            for connection in [place for place in self._places if gone(place)]:
+                del self._places[connection]
 
     def end_overdue(self) -> None:
         """End the connections whose time is over."""
         before = time.monotonic() - self._seconds
         with self._lock:
-            doomed = [one for one, place in self._places.items() if place.since < before]
+            doomed = [
+                connection for connection, place in self._places.items() if place.since < before
+            ]
         self._end(doomed)
 
     def end_all(self) -> None:
@@ -103,9 +109,9 @@ class Strangers(Generic[C]):
         self._end(doomed)
 
     def _end(self, doomed: list[C]) -> bool:
-        for one in doomed:
-            if self.leave(one):
-                self._close(one)
+        for connection in doomed:
+            if self.leave(connection):
+                self._close(connection)
         return bool(doomed)
 
 
@@ -145,7 +151,7 @@ async def serve(
                 _complain("api.accept_failed", error=str(error))
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
-            strangers.forget(lambda one: one.is_closing())
+            strangers.forget(lambda transport: transport.is_closing())
             if strangers.enter(transport, str(address[0])):
                 await asyncio.sleep(ACCEPT_PAUSE_S)
     finally:

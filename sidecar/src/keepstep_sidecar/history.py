@@ -72,7 +72,8 @@ class History:
         self._last = self._events[-1].sequence if self._events else 0
         self._open: dict[tuple[Kind, Any, str], _Counted] = {}
         self._newest = max(
-            (one.step for one in self._events if one.kind is Kind.STAGED and one.step), default=None
+            (event.step for event in self._events if event.kind is Kind.STAGED and event.step),
+            default=None,
         )
         self._warnings: tuple[str, ...] = ()
         self.changes = Changes()
@@ -149,22 +150,26 @@ class History:
 
     def _close(self, *, before: float | None = None) -> None:
         """Turn what is being counted into events. `before`: only what began by then."""
-        due = [(key, one) for key, one in self._open.items() if before is None or one.at <= before]
+        due = [
+            (key, entry)
+            for key, entry in self._open.items()
+            if before is None or entry.at <= before
+        ]
         for key, _ in due:
             del self._open[key]
-        for (kind, of, text), one in sorted(due, key=lambda pair: pair[1].at):
+        for (kind, of, text), entry in sorted(due, key=lambda pair: pair[1].at):
             self._append(
                 Event(
                     sequence=0,
                     kind=kind,
-                    at=one.at,
-                    until=one.until,
+                    at=entry.at,
+                    until=entry.until,
                     rank=of if isinstance(of, int) else None,
-                    step=one.step,
-                    number=one.last if one.step is None else None,
-                    first=one.first,
-                    count=one.count,
-                    seconds=one.seconds,
+                    step=entry.step,
+                    number=entry.last if entry.step is None else None,
+                    first=entry.first,
+                    count=entry.count,
+                    seconds=entry.seconds,
                     text=text,
                 )
             )
@@ -207,7 +212,9 @@ class History:
         return Told(run=run, oldest=oldest, last=self._last, events=events)
 
     def _after(self, sequence: int) -> list[Event]:
-        return self._events[bisect.bisect(self._events, sequence, key=lambda one: one.sequence) :]
+        return self._events[
+            bisect.bisect(self._events, sequence, key=lambda event: event.sequence) :
+        ]
 
 
 def _cut(text: str) -> str:

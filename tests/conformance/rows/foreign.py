@@ -54,11 +54,11 @@ def _chance(model: nn.Module) -> optim.Optimizer:
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer.chance = random.Random(5)
 
-    def put(one: Any, state: dict[str, Any]) -> None:
-        state["chance"] = list(one.chance.getstate()[1])
+    def put(generator: Any, state: dict[str, Any]) -> None:
+        state["chance"] = list(generator.chance.getstate()[1])
 
-    def take(one: Any, state: dict[str, Any]) -> None:
-        one.chance.setstate((3, tuple(state.pop("chance")), None))
+    def take(generator: Any, state: dict[str, Any]) -> None:
+        generator.chance.setstate((3, tuple(state.pop("chance")), None))
 
     optimizer.register_state_dict_post_hook(put)
     optimizer.register_load_state_dict_pre_hook(take)
@@ -89,8 +89,8 @@ def _() -> Training:
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer.rates = [0.05]
 
-    def derive(one: Any) -> None:
-        one.rates = [group["lr"] for group in one.param_groups]
+    def derive(value: Any) -> None:
+        value.rates = [group["lr"] for group in value.param_groups]
 
     optimizer.register_load_state_dict_post_hook(derive)
 
@@ -108,7 +108,7 @@ def _() -> Training:
     optimizer = optim.SGD(model.parameters(), lr=0.05)
     count = {"n": 0}
     optimizer.register_state_dict_pre_hook(
-        lambda one: one.param_groups[0].update(counted=count["n"])
+        lambda optimizer: optimizer.param_groups[0].update(counted=count["n"])
     )
 
     def after(step: int) -> None:
@@ -607,8 +607,8 @@ class Counter:
         self.table = torch.full((4,), float(self.count))
 
 
-def _object(one: Any, use: Callable[[Any], Any], **more: Any) -> Training:
-    return Training(components={"object": one}, step=lambda number: use(one), **more)
+def _object(value: Any, use: Callable[[Any], Any], **more: Any) -> Training:
+    return Training(components={"object": value}, step=lambda number: use(value), **more)
 
 
 TABLE.add("an object that derives a tensor at loading", lambda: _object(Counter(), Counter.advance))
@@ -799,7 +799,7 @@ class CallableThing(Counter):
         return self.advance()
 
 
-TABLE.add("a callable object", lambda: _object(CallableThing(), lambda one: one()))
+TABLE.add("a callable object", lambda: _object(CallableThing(), lambda thing: thing()))
 
 
 class Replay(Counter):
@@ -843,7 +843,7 @@ class Ema(Counter):
         return dict(self.shadow)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = {name: one.clone() for name, one in state.items()}
+        self.shadow = {name: value.clone() for name, value in state.items()}
 
 
 @TABLE.row("an average that begins at step 3, in an object that is there from the start")
@@ -913,8 +913,8 @@ def _() -> Training:
             p.grad = sums[name].clone()
         if number % 3 == 2:
             optimizer.step()
-            for one in sums.values():
-                one.zero_()
+            for tensor in sums.values():
+                tensor.zero_()
         return loss.item()
 
     return Training(components={"model": model, "optimizer": optimizer, "sums": sums}, step=step)

@@ -280,5 +280,5 @@ def _() -> Training:
         loss.backward()
         return loss.item()
 
-    named = {f"of {name}".replace(".", " "): one for name, one in optimizers.items()}
+    named = {f"of {name}".replace(".", " "): optimizer for name, optimizer in optimizers.items()}
     return Training(components={"model": model, **named}, step=step)

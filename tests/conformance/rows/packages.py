@@ -36,7 +36,7 @@ UNTRIED = {
 
 def _uncompiled() -> None:
     """What a package compiles is not what is tested here, and takes minutes."""
-    torch.compile = lambda function=None, **options: function or (lambda one: one)
+    torch.compile = lambda function=None, **options: function or (lambda function: function)
 
 
 # --- optimizers ---------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def _metric(make: Callable[[Any], nn.Module], *, persistent: bool = True) -> Tra
     import torchmetrics
 
     model = nn.ModuleDict({"net": nn.Linear(6, 2), "metric": make(torchmetrics)})
-    for metric in [one for one in model.modules() if isinstance(one, torchmetrics.Metric)]:
+    for metric in [module for module in model.modules() if isinstance(module, torchmetrics.Metric)]:
         metric.persistent(persistent)
 
     def loss(m: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:

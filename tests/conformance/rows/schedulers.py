@@ -168,7 +168,7 @@ class KeptWarmup(Warmup):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.after.load_state_dict(state["after"])
-        super().load_state_dict({key: one for key, one in state.items() if key != "after"})
+        super().load_state_dict({key: value for key, value in state.items() if key != "after"})
 
 
 TABLE.add(

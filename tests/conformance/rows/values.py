@@ -283,7 +283,7 @@ def _episodes(state: dict[str, Any], step: int) -> Any:
         state["current"] = {"rewards": []}
         state["episodes"].append(state["current"])
     state["current"]["rewards"].append(torch.rand(()).item())
-    return [list(one["rewards"]) for one in state["episodes"]]
+    return [list(episode["rewards"]) for episode in state["episodes"]]
 
 
 @TABLE.row("one dict under two keys, and in a list")
@@ -293,13 +293,13 @@ def _() -> Training:
 
 
 def _shared(make: Callable[[], Any], use: Callable[[Any], Any]) -> Training:
-    one = make()
+    thing = make()
 
     def change(state: dict[str, Any], step: int) -> Any:
         use(state["a"])
         return copy.deepcopy(state["b"]["in"][0])
 
-    return _kept({"a": one, "b": {"in": [one]}}, change)
+    return _kept({"a": thing, "b": {"in": [thing]}}, change)
 
 
 _MAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -325,8 +325,8 @@ for _name, (_make, _use) in _MAKES.items():
 
 @TABLE.row("one list in two components")
 def _() -> Training:
-    one = [0.0]
-    a, b = {"one": one}, {"in": [one]}
+    cell = [0.0]
+    a, b = {"one": cell}, {"in": [cell]}
 
     def step(number: int) -> Any:
         a["one"].append(torch.rand(()).item())

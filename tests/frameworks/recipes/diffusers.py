@@ -41,7 +41,7 @@ def made() -> dict[str, Any]:
     if SETTINGS.get("lora"):
         unet.requires_grad_(False)
         unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
-    trainable = [one for one in unet.parameters() if one.requires_grad]
+    trainable = [parameter for parameter in unet.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-3)
     watch(optimizer)
     scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=10)

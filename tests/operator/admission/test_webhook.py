@@ -53,7 +53,9 @@ async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) 
 
 
 def _sidecar(pod: dict[str, Any], name: str = "keepstep-sidecar") -> dict[str, Any]:
-    (found,) = [one for one in pod["spec"]["initContainers"] if one["name"] == name]
+    (found,) = [
+        container for container in pod["spec"]["initContainers"] if container["name"] == name
+    ]
     return found
 
 
@@ -172,7 +174,7 @@ async def test_what_is_logged_of_a_pod_is_short_and_printable(
         pod = bare_pod("n" * 5000)
         pod["metadata"]["annotations"]["keepstep.dev/policy"] = "\x1b]0;pwned\x07" + "p" * 60_000
         await running.webhook.create(pod)
-    (record,) = [one for one in caplog.records if one.message == "admission.pod_reviewed"]
+    (record,) = [record for record in caplog.records if record.message == "admission.pod_reviewed"]
     assert len(str(vars(record))) < 4000
     assert "\x1b" not in str([*vars(record).values()])
 

@@ -110,11 +110,11 @@ def test_a_leaf_does_not_outlive_its_authority() -> None:
 
 
 def test_authorities_of_one_name_are_told_apart() -> None:
-    one, two = (make_authority("same", now=_now(), life=DAY) for _ in range(2))
-    leaf = sign_server(one, NAMES, now=_now(), life=DAY)
-    bundle = two.certificate + one.certificate
+    pair, two = (make_authority("same", now=_now(), life=DAY) for _ in range(2))
+    leaf = sign_server(pair, NAMES, now=_now(), life=DAY)
+    bundle = two.certificate + pair.certificate
     assert shakes_hands(leaf, bundle=bundle, name=NAMES[0]) == ""
-    assert split(bundle) == (two.certificate, one.certificate)
+    assert split(bundle) == (two.certificate, pair.certificate)
 
 
 def test_a_pair_fits_only_with_its_own_key(authority: Pair, leaf: Pair) -> None:
@@ -251,8 +251,8 @@ async def test_over_ten_years_every_client_accepts_every_server_within_the_overl
             for bundle in bundles[-3:]:
                 assert shown[-1].certificate in split(bundle)
             assert shown[-2].certificate in split(bundles[-1])
-        assert len({one.certificate for one in shown}) == 2
-        assert max(len(split(one)) for one in bundles) == 2
+        assert len({pair.certificate for pair in shown}) == 2
+        assert max(len(split(bundle)) for bundle in bundles) == 2
         assert len(split(bundles[-1])) == 1
 
 

@@ -31,7 +31,7 @@ def restricted_violations(pod: dict[str, Any]) -> list[str]:
     found = [*_of_pod(spec)]
     for container in [*spec.get("initContainers", []), *spec["containers"]]:
         name = container["name"]
-        found += [f"{name}: {one}" for one in _of_container(container, spec)]
+        found += [f"{name}: {violation}" for violation in _of_container(container, spec)]
     return found
 
 
@@ -39,13 +39,15 @@ def baseline_violations(pod: dict[str, Any]) -> list[str]:
     """The same for level "baseline"."""
     spec = pod["spec"]
     found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
-    found += [f"hostPath {one['name']}" for one in spec.get("volumes", []) if "hostPath" in one]
+    found += [
+        f"hostPath {volume['name']}" for volume in spec.get("volumes", []) if "hostPath" in volume
+    ]
     for container in [*spec.get("initContainers", []), *spec["containers"]]:
         security = container.get("securityContext", {})
         added = set(security.get("capabilities", {}).get("add", []))
         if security.get("privileged") or added - _BASELINE_CAPABILITIES:
             found.append(f"{container['name']}: privileged, or added {added}")
-        found += [f"{container['name']}: host port" for one in _ports(container) if one]
+        found += [f"{container['name']}: host port" for port in _ports(container) if port]
     return found
 
 
@@ -82,4 +84,4 @@ def _of_container(container: dict[str, Any], spec: dict[str, Any]) -> Iterator[s
 
 
 def _ports(container: dict[str, Any]) -> list[int]:
-    return [one.get("hostPort", 0) for one in container.get("ports", [])]
+    return [port.get("hostPort", 0) for port in container.get("ports", [])]

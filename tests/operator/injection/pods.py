@@ -223,7 +223,7 @@ ALL = {
 
 
 def named(listed: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    return next(one for one in listed if one["name"] == name)
+    return next(entry for entry in listed if entry["name"] == name)
 
 
 def sidecar_of(pod: dict[str, Any]) -> dict[str, Any]:
@@ -231,4 +231,7 @@ def sidecar_of(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, Any]:
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    return {
+        variable["name"]: variable.get("value", variable.get("valueFrom"))
+        for variable in container["env"]
+    }

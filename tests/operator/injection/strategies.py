@@ -29,8 +29,8 @@ def pods(draw: st.DrawFn) -> dict[str, Any]:
     metadata["labels"].update(draw(st.dictionaries(_NAMES, _NAMES, max_size=3)))
     metadata["annotations"].update(draw(st.dictionaries(_NAMES, st.text(max_size=9), max_size=3)))
     spec["containers"] += [
-        {"name": f"more-{index}", "image": "x", "resources": one}
-        for index, one in enumerate(draw(st.lists(resources(), max_size=2)))
+        {"name": f"more-{index}", "image": "x", "resources": amounts}
+        for index, amounts in enumerate(draw(st.lists(resources(), max_size=2)))
     ]
     for container in spec["containers"]:
         container["resources"] = draw(resources())
@@ -69,7 +69,7 @@ def policies(draw: st.DrawFn) -> Policy:
     kinds = draw(
         st.lists(st.sampled_from([EMPTY_DIR, HOST_PATH, EPHEMERAL]), min_size=1, max_size=3)
     )
-    volumes = [{**one, "name": f"v{index}"} for index, one in enumerate(kinds)]
+    volumes = [{**kind, "name": f"v{index}"} for index, kind in enumerate(kinds)]
     fixed = {"mode": "Fixed", "every": draw(st.integers(1, 1000))}
     return policy(
         *volumes,

@@ -37,11 +37,11 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         },
     )
     made = inject(pytorch_job(), wanted, DEFAULTS)["spec"]["initContainers"]
-    by_name = {one["name"]: one for one in made}
-    for one in by_name["keepstep-sidecar"]["env"]:
-        if one["name"].startswith("KEEPSTEP_") and "value" in one:
-            value = one["value"].replace("$(KEEPSTEP_POD_IP)", "10.0.0.7")
-            monkeypatch.setenv(one["name"], value)
+    by_name = {pod["name"]: pod for pod in made}
+    for variable in by_name["keepstep-sidecar"]["env"]:
+        if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
+            value = variable["value"].replace("$(KEEPSTEP_POD_IP)", "10.0.0.7")
+            monkeypatch.setenv(variable["name"], value)
     return by_name
 
 
@@ -78,9 +78,9 @@ def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
 ) -> None:
     wanted = policy(EMPTY_DIR, stage={"every": 5}, persist={"driveWritesPerDay": "0.3"})
     sidecar = inject(pytorch_job(), wanted, DEFAULTS)["spec"]["initContainers"][0]
-    for one in sidecar["env"]:
-        if one["name"].startswith("KEEPSTEP_") and "value" in one:
-            monkeypatch.setenv(one["name"], one["value"])
+    for variable in sidecar["env"]:
+        if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
+            monkeypatch.setenv(variable["name"], variable["value"])
     config = Config.of(values_of())
     assert (config.persist_every, config.drive_writes_per_day) == (None, 0.3)
     assert config.persist_base == 5
@@ -90,12 +90,12 @@ def test_every_variable_is_one_that_the_sidecar_reads(
     containers: dict[str, dict[str, Any]],
 ) -> None:
     written = {
-        one["name"]
-        for one in containers["keepstep-sidecar"]["env"]
-        if one["name"].startswith("KEEPSTEP_")
+        variable["name"]
+        for variable in containers["keepstep-sidecar"]["env"]
+        if variable["name"].startswith("KEEPSTEP_")
     } - {"KEEPSTEP_POD_IP", "KEEPSTEP_UI_SECRET"}
     assert len(written) > 20
-    assert written <= {one.variable for one in SETTINGS}
+    assert written <= {setting.variable for setting in SETTINGS}
 
 
 def test_start_flush_and_prepare_are_actions_of_the_sidecar(

@@ -59,9 +59,9 @@ def _lost(old: Any, new: Any, path: str = "") -> list[str]:
 
 def _lost_of_list(old: list[Any], new: list[Any], path: str) -> list[str]:
     rest = iter(new)
-    for one in old:
-        if not any(not _lost(one, candidate) for candidate in rest):
-            return [f"{path}: {one!r}"]
+    for container in old:
+        if not any(not _lost(container, candidate) for candidate in rest):
+            return [f"{path}: {container!r}"]
     return []
 
 
@@ -100,7 +100,7 @@ def test_the_patch_makes_the_injected_pod(pod: Body, policy: Policy) -> None:
     injected = _inject(pod, policy)
     patch = list(make_patch(pod, injected))
     assert apply_patch(pod, patch) == injected
-    touched = {one["path"] for one in patch if one["op"] != "add"}
+    touched = {operation["path"] for operation in patch if operation["op"] != "add"}
     assert not {path for path in touched if path.endswith(("/name", "/image"))}, "added, not mixed"
 
 
@@ -116,7 +116,7 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
         return
     said = injected_of(parse_pod(injected))
     assert said is not None
-    assert not any("CarveOut" in one for one in said.warnings)
+    assert not any("CarveOut" in warning for warning in said.warnings)
     sidecar = sidecar_of(injected)["resources"]
     for kind, amounts in before.items():
         for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
@@ -141,7 +141,11 @@ def test_a_restricted_pod_stays_restricted(make: Any, volume: Body) -> None:
 def test_a_host_path_breaks_no_more_than_the_standard_says_it_must() -> None:
     injected = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
     assert baseline_violations(injected) == ["hostPath keepstep-volume-nvme0"]
-    root = [one for one in restricted_violations(injected) if "keepstep-sidecar" in one]
+    root = [
+        violation
+        for violation in restricted_violations(injected)
+        if "keepstep-sidecar" in violation
+    ]
     assert root == [], "the sidecar itself needs no root"
 
 
@@ -226,9 +230,9 @@ def test_only_the_training_container_gets_shared_memory_and_only_the_sidecar_get
 
     def who(volume: str) -> list[str]:
         return [
-            one["name"]
-            for one in everyone
-            if any(mount["name"] == volume for mount in one.get("volumeMounts", []))
+            container["name"]
+            for container in everyone
+            if any(mount["name"] == volume for mount in container.get("volumeMounts", []))
         ]
 
     assert who("keepstep-memory") == ["keepstep-sidecar", "pytorch"]
@@ -407,7 +411,7 @@ def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None
     pod = bare_pod()
     pod["spec"][kind] = [*pod["spec"].get(kind, []), {"name": "more", "image": "x", **change}]
     injected = inject(pod, policy(), DEFAULTS)
-    assert [one["name"] for one in sidecar_of(injected)["ports"]] == ["keepstep-peer"]
+    assert [port["name"] for port in sidecar_of(injected)["ports"]] == ["keepstep-peer"]
     assert "KEEPSTEP_METRICS_PORT" not in environment_of(sidecar_of(injected))
     assert "serves no metrics, since container more uses port 26740" in _told(injected)[0]
 
@@ -424,7 +428,7 @@ def test_the_ports_are_those_of_the_policy() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26740}]
     asked = policy(peers={}, sidecar={"ports": {"metrics": 9464, "peer": 9999}})
-    ports = [one["containerPort"] for one in sidecar_of(inject(pod, asked, DEFAULTS))["ports"]]
+    ports = [port["containerPort"] for port in sidecar_of(inject(pod, asked, DEFAULTS))["ports"]]
     assert ports == [9464, 9999]
 
 
@@ -456,7 +460,7 @@ def test_a_pod_that_cannot_find_the_operator_by_name_is_told_so(
     spec: Body, words: str | None
 ) -> None:
     said = _told(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
-    assert any(words in one for one in said) if words else said == ()
+    assert any(words in message for message in said) if words else said == ()
 
 
 def test_pods_that_keep_copies_for_each_other_prefer_different_nodes() -> None:
@@ -494,7 +498,7 @@ def test_a_shared_process_namespace_is_never_passed_over_in_silence(name: str) -
     pod = bare_pod()
     pod["spec"][name] = True
     told = inject(pod, policy(), DEFAULTS)["metadata"]["annotations"]["keepstep.dev/status"]
-    assert any(name in one for one in json.loads(told)["warnings"])
+    assert any(name in warning for warning in json.loads(told)["warnings"])
 
 
 @pytest.mark.parametrize("volume", ["keepstep-token", "keepstep-volume-scratch"])
@@ -576,8 +580,10 @@ _CACHE = "/keepstep/compile-cache"
 
 
 def _cache_mount(pod: Body) -> Body | None:
-    (training,) = (one for one in pod["spec"]["containers"] if one["name"] == "pytorch")
-    mounts = [one for one in training["volumeMounts"] if one["mountPath"] == _CACHE]
+    (training,) = (
+        container for container in pod["spec"]["containers"] if container["name"] == "pytorch"
+    )
+    mounts = [mount for mount in training["volumeMounts"] if mount["mountPath"] == _CACHE]
     told = environment_of(training).get("KEEPSTEP_COMPILE_CACHE_DIR")
     assert told == (_CACHE if mounts else None)
     return mounts[0] if mounts else None

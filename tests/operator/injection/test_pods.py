@@ -171,7 +171,9 @@ def test_a_label_that_admission_wrote_for_another_pod_is_no_wish() -> None:
     """A template that was copied from an injected pod: its label would hold for all pods."""
     copied = inject(pytorch_job(rank=2), policy(), DEFAULTS)
     copied["metadata"]["ownerReferences"][0]["uid"] = "another-job"
-    (training,) = (one for one in copied["spec"]["containers"] if one["name"] == "pytorch")
+    (training,) = (
+        container for container in copied["spec"]["containers"] if container["name"] == "pytorch"
+    )
     training["env"] = [{"name": "RANK", "value": "5"}]
     assert node_rank(parse_pod(copied)) == 5
 
@@ -180,12 +182,12 @@ def test_a_pod_that_its_controller_has_not_numbered_is_no_first_one() -> None:
     body = pytorch_job()
     del body["metadata"]["labels"]["training.kubeflow.org/replica-index"]
     body["spec"]["containers"][1]["env"] = []
-    for one in (body, _of_an_older_job_set()):
+    for pod in (body, _of_an_older_job_set()):
         with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
-            node_rank(parse_pod(one))
+            node_rank(parse_pod(pod))
         assert refused.value.reason == "UnknownJobKind"
-        one["metadata"]["labels"]["keepstep.dev/node-rank"] = "3"
-        assert node_rank(parse_pod(one)) == 3
+        pod["metadata"]["labels"]["keepstep.dev/node-rank"] = "3"
+        assert node_rank(parse_pod(pod)) == 3
 
 
 def test_the_head_of_a_ray_cluster_and_workers_of_an_older_kuberay_are_refused() -> None:

@@ -54,7 +54,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
 
 def test_each_source_is_read() -> None:
     parsed = policy(EMPTY_DIR, HOST_PATH, EPHEMERAL)
-    assert [one.source for one in parsed.volumes] == [
+    assert [volume.source for volume in parsed.volumes] == [
         EmptyDir(size_limit_bytes=100 << 30),
         HostPath(path="/mnt/nvme0/keepstep"),
         Ephemeral(size_bytes=200 << 30, storage_class="local"),
@@ -367,13 +367,13 @@ def test_cpus_survive_being_written_and_read(millicores: int) -> None:
 
 
 def test_amounts_are_written_in_their_canonical_form() -> None:
-    assert [format_bytes(one) for one in (0, 1000, 1 << 30, 2304 << 20)] == [
+    assert [format_bytes(size) for size in (0, 1000, 1 << 30, 2304 << 20)] == [
         "0",
         "1000",
         "1Gi",
         "2304Mi",
     ]
-    assert [format_millicores(one) for one in (100, 2000)] == ["100m", "2"]
+    assert [format_millicores(millicores) for millicores in (100, 2000)] == ["100m", "2"]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1h30m", 5400), ("168h", 604800)])

@@ -37,7 +37,9 @@ def quota(hard: Body, used: Body | None = None, **spec: Any) -> Body:
 
 
 def room(*bodies: Body) -> Room:
-    ranges = [one for body in bodies if "limits" in body["spec"] for one in parse_ranges(body)]
+    ranges = [
+        bounds for body in bodies if "limits" in body["spec"] for bounds in parse_ranges(body)
+    ]
     quotas = [parse_quota(body) for body in bodies if "hard" in body["spec"]]
     return Room(ranges=tuple(ranges), quotas=tuple(quotas))
 
@@ -50,7 +52,11 @@ def trainer(requests: Body, limits: Body | None = None) -> Body:
 
 
 def sidecar(pod: Body) -> Body:
-    (found,) = [one for one in pod["spec"]["initContainers"] if one["name"] == "keepstep-sidecar"]
+    (found,) = [
+        container
+        for container in pod["spec"]["initContainers"]
+        if container["name"] == "keepstep-sidecar"
+    ]
     resources: Body = found["resources"]
     return resources
 
@@ -82,10 +88,12 @@ def _of(container: Body, kind: str) -> dict[str, int]:
 def _sum(spec: Body, kind: str) -> dict[str, int]:
     """Containers and sidecars together. Init containers that end are smaller in these tests."""
     running = [*spec["containers"]]
-    running += [one for one in spec.get("initContainers", ()) if one.get("restartPolicy")]
+    running += [
+        container for container in spec.get("initContainers", ()) if container.get("restartPolicy")
+    ]
     found: dict[str, int] = {}
-    for one in running:
-        for name, amount in _of(one, kind).items():
+    for container in running:
+        for name, amount in _of(container, kind).items():
             found[name] = found.get(name, 0) + amount
     return found
 
@@ -108,8 +116,10 @@ def _within(spec: Body, item: Body) -> bool:
     requested = {**item.get("min", {}), **given, **item.get("defaultRequest", {})}
     request = {name: _read(name, text) for name, text in requested.items()}
     return all(
-        _keeps(item, {**request, **_of(one, "requests")}, {**default, **_of(one, "limits")})
-        for one in every
+        _keeps(
+            item, {**request, **_of(container, "requests")}, {**default, **_of(container, "limits")}
+        )
+        for container in every
     )
 
 
@@ -134,7 +144,7 @@ def _paid(spec: Body, body: Body) -> bool:
     for name, text in body["status"]["hard"].items():
         kind, _, resource = name.rpartition(".")
         kind = kind or "requests"
-        if any(resource not in _of(one, kind) for one in every):
+        if any(resource not in _of(container, kind) for container in every):
             return False
         used = _read(resource, body["status"]["used"].get(name, 0))
         if used + _sum(spec, kind).get(resource, 0) > _read(resource, text):
@@ -328,7 +338,7 @@ _HARD = st.fixed_dictionaries(
 @given(
     requests=_AMOUNTS,
     limits=_AMOUNTS,
-    items=st.lists(_ITEM.filter(_is_valid), max_size=2, unique_by=lambda one: one["type"]),
+    items=st.lists(_ITEM.filter(_is_valid), max_size=2, unique_by=lambda item: item["type"]),
     hard=_HARD,
     accounting=st.sampled_from(["Add", "CarveOut"]),
 )

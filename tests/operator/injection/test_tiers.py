@@ -82,13 +82,13 @@ def test_credentials_come_from_a_secret_into_the_sidecar_alone_and_may_be_missin
     spec = inject(pytorch_job(), policy(HOST_PATH, archive=archive), DEFAULTS)["spec"]
     for container in [*spec["initContainers"], *spec["containers"]]:
         named = {
-            one["name"]: one["valueFrom"]["secretKeyRef"]
-            for one in container.get("env", [])
-            if "s3-keys" in str(one)
+            variable["name"]: variable["valueFrom"]["secretKeyRef"]
+            for variable in container.get("env", [])
+            if "s3-keys" in str(variable)
         }
         expected = keys if container["name"] == "keepstep-sidecar" else set()
         assert set(named) == expected, container["name"]
-        assert all(one["optional"] and one["key"] == key for key, one in named.items())
+        assert all(value["optional"] and value["key"] == key for key, value in named.items())
     assert "s3-keys" not in str(spec["volumes"])
 
 
@@ -101,7 +101,7 @@ def test_the_account_of_an_azure_container_is_told_and_its_url_has_its_own_word(
 def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
     wanted = policy(archive={"directory": {"claimName": "shared"}})
     spec = inject(pytorch_job(), wanted, DEFAULTS)["spec"]
-    (volume,) = [one for one in spec["volumes"] if one["name"] == "keepstep-archive"]
+    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "keepstep-archive"]
     assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
     mount = {"name": "keepstep-archive", "mountPath": "/keepstep/archive"}
     sidecar, *others = spec["initContainers"]
@@ -124,7 +124,7 @@ def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_h
 
 def test_a_variable_stands_before_those_that_name_it() -> None:
     sidecar = sidecar_of(inject(pytorch_job(), policy(peers={}), DEFAULTS))
-    order = [one["name"] for one in sidecar["env"]]
+    order = [variable["name"] for variable in sidecar["env"]]
     assert order.index("KEEPSTEP_POD_IP") < order.index("KEEPSTEP_PEER_ADVERTISE")
 
 
@@ -144,7 +144,7 @@ def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itsel
     own = {"name": "KEEPSTEP_RESTORE_TIMEOUT", "value": "7"}
     pod["spec"]["containers"][0]["env"] = [own]
     found = inject(pod, wanted, DEFAULTS)["spec"]["containers"][0]["env"]
-    assert [one for one in found if one["name"] == own["name"]] == [own]
+    assert [variable for variable in found if variable["name"] == own["name"]] == [own]
 
 
 def test_nodes_that_hold_shards_are_preferred_and_never_required() -> None:
@@ -160,7 +160,7 @@ def test_nodes_that_hold_shards_are_preferred_and_never_required() -> None:
     assert set(found["nodeAffinity"]) == {"preferredDuringSchedulingIgnoredDuringExecution"}
     first, *ours = found["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert first == theirs
-    assert [(one["weight"], one["preference"]) for one in ours] == [
+    assert [(term["weight"], term["preference"]) for term in ours] == [
         (
             weight,
             {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]},

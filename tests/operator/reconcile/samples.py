@@ -112,8 +112,8 @@ def node(rank: int, **changes: Any) -> NodeReport:
 def begun(*pods: PodRecord, known: PolicyRecord | None = None) -> Run:
     """A run with these pods, its object and its policy, before the first report."""
     run = transitions.object_seen(Run(key=KEY, since=T0), run_object())
-    for one in pods or (pod(0), pod(1)):
-        run = transitions.pod_seen(run, one, at=T0)
+    for record in pods or (pod(0), pod(1)):
+        run = transitions.pod_seen(run, record, at=T0)
     return transitions.policy_seen(run, known or policy())
 
 

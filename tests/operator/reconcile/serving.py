@@ -61,9 +61,9 @@ class Served:
 
     def condition(self, type: str) -> tuple[str, str]:
         """Status and reason; '' for a condition that is not shown."""
-        for one in self.status().get("conditions", ()):
-            if one["type"] == type:
-                return one["status"], one["reason"]
+        for condition in self.status().get("conditions", ()):
+            if condition["type"] == type:
+                return condition["status"], condition["reason"]
         return "", ""
 
 

@@ -72,7 +72,7 @@ def test_protected_is_false_for_what_costs_steps(
 def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
     run = heard(begun())
     found = verdicts(run, Cluster(), now=T0)
-    assert {type: one.status for type, one in found.items()} == {
+    assert {type: verdict.status for type, verdict in found.items()} == {
         "Protected": "True",
         "FullyInjected": "True",
         "Committing": "True",

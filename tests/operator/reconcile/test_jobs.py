@@ -41,8 +41,8 @@ def rival(rank: int = 0, **changes: Any) -> PodRecord:
 
 
 def seen(run: Run, *pods: PodRecord) -> Run:
-    for one in pods:
-        run = transitions.pod_seen(run, one, at=T0)
+    for record in pods:
+        run = transitions.pod_seen(run, record, at=T0)
     return run
 
 
@@ -50,7 +50,7 @@ def seen(run: Run, *pods: PodRecord) -> Run:
 def test_the_first_job_keeps_the_run(ranks: tuple[int, ...]) -> None:
     run = seen(begun(member(0), member(1)), *(rival(rank) for rank in ranks))
     assert run.rivals == {OTHER}
-    assert {one.job for one in run.members} == {JOB}
+    assert {member.job for member in run.members} == {JOB}
     assert run.job == JOB
 
 
@@ -78,7 +78,7 @@ def test_a_new_job_whose_pods_come_before_the_old_ones_go_waits_for_that(state: 
     pods = [member(0), member(1)]
     run = seen(begun(*pods), rival(0), rival(1))
     assert not transitions.asks_job(run)
-    run = seen(run, *(replace(one, deleting=True) for one in pods))
+    run = seen(run, *(replace(record, deleting=True) for record in pods))
     assert transitions.asks_job(run)
     assert transitions.job_answered(run, JobState.ACTIVE, at=T0).rivals == {OTHER}
     run = transitions.job_answered(run, state, at=T0)

@@ -54,7 +54,7 @@ async def running(directory: Path, **options: Any) -> AsyncIterator[Served]:
 def events(served: Served, reason: str) -> list[Body]:
     at = EVENTS.path(namespace=KEY.namespace)
     objects = served.cluster.objects.items()
-    return [one for path, one in objects if path.startswith(at) and one["reason"] == reason]
+    return [event for path, event in objects if path.startswith(at) and event["reason"] == reason]
 
 
 async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_path: Path) -> None:
@@ -73,7 +73,10 @@ async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_pa
         await until(lambda: served.cluster.objects.get(path, {}).get("status"))
         assert served.cluster.objects[path]["status"]["tiers"] == ["archive"]
         committed = await until(lambda: events(served, "Committed"))
-        assert {one["regarding"]["kind"] for one in committed} <= {"PyTorchJob", "CheckpointRun"}
+        assert {event["regarding"]["kind"] for event in committed} <= {
+            "PyTorchJob",
+            "CheckpointRun",
+        }
         await served.report(replace(told, sequence=3, kept=()))
         await until(lambda: path not in served.cluster.objects, what="a deleted Checkpoint")
 

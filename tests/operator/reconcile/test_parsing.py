@@ -114,8 +114,8 @@ def test_all_kinds_of_jobs_tell_by_their_conditions_whether_they_are_over(
         ("Completed", JobState.FINISHED),
         ("Failed", JobState.FAILED),
         ("Terminated", JobState.FAILED),
-        *((one, JobState.ACTIVE) for one in ("Pending", "Running", "Restarting", "Completing")),
-        *((one, JobState.ACTIVE) for one in ("Aborting", "Aborted", "Terminating", "")),
+        *((phase, JobState.ACTIVE) for phase in ("Pending", "Running", "Restarting", "Completing")),
+        *((phase, JobState.ACTIVE) for phase in ("Aborting", "Aborted", "Terminating", "")),
     ],
 )
 def test_a_volcano_job_tells_by_its_phase_and_one_that_may_be_resumed_is_not_over(

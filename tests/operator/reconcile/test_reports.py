@@ -54,7 +54,7 @@ async def api(directory: Path, **objects: Any) -> AsyncIterator[Served]:
 async def test_the_leader_is_answered_with_the_pods_of_its_run(tmp_path: Path) -> None:
     async with api(tmp_path) as served:
         answer = await served.report(report(sequence=1), token="of-0")
-        assert [(one["pod"], one["address"]) for one in answer["members"]] == [
+        assert [(member["pod"], member["address"]) for member in answer["members"]] == [
             ("pod-0", "10.0.0.1"),
             ("pod-1", "10.0.0.2"),
         ]
@@ -190,9 +190,12 @@ def test_a_leader_cuts_what_is_too_long() -> None:
     most = largest()
     more = replace(
         most,
-        nodes=tuple(replace(one, warnings=("w" * 1000,) * 9) for one in (*most.nodes, *most.nodes)),
+        nodes=tuple(
+            replace(node_report, warnings=("w" * 1000,) * 9)
+            for node_report in (*most.nodes, *most.nodes)
+        ),
         kept=most.kept * 2,
-        doubts=tuple(replace(one, text=one.text * 2) for one in most.doubts * 2),
+        doubts=tuple(replace(doubt, text=doubt.text * 2) for doubt in most.doubts * 2),
         epochs=most.epochs * 99,
         record=replace(most.record, holders=most.record.holders * 2),
     )

@@ -185,14 +185,16 @@ def _steps() -> st.SearchStrategy[Step]:
         st.integers(0, 9),
     )
     return st.one_of(
-        pods.map(lambda one: lambda run, at: transitions.pod_seen(run, one, at=at)),
-        pods.map(lambda one: lambda run, at: transitions.pod_gone(run, one.uid, at=at)),
-        reports.map(lambda one: lambda run, at: transitions.reported(run, one, at=at)),
+        pods.map(lambda record: lambda run, at: transitions.pod_seen(run, record, at=at)),
+        pods.map(lambda record: lambda run, at: transitions.pod_gone(run, record.uid, at=at)),
+        reports.map(
+            lambda run_report: lambda run, at: transitions.reported(run, run_report, at=at)
+        ),
         st.sampled_from(JobState).map(
-            lambda one: lambda run, at: transitions.job_answered(run, one, at=at)
+            lambda answer: lambda run, at: transitions.job_answered(run, answer, at=at)
         ),
         st.sampled_from([None, policy(), policy(generation=2)]).map(
-            lambda one: lambda run, at: transitions.policy_seen(run, one)
+            lambda record: lambda run, at: transitions.policy_seen(run, record)
         ),
         st.just(lambda run, at: transitions.object_seen(run, run_object())),
         st.just(lambda run, at: transitions.object_gone(run)),
@@ -206,19 +208,21 @@ def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
         now += 1.0
         before, run = run, take(run, now)
         members = list(run.members)
-        assert run.finished_at is None or all(one.over for one in run.pods.values())
-        alive = any(not one.over for one in run.pods.values())
+        assert run.finished_at is None or all(record.over for record in run.pods.values())
+        alive = any(not record.over for record in run.pods.values())
         assert not (alive and run.idle_since is not None)
-        assert all(any(one.job == job for one in run.pods.values()) for job in run.rivals)
+        assert all(any(record.job == job for record in run.pods.values()) for job in run.rivals)
         assert len(run.recent) <= MOST_RECENT
-        assert [*run.recent] == sorted(run.recent, key=lambda one: one.time, reverse=True)
+        assert [*run.recent] == sorted(run.recent, key=lambda event: event.time, reverse=True)
         leads = leader_pod(run)
         assert leads is None or (leads in members and leads.node_rank == 0)
         told = requested(run, Cluster(complete=True))
-        assert {one.pod for one in told.members} == {one.uid for one in members if one.injected}
+        assert {member.pod for member in told.members} == {
+            member.uid for member in members if member.injected
+        }
         status = render(run, Cluster(), now=now)
         assert read_status(as_json(status)) == status
         written = replace(run, status=status)
         assert render(written, Cluster(), now=now + 1) == status, "nothing changed but the time"
         assert not [*events(run, run)]
-        assert all(one.message for one in events(before, run))
+        assert all(event.message for event in events(before, run))

@@ -66,7 +66,7 @@ def test_a_healthy_run_is_shown_in_its_columns() -> None:
     assert status.watermarks == {"memory": str(step(101)), "local": str(step(100))}
     assert (status.tiers, status.nodes_summary) == ("local", "node-0,node-1")
     assert (status.restarts, status.lost_steps, status.job_name) == (2, 7, "gpt")
-    assert [(one.node_rank, one.pod, one.ranks) for one in status.ranks] == [
+    assert [(rank.node_rank, rank.pod, rank.ranks) for rank in status.ranks] == [
         (0, "gpt-worker-0", "0"),
         (1, "gpt-worker-1", "1"),
     ]
@@ -119,8 +119,10 @@ def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
     assert old.phase == "Finished"
     again = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=old))
     later = shown(again, now=T0 + 1000)
-    kept = {one.type: one for one in later.conditions}
-    assert kept["Protected"] == next(one for one in old.conditions if one.type == "Protected")
+    kept = {condition.type: condition for condition in later.conditions}
+    assert kept["Protected"] == next(
+        condition for condition in old.conditions if condition.type == "Protected"
+    )
 
 
 def test_a_transition_is_a_change_of_status_alone() -> None:
@@ -129,7 +131,8 @@ def test_a_transition_is_a_change_of_status_alone() -> None:
     run = heard(replace(run, status=first), report(110, sequence=3), at=T0 + 100)
     second = shown(run, now=T0 + 100)
     times = [
-        {one.type: one.last_transition_time for one in of.conditions} for of in (first, second)
+        {condition.type: condition.last_transition_time for condition in of.conditions}
+        for of in (first, second)
     ]
     assert times[0] == times[1]
     assert first.conditions != second.conditions, "the message names the newer step"
@@ -174,7 +177,7 @@ def test_an_earlier_run_and_a_fresh_start_say_what_to_do() -> None:
 
 
 def reasons(before: Run, after: Run) -> list[tuple[str, bool]]:
-    return [(one.reason, one.warning) for one in events(before, after)]
+    return [(event.reason, event.warning) for event in events(before, after)]
 
 
 def test_each_change_is_told_once() -> None:
@@ -200,7 +203,7 @@ def test_each_change_is_told_once() -> None:
 def test_a_warning_of_a_sidecar_names_its_pod() -> None:
     run = heard(begun())
     after = heard(run, report(sequence=3, nodes=(node(1, warnings=("slow",)),)))
-    assert [one.message for one in events(run, after)] == ["gpt-worker-1: slow"]
+    assert [event.message for event in events(run, after)] == ["gpt-worker-1: slow"]
 
 
 def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
@@ -217,7 +220,7 @@ def test_what_holds_is_told_again_as_long_as_it_does() -> None:
         report(without_library="1", safe=Safe(sole=("node-0",))),
     )
     cluster = Cluster(nodes={"node-0": NodeRecord(name="node-0", cordoned=True)})
-    found = [(one.reason, one.topic) for one in standing(run, cluster, now=T0)]
+    found = [(event.reason, event.topic) for event in standing(run, cluster, now=T0)]
     assert found == [
         ("NotInjected", "pod-2-1"),
         ("LibraryMissing", "gpt-worker-1"),
@@ -228,9 +231,9 @@ def test_what_holds_is_told_again_as_long_as_it_does() -> None:
 def test_an_event_is_on_the_job_and_on_the_run() -> None:
     run, event = begun(), Event(reason="Committed", message="step 5\x1b[31m", warning=False)
     made = [*bodies(event, KEY, job=run.job, run_uid="run-1", name="x", now=T0)]
-    assert [one["regarding"]["kind"] for one in made] == ["PyTorchJob", "CheckpointRun"]
-    assert [one["related"]["kind"] for one in made] == ["CheckpointRun", "PyTorchJob"]
-    assert {(one["type"], one["note"]) for one in made} == {("Normal", "step 5\ufffd[31m")}
+    assert [event["regarding"]["kind"] for event in made] == ["PyTorchJob", "CheckpointRun"]
+    assert [event["related"]["kind"] for event in made] == ["CheckpointRun", "PyTorchJob"]
+    assert {(event["type"], event["note"]) for event in made} == {("Normal", "step 5\ufffd[31m")}
     (alone,) = bodies(event, KEY, job=run.job, run_uid="", name="x", now=T0)
     assert alone["regarding"]["kind"] == "PyTorchJob"
 
@@ -263,11 +266,11 @@ def kept(number: int, *tiers: Tier) -> Kept:
 
 def test_there_is_an_object_for_each_kept_step() -> None:
     run = heard(begun(), report(kept=(kept(90, Tier.LOCAL, Tier.ARCHIVE), kept(80)), certain=True))
-    names = [checkpoints.name_of(run, one) for one in (kept(90), kept(80))]
+    names = [checkpoints.name_of(run, checkpoint) for checkpoint in (kept(90), kept(80))]
     known = {names[0]: ("archive",), f"{KEY.name}-{step(10)}": ("archive",)}
     due = checkpoints.changes(run, known)
-    assert [one.step for one in due.made] == [str(step(80))]
-    assert [one.step for one in due.moved] == [str(step(90))]
+    assert [checkpoint.step for checkpoint in due.made] == [str(step(80))]
+    assert [checkpoint.step for checkpoint in due.moved] == [str(step(90))]
     assert due.gone == (f"{KEY.name}-{step(10)}",)
     body = checkpoints.body_of(run, kept(90))
     assert body["spec"] == {"run": KEY.name, "step": str(step(90)), "ranks": 2, "bytes": 1 << 20}
@@ -289,7 +292,7 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
     )
     run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), object)
     told = requested(run, Cluster(complete=True), authorities="PEM")
-    assert [(one.node_rank, one.address, one.leaving) for one in told.members] == [
+    assert [(member.node_rank, member.address, member.leaving) for member in told.members] == [
         (0, "10.0.0.1", False),
         (1, "10.0.0.2", True),
     ]
@@ -304,7 +307,9 @@ def test_zones_are_the_value_of_the_policy_s_key() -> None:
     run = begun(known=policy(peers=Peers(topology_key="zone")))
     nodes = {"node-0": NodeRecord(name="node-0", labels={"zone": "a"})}
     told = requested(run, Cluster(nodes=nodes))
-    assert [one.domain for one in told.members] == ["a", "node-1"], "one without a label is its own"
+    assert [member.domain for member in told.members] == ["a", "node-1"], (
+        "one without a label is its own"
+    )
 
 
 def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> None:

@@ -34,10 +34,14 @@ def asked_for(copy: Path) -> None:
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     jsonschema.validate(body["spec"], closed(json_schema(schema)))
     pod = inject(pytorch_job(), parse_policy(body), DEFAULTS)["spec"]
-    (sidecar,) = (one for one in pod["initContainers"] if one["name"] == "keepstep-sidecar")
-    (path,) = (one["value"] for one in sidecar["env"] if one["name"] == "KEEPSTEP_VAULT")
-    (mount,) = (one for one in sidecar["volumeMounts"] if one["mountPath"] == path)
-    (volume,) = (one for one in pod["volumes"] if one["name"] == mount["name"])
+    (sidecar,) = (
+        container for container in pod["initContainers"] if container["name"] == "keepstep-sidecar"
+    )
+    (path,) = (
+        variable["value"] for variable in sidecar["env"] if variable["name"] == "KEEPSTEP_VAULT"
+    )
+    (mount,) = (mount for mount in sidecar["volumeMounts"] if mount["mountPath"] == path)
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == mount["name"])
     assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
 
 
@@ -63,7 +67,7 @@ def written(sidecar: Pod, vault: Path, operator: OperatorHost) -> StepId:
 
 def status(sidecar: Pod, id: StepId) -> dict[str, list[int]]:
     steps = sidecar.get("/v1/status")["steps"]
-    return next(one for one in steps if one["id"]["step"] == id.step)
+    return next(step for step in steps if step["id"]["step"] == id.step)
 
 
 def metrics(sidecar: Pod) -> str:
@@ -93,7 +97,7 @@ def read_back(sidecar: Pod, id: StepId) -> None:
     trainer = FakeTrainer(sidecar.socket)
     trainer.connect()
     found = eventually(lambda: trainer.candidates().candidates, what="a candidate")
-    assert [one.id for one in found] == [id]
+    assert [shard.id for shard in found] == [id]
     opened = trainer.open(id)
     assert opened.tier is Tier.VAULT
     assert read_image(trainer.layout, opened.path) == content(trainer.layout, id.step)

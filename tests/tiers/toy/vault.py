@@ -34,8 +34,8 @@ class VaultTier(RemoteTier):
         found = await asyncio.to_thread(self._found)
         return Inventory(
             answer=Answer.STEPS if found else Answer.NONE,
-            shards=tuple(RemoteShard.of(one.shard, tier=self.tier) for one in found),
-            epochs=tuple(one.control.epoch for one in found),
+            shards=tuple(RemoteShard.of(manifest.shard, tier=self.tier) for manifest in found),
+            epochs=tuple(manifest.control.epoch for manifest in found),
         )
 
     def _found(self) -> list[Manifest]:
@@ -68,7 +68,7 @@ class VaultTier(RemoteTier):
 
     async def held(self, sent: Collection[Key]) -> set[Key]:
         found = await asyncio.to_thread(self._found)
-        return {(one.shard.step_id, one.shard.rank) for one in found}
+        return {(manifest.shard.step_id, manifest.shard.rank) for manifest in found}
 
     async def write(self, shard: LocalShard) -> int | None:
         path = self._path(shard.step_id, shard.rank, shard.world)

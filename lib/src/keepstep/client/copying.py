@@ -103,8 +103,8 @@ def run(transfers: Transfers, *, threads: int = 1) -> None:
 
 
 def _check(moves: Sequence[Move], copies: Sequence[Copy]) -> None:
-    lost = any(one.bytes and not (one.target and one.source) for one in moves)
-    if lost or not all(_can_copy(side) for one in copies for side in (one.target, one.source)):
+    lost = any(move.bytes and not (move.target and move.source) for move in moves)
+    if lost or not all(_can_copy(side) for copy in copies for side in (copy.target, copy.source)):
         raise KeepstepError("a tensor lost its memory before it was copied (its storage was freed)")
 
 
@@ -169,12 +169,12 @@ def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
     """Make the copies of plain memory of the host into plain tensors of devices. Returns the copies
     that are left: the others, or all of them if they are few bytes or nothing can be pinned."""
     here, plain = accelerator.here(), dict[torch.device, list[Copy]]()
-    for one in copies:
-        place = here.device_of(one.target)
-        if place is not None and _is_bytewise(one):
-            plain.setdefault(place, []).append(one)
-    brought = {id(one) for some in plain.values() for one in some}
-    total = sum(one.source.nbytes for some in plain.values() for one in some)
+    for copy in copies:
+        place = here.device_of(copy.target)
+        if place is not None and _is_bytewise(copy):
+            plain.setdefault(place, []).append(copy)
+    brought = {id(copy) for some in plain.values() for copy in some}
+    total = sum(copy.source.nbytes for some in plain.values() for copy in some)
     threads = min(_MOST_BRINGERS, len(os.sched_getaffinity(0)), total // _WORTH_BYTES)
     if not threads:
         return copies
@@ -186,7 +186,7 @@ def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
             _carry(some, place, memory.chunk(threads))
     finally:
         here.unpin(memory.data_ptr())
-    return [one for one in copies if id(one) not in brought]
+    return [copy for copy in copies if id(copy) not in brought]
 
 
 def _is_bytewise(copy: Copy) -> bool:

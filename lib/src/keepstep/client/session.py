@@ -525,7 +525,7 @@ def held_steps(path: str, *, timeout_s: float) -> set[int]:
                     code="starting",
                 )
             time.sleep(_PAUSE_S)
-    return {one.id.step for one in status.steps if one.whole and not one.dead}
+    return {step.id.step for step in status.steps if step.whole and not step.dead}
 
 
 RESTORE_S = 600.0

@@ -84,16 +84,16 @@ class RankUnion:
 
     def _count(self, ranks: int) -> None:
         once = twice = 0
-        for one in self._of.values():
-            if one & ranks:
-                twice |= once & one
-                once |= one
+        for value in self._of.values():
+            if value & ranks:
+                twice |= once & value
+                once |= value
         self.once = self.once & ~ranks | once & ranks
         self.twice = self.twice & ~ranks | twice & ranks
 
     def keys_of(self, ranks: int) -> list[int]:
         """The keys of the bitmaps that have any of these bits."""
-        return [key for key, one in self._of.items() if one & ranks]
+        return [key for key, value in self._of.items() if value & ranks]
 
 
 class Holding:
@@ -121,7 +121,7 @@ class Holding:
         of, below = ranks.bits, (1 << ranks.first) - 1
         there = self.ranks & ((2 << ranks.last) - 1) & ~below
         if there & ~of:  # images of other ranks lie between, as in the archive
-            each = (self.put(Ranks.of((one,)), shards.at(at)) for at, one in enumerate(ranks))
+            each = (self.put(Ranks.of((rank,)), shards.at(at)) for at, rank in enumerate(ranks))
             return functools.reduce(operator.or_, each, 0)
         begin = (self.ranks & below).bit_count()
         at, none = slice(begin, begin + there.bit_count()), bytes(4 * len(ranks))
@@ -334,17 +334,17 @@ class ReportedTier:
     @property
     def says(self) -> object:
         """What ranks must have in common to be reported together."""
-        return self.answer, self.gone, tuple((one.step_id, one.world) for one in self.shards)
+        return self.answer, self.gone, tuple((shard.step_id, shard.world) for shard in self.shards)
 
     @classmethod
     def joined(cls, each: Sequence[ReportedTier]) -> ReportedTier:
         """What it holds of all these ranks, from that of each rank alone, in ascending order."""
-        columns = zip(*(one.shards for one in each), strict=True)
+        columns = zip(*(report.shards for report in each), strict=True)
         return replace(each[0], shards=tuple(map(StepShards.joined, columns)))
 
     def at(self, index: int) -> ReportedTier:
         """What it holds of one of the ranks alone."""
-        return replace(self, shards=tuple(one.at(index) for one in self.shards))
+        return replace(self, shards=tuple(shard.at(index) for shard in self.shards))
 
 
 RankReport = Mapping[Tier, ReportedTier]
@@ -382,17 +382,19 @@ def together(each: Iterable[Told]) -> tuple[Told, ...]:
     """The same reports, with one entry for all ranks of which the same is said. Each of `each` is
     of one rank."""
     alike: dict[object, list[Told]] = {}
-    for one in each:
-        alike.setdefault(one.says, []).append(one)
+    for report in each:
+        alike.setdefault(report.says, []).append(report)
     return tuple(map(_joined, alike.values()))
 
 
 def _joined(each: list[Told]) -> Told:
     if len(each) == 1:
         return each[0]
-    each = sorted(each, key=lambda one: one.ranks.last)
-    tiers = {tier: ReportedTier.joined([one.tiers[tier] for one in each]) for tier in each[0].tiers}
-    return replace(each[0], ranks=Ranks.of(one.ranks.last for one in each), tiers=tiers)
+    each = sorted(each, key=lambda report: report.ranks.last)
+    tiers = {
+        tier: ReportedTier.joined([report.tiers[tier] for report in each]) for tier in each[0].tiers
+    }
+    return replace(each[0], ranks=Ranks.of(report.ranks.last for report in each), tiers=tiers)
 
 
 def of_ranks(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
@@ -542,7 +544,7 @@ class Completeness:
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = [(one, one.tiers[tier]) for one in reports if tier in one.tiers]
+            told = [(report, report.tiers[tier]) for report in reports if tier in report.tiers]
             if told:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, told)
@@ -556,12 +558,12 @@ class Completeness:
     ) -> None:
         images: dict[_Key, list[tuple[RanksReport, StepShards]]] = {}
         whole, gone = 0, dict[StepId, int]()
-        for of, one in told:
-            for shards in one.shards:
+        for of, report in told:
+            for shards in report.shards:
                 images.setdefault((shards.step_id, shards.world), []).append((of, shards))
-            for id in one.gone or ():
+            for id in report.gone or ():
                 gone[id] = gone.get(id, 0) | of.bits
-            whole |= of.bits if one.gone is None else 0
+            whole |= of.bits if report.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         named = (
             [*there.items()] if whole else [(key, there[key]) for key in there if key[0] in gone]
@@ -651,14 +653,14 @@ class Completeness:
     ) -> None:
         before = self._answers.get((node_rank, tier)) or _nothing_said()
         said = self._answers[node_rank, tier] = dict(before)
-        for reports, one in told:
+        for reports, report in told:
             of = reports.bits
             # a report that lists steps cannot mean NONE
-            lists = held & of if one.answer is not Answer.UNKNOWN else 0
+            lists = held & of if report.answer is not Answer.UNKNOWN else 0
             for answer in said:
                 said[answer] &= ~of
             said[Answer.STEPS] |= lists
-            said[one.answer] |= of & ~lists
+            said[report.answer] |= of & ~lists
         if said != before:
             self._merged.pop(tier, None)
 
@@ -756,7 +758,9 @@ class Completeness:
         """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
         for an answer is useless."""
         said = self._said(tier)
-        return bool(said[None] >> rank & 1) and not any(said[one] >> rank & 1 for one in Answer)
+        return bool(said[None] >> rank & 1) and not any(
+            said[answer] >> rank & 1 for answer in Answer
+        )
 
     def _said(self, tier: Tier) -> _Said:
         """What all nodes answered on this tier."""

@@ -140,11 +140,11 @@ class Badput:
 
     def items(self) -> list[tuple[str, float]]:
         """(bucket, seconds)"""
-        return [(one.name, getattr(self, one.name)) for one in fields(self)]
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
     def plus(self, other: Badput) -> Badput:
         """The sum of both, bucket by bucket."""
-        return Badput(**{name: one + getattr(other, name) for name, one in self.items()})
+        return Badput(**{name: value + getattr(other, name) for name, value in self.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class Tally:
         times += [seconds for _, _, seconds in self.segments]
         ranges = [0 < count <= step + 1 < _MOST_STEPS for step, count, _ in self.segments]
         return (
-            all(0.0 <= one < _LONGEST_S for one in times)
+            all(0.0 <= time < _LONGEST_S for time in times)
             and 0 <= self.interruptions < _MOST_STEPS
             and all(ranges)
             and -1 <= self.step < _MOST_STEPS

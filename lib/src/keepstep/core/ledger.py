@@ -449,7 +449,7 @@ class Ledger(Completeness):
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
         """When the last image of each step was written, in unix seconds. Steps without any time are
         left out."""
-        times = {id: max((one.written_at for one in self.copies(id)), default=0.0) for id in ids}
+        times = {id: max((copy.written_at for copy in self.copies(id)), default=0.0) for id in ids}
         return {id: at for id, at in times.items() if at}
 
     def expendable(self, tier: Tier, policy: Retention) -> tuple[StepId, ...]:
@@ -461,7 +461,7 @@ class Ledger(Completeness):
         alive, gone = self._retired(tier, policy)
         if not alive:
             return ()
-        by_standing: dict[Standing, list[StepId]] = {one: [] for one in Standing}
+        by_standing: dict[Standing, list[StepId]] = {standing: [] for standing in Standing}
         for id in {*self.steps}.difference(self.committed(tier)):
             by_standing[self.lineage.standing(id)].append(id)
         others = left_behind(
@@ -600,7 +600,7 @@ class Ledger(Completeness):
     def _commits(self) -> Iterator[Committed]:
         """Announces each commit once. It remembers only the commits that still stand, so a step
         that was lost and comes back is announced again."""
-        for tier in (one for one in NEAREST_FIRST if one in self.config.tiers):
+        for tier in (tier for tier in NEAREST_FIRST if tier in self.config.tiers):
             now, before = self.committed(tier), self._announced.get(tier, ())
             if tier is Tier.MEMORY or now is before:
                 continue
@@ -625,7 +625,7 @@ class Ledger(Completeness):
             )
             now.add(Alarm(AlarmKind.FRESH_START, text))
         fresh, self._alarmed = now - self._alarmed, now
-        yield from sorted(fresh, key=lambda one: (one.kind, one.text))
+        yield from sorted(fresh, key=lambda alarm: (alarm.kind, alarm.text))
 
 
 def _nearby(of: Coverage, complete: Coverage | None) -> bool:

@@ -407,7 +407,7 @@ class Node:
 
     def busy(self, id: StepId) -> bool:
         """Whether this step is being written to the volumes, or is the planner's target."""
-        return id == self.planner.target or any(one == id for _, one in self._writing)
+        return id == self.planner.target or any(writing == id for _, writing in self._writing)
 
     def must_stay(self, id: StepId) -> bool:
         """Whether this step is being written, read, or is one to go back to."""
@@ -452,7 +452,7 @@ class Node:
             rank: self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()
         }
         return [
-            Memory(frozenset(id for one in found for id in one.sealed()), rank in self._ended)
+            Memory(frozenset(id for table in found for id in table.sealed()), rank in self._ended)
             for rank, found in tables.items()
             if found
         ]
@@ -585,11 +585,13 @@ class Node:
         if isinstance(event, Listed):
             for rank, report in event.ranks.items():
                 if (held := report.get(Tier.LOCAL)) is not None:
-                    self._durable[rank] = {one.step_id for one in held.shards}
+                    self._durable[rank] = {shard.step_id for shard in held.shards}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
             event = Reported(ranks=of_ranks(event.ranks))
         actions = self.ledger.apply(event)
-        return tuple(one for one in actions if not isinstance(one, Alarm) or self.alarm(one))
+        return tuple(
+            action for action in actions if not isinstance(action, Alarm) or self.alarm(action)
+        )
 
     def alarm(self, alarm: Alarm) -> bool:
         """Remember an alarm. Returns whether it is a new one: both ledgers may raise it."""
@@ -618,7 +620,7 @@ class Node:
         may have taken its place."""
         held = [self._durable.get(rank, set()) for rank in self._serves.ranks]
         commits = self.commits()
-        whole = any(all(id in one for one in held) for id in commits)
+        whole = any(all(id in steps for steps in held) for id in commits)
         if parent is None or (whole and parent not in commits):
             return ()
         writes: list[Write] = []

@@ -31,7 +31,9 @@ class Retention:
     def __post_init__(self) -> None:
         if self.last < 1:
             raise ValueError(f"retention must keep at least the last step, not {self.last}")
-        if any(one is not None and one <= 0 for one in (self.every_steps, self.every_s)):
+        if any(
+            interval is not None and interval <= 0 for interval in (self.every_steps, self.every_s)
+        ):
             raise ValueError("every_steps and every_s must be positive")
 
     @property

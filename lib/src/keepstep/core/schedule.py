@@ -226,10 +226,12 @@ def failures_seen(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
     epoch and the steps before it do not count, because it is unknown where the run began to be
     kept. Steps that were repeated count once.
     """
-    parents = [one.parent.step for one in sorted(epochs, key=lambda one: one.id) if one.parent]
+    parents = [
+        epoch.parent.step for epoch in sorted(epochs, key=lambda epoch: epoch.id) if epoch.parent
+    ]
     if not parents:
         return 0, 0
-    steps = sum(max(0, later - one) for one, later in pairwise((*parents, newest_step)))
+    steps = sum(max(0, later - earlier) for earlier, later in pairwise((*parents, newest_step)))
     return len(parents) - 1, steps
 
 
@@ -297,10 +299,10 @@ class Pacing:
             for drive, seconds, _ in written:
                 busy_s[drive] = busy_s.get(drive, 0.0) + seconds
             self._writes.append((max(busy_s.values()), sum(size for _, _, size in written)))
-        self._written = {other: one for other, one in self._written.items() if other > id}
+        self._written = {other: value for other, value in self._written.items() if other > id}
         if self._newest is None or len(self._times) < _ENOUGH or not self._writes:
             return None
-        step_s = median(one for one, _ in self._times)
+        step_s = median(seconds for seconds, _ in self._times)
         write_s = median(seconds for seconds, _ in self._writes)
         newest = self._newest[0].step
         failures, steps = failures_seen(epochs, newest)
@@ -325,7 +327,9 @@ class Pacing:
     def _stall_s(self, steps: float) -> float | None:
         """Training time lost to one image whose write lasts `steps` steps. None: there are too few
         samples to compare."""
-        kinds = [[one for one, wrote in self._times if wrote is kind] for kind in (True, False)]
+        kinds = [
+            [seconds for seconds, wrote in self._times if wrote is kind] for kind in (True, False)
+        ]
         if min(map(len, kinds)) < _ENOUGH:
             return None
         longer = median(kinds[0]) - median(kinds[1])
@@ -336,7 +340,7 @@ class Pacing:
 def _deviation(samples: list[float]) -> float:
     """Robust estimate of the standard error of the median of these samples."""
     middle = median(samples)
-    return _DEVIATION * median(abs(one - middle) for one in samples) / math.sqrt(len(samples))
+    return _DEVIATION * median(abs(sample - middle) for sample in samples) / math.sqrt(len(samples))
 
 
 CALM_BEFORE_REFINING = 4
@@ -430,63 +434,63 @@ class PersistPlanner:
     @property
     def idle(self) -> bool:
         """Whether no sealed image is being written or waits for it."""
-        if self._pending or any(one.writing is not None for one in self._ranks.values()):
+        if self._pending or any(rank.writing is not None for rank in self._ranks.values()):
             return False
         target = self._target
-        return target is None or not any(one.has_sealed(target) for one in self._ranks.values())
+        return target is None or not any(rank.has_sealed(target) for rank in self._ranks.values())
 
     # --- events --------------------------------------------------------------------------
 
     def sealed(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The image of this step is complete in a slot of the rank."""
-        if (one := self._ranks.get(rank)) is None:
+        if (state := self._ranks.get(rank)) is None:
             return ()
-        one.gone = False
-        if one.failed != id:
-            one.held.add(id)
-        one.passed = id if one.passed is None else max(one.passed, id)
+        state.gone = False
+        if state.failed != id:
+            state.held.add(id)
+        state.passed = id if state.passed is None else max(state.passed, id)
         if (self.grid.due(id.step) or id in self._demanded) and self._is_new(id):
             self._pending.add(id)
         return self._advance()
 
     def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
         """The slot that held this step was assigned again."""
-        if (one := self._ranks.get(rank)) is None:
+        if (state := self._ranks.get(rank)) is None:
             return ()
-        one.held.discard(id)
+        state.held.discard(id)
         return self._advance()
 
     def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
         """A `Write` ended, or a shard was found on disk. Not `ok`: the write failed and is not
         tried again."""
-        if (one := self._ranks.get(rank)) is None:
+        if (state := self._ranks.get(rank)) is None:
             return ()
-        one.writing = None if one.writing == id else one.writing
+        state.writing = None if state.writing == id else state.writing
         if ok:
-            one.done = {*sorted(one.done)[-_DONE_KEPT:], id}  # this one, however old
+            state.done = {*sorted(state.done)[-_DONE_KEPT:], id}  # this one, however old
         else:  # its image is no longer offered, so the step becomes impossible
-            one.held.discard(id)
-            one.failed = id
+            state.held.discard(id)
+            state.failed = id
             self.counts.failed += 1
         return self._advance()
 
     def removed(self, rank: int, id: StepId) -> None:
         """The rank's shard of this step is no longer on any volume, so it may be written again."""
-        if (one := self._ranks.get(rank)) is not None:
-            one.done.discard(id)
+        if (state := self._ranks.get(rank)) is not None:
+            state.done.discard(id)
 
     def gone(self, rank: int) -> tuple[Write, ...]:
         """The trainer died: it seals no more images of this epoch. Images that it sealed stay."""
-        if (one := self._ranks.get(rank)) is None:
+        if (state := self._ranks.get(rank)) is None:
             return ()
-        one.gone = True
+        state.gone = True
         return self._advance()
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
         """Forget the steps that are dead because a new epoch began: nobody needs them on disk."""
-        for one in self._ranks.values():
-            one.held = {id for id in one.held if not dead(id)}
-            one.done = {id for id in one.done if not dead(id)}
+        for rank in self._ranks.values():
+            rank.held = {id for id in rank.held if not dead(id)}
+            rank.done = {id for id in rank.done if not dead(id)}
         self._pending = {id for id in self._pending if not dead(id)}
         self._demanded = {id for id in self._demanded if not dead(id)}
         if self._target is not None and dead(self._target):
@@ -495,9 +499,9 @@ class PersistPlanner:
 
     def retry(self, rank: int, held: Collection[StepId]) -> None:
         """The images that the rank's slots hold: those that could not be written may be by now."""
-        if (one := self._ranks.get(rank)) is not None:
-            one.held |= set(held) - one.done
-            one.failed = None
+        if (state := self._ranks.get(rank)) is not None:
+            state.held |= set(held) - state.done
+            state.failed = None
 
     def flush(self, ids: Collection[StepId] | None = None, *, newest: int = 2) -> tuple[Write, ...]:
         """Persist the steps in `ids`, whatever the grid says. `ids` None: the `newest` ones that
@@ -508,7 +512,7 @@ class PersistPlanner:
         for id in self.common()[-newest:] if ids is None else ids:
             if self._is_new(id):
                 self._demanded.add(id)
-                if any(id in one.held for one in self._ranks.values()):
+                if any(id in rank.held for rank in self._ranks.values()):
                     self._pending.add(id)
         return self._advance()
 
@@ -522,16 +526,16 @@ class PersistPlanner:
 
     def common(self) -> list[StepId]:
         """Steps that every rank of this node holds in memory or has written, oldest first."""
-        each = [one.held | one.done for one in self._ranks.values()]
+        each = [rank.held | rank.done for rank in self._ranks.values()]
         return sorted(set.intersection(*each)) if each else []
 
     def can_have(self, rank: int, id: StepId) -> bool:
         """Whether the rank has this step, as far as this planner knows, or may still seal it."""
-        return (one := self._ranks.get(rank)) is None or one.can_have(id)
+        return (state := self._ranks.get(rank)) is None or state.can_have(id)
 
     def is_durable(self, id: StepId) -> bool:
         """Whether every rank of this node has written this step, as far as this planner knows."""
-        return bool(self._ranks) and all(id in one.done for one in self._ranks.values())
+        return bool(self._ranks) and all(id in rank.done for rank in self._ranks.values())
 
     # --- deciding ------------------------------------------------------------------------
 
@@ -548,7 +552,7 @@ class PersistPlanner:
     def _one_in_flight(self) -> list[Write]:
         if self._target is not None:
             # every rank has sealed it or still may, and at least one has
-            begun = any(one.has_sealed(self._target) for one in self._ranks.values())
+            begun = any(rank.has_sealed(self._target) for rank in self._ranks.values())
             if not (begun and self._possible(self._target)):
                 self.counts.abandoned += 1
                 self._drop_target()
@@ -559,8 +563,8 @@ class PersistPlanner:
             self._choose()
         return [
             Write(rank, self._target)
-            for rank, one in self._ranks.items()
-            if self._target is not None and one.could_write(self._target)
+            for rank, state in self._ranks.items()
+            if self._target is not None and state.could_write(self._target)
         ]
 
     def _each_at_its_pace(self) -> list[Write]:
@@ -569,8 +573,8 @@ class PersistPlanner:
                 self._pending.discard(id)
                 self._finish(id)
         writes = []
-        for rank, one in self._ranks.items():
-            if waiting := [id for id in self._pending if one.could_write(id)]:
+        for rank, state in self._ranks.items():
+            if waiting := [id for id in self._pending if state.could_write(id)]:
                 writes.append(Write(rank, min(waiting)))
         return writes
 
@@ -594,7 +598,7 @@ class PersistPlanner:
         if self._target is None or self._sealed_by_all(self._target):
             return
         if any(self._sealed_by_all(id) for id in self._pending & self._demanded):
-            if any(one.has_sealed(self._target) for one in self._ranks.values()):
+            if any(rank.has_sealed(self._target) for rank in self._ranks.values()):
                 self._pending.add(self._target)
             self._target = None
 
@@ -608,7 +612,7 @@ class PersistPlanner:
     def _adapt(self, id: StepId) -> None:
         """Coarsen the grid if steps were skipped or are too close. Refine it if writing would keep
         up with half the interval, too."""
-        newest = max((one.passed for one in self._ranks.values() if one.passed), default=id)
+        newest = max((rank.passed for rank in self._ranks.values() if rank.passed), default=id)
         if newest.epoch != id.epoch:
             return
         if self._skipped_since_change or self.grid.newest_interval < self.least:
@@ -631,10 +635,10 @@ class PersistPlanner:
         self._target = None
 
     def _sealed_by_all(self, id: StepId) -> bool:
-        return all(one.has_sealed(id) for one in self._ranks.values())
+        return all(rank.has_sealed(id) for rank in self._ranks.values())
 
     def _possible(self, id: StepId) -> bool:
-        return all(one.can_have(id) for one in self._ranks.values())
+        return all(rank.can_have(id) for rank in self._ranks.values())
 
     def _is_new(self, id: StepId) -> bool:
         return id != self._target and not self.is_durable(id)

@@ -134,7 +134,7 @@ class Shard:
     @property
     def facts(self) -> dict[str, Any]:
         """The fields of a `Shard`, without those that a subclass adds."""
-        return {one.name: getattr(self, one.name) for one in fields(Shard)}
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(Shard)}
 
     def to_send(self) -> Shard:
         """The shard as messages name it: without its twins if they would take too many runs
@@ -188,11 +188,11 @@ class StepShards:
         return cls(
             step_id=each[0].step_id,
             world=each[0].world,
-            sizes=tuple(one.sizes[0] for one in each),
-            roots=_column([one.roots for one in each], None),
-            params_digests=_column([one.params_digests for one in each], None),
-            alike=_column([one.alike for one in each], NOBODY),
-            written_at=max((one.written_at for one in each if one.written_at), default=None),
+            sizes=tuple(group.sizes[0] for group in each),
+            roots=_column([group.roots for group in each], None),
+            params_digests=_column([group.params_digests for group in each], None),
+            alike=_column([group.alike for group in each], NOBODY),
+            written_at=max((group.written_at for group in each if group.written_at), default=None),
         )
 
     def at(self, index: int) -> StepShards:
@@ -223,4 +223,4 @@ class StepShards:
 
 def _column(each: Sequence[tuple[T, ...]], nothing: T) -> tuple[T, ...]:
     """One value for each rank; none at all if no rank has one."""
-    return tuple(one[0] if one else nothing for one in each) if any(each) else ()
+    return tuple(values[0] if values else nothing for values in each) if any(each) else ()

@@ -79,7 +79,7 @@ class Memory:
 
     def may_have(self, id: StepId) -> bool:
         """It has this step, or may still seal it."""
-        return id in self.held or not (self.ended or any(id < one for one in self.held))
+        return id in self.held or not (self.ended or any(id < held for held in self.held))
 
 
 def newest_common(ranks: Sequence[Memory]) -> StepId | None:

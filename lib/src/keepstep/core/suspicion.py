@@ -51,11 +51,11 @@ class Failure:
         `alive`: whether the newest epoch descends from a step. Only these steps are named in
         `after`, because a step that was left behind is no longer in doubt."""
         found, epoch = list[StepId](), at.epoch
-        while (one := parent(epoch)) is not None and one.epoch < epoch:
-            if not 0 <= at.step - one.step <= WITHIN:
+        while (step_id := parent(epoch)) is not None and step_id.epoch < epoch:
+            if not 0 <= at.step - step_id.step <= WITHIN:
                 break
-            found.append(one)
-            epoch = one.epoch
+            found.append(step_id)
+            epoch = step_id.epoch
         return cls(at=at, after=tuple(filter(alive, found)))
 
 
@@ -63,9 +63,9 @@ def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Each failure once, oldest first, and at most the newest `KEPT`. Of several records of one
     failure, the one with the most steps in `after` is taken."""
     known = dict[StepId, Failure]()
-    for one in failures:
-        if one.at not in known or len(known[one.at].after) < len(one.after):
-            known[one.at] = one
+    for failure in failures:
+        if failure.at not in known or len(known[failure.at].after) < len(failure.after):
+            known[failure.at] = failure
     return tuple(known[at] for at in sorted(known)[-KEPT:])
 
 
@@ -90,10 +90,10 @@ class Doubt(NamedTuple):
         `WITHIN` steps after it."""
         newest, trusted = max(kept, default=None), frozenset(trusted)
         held_against = dict[StepId, set[EpochId]]()
-        for one in failures:
-            if newest is None or newest.step < one.at.step + WITHIN:
-                for id in one.after:
-                    held_against.setdefault(id, set()).add(one.at.epoch)
+        for failure in failures:
+            if newest is None or newest.step < failure.at.step + WITHIN:
+                for id in failure.after:
+                    held_against.setdefault(id, set()).add(failure.at.epoch)
         twice = {id for id, lives in held_against.items() if len(lives) >= _TWICE}
         return cls(min(twice - trusted, default=None), newest, trusted)
 

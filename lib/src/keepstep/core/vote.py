@@ -342,7 +342,7 @@ def choose(
             number,
             direct=tuple(way.direct for way in taken),
             world=taken[0].world,
-            suspects=tuple(sorted(one for one in common - left if one > chosen)),
+            suspects=tuple(sorted(step_id for step_id in common - left if step_id > chosen)),
             lent=lent,
             lenders=_lenders(votes, chosen, taken) if any(lent) else (),
             unsure=limit is None and lineage.standing(chosen) is Standing.LOST,
@@ -352,11 +352,11 @@ def choose(
     if _all_none(votes) and not excluded:
         return Decision(None, (), number)
     if not excluded and _died_in_its_first_steps(votes):
-        held = {one.id for vote in votes for one in vote.candidates}
-        held |= {one.id for vote in votes for one in vote.parts}
+        held = {candidate.id for vote in votes for candidate in vote.candidates}
+        held |= {part.id for vote in votes for part in vote.parts}
         return Decision(None, (), number, tuple(sorted(held)))
     if any(vote.begin_again for vote in votes) or (not excluded and _is_gone(votes)):
-        found = (one.id for vote in votes for one in (*_found(vote), *vote.parts))
+        found = (candidate.id for vote in votes for candidate in (*_found(vote), *vote.parts))
         return Decision(None, (), number, lost=max(found, default=None))
     raise _refusal(votes, excluded)
 
@@ -392,7 +392,9 @@ def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[Step
 def _of_number(votes: Sequence[Candidates], step: int) -> StepId | None:
     """The newest step with this number that all ranks see, else the newest that any of them sees;
     None if there is none."""
-    seen = [{one.id for one in _found(vote) if one.id.step == step} for vote in votes]
+    seen = [
+        {candidate.id for candidate in _found(vote) if candidate.id.step == step} for vote in votes
+    ]
     common, some = set.intersection(*seen), set.union(*seen)
     return max(common or some, default=None)
 
@@ -419,9 +421,17 @@ def _allowed(
 def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> _Ways:
     """By step, how this rank would restore it. An image of its own is preferred to an offer,
     because it needs no image of another rank."""
-    ways = {one.id: _Way(one.tier, one.world, False) for one in vote.offers if allowed(one.id)}
-    own = (one for one in vote.candidates if one.world == running and allowed(one.id))
-    ways.update({one.id: _Way(one.tier, one.world, True, exact=True) for one in own})
+    ways = {
+        offer.id: _Way(offer.tier, offer.world, False) for offer in vote.offers if allowed(offer.id)
+    }
+    own = (
+        candidate
+        for candidate in vote.candidates
+        if candidate.world == running and allowed(candidate.id)
+    )
+    ways.update(
+        {candidate.id: _Way(candidate.tier, candidate.world, True, exact=True) for candidate in own}
+    )
     return ways
 
 
@@ -451,15 +461,15 @@ def _lend(
     """
     shown: dict[StepId, list[Offer]] = {}
     for vote in votes:
-        for one in _shows(vote):
-            if allowed(one.id):
-                shown.setdefault(one.id, []).append(one)
+        for offer in _shows(vote):
+            if allowed(offer.id):
+                shown.setdefault(offer.id, []).append(offer)
     wanting = [id for id in shown if any(id not in each for each in ways)]
     for id in wanting:
         dead = lineage.standing(id) is Standing.DEAD
         if dead or (world := _covered(shown[id])) is None:
             continue
-        tier = max((one.tier for one in shown[id]), key=NEAREST_FIRST.index)
+        tier = max((offer.tier for offer in shown[id]), key=NEAREST_FIRST.index)
         for each in ways:
             each.setdefault(id, _Way(tier, world, direct=False, lent=True))
 
@@ -467,7 +477,7 @@ def _lend(
 def _lineage(votes: Sequence[Candidates]) -> Lineage:
     """The line of the epochs that any of these ranks has on record."""
     known = {epoch.id: epoch for vote in votes for epoch in vote.epochs}
-    seen = (one.id.epoch for vote in votes for one in (*_found(vote), *vote.parts))
+    seen = (candidate.id.epoch for vote in votes for candidate in (*_found(vote), *vote.parts))
     return trace(known, seen=seen)
 
 
@@ -476,10 +486,10 @@ def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]
     another sidecar shows that."""
     tiers: dict[StepId, dict[int, Tier]] = {}
     for vote in votes:
-        for one in _shows(vote):
-            if one.world == len(ways):
-                found = tiers.setdefault(one.id, {})
-                found.update((rank, one.tier) for rank in one.images)
+        for offer in _shows(vote):
+            if offer.world == len(ways):
+                found = tiers.setdefault(offer.id, {})
+                found.update((rank, offer.tier) for rank in offer.images)
     return [
         {
             id: way._replace(tier=tiers[id][rank], lent=True, exact=True)
@@ -493,13 +503,13 @@ def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]
 
 def _covered(shown: Sequence[Offer]) -> int | None:
     """The world of a step of which `shown` covers all boxes; None if it does not."""
-    worlds, found = {one.world for one in shown}, 0
+    worlds, found = {offer.world for offer in shown}, 0
     if len(worlds) != 1:
         return None
-    for one in shown:
-        if one.ranks is None:
-            return one.world
-        found |= one.bits()
+    for offer in shown:
+        if offer.ranks is None:
+            return offer.world
+        found |= offer.bits()
     return worlds.pop() if is_full(found, shown[0].world) else None
 
 
@@ -508,17 +518,17 @@ def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> t
     nearest tiers first."""
     own = sum(1 << rank for rank, way in enumerate(ways) if way.lent and way.exact)
     shown = [
-        (NEAREST_FIRST.index(one.tier), rank, one)
+        (NEAREST_FIRST.index(offer.tier), rank, offer)
         for rank, vote in enumerate(votes)
-        for one in _shows(vote)
-        if one.id == id
+        for offer in _shows(vote)
+        if offer.id == id
     ]
     found, lenders = 0, []
-    for _, rank, one in sorted(shown, key=lambda each: each[:2]):
-        bits = one.bits()
-        if bits & ~found or own & one.images.bits:
+    for _, rank, offer in sorted(shown, key=lambda each: each[:2]):
+        bits = offer.bits()
+        if bits & ~found or own & offer.images.bits:
             found |= bits
-            own &= ~one.images.bits
+            own &= ~offer.images.bits
             lenders.append(rank)
     return tuple(sorted(lenders))
 
@@ -551,7 +561,10 @@ def _check_world(
     checked whether the newer one is whole."""
     if not votes or any(vote.offers or vote.parts for vote in votes):
         return
-    held = ({one.id: one.world for one in vote.candidates if allowed(one.id)} for vote in votes)
+    held = (
+        {candidate.id: candidate.world for candidate in vote.candidates if allowed(candidate.id)}
+        for vote in votes
+    )
     worlds = list(held)
     common = set(worlds[0]).intersection(*worlds[1:])
     id = max(common, default=None)
@@ -563,8 +576,8 @@ def _check_world(
 def _doubt(votes: Sequence[Candidates]) -> Doubt:
     """The doubt over all ranks together. Each machine has a record only of its own failures."""
     return Doubt.of(
-        [one for vote in votes for one in vote.failures],
-        {one.id for vote in votes for one in _found(vote)},
+        [failure for vote in votes for failure in vote.failures],
+        {candidate.id for vote in votes for candidate in _found(vote)},
         {id for vote in votes for id in vote.trusted},
     )
 
@@ -592,8 +605,8 @@ def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
             or (vote.answer is Answer.STEPS and (vote.candidates or vote.parts))
         )
         and not vote.offers  # a whole step is worth restoring, even if only one rank can reach it
-        and all(one.world == len(votes) for one in vote.candidates)
-        and all(one.world == len(votes) for one in vote.parts)
+        and all(candidate.world == len(votes) for candidate in vote.candidates)
+        and all(part.world == len(votes) for part in vote.parts)
         and all(is_early(steps) for steps in _steps_of_each(vote).values())
         for vote in votes
     )
@@ -616,8 +629,8 @@ def is_early(steps: set[int]) -> bool:
 def _steps_of_each(vote: Candidates) -> dict[tuple[EpochId, int], set[int]]:
     """By epoch and rank, the steps that this rank's sidecar has of it; -1 is the voting rank."""
     steps: dict[tuple[EpochId, int], set[int]] = {}
-    for one in vote.candidates:
-        steps.setdefault((one.id.epoch, -1), set()).add(one.id.step)
+    for candidate in vote.candidates:
+        steps.setdefault((candidate.id.epoch, -1), set()).add(candidate.id.step)
     for part in vote.parts:
         for rank in part.ranks or ():
             steps.setdefault((part.id.epoch, rank), set()).add(part.id.step)
@@ -637,8 +650,8 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
     every: list[Candidate | Offer] = []
     for vote in votes:
         every += (*vote.candidates, *vote.offers, *vote.parts)
-    left = [one for one in every if one.id not in excluded]
-    newest = max(left, key=lambda one: one.id, default=None)
+    left = [candidate for candidate in every if candidate.id not in excluded]
+    newest = max(left, key=lambda candidate: candidate.id, default=None)
     if newest is not None and newest.world != len(votes):
         return _world_changed(votes, newest.id, saved=newest.world)
     failed = _named(excluded)
@@ -665,7 +678,7 @@ def _world_changed(votes: Sequence[Candidates], id: StepId, *, saved: int) -> Wo
     lacking = [
         f"rank {rank} offers {_listed(vote.offers, len(votes))}"
         for rank, vote in enumerate(votes)
-        if all(one.id != id for one in vote.offers)
+        if all(offer.id != id for offer in vote.offers)
     ]
     return WorldChangedError(
         f"step {id} was saved by {saved} ranks, but {len(votes)} are running, and not every rank's "
@@ -709,10 +722,10 @@ def _held(votes: Sequence[Candidates], excluded: Collection[StepId]) -> str:
 
 
 def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> str:
-    own = [one for one in vote.candidates if one.id not in excluded]
-    offers = [one for one in vote.offers if one.id not in excluded]
-    whole = {one.id for one in offers}
-    parts = [one for one in vote.parts if one.id not in excluded and one.id not in whole]
+    own = [candidate for candidate in vote.candidates if candidate.id not in excluded]
+    offers = [offer for offer in vote.offers if offer.id not in excluded]
+    whole = {offer.id for offer in offers}
+    parts = [part for part in vote.parts if part.id not in excluded and part.id not in whole]
     return (
         f"parts of {_listed(parts, running)}" if parts and not own else _listed(own, running)
     ) + (f" and offers {_listed(offers, running)}" if offers else "")
@@ -721,10 +734,11 @@ def _held_by(vote: Candidates, running: int, excluded: Collection[StepId]) -> st
 def _listed(found: Sequence[Candidate | Offer], running: int) -> str:
     if not found:
         return "nothing"
-    newest_first = sorted(found, key=lambda one: one.id, reverse=True)
+    newest_first = sorted(found, key=lambda candidate: candidate.id, reverse=True)
     named = ", ".join(
-        f"{one.id} ({one.tier}{'' if one.world == running else f', of {one.world} ranks'})"
-        for one in newest_first[:_STEPS_NAMED]
+        f"{candidate.id} ({candidate.tier}"
+        f"{'' if candidate.world == running else f', of {candidate.world} ranks'})"
+        for candidate in newest_first[:_STEPS_NAMED]
     )
     return named + (", ..." if len(found) > _STEPS_NAMED else "")
 

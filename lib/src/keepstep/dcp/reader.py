@@ -93,7 +93,7 @@ class Folder:
         """
         self.path = path
         try:
-            files = sorted(one for one in path.iterdir() if one.name.endswith(_SUFFIX))
+            files = sorted(path for path in path.iterdir() if path.name.endswith(_SUFFIX))
         except OSError as error:
             raise RestoreError(f"{path}: no directory of a step ({error})") from error
         if not files:
@@ -102,9 +102,9 @@ class Folder:
                     f"{path}: torch's own FileSystemWriter wrote it: load it with FileSystemReader"
                 )
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
-        found = [(_manifest(one), one) for one in files]
-        shards = sorted(found, key=lambda one: one[0].layout.number)
-        images = [one for one in shards if not one[0].layout.is_base]
+        found = [(_manifest(file), file) for file in files]
+        shards = sorted(found, key=lambda pair: pair[0].layout.number)
+        images = [shard for shard in shards if not shard[0].layout.is_base]
         if not images:
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
         for manifest, file in images:
@@ -118,8 +118,8 @@ class Folder:
             _check_base(path, manifest, self._manifests.get(manifest.layout.rank + len(images)))
         self.id: StepId = images[0][0].control.id
         builder = IndexBuilder(len(images))
-        for one in self._manifests.values():
-            builder.add(one.layout)
+        for manifest in self._manifests.values():
+            builder.add(manifest.layout)
         self.index: Index = builder.build()
 
     @property
@@ -215,11 +215,11 @@ def _manifest(path: Path) -> Manifest:
 
 
 def _check_alike(manifest: Manifest, path: Path, first: Manifest, other_path: Path) -> None:
-    one, other = manifest.control, first.control
+    page, other = manifest.control, first.control
     for what, found, wanted in (
-        ("run", one.run, other.run),
-        ("step", one.id, other.id),
-        ("world", one.world, other.world),
+        ("run", page.run, other.run),
+        ("step", page.id, other.id),
+        ("world", page.world, other.world),
     ):
         if found != wanted:
             raise ForeignError(
@@ -227,15 +227,15 @@ def _check_alike(manifest: Manifest, path: Path, first: Manifest, other_path: Pa
                 " take it out of this directory",
                 path=path,
             )
-    if path != other_path and one.rank == other.rank:
-        raise ForeignError(f"rank {one.rank} is there twice, see {other_path}", path=path)
-    name = shard_name(one.rank, one.world)
+    if path != other_path and page.rank == other.rank:
+        raise ForeignError(f"rank {page.rank} is there twice, see {other_path}", path=path)
+    name = shard_name(page.rank, page.world)
     if path.name != name:
         raise ForeignError(f"it is the shard {name}: give it that name", path=path)
 
 
 def _check_complete(path: Path, shards: list[Manifest]) -> None:
-    world, ranks = shards[0].layout.world, {one.layout.rank for one in shards}
+    world, ranks = shards[0].layout.world, {shard.layout.rank for shard in shards}
     missing = [shard_name(rank, world) for rank in range(world) if rank not in ranks]
     if missing:
         raise RestoreError(
@@ -269,8 +269,8 @@ class StepReader:
         self._images = images
         self._index: Index = images.index
         self._values: dict[int, dict[str, bytes]] = {}
-        ranks = (one for one in range(self._index.world) if one not in self._index.absent)
-        trees = {one: Tree.parse(images.skeleton(one)) for one in ranks}
+        ranks = (index for index in range(self._index.world) if index not in self._index.absent)
+        trees = {rank: Tree.parse(images.skeleton(rank)) for rank in ranks}
         self.foreign = all(tree.foreign for tree in trees.values())
         self._paths: dict[str, KeyPath] | None = None
         self._holders: dict[str, int] = {}
@@ -283,9 +283,9 @@ class StepReader:
 
     def _chosen(self, rank: int, nearness: list[int]) -> dict[str, dict[KeyPath, Piece]]:
         """For each tensor, the saved boxes that make it up, by their offsets."""
-        named = {one: self._index.find(one) for one in (*self._index.tensors, *self._index.aliases)}
-        saved = {name: one for name, one in named.items() if one is not None}
-        wants = [Want(name, Box.whole(one.shape)) for name, one in saved.items()]
+        named = {key: self._index.find(key) for key in (*self._index.tensors, *self._index.aliases)}
+        saved = {name: tensor for name, tensor in named.items() if tensor is not None}
+        wants = [Want(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
         try:
             made = make(wants, self._index, rank=rank, nearness=nearness)
         except CoverageError as error:
@@ -295,10 +295,10 @@ class StepReader:
         boxes: dict[str, dict[KeyPath, Piece]] = {name: {} for name in saved}
         for piece in made.pieces():
             boxes[wants[piece.want].name][piece.at] = piece
-        for name, one in saved.items():
+        for name, tensor in saved.items():
             if not boxes[name]:  # no elements: any of its boxes is the whole tensor
-                holder, begin = one.rows[0, :2].tolist()
-                at, sizes = (0,) * len(one.shape), one.shape
+                holder, begin = tensor.rows[0, :2].tolist()
+                at, sizes = (0,) * len(tensor.shape), tensor.shape
                 boxes[name][at] = Piece(holder, begin, 0, sizes, at, sizes, at)
         return boxes
 
@@ -321,8 +321,8 @@ class StepReader:
             properties=TensorProperties(dtype=dtype),
             size=torch.Size(saved.shape),
             chunks=[
-                ChunkStorageMetadata(torch.Size(one), torch.Size(boxes[one].sizes))  # type: ignore[arg-type]
-                for one in places
+                ChunkStorageMetadata(torch.Size(place), torch.Size(boxes[place].sizes))  # type: ignore[arg-type]
+                for place in places
             ],
         )
 
@@ -374,10 +374,13 @@ class StepReader:
         comes from a sidecar is verified as it arrives. Raises FormatError, DigestError."""
         tensors, values = _split(plan)
         moves, dtypes = self._moves(tensors)
-        holders = {self.holder(one) for one in values}
+        holders = {self.holder(item) for item in values}
         if isinstance(self._images, Folder):
             self._images.verify(
-                [(one.rank, *byte_range(one, dtypes[one.want].itemsize)) for one in moves.pieces()]
+                [
+                    (piece.rank, *byte_range(piece, dtypes[piece.want].itemsize))
+                    for piece in moves.pieces()
+                ]
                 + [self._images.extras_range(rank) for rank in holders]
             )
 
@@ -390,14 +393,14 @@ class StepReader:
         """
         self.check(plan)  # a global plan may have added something
         tensors, values = _split(plan)
-        targets = [planner.resolve_tensor(one).detach() for one in tensors]
+        targets = [planner.resolve_tensor(tensor).detach() for tensor in tensors]
         for item, target in zip(tensors, targets, strict=True):
             if tuple(target.shape) != tuple(item.lengths):
                 raise MismatchError(
                     f"{item.storage_index.fqn}: {list(item.lengths)} planned,"
                     f" {list(target.shape)} here"
                 )
-        read = [self._value(one) for one in values]
+        read = [self._value(item) for item in values]
         moves, dtypes = self._moves(tensors)
         fill(moves, targets, self._images, dtypes)
         for item, target in zip(tensors, targets, strict=True):
@@ -410,7 +413,7 @@ class StepReader:
         if isinstance(self._images, Folder):
             return Tier.LOCAL
         found = self._images.found
-        tiers = {found[self.holder(one)].tier for one in plan.items}
+        tiers = {found[self.holder(item)].tier for item in plan.items}
         return max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
 
     def close(self) -> None:
@@ -420,7 +423,7 @@ class StepReader:
     def _moves(self, items: Sequence[ReadItem]) -> tuple[Plan, list[torch.dtype]]:
         """DCP's plan as a plan of `restore.plan`: one want for each item, filled by one piece."""
         wants, rows = [], []
-        dims = max((len(one.lengths) for one in items), default=0)
+        dims = max((len(item.lengths) for item in items), default=0)
         for number, item in enumerate(items):
             box, sizes = self.stored(item.storage_index), tuple(item.lengths)
             want = Want(item.storage_index.fqn, Box.whole(sizes))
@@ -433,7 +436,7 @@ class StepReader:
                 )
         rows.sort()  # by rank and first byte: the order of the files
         columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3 + 4 * dims)
-        return Plan(wants, columns, dims), [self.dtype(one.storage_index) for one in items]
+        return Plan(wants, columns, dims), [self.dtype(item.storage_index) for item in items]
 
     def _value(self, item: ReadItem) -> bytes:
         name, rank = item.storage_index.fqn, self.holder(item)
@@ -450,8 +453,8 @@ class StepReader:
 
 def _split(plan: LoadPlan) -> tuple[list[ReadItem], list[ReadItem]]:
     """The items that are tensors, and the items that are not."""
-    values = [one for one in plan.items if one.type is LoadItemType.BYTE_IO]
-    return [one for one in plan.items if one.type is not LoadItemType.BYTE_IO], values
+    values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+    return [item for item in plan.items if item.type is not LoadItemType.BYTE_IO], values
 
 
 _LOST = "rank {}: its plan holds no ballot: it loads by a path, or not at all, or its planner loses"
@@ -597,13 +600,13 @@ class StorageReader(storage.StorageReader):
         if self._path is not None:
             _check_same(plans)
             return plans
-        ballots = [one.storage_data for one in plans]
+        ballots = [plan.storage_data for plan in plans]
         for rank, ballot in enumerate(ballots):
             if not isinstance(ballot, LoadBallot):
                 raise UsageError(_LOST.format(rank))
         id = choose(ballots)
         assert id is not None, "this rank has planned for one"
-        return [replace(one, storage_data=id) for one in plans]
+        return [replace(plan, storage_data=id) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load the agreed step into the planner's tensors. Raises ImageError, RestoreError."""

@@ -128,7 +128,7 @@ def paths_of(planner_data: Any) -> Mapping[str, KeyPath] | None:
 
 def _check_paths(paths: Mapping[str, KeyPath]) -> None:
     for name, path in paths.items():
-        if type(name) is not str or any(type(one) not in (str, int) for one in path):
+        if type(name) is not str or any(type(part) not in (str, int) for part in path):
             raise UsageError(f"the planner maps {name!r} to {path!r}: only strings and numbers can")
 
 
@@ -139,7 +139,7 @@ def _text(value: object) -> str:
 
 
 def _path(value: object) -> KeyPath:
-    if not isinstance(value, list) or any(type(one) not in (str, int) for one in value):
+    if not isinstance(value, list) or any(type(part) not in (str, int) for part in value):
         raise TypeError(f"{strictjson.quoted(value)} is not a path")
     return tuple(value)
 
@@ -181,12 +181,12 @@ def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[Agreed]:
     saves alone would by itself commit a step of the other ranks. Raises UsageError if the ranks
     save different steps, or loaded different steps.
     """
-    step = _same([one.step for one in ballots], "save steps")
-    loaded = _same([one.loaded for one in ballots], "loaded")
+    step = _same([ballot.step for ballot in ballots], "save steps")
+    loaded = _same([ballot.loaded for ballot in ballots], "loaded")
     epoch = ballots[0].epoch
     world = len(ballots)
-    if epoch is None or any((one.epoch, one.world) != (epoch, world) for one in ballots):
-        number = max(one.highest_epoch for one in ballots) + 1
+    if epoch is None or any((ballot.epoch, ballot.world) != (epoch, world) for ballot in ballots):
+        number = max(ballot.highest_epoch for ballot in ballots) + 1
         epoch = Epoch(EpochId(number, nonce), loaded)
     return [Agreed(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
 
@@ -233,25 +233,25 @@ def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
     Raises UsageError if the ranks ask for different steps, and RestoreError if there are steps, but
     none that all ranks can bring.
     """
-    for rank, one in enumerate(ballots):
-        if one.step != ballots[0].step:
+    for rank, ballot in enumerate(ballots):
+        if ballot.step != ballots[0].step:
             raise UsageError(
-                f"rank 0 asks for step {ballots[0].step}, rank {rank} for {one.step}: all ranks"
+                f"rank 0 asks for step {ballots[0].step}, rank {rank} for {ballot.step}: all ranks"
                 " must name the same step, or none"
             )
-    limit, exact = limit_of([one.vote for one in ballots])
-    votes = [_offers_of(one) for one in ballots]
+    limit, exact = limit_of([ballot.vote for ballot in ballots])
+    votes = [_offers_of(ballot) for ballot in ballots]
     for rank, (ballot, vote) in enumerate(zip(ballots, votes, strict=True)):
         if not vote.offers:
             if limit is None and ballot.step is None and all(map(_is_empty, ballots)):
                 return None
             raise _nothing(rank, ballot, votes)
-    failed = {id for one in ballots for id in one.failed}
+    failed = {id for ballot in ballots for id in ballot.failed}
     return choose_step(votes, failed, limit=limit, exact=exact, lending=False).id
 
 
 def _offers_of(ballot: LoadBallot) -> Candidates:
-    offers = tuple(one for one in ballot.vote.offers if ballot.step in (None, one.id.step))
+    offers = tuple(offer for offer in ballot.vote.offers if ballot.step in (None, offer.id.step))
     return replace(ballot.vote, candidates=(), offers=offers)
 
 
@@ -263,14 +263,16 @@ def _is_empty(ballot: LoadBallot) -> bool:
 def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> RestoreError:
     """Why this rank has nothing to bring although a step must be loaded."""
     vote, which = ballot.vote, "" if ballot.step is None else f" {ballot.step}"
-    others = sorted({one.id for each in votes for one in each.offers})
+    others = sorted({offer.id for each in votes for offer in each.offers})
     said = f"; another rank can bring {others[-1]}" if others else ""
     if vote.answer is Answer.UNKNOWN:
         return RestoreError(
             f"rank {rank}: the steps to load are unknown: {vote.reason}; bring that storage"
             f" back, or load a copy by its path{said}"
         )
-    own = [one.id for one in vote.candidates if ballot.step in (None, one.id.step)]
+    own = [
+        candidate.id for candidate in vote.candidates if ballot.step in (None, candidate.id.step)
+    ]
     if own and not vote.offers:
         return NothingCommonError(
             f"rank {rank}: its sidecar holds step {max(own)}, but not the images of all ranks of"
@@ -304,14 +306,14 @@ class Items:
     @classmethod
     def of(cls, plan: SavePlan) -> Items:
         """Take a plan apart. Raises UsageError for an item that an image cannot hold."""
-        tensors = tuple(one for one in plan.items if one.type is not WriteItemType.BYTE_IO)
-        values = tuple(one for one in plan.items if one.type is WriteItemType.BYTE_IO)
+        tensors = tuple(item for item in plan.items if item.type is not WriteItemType.BYTE_IO)
+        values = tuple(item for item in plan.items if item.type is WriteItemType.BYTE_IO)
         names = _entry_names(tensors)
         tree = Tree(
-            values=tuple(one.index.fqn for one in values),
+            values=tuple(item.index.fqn for item in values),
             paths=paths_of(plan.planner_data),
         )
-        specs = tuple(_spec(name, one) for name, one in zip(names, tensors, strict=True))
+        specs = tuple(_spec(name, tensor) for name, tensor in zip(names, tensors, strict=True))
         return cls(tensors=tensors, specs=specs, values=values, tree=tree)
 
     def read_values(self, planner: SavePlanner) -> dict[str, bytes]:
@@ -360,7 +362,7 @@ class Items:
 def _entry_names(items: Sequence[WriteItem]) -> list[str]:
     """The name of each entry: the tensor's name, or `name@0`, `name@1` for several boxes of one
     tensor in this rank."""
-    counts = Counter(one.index.fqn for one in items)
+    counts = Counter(item.index.fqn for item in items)
     used: Counter[str] = Counter()
     names = []
     for item in items:
@@ -495,7 +497,7 @@ class Session:
                 "a cached plan is older than the last load, or of another group: make a new planner"
             )
         epoch = self._epoch
-        return [Agreed(step=step, epoch=epoch, rank=one, world=world) for one in range(world)]
+        return [Agreed(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
 
     def begin(self, agreed: Agreed) -> None:
         """Become the rank that was agreed on, in the agreed epoch. Raises SidecarError,

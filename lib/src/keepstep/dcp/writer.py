@@ -103,15 +103,18 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide on step and epoch for all ranks (coordinator only). Raises UsageError."""
-        ballots = [one.storage_data for one in plans]
-        if not all(getattr(one, "usable", True) for one in plans):
+        ballots = [plan.storage_data for plan in plans]
+        if not all(getattr(plan, "usable", True) for plan in plans):
             # the planner cached its plans, and the answers with them: the epoch has not changed
             agreed = sessions.session().again(self._save.step or 0, world=len(plans))
-        elif all(isinstance(one, Ballot) for one in ballots):
+        elif all(isinstance(ballot, Ballot) for ballot in ballots):
             agreed = agree(ballots, nonce=os.urandom(4).hex())
         else:
             raise UsageError(_LOST)
-        return [replace(plan, storage_data=one) for plan, one in zip(plans, agreed, strict=True)]
+        return [
+            replace(plan, storage_data=agreement)
+            for plan, agreement in zip(plans, agreed, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Stage this rank's image; returns when it is durable.

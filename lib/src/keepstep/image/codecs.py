@@ -171,8 +171,8 @@ def is_named_tuple(kind: type) -> bool:
 def _slots(kind: type) -> dict[str, Any]:
     return {
         name: slot
-        for one in kind.__mro__
-        for name, slot in vars(one).items()
+        for base in kind.__mro__
+        for name, slot in vars(base).items()
         if isinstance(slot, types.MemberDescriptorType) and name != "__dict__"
     }
 
@@ -190,7 +190,7 @@ def _is_plain(kind: type) -> bool:
     (`__new__`), and the class has no pickling of its own and no `__del__`."""
     methods = "__new__", "__reduce__", "__reduce_ex__"
     same = all(getattr(kind, name) is getattr(object, name) for name in methods)
-    return same and not any("__del__" in vars(one) for one in kind.__mro__)
+    return same and not any("__del__" in vars(base) for base in kind.__mro__)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def _to_clock(kind: Any, parts: Any) -> Any:
 
 def _to_timedelta(parts: Any) -> datetime.timedelta:
     days, seconds, microseconds = parts
-    if not all(type(one) is int for one in parts):
+    if not all(type(part) is int for part in parts):
         raise TypeError("not whole numbers")
     return datetime.timedelta(days, seconds, microseconds)
 
@@ -532,7 +532,7 @@ def _to_form(value: Any) -> ArrayForm:
     code, shape, order = value
     if not _NUMPY_DTYPE.fullmatch(code) or order not in ("C", "F"):
         raise ValueError(f"dtype {code[:80]!r}, order {order!r:.80}")
-    if type(shape) is not list or not all(type(one) is int and one >= 0 for one in shape):
+    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError("not a shape")
     return ArrayForm(code, tuple(shape), order == "F")
 
@@ -808,12 +808,12 @@ KINDS = (
 )
 """Every class whose values are found by their exact type."""
 
-_OF = {(one.path.partition(".")[0], one.path.rpartition(".")[2]): one for one in KINDS}
-_EARLY = {one.tag: _imported(one.path) for one in KINDS}
+_OF = {(kind.path.partition(".")[0], kind.path.rpartition(".")[2]): kind for kind in KINDS}
+_EARLY = {kind.tag: _imported(kind.path) for kind in KINDS}
 """The classes that are there already: another may stand in one's place later (a frozen clock)."""
 
 BUILDERS: dict[str, Callable[[Any], Any]] = {
-    **{one.tag: one.build for one in KINDS},
+    **{kind.tag: kind.build for kind in KINDS},
     "!ellipsis": _to_ellipsis,
     "!enum": _to_enum,
     "!flag": _to_flag,

@@ -221,7 +221,7 @@ class _Encoder:
             return self._leaf(value, kind)
         tag, simpler = parts
         if type(simpler) is list:
-            return {tag: [self.encode(one, depth) for one in simpler]}
+            return {tag: [self.encode(value, depth) for value in simpler]}
         return {tag: simpler}
 
     def _leaf(self, value: Any, kind: type) -> Any:
@@ -258,14 +258,14 @@ class _Encoder:
         for key in value:  # before any value is encoded, as what is met twice must be in the JSON
             if type(key) is not str or key[:1] == "!" or not (key.isascii() or is_text(key)):
                 return {"!dict": self._pairs(value, depth)}
-        return {key: self._value(key, one, depth) for key, one in value.items()}
+        return {key: self._value(key, value, depth) for key, value in value.items()}
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Any:
         if len(value) >= _LEAST_PACKED and (packed := self._columns([value, value.values()])):
             return {"!rows": ["list", *packed]}
         return [
-            [self._value(key, key, depth), self._value(key, one, depth)]
-            for key, one in value.items()
+            [self._value(key, key, depth), self._value(key, value, depth)]
+            for key, value in value.items()
         ]
 
     def _value(self, key: Any, value: Any, depth: int) -> Any:
@@ -318,7 +318,7 @@ class _Encoder:
                 return None
             made.append(numbers)
         self.packed += made
-        return ["".join(one.typecode for one in made), len(made[0])]
+        return ["".join(column.typecode for column in made), len(made[0])]
 
     def _array(self, column: Collection[Any]) -> array[Any] | None:
         if (known := self._arrays.get(id(column))) is not None:

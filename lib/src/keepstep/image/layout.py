@@ -326,7 +326,7 @@ _SINGLE = ("format_version", "rank", "world", "twins", "base")
 
 def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
     twins = tuple(
-        strictjson.integer(one, "twins", 0, world - 1) for one in strictjson.array(value, "twins")
+        strictjson.integer(twin, "twins", 0, world - 1) for twin in strictjson.array(value, "twins")
     )
     if list(twins) != sorted(set(twins) - {rank}):
         raise FormatError(f"twins: {quoted(value)} are not other ranks in ascending order")
@@ -460,7 +460,7 @@ _MAX_FLAT_DIMS = 5
 
 def _flat_box(name: str, value: object, shape: _Sizes, whole: _Sizes | None) -> FlatBox:
     """`shape`, `whole`: of the entry, which is a part of a row of `whole`."""
-    rows = [strictjson.sizes(one, name) for one in strictjson.array(value, name)]
+    rows = [strictjson.sizes(sizes, name) for sizes in strictjson.array(value, name)]
     if len(rows) != 3 or len({*map(len, rows)}) != 1 or len(rows[0]) > _MAX_FLAT_DIMS:
         raise FormatError(f"{quoted(name)}: {quoted(value)} is no box of a tensor")
     flat = FlatBox(*rows)
@@ -562,8 +562,11 @@ class Layout(Header):
                 runs[-1] = (runs[-1][0], entry.end)
             else:
                 runs.append((entry.begin, entry.end))
-        held = {one: tuple(run for run in runs if run[0] < run[1]) for one, runs in extents.items()}
-        return MappingProxyType({one: runs for one, runs in held.items() if runs})
+        held = {
+            section: tuple(run for run in runs if run[0] < run[1])
+            for section, runs in extents.items()
+        }
+        return MappingProxyType({section: runs for section, runs in held.items() if runs})
 
     @classmethod
     def build(
@@ -610,13 +613,13 @@ class Layout(Header):
 
     @classmethod
     def _from(cls, header: Header, text: bytes) -> Layout:
-        begins = list(accumulate((one.size_bytes for one in header.specs), initial=len(text)))
+        begins = list(accumulate((spec.size_bytes for spec in header.specs), initial=len(text)))
         places = zip(header.specs, begins, begins[1:], strict=False)
         layout = cls(
             **vars(header),
             header=text,
             id=digest_of(text).hex(),
-            entries=MappingProxyType({one.name: Entry(one, a, b) for one, a, b in places}),
+            entries=MappingProxyType({spec.name: Entry(spec, a, b) for spec, a, b in places}),
             extras_begin=begins[-1],
         )
         if layout.digests_begin % PAGE_BYTES:
@@ -644,7 +647,9 @@ def header_of(
     fill whole pages. Raises FormatError for reserved names, for names that come twice, and for
     unknown dtypes.
     """
-    specs = sorted(tensors, key=lambda one: (-one.element_bytes, one.section.value, one.name))
+    specs = sorted(
+        tensors, key=lambda tensor: (-tensor.element_bytes, tensor.section.value, tensor.name)
+    )
     if len(set(names := [spec.name for spec in specs])) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise FormatError(f"two tensors are named {twice!r}")

@@ -253,7 +253,7 @@ def _from_tree(tree: dict[str, Any]) -> ControlPage:
         root=None if tree["root"] is None else strictjson.digest(tree["root"], "root"),
         sections=None
         if sections is None
-        else {name: strictjson.digest(one, name) for name, one in dict.items(sections)},
+        else {name: strictjson.digest(value, name) for name, value in dict.items(sections)},
         base=BaseRef.from_tree(tree.get("base")),
     )
 
@@ -322,7 +322,7 @@ def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
     """The digest table: one digest for each chunk, then zeros up to whole pages. Raises UsageError
     unless there is exactly one digest for each chunk, because such an image would be sealed but
     could never be verified."""
-    if [len(one) for one in digests] != [DIGEST_BYTES] * layout.chunk_count:
+    if [len(digest) for digest in digests] != [DIGEST_BYTES] * layout.chunk_count:
         raise UsageError(f"{len(digests)} digests, not one for each of {layout.chunk_count} chunks")
     return b"".join(digests).ljust(layout.control_begin - layout.digests_begin, b"\0")
 
@@ -408,7 +408,7 @@ def tensors_in_chunk(layout: Layout, chunk: int) -> tuple[str, ...]:
     first, last = chunk_bounds(layout, chunk)
     reserved = reserved_names(layout.rank, is_base=layout.is_base)
     extras = (reserved[0], layout.extras_begin, layout.digests_begin)
-    places = [(name, one.begin, one.end) for name, one in layout.entries.items()]
+    places = [(name, entry.begin, entry.end) for name, entry in layout.entries.items()]
     return tuple(
         name for name, begin, end in [*places, extras] if max(begin, first) < min(end, last)
     )

@@ -50,10 +50,10 @@ def require(package: str, version: str, *, hooks: Mapping[str, Iterable[str]]) -
     """
     lowest, highest = TESTED[package]
     missing = [
-        f"{owner.partition(':')[2] or owner}.{one}"
+        f"{owner.partition(':')[2] or owner}.{name}"
         for owner, names in hooks.items()
-        for one in names
-        if not _exists(owner, one)
+        for name in names
+        if not _exists(owner, name)
     ]
     if missing:
         raise UsageError(
@@ -81,19 +81,19 @@ def _exists(owner: str, hook: str) -> bool:
     except (ImportError, AttributeError):
         return False
     if not hasattr(within, name):
-        return isinstance(within, type) and any(name in assigned(one) for one in within.__mro__)
+        return isinstance(within, type) and any(name in assigned(base) for base in within.__mro__)
     taken = inspect.signature(getattr(within, name)).parameters if parameters else {}
-    return all(one in taken for one in parameters.split(", ") if one)
+    return all(word in taken for word in parameters.split(", ") if word)
 
 
 @functools.cache
 def assigned(kind: type) -> frozenset[str]:
     """The names of the attributes that the code of a class, without its bases, assigns."""
-    functions = [inspect.unwrap(one) for one in vars(kind).values() if hasattr(one, "__code__")]
+    functions = [inspect.unwrap(var) for var in vars(kind).values() if hasattr(var, "__code__")]
     return frozenset(
         each.argval
-        for one in functions
-        for each in dis.get_instructions(one)
+        for function in functions
+        for each in dis.get_instructions(function)
         if each.opname == "STORE_ATTR"
     )
 
@@ -137,4 +137,4 @@ def any_rank(mine: bool) -> bool:
 def _numbers(version: str) -> tuple[int, ...]:
     """Major and minor number of the release. A release candidate counts as its release, because it
     has the same features."""
-    return tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

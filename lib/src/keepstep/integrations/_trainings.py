@@ -180,18 +180,18 @@ class Trainable:
 
     def __init__(self, model: nn.Module) -> None:
         places: list[tuple[str, Any, str]] = [
-            (name, one, "requires_grad") for name, one in model.named_parameters()
+            (name, parameter, "requires_grad") for name, parameter in model.named_parameters()
         ]
         places += [
-            (name, one, "track_running_stats")
-            for name, one in model.named_modules()
-            if isinstance(one, _BatchNorm)
+            (name, norm, "track_running_stats")
+            for name, norm in model.named_modules()
+            if isinstance(norm, _BatchNorm)
         ]
-        self._places = {f"{name}:{flag}": (one, flag) for name, one, flag in places}
+        self._places = {f"{name}:{flag}": (module, flag) for name, module, flag in places}
         self._first = self._now()
 
     def _now(self) -> dict[str, bool]:
-        return {name: getattr(one, flag) for name, (one, flag) in self._places.items()}
+        return {name: getattr(module, flag) for name, (module, flag) in self._places.items()}
 
     def changed(self) -> dict[str, bool]:
         """The flags that are others than at the beginning, by name."""
@@ -201,8 +201,8 @@ class Trainable:
         """Set what `changed` gave in an earlier life."""
         for name, value in changed.items():
             if name in self._places:
-                one, flag = self._places[name]
-                setattr(one, flag, value)
+                module, flag = self._places[name]
+                setattr(module, flag, value)
 
 
 def _noted(arguments: Mapping[str, Any]) -> str:
@@ -246,7 +246,10 @@ def _say_frozen(model: object) -> None:
     knows best."""
     if not isinstance(model, nn.Module):
         return
-    sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in model.parameters()]
+    sizes = [
+        (parameter.numel() * parameter.element_size(), parameter.requires_grad)
+        for parameter in model.parameters()
+    ]
     frozen = sum(size for size, trains in sizes if not trains)
     # an optimizer has two tensors for each parameter that trains
     trained = 3 * sum(size for size, trains in sizes if trains)
@@ -269,15 +272,19 @@ class Trained(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         kept = model.state_dict(keep_vars=True)
-        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self._parameters.update(trained)
-        buffers = {name: one for name, one in model.named_buffers() if name in kept}
+        buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}
         self._buffers.update(buffers)
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether a layer of bitsandbytes is in it."""
-    return any(_is_layer(one) for one in model.modules())
+    return any(_is_layer(module) for module in model.modules())
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -293,8 +300,12 @@ def kept_part(model: nn.Module) -> nn.Module:
     inner = unwrap(model)
     if not is_quantized(inner):
         return model
-    for name, one in inner.named_modules():
-        if _is_layer(one) and getattr(one, "weight", None) is not None and one.weight.requires_grad:
+    for name, module in inner.named_modules():
+        if (
+            _is_layer(module)
+            and getattr(module, "weight", None) is not None
+            and module.weight.requires_grad
+        ):
             raise UsageError(
                 f"{name} is quantised and trains, which keepstep cannot keep: freeze it, and train"
                 " an adapter (LoRA)"

@@ -93,7 +93,7 @@ def components(engine: Any) -> dict[str, Any]:
         then = partial(_spread, optimizer, partitions)
     elif stage:
         flats = _parts_of_groups(engine)
-        found["optimizer"] = partitions = _Partitions(inner, [[one] for one in flats])
+        found["optimizer"] = partitions = _Partitions(inner, [[part] for part in flats])
         found["master"] = _Tensors(_by_number(optimizer, flats))
         then = partitions.settle
     elif inner is not optimizer:
@@ -177,7 +177,7 @@ def _parts_of_groups(engine: Any) -> list[_Part]:
     flats = [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
     mesh = _mesh(engine, flats[0])
     sizes = _flat_sizes(engine.optimizer)
-    return [_Part(one, (-(-size // 2), 2), mesh) for one, size in zip(flats, sizes, strict=True)]
+    return [_Part(flat, (-(-size // 2), 2), mesh) for flat, size in zip(flats, sizes, strict=True)]
 
 
 def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
@@ -188,13 +188,13 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
     flats = zero.fp32_partitioned_groups_flat
     meshes: dict[str, DeviceMesh] = {}  # offloaded, what is trained is on another device
     parts = {}
-    for one in engine.module.parameters():
-        flat, begin = one.ds_tensor, 0
-        if (place := zero.grad_position.get(zero.get_param_id(one))) is not None:
+    for parameter in engine.module.parameters():
+        flat, begin = parameter.ds_tensor, 0
+        if (place := zero.grad_position.get(zero.get_param_id(parameter))) is not None:
             flat, begin = flats[place[0]], place[1]
         if flat.device.type not in meshes:
             meshes[flat.device.type] = _mesh(engine, flat)
-        parts[one] = _Part(flat, (one.ds_numel,), meshes[flat.device.type], begin)
+        parts[parameter] = _Part(flat, (parameter.ds_numel,), meshes[flat.device.type], begin)
     return parts
 
 
@@ -205,9 +205,9 @@ class _Model(Flat):
 
     def __init__(self, module: nn.Module, parts: dict[Tensor, _Part]) -> None:
         named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-        super().__init__({name: tuple(one.ds_shape) for name, one in named.items()})
+        super().__init__({name: tuple(value.ds_shape) for name, value in named.items()})
         self._of = [module]  # in a list, so that it does not become a submodule
-        vectors = {name: parts[one].vector for name, one in named.items()}
+        vectors = {name: parts[value].vector for name, value in named.items()}
         self._parameters.update(vectors)  # type: ignore[arg-type]  # as in _Tensors
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
@@ -218,7 +218,7 @@ class _Model(Flat):
 
     def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
         """Load what is not a tensor, namely `_extra_state`. Everything else is filled in place."""
-        rest = {name: one for name, one in state_dict.items() if name not in self._parameters}
+        rest = {name: value for name, value in state_dict.items() if name not in self._parameters}
         return self._of[0].load_state_dict(rest, strict=False)
 
 
@@ -263,7 +263,7 @@ class _Partitions(torch.optim.Optimizer):
 def _flat_sizes(zero: Any) -> list[int]:
     """The elements of each group's flat vector, without the padding behind the last parameter."""
     if hasattr(zero, "bf16_groups"):
-        return [sum(one.numel() for one in group) for group in zero.bf16_groups]
+        return [sum(parameter.numel() for parameter in group) for group in zero.bf16_groups]
     ends = zip(zero.round_robin_bit16_offsets, zero.round_robin_bit16_meta, strict=True)
     return [offsets[-1] + metas[-1].numel() for offsets, metas in ends]
 
@@ -340,14 +340,14 @@ def _by_number(zero: Any, parts: list[_Part]) -> dict[str, Tensor]:
     order = ""
     if getattr(zero, "round_robin_gradients", False):  # the order depends on the world size
         order = f".round_robin_of_{distributed.get_world_size()}"
-    return {f"zero.group.{at}{order}": one.vector for at, one in enumerate(parts)}
+    return {f"zero.group.{at}{order}": part.vector for at, part in enumerate(parts)}
 
 
 def _by_group(zero: Any, parts: dict[Tensor, _Part]) -> list[list[_Part]]:
     """What ZeRO-3 trains, in the groups of its optimizer."""
     groups: list[list[_Part]] = [[] for _ in zero.optimizer.param_groups]
     for number, members in enumerate(zero.fp16_groups):
-        groups[zero.sub_group_to_group_id[number]] += [parts[one] for one in members]
+        groups[zero.sub_group_to_group_id[number]] += [parts[member] for member in members]
     return groups
 
 
@@ -381,8 +381,11 @@ def _digest(engine: Any) -> str:
     groups = [list(engine.module.parameters())] if three else _groups(engine)
     named = [
         [
-            [engine.param_names.get(one, ""), list(getattr(one, "ds_shape", one.shape))]
-            for one in group
+            [
+                engine.param_names.get(parameter, ""),
+                list(getattr(parameter, "ds_shape", parameter.shape)),
+            ]
+            for parameter in group
         ]
         for group in groups
     ]
@@ -449,7 +452,7 @@ def _unsupported(engine: Any) -> Iterator[tuple[str, str]]:
         (engine, "torch_autocast_z0_gradscaler"),
         (engine.optimizer, "torch_autocast_gradscaler"),
     )
-    if any(getattr(one, name, None) is not None for one, name in scalers):
+    if any(getattr(scaler, name, None) is not None for scaler, name in scalers):
         yield "torch_autocast in float16", "use bfloat16, or fp16.enabled"
     if engine.data_efficiency_enabled():
         yield "data_efficiency", "leave it out of the configuration"

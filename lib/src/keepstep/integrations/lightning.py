@@ -147,13 +147,13 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
             for at, optimizer in enumerate(trainer.strategy.optimizers):
                 require_torch(optimizer)
                 components[f"optimizer{at or ''}"] = optimizer
-        for at, one in enumerate(_averages(trainer)):
-            components[f"average{at or ''}"] = one._average_model
+        for at, average in enumerate(_averages(trainer)):
+            components[f"average{at or ''}"] = average._average_model
         for at, config in enumerate(trainer.lr_scheduler_configs):
             components[f"scheduler{at or ''}"] = config.scheduler
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         others = {"scaler": scaler, "datamodule": trainer.datamodule}
-        return components | {name: one for name, one in others.items() if one is not None}
+        return components | {name: other for name, other in others.items() if other is not None}
 
     # --- Lightning's hooks, in the order in which it calls them ----------------------------------
 
@@ -256,8 +256,8 @@ class _Fit(Training):
         def begin_validation(original: Callable[..., Any]) -> Any:
             original()
             if self.kept.get("validated") and not self.trainer.reload_dataloaders_every_n_epochs:
-                for one in self._validation_loaders:
-                    loaders.begin_workers(one)
+                for loader in self._validation_loaders:
+                    loaders.begin_workers(loader)
 
         def end_step(original: Callable[..., Any], fetcher: Any) -> Any:
             original(fetcher)
@@ -286,7 +286,7 @@ class _Fit(Training):
             (epoch, "on_advance_end", end_step),
             (loop, "on_advance_end", end_epoch),
         ]
-        wrapped += [(one, "on_train_end", end_first) for one in _averages(self.trainer)]
+        wrapped += [(average, "on_train_end", end_first) for average in _averages(self.trainer)]
         for owner, name, around in wrapped:
             setattr(owner, name, functools.partial(around, getattr(owner, name)))
             self.undo.append((owner, name))
@@ -304,8 +304,8 @@ class _Fit(Training):
                 self._note()  # with --stage-every, `close` may stage the last step only now
             checkpointer.close()
             if self.at is not None:
-                for one in _averages(self.trainer):  # Lightning does not call it
-                    one.on_train_end(self.trainer, self.trainer.lightning_module)
+                for average in _averages(self.trainer):  # Lightning does not call it
+                    average.on_train_end(self.trainer, self.trainer.lightning_module)
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable."""
@@ -356,7 +356,9 @@ class _Fit(Training):
         loop = self.trainer.fit_loop
         # they are in a module's `state_dict` only when asked for
         modules = self.trainer.lightning_module.named_modules()
-        self.metrics = [(name, one) for name, one in modules if hasattr(one, "metric_state")]
+        self.metrics = [
+            (name, module) for name, module in modules if hasattr(module, "metric_state")
+        ]
         components = self.callback.keepstep_components(self.trainer)
         self.components.update({**components, "trainer": self.kept})
         self._nothing_yet()
@@ -406,7 +408,7 @@ class _Fit(Training):
             for _ in range(batches):
                 next(fetcher)
         else:
-            if any(len(one) < batches for one in self._loaders):
+            if any(len(loader) < batches for loader in self._loaders):
                 log.warning(
                     "keepstep: a loader that is shorter than the epoch restarted within it: its"
                     " batches until the epoch's end are not those of an undisturbed run"
@@ -423,8 +425,8 @@ class _Fit(Training):
         """Whether all loaders keep their own position. A loader of unknown length does not count:
         Lightning fetches a batch ahead from such loaders."""
         return all(
-            hasattr(one, "state_dict") and not loaders.by_index(one) and _has_length(one)
-            for one in self._loaders
+            hasattr(loader, "state_dict") and not loaders.by_index(loader) and _has_length(loader)
+            for loader in self._loaders
         )
 
     # --- state beside model and optimizer ------------------------------------------------------
@@ -458,7 +460,7 @@ class _Fit(Training):
         """Write Lightning's current state into `kept`. Nothing here waits for a GPU."""
         trainer = self.trainer
         connector = trainer._logger_connector
-        states = ((one.state_key, one.state_dict()) for one in trainer.callbacks)
+        states = ((callback.state_key, callback.state_dict()) for callback in trainer.callbacks)
         between, loops = not self.kept["begun"], trainer.fit_loop.state_dict()
         if not self._own_states():
             loops["state_dict"].pop("combined_loader", None)
@@ -492,8 +494,8 @@ class _Fit(Training):
         connector._logged_metrics = dict(kept["log"]["logged"])
         connector._progress_bar_metrics = dict(kept["log"]["bar"])
         results = self.trainer.fit_loop.epoch_loop._results
-        for key, one in kept["results"].items():
-            results[key] = _made(one, self.trainer)
+        for key, result in kept["results"].items():
+            results[key] = _made(result, self.trainer)
         if kept["begun"]:
             # the next batch is not the epoch's first: the sums over the epoch must not begin anew
             connector._first_loop_iter = True
@@ -508,49 +510,51 @@ def _in_place(tree: Any, held: Any) -> Any:
         return tree.detach().clone()
     if type(tree) is dict:
         held = held if isinstance(held, dict) else {}
-        return {key: _in_place(one, held.get(key)) for key, one in tree.items()}
+        return {key: _in_place(value, held.get(key)) for key, value in tree.items()}
     if type(tree) is tuple:
         held = held if isinstance(held, tuple) and len(held) == len(tree) else [None] * len(tree)
         return tuple(map(_in_place, tree, held))
     return tree  # a list of a metric's grows: it stays as it is
 
 
-def _form(one: torch.Tensor) -> tuple[Any, ...]:
-    return one.shape, one.dtype, one.device, one.stride()
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def _logged(results: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """What `self.log` accumulates over an epoch. The metrics of torchmetrics keep this
     themselves."""
-    for key, one in results.items():
-        if one.is_tensor and one.meta.on_epoch:
+    for key, result in results.items():
+        if result.is_tensor and result.meta.on_epoch:
             yield (
                 key,
                 {
-                    "meta": {name: getattr(one.meta, name) for name in _META},
-                    "reduce": one.meta.reduce_fx.__name__,
-                    "sync": one.meta.sync.should,
-                    "rank_zero_only": one.meta.sync.rank_zero_only,
-                    "value": one.value,
-                    "size": getattr(one, "cumulated_batch_size", 0),
-                    "last": one._forward_cache,
-                    "has_reset": one.has_reset,
+                    "meta": {name: getattr(result.meta, name) for name in _META},
+                    "reduce": result.meta.reduce_fx.__name__,
+                    "sync": result.meta.sync.should,
+                    "rank_zero_only": result.meta.sync.rank_zero_only,
+                    "value": result.value,
+                    "size": getattr(result, "cumulated_batch_size", 0),
+                    "last": result._forward_cache,
+                    "has_reset": result.has_reset,
                 },
             )
 
 
-def _made(one: dict[str, Any], trainer: Any) -> Any:
+def _made(progress: dict[str, Any], trainer: Any) -> Any:
     """A new object from what `_logged` returned for it."""
     kinds = sys.modules[f"{_package_of(trainer)}.trainer.connectors.logger_connector.result"]
-    meta = kinds._Metadata(**one["meta"], reduce_fx=one["reduce"])
+    meta = kinds._Metadata(**progress["meta"], reduce_fx=progress["reduce"])
     meta.sync = kinds._Sync(
-        _should=one["sync"], fn=trainer.strategy.reduce, rank_zero_only=one["rank_zero_only"]
+        _should=progress["sync"],
+        fn=trainer.strategy.reduce,
+        rank_zero_only=progress["rank_zero_only"],
     )
     metric = kinds._ResultMetric(meta, is_tensor=True)
-    metric.value, metric._forward_cache = one["value"], one["last"]
+    metric.value, metric._forward_cache = progress["value"], progress["last"]
     if meta.is_mean_reduction:
-        metric.cumulated_batch_size = one["size"]
-    metric.has_reset, metric._update_count = one["has_reset"], 1
+        metric.cumulated_batch_size = progress["size"]
+    metric.has_reset, metric._update_count = progress["has_reset"], 1
     return metric
 
 
@@ -567,18 +571,18 @@ def _arguments(trainer: Any) -> dict[str, Any]:
     for at, optimizer in enumerate(trainer.strategy.optimizers):
         found[f"optimizer{at or ''}"] = type(optimizer).__name__
         defaults = getattr(optimizer, "defaults", {})  # DeepSpeed's have none
-        found |= {f"optimizer{at or ''}.{key}": one for key, one in defaults.items()}
+        found |= {f"optimizer{at or ''}.{key}": default for key, default in defaults.items()}
     given = dict(getattr(trainer.lightning_module, "hparams", {}))
-    return found | {f"hparams.{key}": one for key, one in given.items()}
+    return found | {f"hparams.{key}": value for key, value in given.items()}
 
 
 def _restarting(loop: Any, value: bool) -> None:
     """Set `_restarting` on a loop and all loops in it. The public setter would do more than
     that."""
     loop._restarting = value
-    for name, one in vars(loop).items():
-        if name != "trainer" and hasattr(one, "_restarting"):
-            _restarting(one, value)
+    for name, var in vars(loop).items():
+        if name != "trainer" and hasattr(var, "_restarting"):
+            _restarting(var, value)
 
 
 def _loaders_in(loop: Any) -> list[Any]:
@@ -587,7 +591,7 @@ def _loaders_in(loop: Any) -> list[Any]:
 
 def _averages(trainer: Any) -> list[Any]:
     """The callbacks that average the weights. At the end they write the average into the model."""
-    return [one for one in trainer.callbacks if "WeightAveraging" in _kinds(one)]
+    return [callback for callback in trainer.callbacks if "WeightAveraging" in _kinds(callback)]
 
 
 def _has_length(loader: Any) -> bool:
@@ -597,8 +601,8 @@ def _has_length(loader: Any) -> bool:
         return False
 
 
-def _kinds(one: Any) -> set[str]:
-    return {kind.__name__ for kind in type(one).__mro__}
+def _kinds(value: Any) -> set[str]:
+    return {kind.__name__ for kind in type(value).__mro__}
 
 
 def _tunes(callback: Any) -> bool:
@@ -609,8 +613,8 @@ def _tunes(callback: Any) -> bool:
 
 def _refuse(trainer: Any) -> None:
     """Raise UsageError for what was never tested, or cannot be followed."""
-    for one in (trainer.strategy, *trainer.callbacks):
-        for name in _kinds(one) & _REFUSED.keys():
+    for hooked in (trainer.strategy, *trainer.callbacks):
+        for name in _kinds(hooked) & _REFUSED.keys():
             raise UsageError(_REFUSED[name])
     module = trainer.lightning_module
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -618,12 +622,12 @@ def _refuse(trainer: Any) -> None:
             "training_step(dataloader_iter) fetches as it likes, which keepstep cannot follow: take"
             " a batch"
         )
-    for one in (module, trainer.datamodule, *trainer.callbacks):
-        hook = getattr(type(one), "on_save_checkpoint", None)
+    for hooked in (module, trainer.datamodule, *trainer.callbacks):
+        hook = getattr(type(hooked), "on_save_checkpoint", None)
         if hook is not None and not hook.__module__.startswith(_package_of(trainer)):
             log.warning(
                 "keepstep: %s.on_save_checkpoint is not called, and what it adds is not kept: name"
                 " it in keepstep_components(), or give it a state_dict"
                 " [integration.hook_not_called]",
-                type(one).__name__,
+                type(hooked).__name__,
             )

@@ -197,7 +197,7 @@ def capture(loaders: list[Any]) -> dict[str, Any]:
     return {
         "process": rng.capture(),
         "own": own_generators(loaders),
-        "fresh": [is_fresh(one) for one in loaders],
+        "fresh": [is_fresh(loader) for loader in loaders],
     }
 
 
@@ -209,7 +209,7 @@ def apply(state: dict[str, Any], loaders: list[Any]) -> None:
 
 def own_generators(loaders: list[Any]) -> list[bytes]:
     """The states of the generators that loaders and their samplers have of their own."""
-    return [bytes(one.get_state().tolist()) for one in _generators(loaders)]
+    return [bytes(generator.get_state().tolist()) for generator in _generators(loaders)]
 
 
 def set_own_generators(states: list[bytes], loaders: list[Any]) -> None:
@@ -231,7 +231,7 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator):
             found[id(generator)] = generator
         inner = (getattr(place, name, None) for name in ("batch_sampler", "sampler"))
-        places += [one for one in inner if one is not None]
+        places += [place for place in inner if place is not None]
     return list(found.values())
 
 

@@ -59,19 +59,19 @@ def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     _refuse(chunks, parts)
-    models = [_inside(one) for one in chunks]
-    names = [_Names(one, f"chunk.{at}." if at else "") for at, one in enumerate(models)]
+    models = [_inside(chunk) for chunk in chunks]
+    names = [_Names(model, f"chunk.{at}." if at else "") for at, model in enumerate(models)]
     boxes = _boxes(names)
     pieces: dict[Tensor, _Piece] = {}
-    for one in parts:
-        for main, parameter, begin in _mains(one):
+    for part in parts:
+        for main, parameter, begin in _mains(part):
             pieces[main] = _Piece(boxes[parameter], main, begin)
-    trained = {id(parameter) for one in parts for parameter in _parameters(one)}
-    others = [_Piece(box, one) for one, box in boxes.items() if id(one) not in trained]
+    trained = {id(parameter) for part in parts for parameter in _parameters(part)}
+    others = [_Piece(box, tensor) for tensor, box in boxes.items() if id(tensor) not in trained]
     found: dict[str, Any] = {"model": _Model(names, [*pieces.values(), *others])}
-    shards = [_Shards(one.optimizer, pieces) for one in parts]
-    for at, one in enumerate(shards):
-        found[f"optimizer_{at}" if at else "optimizer"] = one
+    shards = [_Shards(part.optimizer, pieces) for part in parts]
+    for at, shard in enumerate(shards):
+        found[f"optimizer_{at}" if at else "optimizer"] = shard
     if scheduler is not None:
         found["scheduler"] = _Scheduler(scheduler)
     found["megatron"] = _State(chunks, parts, shards)
@@ -121,8 +121,8 @@ class _Names:
         self.sharded = model.sharded_state_dict(metadata={"singleton_local_shards": True})
 
     def __getitem__(self, local: str) -> str:
-        one = self.sharded.get(local)
-        return str(one.key) if hasattr(one, "key") else self._prefix + local
+        sharded = self.sharded.get(local)
+        return str(sharded.key) if hasattr(sharded, "key") else self._prefix + local
 
     def rest(self) -> Iterator[tuple[str, str, Any]]:
         """What its state dict has beside parameters: name, name in the chunk, value."""
@@ -262,7 +262,7 @@ def _mains(part: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     if it may be only a part."""
     if isinstance(part, FP32Optimizer):
         for group in part.optimizer.param_groups:
-            yield from ((one, one, None) for one in group["params"])
+            yield from ((param, param, None) for param in group["params"])
     elif _is_distributed(part):
         for models, mains in (
             (part.model_float16_groups, part.shard_fp32_from_float16_groups),
@@ -276,9 +276,9 @@ def _mains(part: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
         for parameters, mains in zip(
             part.float16_groups, part.fp32_from_float16_groups, strict=True
         ):
-            yield from ((one, of, None) for one, of in zip(mains, parameters, strict=True))
+            yield from ((main, of, None) for main, of in zip(mains, parameters, strict=True))
         for parameters in part.fp32_from_fp32_groups:
-            yield from ((one, one, None) for one in parameters)
+            yield from ((parameter, parameter, None) for parameter in parameters)
 
 
 def _parameters(part: Any) -> Iterator[Tensor]:
@@ -302,9 +302,13 @@ class _Model(Flat):
 
     def __init__(self, chunks: list[_Names], pieces: Sequence[_Piece]) -> None:
         super().__init__(
-            {one.box.name: one.box.shape for one in pieces if one.box.shape != one.box.global_shape}
+            {
+                piece.box.name: piece.box.shape
+                for piece in pieces
+                if piece.box.shape != piece.box.global_shape
+            }
         )
-        vectors: dict[str, Any] = {one.box.name: one.vector for one in pieces}
+        vectors: dict[str, Any] = {piece.box.name: piece.vector for piece in pieces}
         if len(vectors) < len(pieces):
             raise UsageError("two parameters of this model have the same name")
         self._parameters.update(vectors)  # past the check for a Parameter
@@ -312,11 +316,11 @@ class _Model(Flat):
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         for names in self._chunks:
-            for local, one in names.model.named_buffers(*args, **options):
-                yield names[local], one
+            for local, buffer in names.model.named_buffers(*args, **options):
+                yield names[local], buffer
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
-        rest = {name: value for one in self._chunks for name, _, value in one.rest()}
+        rest = {name: value for chunk in self._chunks for name, _, value in chunk.rest()}
         return {**rest, **self._parameters}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
@@ -333,7 +337,7 @@ class _Shards(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer, pieces: Mapping[Tensor, _Piece]) -> None:
         self._inner = inner
-        groups = [[pieces[one] for one in group["params"]] for group in inner.param_groups]
+        groups = [[pieces[param] for param in group["params"]] for group in inner.param_groups]
         self._pieces = [piece for group in groups for piece in group]
         pairs = zip(inner.param_groups, groups, strict=True)
         super().__init__([{**group, "params": [p.vector for p in own]} for group, own in pairs], {})
@@ -386,14 +390,14 @@ class _State:
 
     @property
     def _scalers(self) -> list[Any]:
-        scalers = [getattr(one, "grad_scaler", None) for one in self._parts]
-        return [one for one in scalers if one is not None]
+        scalers = [getattr(part, "grad_scaler", None) for part in self._parts]
+        return [scaler for scaler in scalers if scaler is not None]
 
     def state_dict(self) -> dict[str, Any]:
         states = get_cuda_rng_tracker().get_states()
         return {
-            "scalers": [one.state_dict() for one in self._scalers],
-            "rng_tracker": {name: _bytes(one) for name, one in states.items()},
+            "scalers": [scaler.state_dict() for scaler in self._scalers],
+            "rng_tracker": {name: _bytes(state) for name, state in states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -420,8 +424,8 @@ def _bytes(state: Any) -> bytes:
 def _set_tracker(kept: Mapping[str, bytes]) -> None:
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
-    for name, one in kept.items():
-        tensor = torch.frombuffer(bytearray(one), dtype=torch.uint8)
+    for name, chunk in kept.items():
+        tensor = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
         if isinstance(states.get(name), torch.Generator):
             states[name].set_state(tensor)
         else:
@@ -434,24 +438,24 @@ def _set_tracker(kept: Mapping[str, bytes]) -> None:
 
 def _refuse(chunks: Sequence[Any], parts: Sequence[Any]) -> None:
     """Raise UsageError for what keepstep cannot keep."""
-    for one in parts:
+    for part in parts:
         kinds = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
-        if type(one) not in kinds:
+        if type(part) not in kinds:
             raise UsageError(
-                f"a {type(one).__name__} was never tried: components() takes what"
+                f"a {type(part).__name__} was never tried: components() takes what"
                 " get_megatron_optimizer() makes for Adam or SGD"
             )
-        needed = [] if type(one) is FP32Optimizer else ["_copy_main_params_to_model_params"]
-        if _is_distributed(one):
+        needed = [] if type(part) is FP32Optimizer else ["_copy_main_params_to_model_params"]
+        if _is_distributed(part):
             needed += ["_get_model_param_range_map", "shard_fp32_from_float16_groups"]
-        if missing := [hook for hook in needed if not hasattr(one, hook)]:
+        if missing := [hook for hook in needed if not hasattr(part, hook)]:
             raise UsageError(
-                f"this megatron-core has no {', '.join(missing)} in its {type(one).__name__}, which"
-                " keepstep needs: take megatron-core 0.16"
+                f"this megatron-core has no {', '.join(missing)} in its {type(part).__name__},"
+                " which keepstep needs: take megatron-core 0.16"
             )
-        if one.is_stub_optimizer:
+        if part.is_stub_optimizer:
             raise UsageError("a rank whose parameters are all frozen was never tried")
-        require_torch(one.optimizer)
+        require_torch(part.optimizer)
     for what, instead in _unsupported(chunks, parts):
         raise UsageError(f"keepstep cannot keep what Megatron does with {what}: {instead}")
 

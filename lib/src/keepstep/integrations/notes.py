@@ -32,7 +32,7 @@ def note_restore(restored: Restored | None, *trackers: Any) -> Restored | None:
     `log`, whose steps stay as they are, and stands in the summary. Nothing is written if nothing
     was restored. Raises UsageError for any other tracker.
     """
-    notes = [_note(one, restored) for one in trackers if one is not None]
+    notes = [_note(tracker, restored) for tracker in trackers if tracker is not None]
     if restored is not None:
         for note in notes:
             threading.Thread(target=_write, args=(note,), name="note", daemon=True).start()

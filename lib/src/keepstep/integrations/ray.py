@@ -96,14 +96,14 @@ class RayCheckpointer(Checkpointer):
         """The newest step of this life that is committed on all nodes, unless it was reported."""
         here: set[StepId] = set()
         with contextlib.suppress(OSError):
-            for one in self._home.iterdir():
+            for path in self._home.iterdir():
                 # a step of the archive is whole once it has this file, one of a drive by its name
-                if not self._archived or (one / "step.json").exists():
+                if not self._archived or (path / "step.json").exists():
                     with contextlib.suppress(ValueError):
-                        here.add(StepId.parse(one.name))
+                        here.add(StepId.parse(path.name))
         common = set.intersection(*_gathered(here))
         epoch = None if self._epoch is None else self._epoch.id
-        newest = max((one for one in common if one.epoch == epoch), default=None)
+        newest = max((step_id for step_id in common if step_id.epoch == epoch), default=None)
         return None if newest is None or str(newest) == self._reported else newest
 
     def _say(self, failed: str) -> None:
@@ -205,8 +205,11 @@ def _heed_preemption(socket: str, rank: int) -> None:
         notice = get_train_context().preemption_context
         while not end.wait(_HEED_S):
             if notice.preemption_info and rank in notice.preemption_info.preempted_ranks:
-                with contextlib.suppress(SidecarError), contextlib.closing(Client(socket)) as one:
-                    one.call("/v1/flush", FlushRequest(), Flushed, timeout_s=30.0)
+                with (
+                    contextlib.suppress(SidecarError),
+                    contextlib.closing(Client(socket)) as client,
+                ):
+                    client.call("/v1/flush", FlushRequest(), Flushed, timeout_s=30.0)
     except (ImportError, AttributeError, RuntimeError):
         log.info(
             "keepstep: this version of Ray does not name a node that is preempted"

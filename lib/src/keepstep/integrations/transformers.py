@@ -113,8 +113,8 @@ def _is_sync(callback: Any) -> bool:
 
 
 def _names_of(kind: type) -> Iterator[str]:
-    for one in kind.__mro__:
-        yield from OWN.get(one.__module__.partition(".")[0], {}).get(one.__name__, ())
+    for base in kind.__mro__:
+        yield from OWN.get(base.__module__.partition(".")[0], {}).get(base.__name__, ())
 
 
 def _weights_of_loss(trainer: Any) -> dict[str, Tensor]:
@@ -122,10 +122,14 @@ def _weights_of_loss(trainer: Any) -> dict[str, Tensor]:
     if "loss" not in _names_of(type(trainer)):
         return {}
     losses = trainer.loss if isinstance(trainer.loss, dict) else {"": trainer.loss}
-    parameters = nn.ModuleDict({f"of {name}": one for name, one in losses.items()})
-    models = {id(one) for one in trainer.model.parameters()}
+    parameters = nn.ModuleDict({f"of {name}": loss for name, loss in losses.items()})
+    models = {id(parameter) for parameter in trainer.model.parameters()}
     named = parameters.named_parameters()
-    return {name: one for name, one in named if one.requires_grad and id(one) not in models}
+    return {
+        name: parameter
+        for name, parameter in named
+        if parameter.requires_grad and id(parameter) not in models
+    }
 
 
 class _Watch:
@@ -139,7 +143,7 @@ class _Watch:
         """`components`: what is kept. `own`: look at the trainer's attributes, too, and not only at
         those of callbacks."""
         self._trainer, self._own = trainer, own
-        self._components = frozenset(id(one) for one in components)
+        self._components = frozenset(id(component) for component in components)
         self._kept = frozenset(_names_of(type(trainer)))
         self._steps, self._next, self._said = 0, 2, False
         self._first: dict[str, Any] = {}
@@ -173,11 +177,15 @@ class _Watch:
             names = vars(self._trainer).keys() - _trainers_own() - self._kept - _INCIDENTAL
             prefix = type(self._trainer).__name__
             found = {f"{prefix}.{name}": look.at(vars(self._trainer)[name]) for name in names}
-        for one in self._trainer.callback_handler.callbacks:
-            if _library(one) == "transformers" or isinstance(one, ExportableState) or _is_sync(one):
+        for callback in self._trainer.callback_handler.callbacks:
+            if (
+                _library(callback) == "transformers"
+                or isinstance(callback, ExportableState)
+                or _is_sync(callback)
+            ):
                 continue
-            for name, value in vars(one).items():
-                found[f"{type(one).__name__}.{name}"] = look.at(value)
+            for name, value in vars(callback).items():
+                found[f"{type(callback).__name__}.{name}"] = look.at(value)
         return found
 
 
@@ -185,7 +193,7 @@ class _Look:
     """What can be compared of values that may be anything."""
 
     def __init__(self, trainer: Any, components: frozenset[int]) -> None:
-        self._trained = {id(one) for one in trainer.model.parameters()}
+        self._trained = {id(parameter) for parameter in trainer.model.parameters()}
         self._seen = set(components)
 
     def at(self, value: Any, depth: int = _DEPTH) -> Any:
@@ -205,8 +213,10 @@ class _Look:
 
     def _inside(self, value: Any, depth: int) -> Any:
         if isinstance(value, nn.Module):
-            others = [one for one in value.parameters() if id(one) not in self._trained]
-            return [self._tensor(one) for one in others[:_PARAMETERS]]
+            others = [
+                parameter for parameter in value.parameters() if id(parameter) not in self._trained
+            ]
+            return [self._tensor(parameter) for parameter in others[:_PARAMETERS]]
         if isinstance(value, dict):
             return len(value), self._items(value.values(), depth), self._items(value, depth)
         if isinstance(value, list | tuple | deque | set | frozenset):
@@ -219,7 +229,7 @@ class _Look:
         return type(value).__name__, self._items(list(inside.items()), depth)
 
     def _items(self, values: Iterable[Any], depth: int) -> list[Any]:
-        return [self.at(one, depth) for one, _ in zip(values, range(_ITEMS), strict=False)]
+        return [self.at(value, depth) for value, _ in zip(values, range(_ITEMS), strict=False)]
 
     def _tensor(self, tensor: Tensor) -> Any:
         if id(tensor) in self._trained:
@@ -232,8 +242,8 @@ class _Look:
         return shape, torch.nan_to_num(some.double()).cpu().tolist()
 
 
-def _library(one: Any) -> str:
-    return type(one).__module__.partition(".")[0]
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 @functools.cache
@@ -380,12 +390,17 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
             "reference": next(
-                (one.ref_model for one in self.callback_handler.callbacks if _is_sync(one)), None
+                (
+                    callback.ref_model
+                    for callback in self.callback_handler.callbacks
+                    if _is_sync(callback)
+                ),
+                None,
             ),
             "own": own if (own := _OwnState(self)).names else None,
             "loss": _weights_of_loss(self) or None,
         }
-        return {name: one for name, one in others.items() if one is not None} | components
+        return {name: other for name, other in others.items() if other is not None} | components
 
     # --- Trainer's methods, in the order in which it calls them ----------------------------------
 
@@ -567,7 +582,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         self._note_log()
         training.note(
             state={name: getattr(state, name) for name in _PROGRESS},
-            callbacks=[[_name(one), one.state()] for one in self._stateful_callbacks()],
+            callbacks=[
+                [_name(callback), callback.state()] for callback in self._stateful_callbacks()
+            ],
             stopped=state.max_steps if self.control.should_training_stop else 0,
             loss=self._tr_loss,
             total_loss=self._total_loss_scalar,
@@ -588,7 +605,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         if len(entries) < training.logged:
             training.kept["log"].zero_()
             training.logged = training.logged_bytes = 0
-        new = "".join(f"{json.dumps(one, default=_plain)}\n" for one in entries[training.logged :])
+        new = "".join(
+            f"{json.dumps(entry, default=_plain)}\n" for entry in entries[training.logged :]
+        )
         if new:
             training.kept["log"] = _appended(training.kept["log"], training.logged_bytes, new)
             training.logged, training.logged_bytes = len(entries), training.logged_bytes + len(new)
@@ -596,7 +615,11 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
     def _stateful_callbacks(self) -> list[Any]:
         """The callbacks that have a state. Trainer restores them only on request, and makes new
         objects. Here the same objects stay, with the script's arguments."""
-        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return [
+            callback
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, ExportableState)
+        ]
 
     def _take_up_state(self) -> None:
         training, kept = self._now, self._now.kept
@@ -606,12 +629,12 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         training.logged = len(self.state.log_history)
         training.logged_bytes = int(kept["log"].count_nonzero())
         left = list(kept["callbacks"])
-        for one in self._stateful_callbacks():
-            named = next((entry for entry in left if entry[0] == _name(one)), None)
+        for callback in self._stateful_callbacks():
+            named = next((entry for entry in left if entry[0] == _name(callback)), None)
             if named is not None:
                 left.remove(named)
                 for attribute, value in named[1].get("attributes", {}).items():
-                    setattr(one, attribute, value)
+                    setattr(callback, attribute, value)
         self.current_flos = kept["flos"]
         training.evaluated = frozenset(kept["evaluated"])
         training.seconds_before = kept["seconds"]
@@ -648,18 +671,18 @@ def _entries(log: torch.Tensor) -> list[Any]:
     return [json.loads(line) for line in log.numpy().tobytes().rstrip(b"\0").splitlines()]
 
 
-def _name(one: Any) -> str:
+def _name(value: Any) -> str:
     """The name of a callback's or a trainer's class. An attached trainer has that of its own."""
-    return type(one).__name__
+    return type(value).__name__
 
 
 def _arguments(trainer: Any) -> dict[str, Any]:
     """The arguments on which what is trained depends, and the size of the data."""
     args, rows = trainer.args, trainer.train_dataset
     found = {
-        one.name: getattr(args, one.name)
-        for one in dataclasses.fields(args)
-        if not one.name.startswith(_FREE)
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(args)
+        if not field.name.startswith(_FREE)
     }
     names = {name: str(found[name]) for name in ("lr_scheduler_type", "optim") if name in found}
     sizes = {"world_size": args.world_size, "rows": len(rows) if hasattr(rows, "__len__") else None}
@@ -685,8 +708,8 @@ def _refuse(trainer: Any) -> None:
                 f"{kind.__name__} has a {name} of its own, which keepstep cannot follow"
             )
     for package, names in OWN.items():
-        kinds = [one for one in kind.__mro__ if one.__module__.partition(".")[0] == package]
-        own = {f"{one.__module__}:{one.__name__}": names.get(one.__name__, ()) for one in kinds}
+        kinds = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == package]
+        own = {f"{kind.__module__}:{kind.__name__}": names.get(kind.__name__, ()) for kind in kinds}
         if own:
             version = importlib.metadata.version(package)
             require(package, version, hooks=own)

@@ -137,7 +137,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
             "trainer": kept,
         }
         training.look_ahead(components, self.model)
-        arguments = {name: one for name, one in vars(self.args).items() if name not in _OF_A_LIFE}
+        arguments = {name: var for name, var in vars(self.args).items() if name not in _OF_A_LIFE}
         if training.restore(self.model, arguments) is None:
             return
         self.start_epoch, self.ema.updates = kept["epoch"] + 1, kept["averaged"]

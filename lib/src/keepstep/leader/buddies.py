@@ -53,9 +53,9 @@ def _chosen(
     chosen = [spots[ring[at]]]
     for _ in range(replicas):
         found = None
-        if len({one.domain for one in chosen}) < domains:
+        if len({spot.domain for spot in chosen}) < domains:
             found = _next(ring, at, spots, chosen, other_domain=True)
-        if found is None and len({one.node for one in chosen}) < nodes:
+        if found is None and len({spot.node for spot in chosen}) < nodes:
             found = _next(ring, at, spots, chosen, other_domain=False)
         if found is None:
             return
@@ -68,7 +68,7 @@ def _next(
 ) -> int | None:
     """The first place after `at` on a node without a chosen place. With `other_domain`, its domain
     has no chosen place either."""
-    nodes, domains = {one.node for one in chosen}, {one.domain for one in chosen}
+    nodes, domains = {spot.node for spot in chosen}, {spot.domain for spot in chosen}
     for ahead in range(1, len(ring)):
         rank = ring[(at + ahead) % len(ring)]
         spot = spots[rank]

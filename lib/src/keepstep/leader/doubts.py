@@ -210,13 +210,13 @@ def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> S
         for name, place in _there(leader)
         if tier in place.sidecar.tiers
     ]
-    for name, one in waiting:
-        if one.trouble and (one.backlog or tier.shared):
-            yield troubled, f"the sidecar of {name} says: {one.trouble[:_TEXT]}. {again}"
+    for name, progress in waiting:
+        if progress.trouble and (progress.backlog or tier.shared):
+            yield troubled, f"the sidecar of {name} says: {progress.trouble[:_TEXT]}. {again}"
             return
-    for name, one in waiting:
-        if one.backlog and one.behind_s >= BEHIND_S[tier]:
-            where = one.where[:_TEXT]
+    for name, progress in waiting:
+        if progress.backlog and progress.behind_s >= BEHIND_S[tier]:
+            where = progress.where[:_TEXT]
             yield late, f"shards of {name} wait to be sent to {where} for long. {again}"
             return
 

@@ -25,7 +25,7 @@ class PlaceDrives:
 
     @classmethod
     def of(cls, node: str, report: Report) -> PlaceDrives:
-        return cls(node=node, volumes={one.name: one.drive_id for one in report.volumes})
+        return cls(node=node, volumes={volume.name: volume.drive_id for volume in report.volumes})
 
     @property
     def known(self) -> bool:
@@ -99,16 +99,16 @@ class Drives:
     def rows(self) -> list[Drive]:
         """What to write down, so that a later leader can go on."""
         return [
-            Drive(node_rank=node_rank, node=one.node, volume=volume, id=id)
-            for node_rank, one in sorted(self._held.items())
-            for volume, id in sorted(one.volumes.items())
+            Drive(node_rank=node_rank, node=listing.node, volume=volume, id=id)
+            for node_rank, listing in sorted(self._held.items())
+            for volume, id in sorted(listing.volumes.items())
         ]
 
     def resume(self, rows: Iterable[Drive]) -> None:
         """Take over what an earlier leader wrote down."""
         places: dict[tuple[int, str], dict[str, str]] = {}
-        for one in rows:
-            places.setdefault((one.node_rank, one.node), {})[one.volume] = one.id
+        for row in rows:
+            places.setdefault((row.node_rank, row.node), {})[row.volume] = row.id
         for (node_rank, node), volumes in places.items():
             self._held[node_rank] = PlaceDrives(node=node, volumes=volumes)
 

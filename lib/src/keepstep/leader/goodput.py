@@ -62,7 +62,7 @@ class Tally:
         """Whether this can be the result of a count. It may come from a record, which people can
         edit."""
         return (
-            all(0 <= one < _MOST for one in (self.since, self.steps, *self.seconds))
+            all(0 <= value < _MOST for value in (self.since, self.steps, *self.seconds))
             and -1 <= self.step < _MOST
             and self.steps <= self.step + 1
             and sum(self.seconds) == self.until - self.since
@@ -95,41 +95,41 @@ def whole(told: ReportedGoodput) -> Tally:
     )
 
 
-def added(sum_: Sum | None, one: Tally) -> Sum:
+def added(sum_: Sum | None, tally: Tally) -> Sum:
     """The sum with the present state of this tally. A tally that another one has followed counts
     again only after a trainer has restored there."""
     if sum_ is None:
-        begun = Tally(since=one.since, until=one.since, step=one.step - one.steps)
+        begun = Tally(since=tally.since, until=tally.since, step=tally.step - tally.steps)
         sum_ = Sum(total=begun, known=())
-    before = next((known for known in sum_.known if known.id == one.id), None)
-    before = before or _before(sum_, one)
-    if before.epoch == one.epoch and before is not sum_.known[-1]:
+    before = next((known for known in sum_.known if known.id == tally.id), None)
+    before = before or _before(sum_, tally)
+    if before.epoch == tally.epoch and before is not sum_.known[-1]:
         return sum_
-    others = (known for known in sum_.known if known.id != one.id)
-    return Sum(total=_grown(sum_.total, before, one), known=(*others, one)[-MOST_TALLIES:])
+    others = (known for known in sum_.known if known.id != tally.id)
+    return Sum(total=_grown(sum_.total, before, tally), known=(*others, tally)[-MOST_TALLIES:])
 
 
-def _before(sum_: Sum, one: Tally) -> Tally:
+def _before(sum_: Sum, tally: Tally) -> Tally:
     """The former state of a tally that is reported for the first time: empty. If it is older than
     another tally, it was reported before and then forgotten, so its steps are in the sum
     already."""
-    nothing = Tally(since=one.since, until=one.since, step=-1)
-    if one.since > max((known.since for known in sum_.known), default=-1):
+    nothing = Tally(since=tally.since, until=tally.since, step=-1)
+    if tally.since > max((known.since for known in sum_.known), default=-1):
         return nothing
-    return replace(nothing, steps=one.steps - one.step + sum_.total.step)
+    return replace(nothing, steps=tally.steps - tally.step + sum_.total.step)
 
 
-def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
+def _grown(total: Tally, before: Tally, tally: Tally) -> Tally:
     """The total, plus what the tally gained since `before`."""
-    more = [now - then for now, then in zip(one.seconds, before.seconds, strict=True)]
-    until = max(total.until, one.until)
+    more = [now - then for now, then in zip(tally.seconds, before.seconds, strict=True)]
+    until = max(total.until, tally.until)
     untold_s = until - total.until - sum(more)
     usual_s = total.seconds[_PRODUCTIVE] / total.steps if total.steps else 0.0
     # By how many steps the run advanced beyond the growth of this tally. Positive: an earlier pod
     # made these steps and died before it reported them, or this tally, which had paused, now gives
     # up steps that the run gave up when another pod went back over them. Negative: this tally goes
     # back over steps that another tally counts.
-    untold = (one.step - total.step) - (one.steps - before.steps)
+    untold = (tally.step - total.step) - (tally.steps - before.steps)
     if untold_s < 0:
         again_s = max(0, min(more[_WASTED], round(untold * usual_s)))
         more[_PRODUCTIVE] += again_s
@@ -143,14 +143,14 @@ def _grown(total: Tally, before: Tally, one: Tally) -> Tally:
     more[_PRODUCTIVE] -= redone_s
     more[_WASTED] += redone_s
     seconds = [have + gained for have, gained in zip(total.seconds, more, strict=True)]
-    below = sum(-min(0, one) for one in seconds)
-    seconds = [max(0, one) for one in seconds]
+    below = sum(-min(0, second) for second in seconds)
+    seconds = [max(0, second) for second in seconds]
     _take(seconds, below, first=(_WASTED, *range(len(BUCKETS))))
     return replace(
         total,
         until=until,
-        step=one.step,
-        steps=max(0, total.steps + one.step - total.step),
+        step=tally.step,
+        steps=max(0, total.steps + tally.step - total.step),
         seconds=tuple(seconds),
     )
 
@@ -214,16 +214,16 @@ def _written(sum_: Sum) -> wire.RunGoodput:
         steps=total.steps,
         tallies=tuple(
             wire.Tally(
-                id=one.id,
-                epoch=one.epoch,
-                since=utc(one.since),
-                until=utc(one.until),
-                productive_seconds=one.seconds[_PRODUCTIVE],
-                badput_seconds=_badput(one),
-                step=one.step,
-                steps=one.steps,
+                id=tally.id,
+                epoch=tally.epoch,
+                since=utc(tally.since),
+                until=utc(tally.until),
+                productive_seconds=tally.seconds[_PRODUCTIVE],
+                badput_seconds=_badput(tally),
+                step=tally.step,
+                steps=tally.steps,
             )
-            for one in sum_.known
+            for tally in sum_.known
         ),
     )
 
@@ -234,9 +234,11 @@ def _badput(tally: Tally) -> wire.Badput:
 
 def _read(record: wire.RunGoodput) -> Sum | None:
     """The sum in a record; None if it cannot be the result of a count."""
-    tallies = [_tally(one, id=one.id, epoch=one.epoch) for one in record.tallies[-MOST_TALLIES:]]
+    tallies = [
+        _tally(tally, id=tally.id, epoch=tally.epoch) for tally in record.tallies[-MOST_TALLIES:]
+    ]
     total = _tally(record)
-    known = [one for one in tallies if one is not None and one.sane and one.id]
+    known = [tally for tally in tallies if tally is not None and tally.sane and tally.id]
     if total is None or not total.sane or len(known) != len(tallies):
         return None
     return Sum(total=total, known=tuple(known))

@@ -73,11 +73,11 @@ class RunHistory:
         self.drives.resume(record.drives)
         places = self._ledger.places
         left = (
-            (one.node, node_rank, StepId(counted, one.step))
-            for one in record.holders
-            if counted is not None and one.step is not None
-            for node_rank in numbers(one.node_ranks)
-            if (place := places.get(node_rank)) is None or place.node != one.node
+            (holder.node, node_rank, StepId(counted, holder.step))
+            for holder in record.holders
+            if counted is not None and holder.step is not None
+            for node_rank in numbers(holder.node_ranks)
+            if (place := places.get(node_rank)) is None or place.node != holder.node
         )
         self._ledger.orphans.resume(left)
 
@@ -142,7 +142,7 @@ class RunHistory:
         """See `schedule.stands_in`. The grid is the one that the sidecars use."""
         if policy.archive_every is None or id.epoch != before.epoch:
             return False
-        commits = {one.step for one in self._ledger.commits() if one.epoch == id.epoch}
+        commits = {commit.step for commit in self._ledger.commits() if commit.epoch == id.epoch}
         every = on_grid(policy.archive_every, grid)
         return stands_in(id.step, before=before.step, commits=commits, every=every)
 
@@ -152,16 +152,16 @@ class RunHistory:
         known, ledger = self.commit, self._ledger
         if known is None or ledger.committed() is not None or not ledger.settled:
             return
-        if not any(one.step >= known.id for one in left.reachable):
+        if not any(shard.step >= known.id for shard in left.reachable):
             self.commit, self.commit_lost = None, known.id
 
     def _alarmed(self, actions: Iterable[Action], *, at: float) -> None:
         """A fresh start is told as a restart, with its cost."""
-        for one in actions:
-            if isinstance(one, Alarm) and one.kind is not AlarmKind.FRESH_START:
-                reason = "".join(word.capitalize() for word in str(one.kind).split("-"))
-                self._alarms.pop(one.text, None)  # to the end: the oldest is forgotten first
-                self._alarms[one.text] = at, reason
+        for action in actions:
+            if isinstance(action, Alarm) and action.kind is not AlarmKind.FRESH_START:
+                reason = "".join(word.capitalize() for word in str(action.kind).split("-"))
+                self._alarms.pop(action.text, None)  # to the end: the oldest is forgotten first
+                self._alarms[action.text] = at, reason
         while len(self._alarms) > wire.MOST_SAID:
             del self._alarms[next(iter(self._alarms))]
 
@@ -186,14 +186,14 @@ class RunHistory:
         """Where other file systems lie than those of the run's shards; empty unless what is out of
         reach can have lain on these only."""
         places = self._ledger.places.values()
-        if any(self._ledger.orphans) or any(one.gone for one in places):
+        if any(self._ledger.orphans) or any(place.gone for place in places):
             return []
         return list(self.drives.others())
 
     # --- what people are told ------------------------------------------------------------
 
-    def remember(self, one: Happened) -> None:
-        self.recent = (one, *self.recent)[: wire.MOST_RECENT]
+    def remember(self, event: Happened) -> None:
+        self.recent = (event, *self.recent)[: wire.MOST_RECENT]
 
     def restarted(self, *, fleeting: bool, at: float) -> None:
         """Account for the restarts that all ranks have reported."""

@@ -170,8 +170,8 @@ class Leader:
                 self.requests.deleted(node_rank, before, at=at)
             member.whole = True
             self._failures = newest((*self._failures, *report.failures))
-            for one in report.ranks:
-                self._owners |= dict.fromkeys(one.ranks if one.alive else (), node_rank)
+            for rank in report.ranks:
+                self._owners |= dict.fromkeys(rank.ranks if rank.alive else (), node_rank)
             self.history.took(
                 sender,
                 report,
@@ -191,7 +191,7 @@ class Leader:
         self.history.follow(actions, policy=self.requests.policy, grid=self._grid, at=at)
         if self.history.stand_in != before:
             self._advice = None
-        return tuple(one for one in actions if isinstance(one, Alarm))
+        return tuple(action for action in actions if isinstance(action, Alarm))
 
     def meet(self, told: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
@@ -214,7 +214,7 @@ class Leader:
     def _believed(self, node_rank: int, report: Report) -> Report:
         """The report, without new steps of ranks that train at another member, unless that member
         has written them: nothing is committed by what others say of its bytes."""
-        believed = tuple(each for one in report.ranks for each in self._of(node_rank, one))
+        believed = tuple(each for rank in report.ranks for each in self._of(node_rank, rank))
         return report if believed == report.ranks else replace(report, ranks=believed)
 
     def _of(self, node_rank: int, told: ReportedRanks) -> Iterable[ReportedRanks]:
@@ -223,26 +223,26 @@ class Leader:
         training = {owner: self._training(owner) & told.bits for owner in owners}
         tiers = [tier for tier in told.tiers if not tier.shared]
         if not any(
-            ranks & ~self._known(owner, one)
+            ranks & ~self._known(owner, shard)
             for owner, ranks in training.items()
             for tier in tiers
-            for one in told.shards(tier)
+            for shard in told.shards(tier)
         ):
             return (told,)
         return (
-            self._believed_of(one, owner)
+            self._believed_of(report, owner)
             if training.get(owner := self._owners.get(rank, node_rank), 0) >> rank & 1
-            else one
-            for rank, one in told.each()
+            else report
+            for rank, report in told.each()
         )
 
-    def _believed_of(self, one: ReportedRanks, owner: int) -> ReportedRanks:
+    def _believed_of(self, report: ReportedRanks, owner: int) -> ReportedRanks:
         """Without the images of this rank that its owner has not written."""
-        tiers = dict(one.tiers)
-        for tier, told in one.tiers.items():
-            known = (held for held in told.shards if one.bits & self._known(owner, held))
+        tiers = dict(report.tiers)
+        for tier, told in report.tiers.items():
+            known = (held for held in told.shards if report.bits & self._known(owner, held))
             tiers[tier] = told if tier.shared else replace(told, shards=tuple(known))
-        return replace(one, tiers=tiers)
+        return replace(report, tiers=tiers)
 
     def _known(self, owner: int, held: StepShards) -> int:
         """The ranks whose images of the step are old, or on the drives of the member at which they
@@ -314,7 +314,7 @@ class Leader:
     @property
     def connected(self) -> list[int]:
         """The node ranks of the members that are connected, this one among them."""
-        return sorted(rank for rank, one in self._members.items() if one.connected)
+        return sorted(rank for rank, member in self._members.items() if member.connected)
 
     @property
     def all_here(self) -> bool:
@@ -336,20 +336,20 @@ class Leader:
     def heard_all(self) -> bool:
         """Whether all connected members have acted on the reply that the leader ends."""
         return all(
-            one.last is not None and one.heard >= one.last
-            for one in self._members.values()
-            if one.connected and one.life != self.life
+            member.last is not None and member.heard >= member.last
+            for member in self._members.values()
+            if member.connected and member.life != self.life
         )
 
     def restore_known(self) -> bool:
         """Whether all members know which step the run is to go back to."""
         wanted = self.requests.wanted
         return not self.missing() and all(
-            one.sent is not None
-            and one.sent.reply.restore_from == wanted
-            and one.heard >= one.restore
-            for one in self._members.values()
-            if one.connected
+            member.sent is not None
+            and member.sent.reply.restore_from == wanted
+            and member.heard >= member.restore
+            for member in self._members.values()
+            if member.connected
         )
 
     def waiting(self, *, patient: bool = False) -> list[int]:
@@ -415,7 +415,7 @@ class Leader:
 
     def _work_out(self) -> _Advice:
         ledger, asked = self.ledger, self.requests
-        known = {rank for rank, one in self._members.items() if one.whole}
+        known = {rank for rank, member in self._members.items() if member.whole}
         here = ledger.settled and known.issuperset(self._expected())
         paused = asked.answer.paused
         return _Advice(
@@ -446,7 +446,7 @@ class Leader:
         return max(_LEAST_GAP_S, len(self._members) / _MOST_REPORTS_S)
 
     def _leaving(self) -> Iterator[bool]:
-        return (one.leaving for one in self._members.values() if one.connected)
+        return (member.leaving for member in self._members.values() if member.connected)
 
     def peers(self) -> Peers:
         """Where all machines are, and who sends to whom. There is no ring before all are known: one
@@ -479,21 +479,21 @@ def _check(report: Report) -> None:
     """Raises UsageError for what cannot be: the ledger keeps a bit for each rank, and 64 for the
     size of an image."""
     named = 0
-    for one in report.ranks:
-        ranks, runs = one.ranks, f"{one.ranks.runs}"[:100]
-        if not ranks or not ranks.is_short or not ranks.last < one.world <= MOST_RANKS:
-            raise UsageError(f"ranks {runs} of {one.world} are invalid")
-        if named & one.bits:
+    for rank in report.ranks:
+        ranks, runs = rank.ranks, f"{rank.ranks.runs}"[:100]
+        if not ranks or not ranks.is_short or not ranks.last < rank.world <= MOST_RANKS:
+            raise UsageError(f"ranks {runs} of {rank.world} are invalid")
+        if named & rank.bits:
             raise UsageError(f"ranks {runs} are reported twice")
-        named |= one.bits
-        for image in one.shards():
+        named |= rank.bits
+        for image in rank.shards():
             if not image.is_possible(ranks):
                 raise UsageError(f"ranks {runs} report invalid images: {image}"[:300])
 
 
 def _is_of_steps(report: Report) -> bool:
     """Whether it adds steps on the drives of a machine that was known before."""
-    return bool(report.since) and any(Tier.LOCAL in one.tiers for one in report.ranks)
+    return bool(report.since) and any(Tier.LOCAL in rank.tiers for rank in report.ranks)
 
 
 def _can_wait(was: ReportReply, now: ReportReply) -> bool:
@@ -511,7 +511,7 @@ def _can_wait(was: ReportReply, now: ReportReply) -> bool:
 
 
 # a reply to each member is compared several times a step, so without copies of it
-_FRAME = attrgetter(*({one.name for one in fields(LeaderReply)} - {"number", "reply"}))
+_FRAME = attrgetter(*({field.name for field in fields(LeaderReply)} - {"number", "reply"}))
 _REST = attrgetter(
-    *({one.name for one in fields(ReportReply)} - {"committed", "commits", "plan"}),
+    *({field.name for field in fields(ReportReply)} - {"committed", "commits", "plan"}),
 )

@@ -30,30 +30,32 @@ class LeftShards:
     @property
     def reachable(self) -> list[OrphanedShard]:
         """Those on nodes that may still be there."""
-        return [one for one in self.left if one.node not in self.lost]
+        return [shard for shard in self.left if shard.node not in self.lost]
 
     @property
     def served(self) -> list[OrphanedShard]:
-        return [one for one in self.reachable if self.agents.get(one.node)]
+        return [shard for shard in self.reachable if self.agents.get(shard.node)]
 
     @property
     def unserved(self) -> list[OrphanedShard]:
         """Those of which no agent is ready although their node is there."""
-        return [one for one in self.reachable if not self.agents.get(one.node)]
+        return [shard for shard in self.reachable if not self.agents.get(shard.node)]
 
     def agents_of(self, node_rank: int) -> dict[str, str]:
         """The agents that serve what this place left: node -> address."""
         return {
-            one.node: self.agents[one.node] for one in self.served if one.node_rank == node_rank
+            shard.node: self.agents[shard.node]
+            for shard in self.served
+            if shard.node_rank == node_rank
         }
 
     def awaited_by(self, node_rank: int) -> str:
         """Why the vote of this place must wait; '': it need not."""
-        for one in self.unserved:
-            known = one.node not in self.agents and one in self.asked
-            if one.node_rank == node_rank and not known:
+        for shard in self.unserved:
+            known = shard.node not in self.agents and shard in self.asked
+            if shard.node_rank == node_rank and not known:
                 return (
-                    f"shards of node rank {node_rank} lie on node {one.node}, whose agent is not"
+                    f"shards of node rank {node_rank} lie on node {shard.node}, whose agent is not"
                     " ready yet"
                 )
         return ""
@@ -61,16 +63,16 @@ class LeftShards:
     @property
     def restart_step(self) -> StepId | None:
         """The newest step of which something was left, if agents serve all of that; else None."""
-        newest = max((one.step for one in self.left), default=None)
-        needed = {one for one in self.left if one.step == newest}
+        newest = max((shard.step for shard in self.left), default=None)
+        needed = {shard for shard in self.left if shard.step == newest}
         return newest if needed <= {*self.served} else None
 
 
 def said(left: Iterable[OrphanedShard], how: str) -> str:
     """A sentence on these shards, by node; '': there are none."""
     ranks: dict[str, list[str]] = {}
-    for one in left:
-        ranks.setdefault(one.node, []).append(str(one.node_rank))
+    for shard in left:
+        ranks.setdefault(shard.node, []).append(str(shard.node_rank))
     return "; ".join(
         f"shards of node ranks {', '.join(of)} are {how} {node}" for node, of in ranks.items()
     )

@@ -49,16 +49,16 @@ class RankSets:
         own, copied = self.own, self.copied
         archive, states = dict(self.archive), dict(self.states)
         here, copies = held[Tier.MEMORY] | held[Tier.LOCAL], held[Tier.PEER]
-        for one in told:
-            ranks = one.bits
-            _move(states, ranks, (one.world, one.alive, one.staged))
-            if (listed := one.tiers.get(Tier.ARCHIVE)) is not None:
+        for report in told:
+            ranks = report.bits
+            _move(states, ranks, (report.world, report.alive, report.staged))
+            if (listed := report.tiers.get(Tier.ARCHIVE)) is not None:
                 _move(archive, ranks, listed.answer)
             archived = archive.get(Answer.STEPS, 0)
             if listed is not None and listed.gone is None:
                 archived = ranks if listed.shards else 0
             own &= ~ranks
-            own |= ranks if one.alive else ranks & (here | ~(copies | archived))
+            own |= ranks if report.alive else ranks & (here | ~(copies | archived))
             copied = copied & ~ranks | copies & ranks
         return RankSets(own=own, copied=copied, archive=archive, states=states)
 
@@ -250,13 +250,13 @@ def renewed(
     )
 
 
-def kept(one: ReportedRanks) -> bool:
+def kept(report: ReportedRanks) -> bool:
     """Whether a pod reports these ranks only because it keeps copies of them, or saw them archived.
 
     A rank of the pod's own that has no image here yet looks the same; it counts as its own once its
     trainer comes.
     """
-    return bool(one.shards()) and not (one.alive or one.shards(*IN_POD))
+    return bool(report.shards()) and not (report.alive or report.shards(*IN_POD))
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ class OrphanedShards:
     @property
     def newest(self) -> StepId | None:
         """The newest step for which orphaned shards are needed."""
-        return max((one.step for one in self._held.values()), default=None)
+        return max((shard.step for shard in self._held.values()), default=None)
 
     def moved(
         self,
@@ -64,11 +64,11 @@ class OrphanedShards:
     def superseded(self, by: StepId | None) -> None:
         """Forget the shards of steps older than `by`, which is available elsewhere."""
         if by is not None:
-            self._held = {key: one for key, one in self._held.items() if one.step >= by}
+            self._held = {key: shard for key, shard in self._held.items() if shard.step >= by}
 
     def resume(self, left: Iterable[tuple[str, int, StepId]]) -> None:
         """Take over what an earlier leader knew, as node, node rank and step. Places that are still
         there take their shards back when they report."""
         for node, node_rank, step in left:
-            one = OrphanedShard(node=node, node_rank=node_rank, step=step)
-            self._held.setdefault((node, node_rank), one)
+            shard = OrphanedShard(node=node, node_rank=node_rank, step=step)
+            self._held.setdefault((node, node_rank), shard)

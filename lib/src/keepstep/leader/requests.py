@@ -67,7 +67,7 @@ class Requests:
         """The operator has answered. `connected`: node ranks that are there, whatever it says."""
         self.answer, self._asked = answer, self._named
         self.policy = answer.policy or self.policy
-        self.pods = {one.pod: one for one in answer.members}
+        self.pods = {member.pod: member for member in answer.members}
         if answer.record is not None and not self._history.resumed:
             self._history.resume(answer.record)
             self.restore_from = self.restore_from or answer.record.restore_from
@@ -102,7 +102,7 @@ class Requests:
         lost = before.step if before.restart is Restart.GOES_ON else None
         if lost is None or (left is not None and left >= lost):
             return
-        if any(not one.over for one in self.pods.values()):
+        if any(not pod.over for pod in self.pods.values()):
             onward = _LOST[after.restart].format(
                 self.way_out if after.restart is Restart.WAITS else left and left.step
             )
@@ -162,7 +162,7 @@ class Requests:
     @property
     def leaving(self) -> bool:
         """Whether a pod is being deleted."""
-        return any(one.leaving and not one.over for one in self.answer.members)
+        return any(member.leaving and not member.over for member in self.answer.members)
 
     @property
     def fleeting(self) -> bool:
@@ -194,20 +194,20 @@ class Requests:
 
     def domains(self) -> dict[int, str]:
         """The domain of each node rank, where the operator says it."""
-        return {one.node_rank: one.domain for one in self._staying() if one.domain}
+        return {member.node_rank: member.domain for member in self._staying() if member.domain}
 
     def awaited(self) -> set[int]:
         """The node ranks of the pods that are there."""
-        return {one.node_rank for one in self._staying()}
+        return {member.node_rank for member in self._staying()}
 
     @property
     def other_drives(self) -> str:
         """See `RunHistory.other_drives`; as text, '' for none."""
         return few(
             [
-                f"volume {one.volume} of {self.name_of(one.node_rank)} lies on another file system"
-                f" than its steps did ({one.now}, formerly {one.was})"
-                for one in self._history.other_drives()
+                f"volume {drive.volume} of {self.name_of(drive.node_rank)} lies on another file"
+                f" system than its steps did ({drive.now}, formerly {drive.was})"
+                for drive in self._history.other_drives()
             ],
             _DRIVES_NAMED,
         )
@@ -219,4 +219,4 @@ class Requests:
         return f"pod {pod.name}" if pod is not None else f"node rank {node_rank}"
 
     def _staying(self) -> Iterator[Member]:
-        return (one for one in self.answer.members if not one.over)
+        return (member for member in self.answer.members if not member.over)

@@ -53,13 +53,13 @@ class _Told:
     seconds: float = 0.0
     lost: int | None = None
 
-    def add(self, one: ReportedRestore) -> None:
+    def add(self, restore: ReportedRestore) -> None:
         """Add a rank's report. The same report may come again."""
-        self.ranks |= 1 << one.rank
-        tiers = [tier for tier in (self.tier, one.tier) if tier is not None]
+        self.ranks |= 1 << restore.rank
+        tiers = [tier for tier in (self.tier, restore.tier) if tier is not None]
         self.tier = max(tiers, key=NEAREST_FIRST.index, default=None)
-        self.seconds = max(self.seconds, one.seconds)
-        self.lost = one.lost_steps if self.lost is None else min(self.lost, one.lost_steps)
+        self.seconds = max(self.seconds, restore.seconds)
+        self.lost = restore.lost_steps if self.lost is None else min(self.lost, restore.lost_steps)
 
     def as_restart(self, *, world: int | None, at: float) -> Restart:
         parent = self.epoch.parent
@@ -107,10 +107,10 @@ class RestartHistory:
         newest epoch now. `before`: the newest step that all ranks had staged before this report."""
         if current is not None and current in recorded:
             self._note(recorded[current], named, before, at)
-        for one in report.restores:
-            self._note(one.epoch, named, None, at)
-            if one.epoch.id in self._told:
-                self._told[one.epoch.id].add(one)
+        for restore in report.restores:
+            self._note(restore.epoch, named, None, at)
+            if restore.epoch.id in self._told:
+                self._told[restore.epoch.id].add(restore)
 
     def _note(self, epoch: Epoch, named: set[EpochId], before: int | None, at: float) -> None:
         if epoch.id not in self._told and not self._is_counted(epoch.id, named):
@@ -134,7 +134,7 @@ class RestartHistory:
             or at - told.since >= PATIENCE_S
         ]
         found = []
-        for told in sorted(ripe, key=lambda one: one.epoch.id):
+        for told in sorted(ripe, key=lambda restart: restart.epoch.id):
             del self._told[told.epoch.id]
             restart = self._account(told, told.as_restart(world=world, at=at))
             found += [restart] if restart else []

@@ -41,7 +41,9 @@ def followed(asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]
         found = [id for id in held if _means(named, id)]
         asked = replace(asked, step=str(max(found, default="")))
     began = [
-        one.id for one in epochs if str(one.parent) == asked.step and one.id.number > asked.since
+        epoch.id
+        for epoch in epochs
+        if str(epoch.parent) == asked.step and epoch.id.number > asked.since
     ]
     return replace(asked, epoch=str(max(began, default="")))
 

@@ -133,9 +133,9 @@ class RunLedger:
     def _hear(self, node_rank: int, report: Report) -> None:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
-        if any(Tier.ARCHIVE in one.tiers and kept(one) for one in report.ranks):
+        if any(Tier.ARCHIVE in rank.tiers and kept(rank) for rank in report.ranks):
             heard = self._heard(node_rank)
-            ranks = (found for one in report.ranks for found in self._of(node_rank, one, heard))
+            ranks = (found for rank in report.ranks for found in self._of(node_rank, rank, heard))
             event = replace(event, ranks=tuple(ranks))
         self.core.take(event)
         self.core.keep_archived(MOST_ARCHIVED)
@@ -145,20 +145,20 @@ class RunLedger:
         if Tier.ARCHIVE not in told.tiers or not kept(told):
             yield told
             return
-        for rank, one in told.each():
-            if self._only_kept(node_rank, rank, one):
-                one = replace(one, tiers=self._believed(rank, one, heard))
-            yield one
+        for rank, report in told.each():
+            if self._only_kept(node_rank, rank, report):
+                report = replace(report, tiers=self._believed(rank, report, heard))
+            yield report
 
-    def _only_kept(self, node_rank: int, rank: int, one: ReportedRanks) -> bool:
+    def _only_kept(self, node_rank: int, rank: int, report: ReportedRanks) -> bool:
         """As `kept`, but also right for a report of changes only."""
         return not any(
             self.core.held(node_rank, tier) >> rank & 1
             for tier in IN_POD
-            if tier not in one.tiers or one.tiers[tier].gone is not None
+            if tier not in report.tiers or report.tiers[tier].gone is not None
         )
 
-    def _believed(self, rank: int, one: ReportedRanks, heard: int) -> RankReport:
+    def _believed(self, rank: int, report: ReportedRanks, heard: int) -> RankReport:
         """What to believe of a pod that reports archived steps of a rank that is not its own.
 
         Each rank's own pod knows all archived steps of that rank. The pods of the first and the
@@ -167,14 +167,14 @@ class RunLedger:
         reported.
         """
         if heard >> rank & 1:
-            return {tier: told for tier, told in one.tiers.items() if tier is not Tier.ARCHIVE}
-        archived = one.tiers[Tier.ARCHIVE]
+            return {tier: told for tier, told in report.tiers.items() if tier is not Tier.ARCHIVE}
+        archived = report.tiers[Tier.ARCHIVE]
         named = {held.step_id for held in archived.shards}
         if archived.gone is not None or not named:
-            return one.tiers
+            return report.tiers
         there = self.core.archived_of(rank)
         gone = tuple(id for id in there if id > min(named) and id not in named)
-        return {**one.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
+        return {**report.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
 
     def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
         """The place after this report, which the ledger has already taken in."""
@@ -475,5 +475,5 @@ class RunLedger:
             yield from (id for id, _ in self.core.of_node(node_rank, tier))
 
 
-def _step_of(one: tuple[StepId, object]) -> StepId:
-    return one[0]
+def _step_of(pair: tuple[StepId, object]) -> StepId:
+    return pair[0]

@@ -61,9 +61,11 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
             if not place.gone and not place.sidecar.library
         ),
         settled=leader.all_here,
-        epochs=tuple(sorted(ledger.core.epochs, key=lambda one: one.id, reverse=True)),
+        epochs=tuple(sorted(ledger.core.epochs, key=lambda epoch: epoch.id, reverse=True)),
         fresh=str(fresh or ""),
-        origin=next((f"{one.origin}/{one.parent}" for one in ledger.core.epochs if one.origin), ""),
+        origin=next(
+            (f"{epoch.origin}/{epoch.parent}" for epoch in ledger.core.epochs if epoch.origin), ""
+        ),
         step=step,
         behind=behind,
         committed=commit.id if commit is not None else None,
@@ -82,10 +84,10 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
         ),
         stall=_stall(there),
         fullest=_fullest(there),
-        sidecar=_versions(one.sidecar.sidecar for one in there),
-        library=_versions(one.sidecar.library for one in there),
-        pinned=max((one.sidecar.pinned for one in there), default=""),
-        refusals=max((one.sidecar.refusals for one in there), default=0),
+        sidecar=_versions(place.sidecar.sidecar for place in there),
+        library=_versions(place.sidecar.library for place in there),
+        pinned=max((place.sidecar.pinned for place in there), default=""),
+        refusals=max((place.sidecar.refusals for place in there), default=0),
         restore_known=leader.restore_known(),
         acknowledged=str(asked.fresh.acknowledged or ""),
         nodes=tuple(_nodes(leader, at)),
@@ -122,11 +124,11 @@ def _versions(said: Iterable[str]) -> str:
 
 def _fullest(there: Iterable[Place]) -> float | None:
     """The largest part of a volume that is used."""
-    volumes = [one for place in there for one in place.sidecar.volumes if one.used_bytes]
+    volumes = [volume for place in there for volume in place.sidecar.volumes if volume.used_bytes]
     return max(
         (
-            one.used_bytes / (one.capacity_bytes or one.used_bytes + one.free_bytes)
-            for one in volumes
+            volume.used_bytes / (volume.capacity_bytes or volume.used_bytes + volume.free_bytes)
+            for volume in volumes
         ),
         default=None,
     )
@@ -135,9 +137,9 @@ def _fullest(there: Iterable[Place]) -> float | None:
 def _stall(there: Iterable[Place]) -> Stall:
     told = [place.sidecar.stall for place in there]
     return Stall(
-        skipped=sum(one.skipped for one in told),
-        discarded=sum(one.discarded for one in told),
-        blocked_seconds=round(sum(one.blocked_seconds for one in told), 1),
+        skipped=sum(counts.skipped for counts in told),
+        discarded=sum(counts.discarded for counts in told),
+        blocked_seconds=round(sum(counts.blocked_seconds for counts in told), 1),
     )
 
 
@@ -156,7 +158,7 @@ def _nodes(leader: Leader, at: float) -> list[NodeReport]:
     """Those with warnings first, then by node rank."""
     ring, silent = leader.peers().ring, {*_silent(leader, at)}
     places = sorted(
-        leader.ledger.places.items(), key=lambda one: (not one[1].sidecar.warnings, one[0])
+        leader.ledger.places.items(), key=lambda place: (not place[1].sidecar.warnings, place[0])
     )
     return [
         NodeReport(
@@ -220,7 +222,7 @@ def _is_certain(leader: Leader) -> bool:
         return False
     if leader.requests.policy.archive_every is None:
         return True
-    told = {one for place in leader.ledger.places.there() for one in place.ranks.archive}
+    told = {answer for place in leader.ledger.places.there() for answer in place.ranks.archive}
     return Answer.UNKNOWN not in told and bool(told)
 
 
@@ -236,20 +238,20 @@ def _holders(leader: Leader) -> tuple[Holder, ...]:
     """What each node holds on drives that outlive pods. Nodes that the run has left come first,
     because nothing else remembers what lies there."""
     places = leader.ledger.places
-    place_of = {one: rank for rank, place in places.items() for one in bits(place.own)}
+    place_of = {bit: rank for rank, place in places.items() for bit in bits(place.own)}
     by_node: dict[str, dict[int, Place]] = {}
     for node_rank, place in places.items():
         if place.stays and not place.dropped:
             by_node.setdefault(place.node, {})[node_rank] = place
     left: dict[str, list[OrphanedShard]] = {}
-    for one in leader.ledger.orphans:
-        by_node.setdefault(one.node, {})
-        left.setdefault(one.node, []).append(one)
+    for orphan in leader.ledger.orphans:
+        by_node.setdefault(orphan.node, {})
+        left.setdefault(orphan.node, []).append(orphan)
     found = (
         _holder(leader.ledger, node, at, place_of, left.get(node, ()))
-        for node, at in sorted(by_node.items(), key=lambda one: (one[0] not in left, one[0]))
+        for node, at in sorted(by_node.items(), key=lambda item: (item[0] not in left, item[0]))
     )
-    return tuple(one for one in found if one.node_ranks or one.copies)
+    return tuple(holder for holder in found if holder.node_ranks or holder.copies)
 
 
 def _holder(
@@ -261,7 +263,7 @@ def _holder(
 ) -> Holder:
     """One node. `left`: the shards on it of places that are elsewhere now."""
     steps = [id for rank in places for id in ledger.drives(rank)]
-    newest = max((*steps, *(one.step for one in left)), default=None)
+    newest = max((*steps, *(shard.step for shard in left)), default=None)
     own = {
         rank
         for rank, place in places.items()
@@ -270,7 +272,7 @@ def _holder(
     copied = (rank for place in places.values() for rank in bits(place.ranks.copied))
     return Holder(
         node=node,
-        node_ranks=spans(own | {one.node_rank for one in left}),
+        node_ranks=spans(own | {shard.node_rank for shard in left}),
         copies=spans(place_of[rank] for rank in copied if rank in place_of),
         step=None if newest is None else newest.step,
     )

@@ -234,13 +234,15 @@ class Collective:
                 failure = _Failure(f"rank {self._rank}: {caught}", again, mismatch)
             answers = self._gather((value, failure))
             failures = [failure for _, failure in answers if failure is not None]
-            if any(not one.again for one in failures):
+            if any(not failure.again for failure in failures):
                 if error is not None:
                     raise error
-                kind = MismatchError if any(one.mismatch for one in failures) else RestoreError
-                raise kind("; ".join(one.text for one in failures))
+                kind = (
+                    MismatchError if any(failure.mismatch for failure in failures) else RestoreError
+                )
+                raise kind("; ".join(failure.text for failure in failures))
             if failures:
-                return [one.text for one in failures]
+                return [failure.text for failure in failures]
             values = [value for value, _ in answers]
         return []
 
@@ -272,7 +274,9 @@ class Collective:
         return mine._replace(said=said)
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
-        errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ballots) if one.error]
+        errors = [
+            f"rank {rank}: {ballot.error}" for rank, ballot in enumerate(ballots) if ballot.error
+        ]
         if errors:
             raise RestoreError("cannot tell what there is to restore: " + "; ".join(errors))
 
@@ -333,15 +337,17 @@ def _votes(ballots: list[_Ballot]) -> list[Candidates]:
     """The candidates of the ranks that have a sidecar."""
     texts = [ballot.said for ballot in ballots if ballot.said is not None]
     read: dict[bytes, Candidates] = {
-        one: pickle.loads(zlib.decompress(one)) for one in dict.fromkeys(texts)
+        chunk: pickle.loads(zlib.decompress(chunk)) for chunk in dict.fromkeys(texts)
     }
-    return [read[one] for one in texts]
+    return [read[text] for text in texts]
 
 
 def _without(ballots: list[_Ballot]) -> str:
     """Which ranks have no sidecar, and what to do; '' if every rank has one. The same on
     all ranks."""
-    named = [f"rank {rank} ({one.without})" for rank, one in enumerate(ballots) if one.without]
+    named = [
+        f"rank {rank} ({ballot.without})" for rank, ballot in enumerate(ballots) if ballot.without
+    ]
     if not named:
         return ""
     return (
@@ -436,8 +442,8 @@ def _waits_for(path: str, doing: str, rank: int) -> str:
             status = client.get("/v1/status", Status, timeout_s=5.0)
     except KeepstepError as error:
         return f"{doing}; the sidecar: {error}" if doing else ""
-    why = next((one.waits for one in status.ranks if one.rank == rank), "")
+    why = next((status.waits for status in status.ranks if status.rank == rank), "")
     if why:
         return f"rank {rank} waits: {why}"
-    fetched = sum(one.received_bytes for one in status.tiers.values())
+    fetched = sum(tier.received_bytes for tier in status.tiers.values())
     return f"{doing} ({fetched / 1e6:.0f} MB fetched so far)" if doing and fetched else doing

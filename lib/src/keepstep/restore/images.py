@@ -131,10 +131,10 @@ class Images:
         if not found.sources:
             raise CoverageError(f"step {found.id}: no image of it was found by this rank's sidecar")
         self.sources = found
-        self.found = {one.rank: one for one in found.sources}
+        self.found = {source.rank: source for source in found.sources}
         self._id = found.id
         self._link = link
-        self._own = {one.layout.number: one for one in own}
+        self._own = {mapping.layout.number: mapping for mapping in own}
         self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._skeletons: dict[int, str] = {}
@@ -167,13 +167,13 @@ class Images:
         own = (slot,) if base is None else (slot, base)
         sources = tuple(
             Source(
-                rank=one.layout.number,
+                rank=mapping.layout.number,
                 tier=Tier.MEMORY,
-                bytes=one.layout.size_bytes,
-                extras_bytes=control.extras_bytes if one is slot else 0,
-                path=one.path,
+                bytes=mapping.layout.size_bytes,
+                extras_bytes=control.extras_bytes if mapping is slot else 0,
+                path=mapping.path,
             )
-            for one in own
+            for mapping in own
         )
         return cls(link, Sources(id=control.id, world=slot.layout.world, sources=sources), own=own)
 
@@ -231,7 +231,7 @@ class Images:
         rank %= self.index.world
         if rank in self.found:
             return rank
-        twins = (one.rank for one in self.found.values() if rank in one.twins)
+        twins = (source.rank for source in self.found.values() if rank in source.twins)
         return next(twins, min(self.found))  # never a base: the ranks come first
 
     def skeleton(self, rank: int) -> str:
@@ -255,8 +255,10 @@ class Images:
 
     def all_parameters(self, optimizer: str) -> Parameters:
         """The parameters of an optimizer in all images; each distinct list appears once."""
-        rows = {id(one): one for one in self._parameters.values()}
-        return tuple(row for one in rows.values() for row in one.get(optimizer, ()))
+        rows = {id(parameter): parameter for parameter in self._parameters.values()}
+        return tuple(
+            row for by_optimizer in rows.values() for row in by_optimizer.get(optimizer, ())
+        )
 
     def extras(self, rank: int) -> bytes:
         """The bytes of everything in a saved rank's image that is not a tensor."""
@@ -266,7 +268,9 @@ class Images:
             return _bytes_of(mapped[begin : begin + size])
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
         parts = []
-        for wanted, frame in self.stream(Chunk(rank=rank, chunk=one, frame=0) for one in chunks):
+        for wanted, frame in self.stream(
+            Chunk(rank=rank, chunk=chunk, frame=0) for chunk in chunks
+        ):
             first = max(begin - wanted.chunk * CHUNK_BYTES, 0)
             last = min(begin + size - wanted.chunk * CHUNK_BYTES, CHUNK_BYTES)
             parts.append(_bytes_of(frame[first:last]))
@@ -312,7 +316,7 @@ class Images:
         self._window, self._own = None, {}
 
     def _layouts(self) -> Iterator[Layout]:
-        distant = [one.rank for one in self.found.values() if not one.path]
+        distant = [source.rank for source in self.found.values() if not source.path]
         for source in self.found.values():
             if source.path:
                 yield self._map(source)
@@ -388,14 +392,14 @@ class WindowReader:
         self, batch: list[W], first: int, done: Future[None]
     ) -> Iterator[tuple[W, Tensor]]:
         done.result()
-        for frame, one in enumerate(batch, first):
+        for frame, chunk in enumerate(batch, first):
             begin = frame * self._frame_bytes
-            yield one, self._flat[begin : begin + CHUNK_BYTES]
+            yield chunk, self._flat[begin : begin + CHUNK_BYTES]
 
     def _fetch(self, batch: list[W], first: int) -> None:
         chunks = tuple(
-            Chunk(rank=one.rank, chunk=one.chunk, frame=frame)
-            for frame, one in enumerate(batch, first)
+            Chunk(rank=chunk.rank, chunk=chunk.chunk, frame=frame)
+            for frame, chunk in enumerate(batch, first)
         )
         request = ChunksRequest(
             lease=self._link.lease, id=self._id, chunks=chunks, timeout_s=self._timeout_s
@@ -446,8 +450,8 @@ def fill(
     Raises SidecarError if a chunk cannot be had. Some tensors have changed by then, so the caller
     must restore another step, or stop.
     """
-    dtypes = [one.dtype for one in targets] if dtypes is None else dtypes
-    plain = [copying.is_plain(one) for one in targets]
+    dtypes = [target.dtype for target in targets] if dtypes is None else dtypes
+    plain = [copying.is_plain(target) for target in targets]
     total = _mapped(plan, targets, images, dtypes, plain)
     for load, frame in images.stream(_distant(plan, dtypes, images)):
         for want, block in load.parts:
@@ -474,7 +478,7 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
                 if current is not None:
                     yield current
                 current = Load(piece.rank, chunk)
-            current.parts.extend((piece.want, one) for one in parts)
+            current.parts.extend((piece.want, part) for part in parts)
     if current is not None:
         yield current
 
@@ -492,7 +496,7 @@ def chunk_runs(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> tupl
 
 def _distant(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> Iterator[Load]:
     """What is needed of images that are not mapped."""
-    return loads((one for one in plan.parts() if images.flat(one.rank) is None), dtypes)
+    return loads((part for part in plan.parts() if images.flat(part.rank) is None), dtypes)
 
 
 def put(target: Tensor, source: Tensor) -> int:
@@ -595,14 +599,14 @@ class LentImages(Images):
         """`shown`: by running rank. Of several lenders of an image, the first lends it."""
         self._shown = {
             source.rank: (source, header, extras)
-            for one in reversed([one for one in shown if one is not None])
-            for source, header, extras in one.images
+            for answer in reversed([reply for reply in shown if reply is not None])
+            for source, header, extras in answer.images
         }
         self._lent: Iterator[tuple[ChunkRun, Tensor]] = iter(())
-        left_out = {rank for one in shown if one is not None for rank in one.left_out}
+        left_out = {rank for reply in shown if reply is not None for rank in reply.left_out}
         sources = Sources(
             id=id,
-            world=max(one.world for one in shown if one is not None),
+            world=max(reply.world for reply in shown if reply is not None),
             sources=tuple(self._shown[rank][0] for rank in sorted(self._shown)),
             left_out=tuple(sorted(left_out - self._shown.keys())),
         )
@@ -633,15 +637,15 @@ class LentImages(Images):
 
     def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its bytes. Raises SidecarError if the lender could not read it."""
-        for one in wanted:
-            at = (one.rank, one.chunk)
+        for chunk in wanted:
+            at = (chunk.rank, chunk.chunk)
             frame = next((flat for run, flat in self._lent if (run.rank, run.first) == at), None)
             if frame is None:
                 raise SidecarError(
-                    f"step {self._id}: chunk {one.chunk} of rank {one.rank} was not lent",
+                    f"step {self._id}: chunk {chunk.chunk} of rank {chunk.rank} was not lent",
                     code="not-verified",
                 )
-            yield one, frame
+            yield chunk, frame
 
 
 class Lending:
@@ -657,9 +661,9 @@ class Lending:
         """`shown`: by running rank. `own`: the images that this rank lends, if it does."""
         self._lender = {
             source.rank: lender
-            for lender, one in reversed(list(enumerate(shown)))
-            if one is not None
-            for source, _, _ in one.images
+            for lender, reply in reversed(list(enumerate(shown)))
+            if reply is not None
+            for source, _, _ in reply.images
         }
         self._rank, self._own = rank, own
 
@@ -669,8 +673,8 @@ class Lending:
         Yields each with its bytes; the others only take part. Nothing here may raise before the
         end, because the other ranks would wait: a chunk that cannot be read is not yielded.
         """
-        every = sorted({(one.rank, at) for one in wanted for at in range(one.first, one.end)})
-        mine = self._read([one for one in every if self._lender.get(one[0]) == self._rank])
+        every = sorted({(run.rank, at) for run in wanted for at in range(run.first, run.end)})
+        mine = self._read([pair for pair in every if self._lender.get(pair[0]) == self._rank])
         for rank, chunk in every:
             lender = self._lender.get(rank)
             if lender is None:
@@ -701,7 +705,7 @@ class Lending:
 def _bytes_in(images: Images | None, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     if images is None:
         return
-    for distant, those in groupby(chunks, key=lambda one: images.flat(one[0]) is None):
+    for distant, those in groupby(chunks, key=lambda chunk: images.flat(chunk[0]) is None):
         if distant:
             asked = (Chunk(rank=rank, chunk=chunk, frame=0) for rank, chunk in those)
             for _, frame in images.stream(asked):

@@ -104,13 +104,13 @@ class Loader(Tensors):
         # announced before any rank begins to copy, so that the ranks of a node know of each other's
         # chunks
         self._images.announce(
-            chunk_runs(self._plan, [one.dtype for one in self.targets], self._images)
+            chunk_runs(self._plan, [target.dtype for target in self.targets], self._images)
         )
 
     def _unused(self) -> list[str]:
         """Saved names that a module here could hold and does not."""
         keyed = tuple(f"{name}." for name in self._components if not self._is_no_module(name))
-        return sorted(one for one in self.names.unused if one.startswith(keyed))
+        return sorted(name for name in self.names.unused if name.startswith(keyed))
 
     def unused(self) -> bytes:
         """The saved names that a module here could hold and does not, compressed. Some other rank
@@ -250,7 +250,7 @@ def check_unused(everyone: Sequence[bytes]) -> None:
     """Raise MismatchError for names that no rank has a place for. `everyone`: `unused()` of all
     ranks."""
     left: set[str] | None = None
-    for one in everyone:
-        names = set(zlib.decompress(one).decode("utf-8", "surrogatepass").split("\n")) - {""}
+    for chunk in everyone:
+        names = set(zlib.decompress(chunk).decode("utf-8", "surrogatepass").split("\n")) - {""}
         left = names if left is None else left & names
-    raise_differences([_missing(one) for one in sorted(left or ())])
+    raise_differences([_missing(name) for name in sorted(left or ())])

@@ -50,7 +50,7 @@ def _outermost(module: nn.Module, filled: tuple[str, ...]) -> tuple[str, ...]:
     for prefix, part in _parts(module):
         if _is_plain(part) or prefix.startswith(found):
             continue
-        if any(_is_own(one, filled) for one in _loading(part)):
+        if any(_is_own(module, filled) for module in _loading(part)):
             found = (*found, prefix)
     return found
 
@@ -93,7 +93,7 @@ def refused_keys(module: nn.Module, keys: Iterable[Any]) -> list[str]:
     if prefixes == ("",):
         return []
     expected = {f"{path}{name}" for path, part in _parts(module) for name in _expected(part)}
-    return sorted(str(one) for one in expected ^ set(keys) if not str(one).startswith(prefixes))
+    return sorted(str(key) for key in expected ^ set(keys) if not str(key).startswith(prefixes))
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -102,8 +102,8 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _expected(part: nn.Module) -> Iterator[str]:
-    for name, one in (*part._parameters.items(), *part._buffers.items()):
-        if one is not None and name not in part._non_persistent_buffers_set:
+    for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is not None and name not in part._non_persistent_buffers_set:
             yield name
     if type(part).set_extra_state is not nn.Module.set_extra_state:
         yield "_extra_state"
@@ -146,7 +146,7 @@ class ModuleLoader:
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         )
-        self._wrappers = {name for name, one in named if is_wrapper(one)}
+        self._wrappers = {name for name, tensor in named if is_wrapper(tensor)}
         self._prefixes: tuple[str, ...] = ()
         self._given: dict[str, Any] = {}
         self._filled: set[Any] = set()
@@ -192,11 +192,11 @@ class ModuleLoader:
         if not differing:
             return found
         more = (
-            one
-            for one in _outermost(self._module, _FILLED)
-            if any(key.startswith(one) for key in differing)
+            module_name
+            for module_name in _outermost(self._module, _FILLED)
+            if any(key.startswith(module_name) for key in differing)
         )
-        return (*found, *(one for one in more if one not in found))
+        return (*found, *(key for key in more if key not in found))
 
     def _tensor(self, path: Path, here: Target) -> None:
         """Plan for a live tensor that does not load in its own way."""
@@ -251,7 +251,7 @@ class ModuleLoader:
         state: OrderedDict[str, Any] = OrderedDict()
         loads_all = self._prefixes == ("",) and not self._wrappers
         rest = {} if loads_all else tree_of(self._module)
-        for key in (*order, *(one for one in rest if not self._loads(one)), *self._given):
+        for key in (*order, *(key for key in rest if not self._loads(key)), *self._given):
             if key in self._given:
                 state[key] = self._given[key]
             elif key in rest:
@@ -273,6 +273,6 @@ def _keys_of(live: Live) -> set[Any]:
 
 def _memory_of(module: nn.Module) -> Iterator[Tensor]:
     """The plain tensors that hold the module's parameters and buffers."""
-    for one in (*module.parameters(), *module.buffers()):
-        for _, plain in plain_tensors(one, ""):
+    for tensor in (*module.parameters(), *module.buffers()):
+        for _, plain in plain_tensors(tensor, ""):
             yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain

@@ -55,8 +55,8 @@ class OptimizerLoader:
         self._called: dict[int, list[str]] = {}
         for path, parameter in self._names.items():
             self._called.setdefault(id(parameter), []).append(path)
-        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        self._at = {id(one): at for at, one in enumerate(self._parameters)}
+        self._parameters = [param for group in optimizer.param_groups for param in group["params"]]
+        self._at = {id(parameter): at for at, parameter in enumerate(self._parameters)}
         self._state: list[tuple[Any, bool, Any]] = []
         self._found: set[int] = set()
 
@@ -118,7 +118,7 @@ class OptimizerLoader:
         shapes = dict(self._images.all_parameters(self._name))
         for at, parameter in enumerate(self._parameters):
             names = self._called.get(id(parameter), [str(at)])
-            saved_as = next((one for one in names if one in shapes), None)
+            saved_as = next((name for name in names if name in shapes), None)
             if saved_as is None and shapes:
                 self._tensors.differ(
                     f"{self._name}: has the parameter {names[0]} here, but not in the checkpoint"
@@ -129,7 +129,7 @@ class OptimizerLoader:
                     f" checkpoint, {list(parameter.shape)} here"
                 )
         if self._tensors.alone:
-            for number in (one for group in groups for one in group if one not in numbers):
+            for number in (index for group in groups for index in group if index not in numbers):
                 name = saved.get(number, number)
                 self._tensors.differ(
                     f"{self._name}: has the parameter {name} in the checkpoint, but not here"
@@ -137,8 +137,8 @@ class OptimizerLoader:
 
     def _order(self, groups: _Groups, numbers: Mapping[int, int]) -> list[int] | None:
         """The live group of each saved group; None after noting a difference."""
-        sizes = [len(one) for one in groups]
-        here = [len(one["params"]) for one in self._optimizer.param_groups]
+        sizes = [len(group) for group in groups]
+        here = [len(group["params"]) for group in self._optimizer.param_groups]
         order = self._pairs(groups, here, numbers)
         # by name, each rank may have a part of the parameters; by number, it must have all
         if order is None or (sizes != [here[at] for at in order] and self._is_numbered()):
@@ -158,17 +158,17 @@ class OptimizerLoader:
         group_at = [at for at, size in enumerate(here) for _ in range(size)]
         order: list[int | None] = []
         for saved in groups:
-            found = {group_at[numbers[one]] for one in saved if one in numbers}
+            found = {group_at[numbers[index]] for index in saved if index in numbers}
             if len(found) > 1:
                 return None
             order.append(found.pop() if found else None)
         # a group that shares no parameter with a live one can only be matched by its place
         left = (at for at in range(len(here)) if at not in order)
-        pairs = [next(left, -1) if one is None else one for one in order]
+        pairs = [next(left, -1) if place is None else place for place in order]
         return pairs if sorted(pairs) == list(range(len(here))) else None
 
     def _is_numbered(self) -> bool:
-        return any(id(one) not in self._called for one in self._parameters) or any(
+        return any(id(parameter) not in self._called for parameter in self._parameters) or any(
             _is_number(key) for key in self._stored()
         )
 
@@ -185,13 +185,13 @@ class OptimizerLoader:
         members = self._optimizer.param_groups[group]["params"]
         if not self._is_known(group, position):
             return list(members)
-        places = [position[self._at[id(one)]] for one in members]
+        places = [position[self._at[id(member)]] for member in members]
         return [members[at] for at in sorted(range(len(members)), key=lambda at: places[at])]
 
     def _is_known(self, group: int, position: Mapping[int, int]) -> bool:
         """Whether the place of each parameter of a live group in the checkpoint is known."""
         members = self._optimizer.param_groups[group]["params"]
-        return all(self._at[id(one)] in position for one in members)
+        return all(self._at[id(member)] in position for member in members)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -303,16 +303,18 @@ class OptimizerLoader:
         known: Sequence[bool],
     ) -> None:
         bring_in_order(self._optimizer, order, members)
-        numbers = {id(one): at for at, one in enumerate(one for row in members for one in row)}
+        numbers = {
+            id(tensor): at for at, tensor in enumerate(tensor for row in members for tensor in row)
+        }
         state = {
             numbers[id(self._parameters[key])] if of_parameter else key: made
             for key, of_parameter, made in self._state
         }
         merged = []
         for saved, here, named in zip(groups, self._optimizer.param_groups, known, strict=True):
-            own = {"params": [numbers[id(one)] for one in here["params"]]}
+            own = {"params": [numbers[id(param)] for param in here["params"]]}
             if not named:  # of another world, a group here may have other parameters
-                saved = {key: one for key, one in saved.items() if key != "param_names"}
+                saved = {key: value for key, value in saved.items() if key != "param_names"}
             merged.append({**saved, **own})
         branches = {**more, "state": state, "param_groups": merged}
         tree = {key: branches[key] for key in keys}
@@ -379,8 +381,10 @@ def loads_in_its_own_way(optimizer: torch.optim.Optimizer) -> bool:
         *getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}).values(),
         *getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values(),
     )
-    origins = (getattr(one, "__module__", None) for one in functions)
-    return not all(isinstance(one, str) and one.startswith("torch.optim.") for one in origins)
+    origins = (getattr(function, "__module__", None) for function in functions)
+    return not all(
+        isinstance(origin, str) and origin.startswith("torch.optim.") for origin in origins
+    )
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -390,17 +394,17 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
     and accept no arrays.
     """
     kept = state.get("state", {})
-    handed = {key: _plain(one) for key, one in kept.items()}
+    handed = {key: _plain(value) for key, value in kept.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Casting complex values to real")
         optimizer.load_state_dict({**state, "state": handed})
     owners: dict[Any, Any] = dict(
-        enumerate(one for group in optimizer.param_groups for one in group["params"])
+        enumerate(param for group in optimizer.param_groups for param in group["params"])
     )
-    for key, one in kept.items():
+    for key, value in kept.items():
         owner = owners.get(key, key) if type(key) is int else key
         if owner in optimizer.state:
-            optimizer.state[owner] = _exact(one, optimizer.state[owner])
+            optimizer.state[owner] = _exact(value, optimizer.state[owner])
 
 
 def group_numbers(tree: Any) -> list[list[int]] | None:
@@ -409,7 +413,7 @@ def group_numbers(tree: Any) -> list[list[int]] | None:
     groups = tree.get("param_groups") if isinstance(tree, dict) else None
     if not isinstance(groups, list) or not isinstance(tree.get("state"), dict):
         return None
-    rows = [one.get("params") if isinstance(one, dict) else None for one in groups]
+    rows = [group.get("params") if isinstance(group, dict) else None for group in groups]
     if not all(isinstance(row, list) for row in rows):
         return None
     numbers = [number for row in rows for number in row or ()]
@@ -446,9 +450,9 @@ def live_numbers(
     names: Mapping[str, Tensor],
 ) -> dict[int, int]:
     """The live number of each saved parameter that has one. `saved`: the names by saved number."""
-    at = {id(one): number for number, one in enumerate(live)}
+    at = {id(tensor): number for number, tensor in enumerate(live)}
     numbers, unnamed = {}, []
-    for number in (one for group in groups for one in group):
+    for number in (index for group in groups for index in group):
         name = saved.get(number)
         parameter = None if name is None else names.get(name)
         if parameter is not None and id(parameter) in at:
@@ -456,23 +460,23 @@ def live_numbers(
         elif name is None or name.isdigit():
             unnamed.append(number)
     taken = set(numbers.values())
-    return numbers | {one: one for one in unnamed if one < len(live) and one not in taken}
+    return numbers | {index: index for index in unnamed if index < len(live) and index not in taken}
 
 
 def _plain(value: Any) -> Any:
     """A value in a form that torch's load_state_dict can cast."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(value) for key, value in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_plain(one) for one in value)
+        return type(value)(_plain(item) for item in value)
     return value if isinstance(value, Tensor | int | float) else None
 
 
 def _exact(kept: Any, loaded: Any) -> Any:
     """`kept`, with what torch has added to it."""
     if type(kept) is dict and isinstance(loaded, dict):
-        exact = {key: _exact(one, loaded[key]) for key, one in kept.items() if key in loaded}
-        return exact | {key: one for key, one in loaded.items() if key not in kept}
+        exact = {key: _exact(value, loaded[key]) for key, value in kept.items() if key in loaded}
+        return exact | {key: value for key, value in loaded.items() if key not in kept}
     if isinstance(kept, dict):
         return kept
     return kept if isinstance(kept, Tensor) == isinstance(loaded, Tensor) else loaded

@@ -479,7 +479,7 @@ class _Planner:
         low = torch.tensor(box.offsets, dtype=torch.int64)
         inside = keep[((lows[keep] <= low) & (low < highs[keep])).all(1)]
         ranks = saved.ranks[hit[inside]].tolist()
-        files = " and ".join(file_name(one, self._index.world) for one in ranks[:_RANKS_SHOWN])
+        files = " and ".join(file_name(rank, self._index.world) for rank in ranks[:_RANKS_SHOWN])
         self._problems.append(f"{saved.name}: {_named(box)} is in {files}: these boxes overlap")
 
 
@@ -501,14 +501,14 @@ def _needed(found: Coverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tenso
     """As many of the overlapping boxes, in their order, as are needed to hold everything."""
     left = torch.ones_like(found.counts, dtype=torch.bool)
     chosen = []
-    for one in keep.tolist():
+    for row in keep.tolist():
         place = tuple(
             slice(int(torch.searchsorted(cut, low)), int(torch.searchsorted(cut, high)))
-            for cut, low, high in zip(found.cuts, lows[one], highs[one], strict=True)
+            for cut, low, high in zip(found.cuts, lows[row], highs[row], strict=True)
         )
         if bool(left[place].any()):
             left[place] = False
-            chosen.append(one)
+            chosen.append(row)
     return torch.tensor(chosen, dtype=torch.int64)
 
 
@@ -528,7 +528,7 @@ def _named(box: Box) -> str:
 def _absent(index: Index) -> str:
     if not index.absent:
         return ""
-    files = few([shard_name(one, index.world) for one in index.absent], _RANKS_SHOWN)
+    files = few([shard_name(rank, index.world) for rank in index.absent], _RANKS_SHOWN)
     return (
         f"\nNo image was found of: {files}. Bring back the node or the volume that holds them, or"
         " restore an older step."
@@ -590,10 +590,12 @@ def _walk(
     first = max(low, -((at_byte - begin) // row))
     last = min(low + extent, (end - at_byte) // row)
     cut = {(begin - at_byte) // row, (end - 1 - at_byte) // row}
-    partial = sorted(one for one in cut if low <= one < low + extent and not first <= one < last)
-    for one in partial:
-        if one < first:
-            yield from _inside(piece, element_bytes, begin, end, depth, at_byte, one)
+    partial = sorted(
+        cell for cell in cut if low <= cell < low + extent and not first <= cell < last
+    )
+    for cell in partial:
+        if cell < first:
+            yield from _inside(piece, element_bytes, begin, end, depth, at_byte, cell)
     if first < last:
         yield Block(
             at_byte + first * row,
@@ -602,9 +604,9 @@ def _walk(
             (last - first, *piece.extent[depth + 1 :]),
             (piece.at[depth] + first - low, *piece.at[depth + 1 :]),
         )
-    for one in partial:
-        if one >= first:
-            yield from _inside(piece, element_bytes, begin, end, depth, at_byte, one)
+    for cell in partial:
+        if cell >= first:
+            yield from _inside(piece, element_bytes, begin, end, depth, at_byte, cell)
 
 
 def _inside(
@@ -612,11 +614,11 @@ def _inside(
 ) -> Iterator[Block]:
     """The blocks of one row that a border cuts."""
     step = math.prod(piece.sizes[depth + 1 :]) * element_bytes
-    for one in _walk(piece, element_bytes, begin, end, depth + 1, at_byte + row * step):
+    for block in _walk(piece, element_bytes, begin, end, depth + 1, at_byte + row * step):
         yield Block(
-            one.begin,
-            (1, *one.sizes),
-            (0, *one.low),
-            (1, *one.extent),
-            (piece.at[depth] + row - piece.low[depth], *one.at),
+            block.begin,
+            (1, *block.sizes),
+            (0, *block.low),
+            (1, *block.extent),
+            (piece.at[depth] + row - piece.low[depth], *block.at),
         )

@@ -189,7 +189,7 @@ def _reaches_out(hook: Any) -> bool:
     cells = [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
     named = [hook.__globals__.get(name) for name in hook.__code__.co_names]
     given = [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()]
-    return not all(isinstance(one, _UNCHANGED) for one in (*cells, *named, *given))
+    return not all(isinstance(value, _UNCHANGED) for value in (*cells, *named, *given))
 
 
 def _is_filled(cell: Any) -> bool:
@@ -204,38 +204,38 @@ def _copied(component: Any) -> Any:
     """A deep copy; None if it would take too much memory. Tensors that are loaded as torch loads
     them are shared, as they get the values that they have. Raises whatever copying raises."""
     shared = _shared(component)
-    sizes = _sizes(one for one in _tensors_of(component) if id(one) not in shared)
+    sizes = _sizes(tensor for tensor in _tensors_of(component) if id(tensor) not in shared)
     if any(size > _free_bytes(device) // _MOST_OF_FREE for device, size in sizes.items()):
         return None
     if not isinstance(component, torch.optim.Optimizer):
         return copy.deepcopy(component, shared)
     made = object.__new__(type(component))  # an optimizer leaves out hooks when it is copied
     known = {**shared, id(component): made}
-    vars(made).update({key: copy.deepcopy(one, known) for key, one in vars(component).items()})
+    vars(made).update({key: copy.deepcopy(var, known) for key, var in vars(component).items()})
     return made
 
 
 def _shared(component: Any) -> dict[int, Any]:
     if isinstance(component, torch.optim.Optimizer):
-        return {id(one): one for group in component.param_groups for one in group["params"]}
+        return {id(param): param for group in component.param_groups for param in group["params"]}
     if not isinstance(component, nn.Module):
         return {}
     prefixes = own_prefixes(component)
     tensors = (*component.named_parameters(), *component.named_buffers())
-    return {id(one): one for name, one in tensors if not name.startswith(prefixes)}
+    return {id(tensor): tensor for name, tensor in tensors if not name.startswith(prefixes)}
 
 
 def _tensors_of(component: Any) -> list[Tensor]:
     if isinstance(component, nn.Module):
         return [*component.parameters(), *component.buffers()]
     values = vars(component).values() if hasattr(component, "__dict__") else ()
-    return [one for one in values if isinstance(one, Tensor)]
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[torch.device, int]:
     sizes: dict[torch.device, int] = {}
-    for one in tensors:
-        sizes[one.device] = sizes.get(one.device, 0) + one.nbytes
+    for tensor in tensors:
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
     return sizes
 
 

@@ -282,11 +282,13 @@ class Restore:
         """The tensors of modules. All other tensors last only if they are filled; otherwise, what
         the step holds replaces them."""
         modules = {
-            name for name, one in self._components.items() if isinstance(unwrap(one), nn.Module)
+            name
+            for name, component in self._components.items()
+            if isinstance(unwrap(component), nn.Module)
         }
-        for path, one in taken.by_path.items():
+        for path, leaf in taken.by_path.items():
             if path[0] in modules:
-                yield from (part for part, _ in boxes(one.whole, one.whole_offsets, one.flat))
+                yield from (part for part, _ in boxes(leaf.whole, leaf.whole_offsets, leaf.flat))
 
     def _all_images(self, *, every: bool = False) -> Images:
         """`every`: see `Images.find`. What this rank lends is asked for once, and is all."""
@@ -418,17 +420,17 @@ class PartialRestore:
 
     def begin(self, targets: Iterable[Tensor]) -> None:
         """Note that these tensors are being filled from now on."""
-        self._begun.update({_place(one): one for one in targets if one.numel()})
+        self._begun.update({_place(target): target for target in targets if target.numel()})
 
     def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
         """Raise RestoreError if step `id` would leave a live tensor in the state in which an
         earlier attempt at another step left it. `targets`: the tensors that the step fills."""
         if not self._begun:
             return
-        stale = self._begun.keys() - {_place(one) for one in targets}
-        left = [one for one in live if _place(one) in stale]
+        stale = self._begun.keys() - {_place(target) for target in targets}
+        left = [tensor for tensor in live if _place(tensor) in stale]
         if left:
-            shapes = ", ".join(str(list(one.shape)) for one in left[:4])
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in left[:4])
             raise RestoreError(
                 f"step {id} does not hold {len(left)} tensors (of shapes {shapes}) that a newer"
                 " step, which failed while it was restored, has changed already; restart this job,"
@@ -437,10 +439,10 @@ class PartialRestore:
 
     def _spoil(self) -> None:
         with torch.no_grad():
-            for one in self._begun.values():
-                if one.is_floating_point() or one.is_complex():
+            for tensor in self._begun.values():
+                if tensor.is_floating_point() or tensor.is_complex():
                     with contextlib.suppress(RuntimeError):  # a dtype that cannot be filled
-                        one.fill_(float("nan"))
+                        tensor.fill_(float("nan"))
         log.error(
             "keepstep: the restore failed while tensors were being filled; %d of them hold NaN now."
             " Do not train on: restart this job, so that the model is built again [restore.failed]",

@@ -92,9 +92,9 @@ def boxes(
         yield tensor, Box(offsets, tuple(tensor.shape))
         return
     vector, at = tensor.view(-1), 0
-    for one in itertools.starmap(Box, flat.boxes(offsets[-1], tensor.numel())):
-        end = at + math.prod(one.sizes)
-        yield vector[at:end].view(one.sizes), one
+    for box in itertools.starmap(Box, flat.boxes(offsets[-1], tensor.numel())):
+        end = at + math.prod(box.sizes)
+        yield vector[at:end].view(box.sizes), box
         at = end
 
 
@@ -115,13 +115,13 @@ class Names:
     @property
     def bases(self) -> set[str]:
         """All names, without ranks."""
-        return {base_of(one)[0] for one in self._index.tensors}
+        return {base_of(tensor)[0] for tensor in self._index.tensors}
 
     @property
     def unused(self) -> set[str]:
         """Those of `bases` under which nothing was found."""
-        left = {base_of(one)[0] for one in self._index.tensors.keys() - self._used}
-        return left - {base_of(one)[0] for one in self._used} if left else left
+        left = {base_of(tensor)[0] for tensor in self._index.tensors.keys() - self._used}
+        return left - {base_of(name)[0] for name in self._used} if left else left
 
     def find(self, name: str, *, whole: bool = True) -> Saved | None:
         """The saved tensor for a live one; None if there is none.
@@ -419,28 +419,28 @@ class Tensors:
         first use, it is planned under `name` with `saved`."""
         return self._filled.setdefault(target.first, (name, saved))
 
-    def _are_two(self, one: Saved, other: Saved | None) -> bool:
+    def _are_two(self, first: Saved, other: Saved | None) -> bool:
         """Whether `one` and `other` are different tensors in the checkpoint.
 
         They are different if a rank that has both did not find them to be one tensor, and their
         bytes differ as far as can be seen. Stages of a pipeline may each have a copy of a tied
         weight; these copies are equal.
         """
-        if other is None or one.name == other.name:
+        if other is None or first.name == other.name:
             return False
-        here, there = _spans(one), _spans(other)
+        here, there = _spans(first), _spans(other)
         for rank in here.keys() & there.keys():
             flat = self._images.flat(rank)
             if flat is None or not torch.equal(flat[here[rank]], flat[there[rank]]):
                 return True
         return False
 
-    def _were_two(self, one: Saved, other: Saved | None) -> bool:
+    def _were_two(self, first: Saved, other: Saved | None) -> bool:
         """The same of what is no module's, which may be two again: equal bytes do not make it one,
         where a rank had both."""
-        if other is None or one.name == other.name:
+        if other is None or first.name == other.name:
             return False
-        return not _spans(one).keys().isdisjoint(_spans(other)) or self._are_two(one, other)
+        return not _spans(first).keys().isdisjoint(_spans(other)) or self._are_two(first, other)
 
     def elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
         """What another saved rank has under this key of a component; None if none has it."""

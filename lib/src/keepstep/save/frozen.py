@@ -129,9 +129,9 @@ class Base:
             return not self.doubted
         differences = self.guard.differences()
         device_of = accelerator.here().device_of
-        if any(bool(one) for one in differences if device_of(one) is None):
+        if any(bool(difference) for difference in differences if device_of(difference) is None):
             return False
-        on_devices = (one for one in differences if device_of(one) is not None)
+        on_devices = (difference for difference in differences if device_of(difference) is not None)
         self.apart = (*on_devices, *self._asked_next())
         return True
 
@@ -196,12 +196,12 @@ class Base:
     def _runs(self) -> dict[torch.device | None, list[_Run]]:
         """What can be compared byte by byte: all that is contiguous, by where it is."""
         device_of, runs = accelerator.here().device_of, dict[Any, list[_Run]]()
-        for leaf, one in zip(self.leaves, self.guard.fingerprint.aliases, strict=True):
+        for leaf, alias in zip(self.leaves, self.guard.fingerprint.aliases, strict=True):
             begin = self.layout.entries[leaf.name].begin
-            for at in range(0, one.nbytes if one.is_contiguous() else 0, _SLICE_BYTES):
-                size = min(_SLICE_BYTES, one.nbytes - at)
-                runs.setdefault(device_of(one), []).append(
-                    _Run(leaf.name, one, at, begin + at, size)
+            for at in range(0, alias.nbytes if alias.is_contiguous() else 0, _SLICE_BYTES):
+                size = min(_SLICE_BYTES, alias.nbytes - at)
+                runs.setdefault(device_of(alias), []).append(
+                    _Run(leaf.name, alias, at, begin + at, size)
                 )
         return runs
 
@@ -340,7 +340,7 @@ class Frozen:
         watched, self._watched = self._watched, None
         if watched is not None:
             leaves, guard = watched
-            stayed = {one.name for one in leaves if one.tensor.data_ptr() == one.mark[0]}
+            stayed = {leaf.name for leaf in leaves if leaf.tensor.data_ptr() == leaf.mark[0]}
             self._changing |= stayed & guard.all_changed()
 
     def _candidates(self, taken: Taken) -> tuple[TensorLeaf, ...]:
@@ -372,8 +372,8 @@ def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:
         return None
     base = _over(image.layout, leaves, frozen)
     samples = [
-        one.to(there.device)
-        for one, there in zip(
+        tensor.to(there.device)
+        for tensor, there in zip(
             base.guard.fingerprint.in_image(image.memory), base.guard.samples, strict=True
         )
     ]
@@ -403,7 +403,7 @@ def _frozen(taken: Taken) -> dict[str, list[_Place]]:
                     )
                     if parameter.requires_grad or not may_wait(leaf.tensor):
                         trained.add(leaf.name)
-    return {name: one for name, one in places.items() if name not in trained}
+    return {name: place for name, place in places.items() if name not in trained}
 
 
 def _leaves_of(

@@ -50,7 +50,7 @@ class Watched:
         self._names = [leaf.name for leaf in (*leaves, *apart)]
         self._tensors = [leaf.tensor for leaf in leaves]
         # of the tensors as they are now: a detached one has their memory and their counter
-        self._aliases = [one.detach() for one in self._tensors] if over else []
+        self._aliases = [tensor.detach() for tensor in self._tensors] if over else []
         # by these, by the fingerprint, and by what asks for their number
         self._ours = [held + 2 for held in over.references] if over else []
         live = [leaf.live.detach() if over else leaf.live for leaf in apart]
@@ -73,7 +73,9 @@ class Watched:
                 if now[at] != before and not self._is_ours(at):
                     yield self.name(at)
         if (counted := self.versions()) != versions:
-            yield from (self.name(at) for at, one in enumerate(counted) if one != versions[at])
+            yield from (
+                self.name(at) for at, version in enumerate(counted) if version != versions[at]
+            )
 
     def _is_ours(self, at: int) -> bool:
         """Whether nobody but us refers to the memory that the tensor had."""
@@ -117,7 +119,9 @@ class Guard(NamedTuple):
     def differences(self) -> list[Tensor]:
         """Whether the fingerprints differ: a truth value per group, where its samples are."""
         now = self.fingerprint.take()
-        return [torch.ne(one, other).any() for one, other in zip(now, self.samples, strict=True)]
+        return [
+            torch.ne(tensor, other).any() for tensor, other in zip(now, self.samples, strict=True)
+        ]
 
     def torn(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
         """The name of a tensor whose bytes in an image are not those of `save`, or ''. `samples`:
@@ -126,9 +130,9 @@ class Guard(NamedTuple):
 
     def _differing(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[str]:
         """The names of the tensors of which samples differ."""
-        for group, (one, other) in enumerate(zip(now, before, strict=True)):
-            if not torch.equal(one, other):
-                for sample in torch.ne(one, other).nonzero().flatten().tolist():
+        for group, (tensor, other) in enumerate(zip(now, before, strict=True)):
+            if not torch.equal(tensor, other):
+                for sample in torch.ne(tensor, other).nonzero().flatten().tolist():
                     yield self.watched.name(self.fingerprint.tensor_of(group, sample))
 
 
@@ -172,7 +176,7 @@ class Fingerprint:
             place = device_of(tensor)
             group = groups.setdefault((place, size), _Group(size, in_host=place is None))
             held = [self.aliases[number], tensor, *group.add(number, tensor, begin)]
-            self.references[number] = len({one._cdata for one in held})
+            self.references[number] = len({tensor._cdata for tensor in held})
         self._groups = list(groups.values())
 
     def take(self) -> list[Tensor]:
@@ -185,8 +189,8 @@ class Fingerprint:
 
     def write(self, memory: memoryview, samples: Sequence[Tensor]) -> None:
         """Write samples to where they belong in an image."""
-        for group, one in zip(self._groups, samples, strict=True):
-            group.write(memory, one)
+        for group, sample in zip(self._groups, samples, strict=True):
+            group.write(memory, sample)
 
     def tensor_of(self, group: int, sample: int) -> int:
         """The number of the tensor from which a sample of a group comes."""
@@ -247,7 +251,7 @@ class _Group:
     @functools.cached_property
     def _places(self) -> Tensor:
         """Where the samples are in an image."""
-        return torch.cat([_places(*one[1:]) for one in self._tensors])
+        return torch.cat([_places(*tensor[1:]) for tensor in self._tensors])
 
     def tensor_of(self, sample: int) -> int:
         left = sample
@@ -320,7 +324,7 @@ class Lot:
 
     @functools.cached_property
     def _storages(self) -> frozenset[int]:
-        return frozenset(one.untyped_storage()._cdata for one in self.tensors)
+        return frozenset(tensor.untyped_storage()._cdata for tensor in self.tensors)
 
 
 def may_wait(tensor: torch.Tensor) -> bool:

@@ -66,7 +66,7 @@ def differing(digests: Mapping[int, bytes]) -> tuple[int, ...]:
     (digest, count), *_ = Counter(digests.values()).most_common(1)
     if 2 * count <= len(digests):
         return tuple(sorted(digests))
-    return tuple(sorted(rank for rank, one in digests.items() if one != digest))
+    return tuple(sorted(rank for rank, chunk in digests.items() if chunk != digest))
 
 
 def describe(ranks: Sequence[int], *, group: Group, step: int) -> str:
@@ -139,8 +139,8 @@ class Replicas:
             return
         told: dict[torch.device, Tensor] = {}
         groups = {
-            group: [_to_host(samples, told) for samples in one.take()]
-            for group, one in prints.items()
+            group: [_to_host(samples, told) for samples in fingerprint.take()]
+            for group, fingerprint in prints.items()
         }
         for device in told:
             ones = accelerator.here().zeros(1, device) + 1
@@ -169,7 +169,7 @@ class Replicas:
             while not self._closed and (sample := self._samples.get()) is not None:
                 for group, samples in sorted(sample.groups.items()):
                     await_told = accelerator.here().await_told
-                    if all(await_told(one, lambda: self._closed) for one in sample.told):
+                    if all(await_told(tensor, lambda: self._closed) for tensor in sample.told):
                         self._compare(store, group, sample.step, _digest(samples))
         except Exception as error:  # the store's server ends with rank 0
             log.debug("keepstep: replicas are not compared any more: %s", error)
@@ -230,8 +230,8 @@ def _store() -> Any:
 
 def _digest(samples: Sequence[Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for one in samples:
-        digest.update(ctypes.string_at(one.data_ptr(), one.numel() * one.element_size()))
+    for sample in samples:
+        digest.update(ctypes.string_at(sample.data_ptr(), sample.numel() * sample.element_size()))
     return digest.digest().hex().encode()
 
 

@@ -150,8 +150,8 @@ def is_of_a_handler(error: BaseException) -> bool:
 def _code_of(handler: Any) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
-    for one in (handler, handler.__call__) if callable(handler) else ():
-        code = getattr(getattr(one, "__func__", one), "__code__", None)
+    for function in (handler, handler.__call__) if callable(handler) else ():
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
         if isinstance(code, CodeType):
             return code
     return None

@@ -131,7 +131,7 @@ class Pending:
     def copy_beside(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
         await_told = accelerator.here().await_told
-        self._copy(lambda: all(await_told(one, give_up) for one in self.told.values()))
+        self._copy(lambda: all(await_told(tensor, give_up) for tensor in self.told.values()))
 
     def _copy(self, devices_are_done: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -164,9 +164,9 @@ class Pending:
         if not self.fenced.is_set():
             self._await_devices()
             guards, self._differences = self._guards(), []
-            self.culprit = next(filter(None, (one.moved() for one in guards)), "")
+            self.culprit = next(filter(None, (guard.moved() for guard in guards)), "")
             if not self.culprit:
-                differences = [differs for one in guards for differs in one.differences()]
+                differences = [differs for guard in guards for differs in guard.differences()]
                 for differs in (*self.apart, *differences):
                     if device.device_of(differs) is not None:
                         self._differences.append(device.tell(differs.to(torch.uint8) + _SAME))
@@ -184,7 +184,7 @@ class Pending:
         guards = self._guards()
 
         def culprit() -> str:
-            found = next(filter(None, (one.changed() for one in guards)), "")
+            found = next(filter(None, (guard.changed() for guard in guards)), "")
             return found or ("?" if any(map(bool, self.apart)) else "")
 
         self._decide(culprit)
@@ -192,7 +192,7 @@ class Pending:
     def _guards(self) -> list[Guard]:
         filling = self.filling
         guards = (self.guard, None if filling is None else filling.guard)
-        return [one for one in guards if one is not None]
+        return [guard for guard in guards if guard is not None]
 
     def _decide(self, culprit: Callable[[], str]) -> None:
         with self._lock:
@@ -224,7 +224,9 @@ class Pending:
 
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
         """Judge by what the devices found when they came to the fence."""
-        told = [accelerator.here().await_told(one, give_up) for one in self._differences]
+        told = [
+            accelerator.here().await_told(difference, give_up) for difference in self._differences
+        ]
         if 0 not in told:  # else it was given up
             self._decide(lambda: self.culprit or ("?" if _DIFFERS in told else ""))
 
@@ -303,7 +305,7 @@ class _Aside:
         """Take the values. Returns what writes them into a slot."""
         samples = self._small.take()
         with torch.no_grad():
-            clones = [one.clone() for one in self._rest.tensors]
+            clones = [tensor.clone() for tensor in self._rest.tensors]
 
         def write(mapping: SlotMapping) -> None:
             self._small.write(mapping.memory, samples)
@@ -458,7 +460,9 @@ class Snapshots:
             pending.late.append(functools.partial(divided.aside.take(), mapping))
         urgent, patient = divided.urgent, divided.patient
         filling = pending.filling
-        frozen = {} if filling is None else {p: one for p, one in filling.base.lots.items() if p}
+        frozen = (
+            {} if filling is None else {p: reused for p, reused in filling.base.lots.items() if p}
+        )
         places = list(urgent | patient | frozen)
         first = device.copying(places[0])
         for place in places:

@@ -415,7 +415,7 @@ class BatchCall:
             _STREAM_ORDER, _Location(_ON_DEVICE, device), _Location(_IN_HOST, 0), 0
         )
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        lists = [ctypes.c_void_p(one.buffer_info()[0]) for one in batch]
+        lists = [ctypes.c_void_p(addresses.buffer_info()[0]) for addresses in batch]
         error = self._runtime.cudaMemcpyBatchAsync(
             *lists,
             ctypes.c_size_t(len(batch.sizes)),

@@ -280,7 +280,7 @@ def _children(node: Any) -> list[Any]:
             return [child]
         case ["l" | "u", list(children)]:
             return children
-        case ["d", list(items)] if all(type(one) is list and len(one) == 2 for one in items):
+        case ["d", list(items)] if all(type(item) is list and len(item) == 2 for item in items):
             _check_keys([key for key, _ in items])
             return [child for _, child in items]
     raise _senseless(node)

@@ -59,8 +59,8 @@ class Refill:
             self._saved.append(saved)
         elif type(live) is not type(saved):
             return
-        for one, other in _children(live, saved):
-            self.pair(one, other)
+        for first, other in _children(live, saved):
+            self.pair(first, other)
 
     def placed(self, saved: Any) -> Any:
         """What belongs in the place of `saved`: its live object, refilled, or itself, if there is
@@ -76,8 +76,8 @@ class Refill:
                 rng.refill(target, saved)
             return target
         if isinstance(saved, tuple):
-            items = [self.placed(one) for one in saved]
-            same = all(one is other for one, other in zip(items, saved, strict=True))
+            items = [self.placed(item) for item in saved]
+            same = all(item is other for item, other in zip(items, saved, strict=True))
             return saved if same else tuple.__new__(kind, items)
         if kind in _DICTS or kind is list or kind is deque or _has_fields(saved):
             self._placed[id(saved)] = target
@@ -87,20 +87,22 @@ class Refill:
 
     def _fill(self, target: Any, saved: Any) -> None:
         if isinstance(saved, dict):
-            pairs = [(key, self.placed(one)) for key, one in saved.items()]
+            pairs = [(key, self.placed(value)) for key, value in saved.items()]
             target.clear()
-            for key, one in pairs:  # not `update`: that of a Counter counts the pairs
-                target[key] = one
+            for key, item in pairs:  # not `update`: that of a Counter counts the pairs
+                target[key] = item
             if type(saved) is OrderedDict and type(target) is OrderedDict:
                 vars(target).update(vars(saved))  # as the `_metadata` of a module's state
         elif isinstance(saved, list | deque):
             plain = set(map(type, saved)) <= _ATOMS
-            items = list(saved) if plain else [self.placed(one) for one in saved]
+            items = list(saved) if plain else [self.placed(item) for item in saved]
             target.clear()
             target.extend(items)
         else:
             attributes = codecs.attributes_of(saved)
-            codecs.set_fields(target, {key: self.placed(one) for key, one in attributes.items()})
+            codecs.set_fields(
+                target, {key: self.placed(attribute) for key, attribute in attributes.items()}
+            )
 
 
 def put_back(name: str, live: Any, saved: Any, refill: Refill) -> None:
@@ -153,7 +155,7 @@ def _suits(live: Any, saved: Any) -> bool:
 
 def _children(live: Any, saved: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(saved, dict):
-        return [(dict.get(live, key), one) for key, one in saved.items()]
+        return [(dict.get(live, key), value) for key, value in saved.items()]
     if isinstance(saved, list | deque):
         here = [] if set(map(type, saved)) <= _ATOMS else live
         return zip(here, saved, strict=False)
@@ -161,7 +163,9 @@ def _children(live: Any, saved: Any) -> Iterable[tuple[Any, Any]]:
         return zip(live, saved, strict=False)
     if _has_fields(saved):
         here = codecs.attributes_of(live)
-        return [(here.get(key), one) for key, one in codecs.attributes_of(saved).items()]
+        return [
+            (here.get(key), attribute) for key, attribute in codecs.attributes_of(saved).items()
+        ]
     return ()
 
 
@@ -175,9 +179,9 @@ def pair_generators(
 ) -> None:
     """Find the live generators among the options of an optimizer's groups."""
     for here, group in zip(live, saved, strict=True):
-        for key, one in group.items():
-            if rng.is_generator(one):
-                refill.pair(here.get(key), one)
+        for key, value in group.items():
+            if rng.is_generator(value):
+                refill.pair(here.get(key), value)
 
 
 def place_generators(
@@ -186,5 +190,5 @@ def place_generators(
     """Put them back, with the saved states: `load_state_dict` has made copies of the options."""
     for here, group in zip(live, saved, strict=True):
         here.update(
-            {key: refill.placed(one) for key, one in group.items() if rng.is_generator(one)}
+            {key: refill.placed(value) for key, value in group.items() if rng.is_generator(value)}
         )

@@ -136,8 +136,8 @@ def _apply_devices(kind: str, states: Any) -> None:
             kind,
             count,
         )
-    for at, one in zip(range(count), states, strict=False):
-        accelerator.set_generator(kind, _byte_tensor(one), at)
+    for at, state in zip(range(count), states, strict=False):
+        accelerator.set_generator(kind, _byte_tensor(state), at)
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

@@ -137,7 +137,7 @@ def _sharing(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not in its mesh")
-    kinds = [_kind(one) for one in placements]
+    kinds = [_kind(placement) for placement in placements]
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
         begin, size = 0, shape[dim]
@@ -246,7 +246,9 @@ class Topology:
         """Of the ranks with the very same box, those that stage it together with this rank."""
         if self.spread:
             return replicas
-        return tuple(one for one in replicas if self.nodes[one] == self.nodes[self.rank])
+        return tuple(
+            replica for replica in replicas if self.nodes[replica] == self.nodes[self.rank]
+        )
 
     def twins(self, groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
         """The ranks of other nodes that stage the very same parts. `groups`: the `replicas` of
@@ -257,19 +259,19 @@ class Topology:
         common = set.intersection(*map(set, distinct)) if distinct else set()
         for group in distinct:
             places = self._places(group)
-            common = {one for one in common if places[one] == places[self.rank]}
-        return tuple(one for one in sorted(common) if self.nodes[one] != self.nodes[self.rank])
+            common = {rank for rank in common if places[rank] == places[self.rank]}
+        return tuple(rank for rank in sorted(common) if self.nodes[rank] != self.nodes[self.rank])
 
     def _places(self, group: tuple[int, ...]) -> dict[int, tuple[int, int]]:
         """For each rank of the group: its place among the ranks of its node in the group, and their
         number."""
         together: dict[int, list[int]] = {}
-        for one in group:
-            together.setdefault(self.nodes[one], []).append(one)
+        for rank in group:
+            together.setdefault(self.nodes[rank], []).append(rank)
         return {
-            one: (number, len(those))
+            rank: (number, len(those))
             for those in together.values()
-            for number, one in enumerate(those)
+            for number, rank in enumerate(those)
         }
 
 
@@ -309,13 +311,17 @@ def agree(
         raise (UsageError if usage else RestoreError)("; ".join(errors))
     answers = [(node, digest) for node, digest, _, _ in told]
     ranks: dict[bytes, list[int]] = {}
-    for one, (_, its) in enumerate(answers):
-        ranks.setdefault(its, []).append(one)
+    for other, (_, its) in enumerate(answers):
+        ranks.setdefault(its, []).append(other)
     declared = [declaration]
     if len(ranks) > 1:
-        declared = [one for one in gather(declaration if ranks[digest][0] == rank else None) if one]
+        declared = [
+            declared
+            for declared in gather(declaration if ranks[digest][0] == rank else None)
+            if declared
+        ]
     holders = _holders(declared, list(ranks.values()))
-    names = {one: at for at, one in enumerate(dict.fromkeys(node for node, _ in answers))}
+    names = {node: at for at, node in enumerate(dict.fromkeys(node for node, _ in answers))}
     return Topology(
         rank=rank,
         world=world,
@@ -337,7 +343,7 @@ def _declaration(claims: Iterable[Claim]) -> _Declaration:
     numbers: dict[Members, int] = {}
     names = tuple(
         (name, numbers.setdefault(members, len(numbers)))
-        for name, members in sorted(set(claims), key=lambda one: (one[0], one[1] or ()))
+        for name, members in sorted(set(claims), key=lambda claim: (claim[0], claim[1] or ()))
     )
     return tuple(numbers), names
 
@@ -410,12 +416,12 @@ def cut(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
 
     Every tensor needs at least one dimension.
     """
-    total = sum(one.bytes for one in tensors)
+    total = sum(tensor.bytes for tensor in tensors)
     at, rows = 0, []
-    for one in tensors:
+    for tensor in tensors:
         places = (total * number // sharers - at for number in range(1, sharers))
-        rows.append((0, *(_row(one, place) for place in places), one.shape[one.dim]))
-        at += one.bytes
+        rows.append((0, *(_row(tensor, place) for place in places), tensor.shape[tensor.dim]))
+        at += tensor.bytes
     return tuple(rows)
 
 

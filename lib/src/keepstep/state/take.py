@@ -76,7 +76,11 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def loaders_of(components: Mapping[str, Any]) -> list[str]:
     """The names of the components that are loaders of torch, or made of one."""
     kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
-    return [name for name, one in components.items() if kind is not None and isinstance(one, kind)]
+    return [
+        name
+        for name, component in components.items()
+        if kind is not None and isinstance(component, kind)
+    ]
 
 
 def largest(taken: Taken, trusted: bool) -> str:
@@ -95,10 +99,12 @@ def take(
 ) -> Taken:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
     walker = Walker(components, topology, loose=loose)
-    branches = [(name, walker.component(name, one)) for name, one in components.items()]
+    branches = [(name, walker.component(name, component)) for name, component in components.items()]
     if walker.misses_some(walker.tensors):
         walker = Walker(components, topology, loose=loose, follows_all=True)
-        branches = [(name, walker.component(name, one)) for name, one in components.items()]
+        branches = [
+            (name, walker.component(name, component)) for name, component in components.items()
+        ]
     walker.tie()
     branches = [(name, walker.numbered(node)) for name, node in branches]
     leaves = share(walker.tensors, topology)
@@ -113,7 +119,7 @@ def take(
         dict(components),
         walker.held,
         walker.metadata,
-        {"forms": {at: one for at, one in enumerate(walker.values) if type(one) is GradForm}},
+        {"forms": {at: form for at, form in enumerate(walker.values) if type(form) is GradForm}},
     )
 
 
@@ -166,7 +172,11 @@ class Taking:
             return False
         doubted, self._doubted = self._doubted, None
         # code of the script's might wait for other ranks, which have no doubts
-        plain = {name: one for name, one in self._components.items() if is_torchs(unwrap(one))}
+        plain = {
+            name: component
+            for name, component in self._components.items()
+            if is_torchs(unwrap(component))
+        }
         before = _lazy(doubted)
         now = _lazy(take(plain, self._topology, loose=self.loose)) if plain else {}
         self.moves = any(now.get(name, place) != place for name, place in before.items())
@@ -193,7 +203,7 @@ def layout_changes(layout: Layout, taken: Taken) -> dict[str, str]:
     found |= {name: "is gone" for name in held if name not in specs}
     for name, spec in specs.items():
         if name in held and (spec.shape, spec.dtype) != (held[name].shape, held[name].dtype):
-            before, now = (f"{one.dtype}{list(one.shape)}" for one in (held[name], spec))
+            before, now = (f"{spec.dtype}{list(spec.shape)}" for spec in (held[name], spec))
             found[name] = f"was {before} and is {now}"
     return found
 
@@ -206,7 +216,9 @@ def loose_places(found: Mapping[str, str], taken: Taken) -> Loose:
     places = set[str]()
     for name, what in found.items():
         if what in ("is new", "is gone"):
-            places.add(next((one for one in _above(name) if one in containers), _above(name)[0]))
+            places.add(
+                next((above for above in _above(name) if above in containers), _above(name)[0])
+            )
         else:
             places.add(name)
     return frozenset(places)
@@ -327,7 +339,10 @@ class UnsavedBuffers:
         self._saves += 1
         if not self._buffers or self._saves > _SAVES:
             return []
-        before, self._marks = self._marks, [_mark(one, name) for _, one, name in self._buffers]
+        before, self._marks = (
+            self._marks,
+            [_mark(module, name) for _, module, name in self._buffers],
+        )
         moved = [
             (path, mark)
             for (path, _, _), mark, was in zip(self._buffers, self._marks, before, strict=False)
@@ -340,8 +355,8 @@ class UnsavedBuffers:
 
 
 def _unsaved(components: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, str]]:
-    for component, one in components.items():
-        module = unwrap(one)
+    for component, of_component in components.items():
+        module = unwrap(of_component)
         if not isinstance(module, nn.Module):
             continue
         for path, part in module.named_modules():

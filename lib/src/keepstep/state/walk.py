@@ -83,22 +83,22 @@ def _overlaps(
     """
     views: dict[str, tuple[str, ViewForm]] = {}
     for group in _groups(_spans(leaves, is_fixed)):
-        bases = [one for one in group if one.fixed and one.leaf.tensor.is_contiguous()]
+        bases = [span for span in group if span.fixed and span.leaf.tensor.is_contiguous()]
         left = []
-        for one in group:
-            base = next((base for base in bases if base.holds(one)), None)
-            if base is not None and not one.fixed:
-                views[one.leaf.name] = (
+        for span in group:
+            base = next((base for base in bases if base.holds(span)), None)
+            if base is not None and not span.fixed:
+                views[span.leaf.name] = (
                     base.leaf.name,
-                    _form_of(one.leaf.tensor, one.begin - base.begin),
+                    _form_of(span.leaf.tensor, span.begin - base.begin),
                 )
-            elif not one.fixed:
-                left.append(one)
+            elif not span.fixed:
+                left.append(span)
         for rest in _groups(left):
             name, begin = _base(rest, is_kept, make_base)
-            for one in rest:
-                if one.leaf.name != name:
-                    views[one.leaf.name] = name, _form_of(one.leaf.tensor, one.begin - begin)
+            for span in rest:
+                if span.leaf.name != name:
+                    views[span.leaf.name] = name, _form_of(span.leaf.tensor, span.begin - begin)
     return views
 
 
@@ -125,17 +125,17 @@ def _groups(spans: Iterable[_Span]) -> list[list[_Span]]:
     """Those that overlap, at least two together, at least one of which is no module's."""
     groups: list[list[_Span]] = []
     end, last = 0, None
-    for one in sorted(spans, key=itemgetter(0)):
-        if last is not None and one.begin < end:
+    for span in sorted(spans, key=itemgetter(0)):
+        if last is not None and span.begin < end:
             if groups and groups[-1][-1] is last:
-                groups[-1].append(one)
+                groups[-1].append(span)
             else:
-                groups.append([last, one])
-            end = max(end, one.end)
+                groups.append([last, span])
+            end = max(end, span.end)
         else:
-            end = one.end
-        last = one
-    found = [group for group in groups if not all(one.fixed for one in group)]
+            end = span.end
+        last = span
+    found = [group for group in groups if not all(span.fixed for span in group)]
     return [part for group in found for part in _of_one_storage(group)]
 
 
@@ -143,10 +143,10 @@ def _of_one_storage(group: Sequence[_Span]) -> list[list[_Span]]:
     """Memory that several storages share (of numpy's arrays, say) is not followed: `torch.save`
     does not, either."""
     parts: dict[Any, list[_Span]] = {}
-    for one in group:
-        storage = one.leaf.tensor.untyped_storage()
-        place = one.leaf.tensor.device, storage.data_ptr(), storage.nbytes()
-        parts.setdefault(place, []).append(one)
+    for span in group:
+        storage = span.leaf.tensor.untyped_storage()
+        place = span.leaf.tensor.device, storage.data_ptr(), storage.nbytes()
+        parts.setdefault(place, []).append(span)
     return [part for part in parts.values() if len(part) > 1]
 
 
@@ -156,12 +156,12 @@ def _base(
     make_base: Callable[[TensorLeaf, Tensor], str],
 ) -> tuple[str, int]:
     """The name of the base, and where it begins."""
-    begin, end = min(one.begin for one in group), max(one.end for one in group)
-    if all(is_kept(one.leaf) for one in group):
-        for one in group:
-            if (one.begin, one.end) == (begin, end) and one.leaf.tensor.is_contiguous():
-                return one.leaf.name, begin
-    first = min(group, key=lambda one: one.begin).leaf
+    begin, end = min(span.begin for span in group), max(span.end for span in group)
+    if all(is_kept(span.leaf) for span in group):
+        for span in group:
+            if (span.begin, span.end) == (begin, end) and span.leaf.tensor.is_contiguous():
+                return span.leaf.name, begin
+    first = min(group, key=lambda span: span.begin).leaf
     storage = first.tensor.untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
     with torch.no_grad():
@@ -426,7 +426,7 @@ class Walker:
         if self._module and not was:
             self._check_parts(tree, path)
         names, context = tree.__tensor_flatten__()
-        nodes = tuple((one, self._branch(getattr(tree, one), f"{path}.{one}")) for one in names)
+        nodes = tuple((name, self._branch(getattr(tree, name), f"{path}.{name}")) for name in names)
         self._wrapped = was
         if self._module:
             return ("d", nodes)
@@ -438,7 +438,7 @@ class Walker:
         parts."""
         if self._there is None:  # once per component: there may be many
             tensors = (*self._inner.parameters(), *self._inner.buffers())
-            plains = (plain for one in tensors for _, plain in plain_tensors(one, path))
+            plains = (plain for tensor in tensors for _, plain in plain_tensors(tensor, path))
             self._there = {_pointer(plain, path) for plain in plains}
         for part, plain in plain_tensors(tree, path):
             if plain.numel() and _pointer(plain, part) not in self._there:
@@ -471,7 +471,7 @@ class Walker:
         tensors there, which change no layout; but not if their memory is that of other tensors."""
         if self.follows_all or any(map(_is_large, tree)):
             return True
-        self._small |= {_storage_of(one) for one in tree if isinstance(one, Tensor)}
+        self._small |= {_storage_of(tensor) for tensor in tree if isinstance(tensor, Tensor)}
         return False
 
     def misses_some(self, leaves: Iterable[TensorLeaf]) -> bool:
@@ -514,9 +514,9 @@ class Walker:
         if len(self._open) <= MAX_DEPTH:
             return
         first: dict[int, str] = {}
-        for one, at in self._open:
-            if first.setdefault(one, at) != at:
-                raise UsageError(f"{at}: this is {first[one]} again, which contains itself")
+        for key, at in self._open:
+            if first.setdefault(key, at) != at:
+                raise UsageError(f"{at}: this is {first[key]} again, which contains itself")
         raise UsageError(f"{path}: nested deeper than {MAX_DEPTH}")
 
     def _child(self, child: Any, path: str) -> Node | None:
@@ -825,7 +825,7 @@ class _Marks:
         self._kinds = set(map(type, sharded))
         self._divisions = list(map(_DIVISION, sharded))
         marks = [leaf.mark for leaf in found]
-        self._columns = [list(one) for one in zip(*marks, strict=True)] or [[]] * 8
+        self._columns = [list(mark) for mark in zip(*marks, strict=True)] or [[]] * 8
         del self._columns[2]  # the shape of a DTensor
         self._checks: list[Callable[..., bool]] = []
 
@@ -840,8 +840,8 @@ class _Marks:
                 return False
             if list(map(_DIVISION, sharded)) != self._divisions:
                 return False
-            for at, one in zip(self._sharded, sharded, strict=True):
-                tensors[at] = one.to_local()
+            for at, dim in zip(self._sharded, sharded, strict=True):
+                tensors[at] = dim.to_local()
         if self._checks and self._pass(tensors):
             return True
         if not _KINDS.issuperset(map(type, tensors)):
@@ -878,7 +878,8 @@ def _checks_of(tensors: list[Tensor]) -> list[Callable[..., bool]]:
         guards: Any = importlib.import_module("torch._C._dynamo.guards").TensorGuards
         blocks = [tensors[at : at + _BLOCK] for at in range(0, len(tensors), _BLOCK)]
         return [
-            guards(*one, dynamic_dims_sizes=None, dynamic_dims_strides=None).check for one in blocks
+            guards(*block, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            for block in blocks
         ]
     except Exception:
         return []
@@ -982,7 +983,7 @@ class _States:
     def _packed(self) -> list[dict[str, Any]]:
         """The groups as `state_dict` gives them."""
         return [
-            {key: one for key, one in group.items() if key != "params"} | {"params": numbers}
+            {key: value for key, value in group.items() if key != "params"} | {"params": numbers}
             for group, numbers in zip(self.inner.param_groups, self._numbers, strict=True)
         ]
 
@@ -1015,8 +1016,8 @@ class _Modules:
         self._kinds = set(map(type, self._all))
         self._modules, self._parts = self._read()
         self._lengths = list(map(len, self._parts))
-        self._full = [one for one in self._parts if one]
-        self._full_dicts = [one for one in self._full if isinstance(one, dict)]
+        self._full = [part for part in self._parts if part]
+        self._full_dicts = [full for full in self._full if isinstance(full, dict)]
         self._names, self._objects = self._read_parts()
 
     @classmethod
@@ -1067,7 +1068,7 @@ class _Modules:
         """What must be equal in these dicts and sets, and which objects must be the same. Most are
         empty, and their lengths say so."""
         return list(chain.from_iterable(self._full)), list(
-            chain.from_iterable(one.values() for one in self._full_dicts)
+            chain.from_iterable(full.values() for full in self._full_dicts)
         )
 
 
@@ -1112,10 +1113,12 @@ def _tensors_in(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _held(inner: Any) -> list[Any]:
     """The parameters of an optimizer or of a module, in its order."""
     if isinstance(inner, torch.optim.Optimizer):
-        return [one for group in inner.param_groups for one in group["params"]]
+        return [param for group in inner.param_groups for param in group["params"]]
     if isinstance(inner, nn.Module):
         # `parameters()` takes four times as long
-        return [one for module in inner.modules() for one in module._parameters.values()]
+        return [
+            parameter for module in inner.modules() for parameter in module._parameters.values()
+        ]
     return []
 
 

@@ -115,8 +115,8 @@ def _own_part(optimizer: Any) -> Any:
 
 def copy_options(source: Any, target: Any) -> None:
     """Copy options such as learning rates, as `ZeroRedundancyOptimizer.step` itself does."""
-    for one, other in zip(source.param_groups, target.param_groups, strict=True):
-        other.update({key: value for key, value in one.items() if key != "params"})
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({key: value for key, value in group.items() if key != "params"})
 
 
 def is_known(component: Any) -> bool:

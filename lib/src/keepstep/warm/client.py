@@ -110,8 +110,8 @@ class ColdStart(KeepstepError):
 def pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a connection to a server. Exec inherits neither."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for one in (ours, theirs):
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_BYTES)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_BYTES)
     return ours, theirs
 
 
@@ -189,13 +189,15 @@ class ForkServer:
         except OSError as error:
             raise ColdStart(f"the working directory: {error.strerror}") from None
         asked = {
-            "argv": [os.fspath(one) for one in argv],
+            "argv": [os.fspath(word) for word in argv],
             "environment": dict(environment),
             "directory": directory,
             "group": own_group,
             "session": own_session,
             "ignored": [
-                one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN
+                number
+                for number in signal.valid_signals()
+                if signal.getsignal(number) is signal.SIG_IGN
             ],
         }
         request = json.dumps(asked).encode()

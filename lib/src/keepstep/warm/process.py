@@ -265,8 +265,8 @@ def run_torchrun(server: ForkServer) -> NoReturn:
 
     code: Any = 0
     try:
-        one, at_most = torchrun.parse_min_max_nnodes(torchrun.parse_args(sys.argv[1:]).nnodes)
-        hasten_rendezvous(alone=one == at_most == 1)
+        least, at_most = torchrun.parse_min_max_nnodes(torchrun.parse_args(sys.argv[1:]).nnodes)
+        hasten_rendezvous(alone=least == at_most == 1)
         torchrun.main()
     except SystemExit as ended:
         code = ended.code

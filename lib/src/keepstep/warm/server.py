@@ -128,7 +128,7 @@ def serve(connection: socket.socket, environment: Mapping[str, str], known: Stam
 
     `environment`: what the imports may have read. `known`: the files of the imported modules.
     """
-    set_by_imports = {key: one for key, one in os.environ.items() if key not in environment}
+    set_by_imports = {key: value for key, value in os.environ.items() if key not in environment}
     while True:
         asked = _receive(connection)
         if asked is None:

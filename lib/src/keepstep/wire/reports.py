@@ -51,7 +51,9 @@ class ReportedRanks(RanksReport):
     def shards(self, *tiers: Tier) -> tuple[StepShards, ...]:
         """All shards that are listed under these tiers; without arguments, under any."""
         named = tiers or tuple(self.tiers)
-        return tuple(one for tier in named if tier in self.tiers for one in self.tiers[tier].shards)
+        return tuple(
+            shard for tier in named if tier in self.tiers for shard in self.tiers[tier].shards
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,11 @@ class ReportedGoodput:
 
     @classmethod
     def of(cls, goodput: Goodput, id: str) -> ReportedGoodput:
-        told = {one.name: getattr(goodput, one.name) for one in fields(cls) if one.name != "id"}
+        told = {
+            attribute.name: getattr(goodput, attribute.name)
+            for attribute in fields(cls)
+            if attribute.name != "id"
+        }
         return cls(id=id, **told)
 
 
@@ -159,7 +165,7 @@ class Report:
     @property
     def named(self) -> int:
         """The ranks that it tells of, as a bitmap."""
-        return functools.reduce(operator.or_, (one.bits for one in self.ranks), 0)
+        return functools.reduce(operator.or_, (rank.bits for rank in self.ranks), 0)
 
     def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this node rank,

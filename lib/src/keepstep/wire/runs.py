@@ -334,15 +334,16 @@ def within_bounds(report: RunReport) -> RunReport:
         commits=report.commits[-MOST_COMMITS:],
         kept=report.kept[:MOST_KEPT],
         safe=replace(report.safe, sole=report.safe.sole[:MOST_SOLE]),
-        nodes=tuple(_cut(one) for one in report.nodes[:MOST_NODES]),
+        nodes=tuple(_cut(node) for node in report.nodes[:MOST_NODES]),
         recent=tuple(
-            replace(one, message=one.message[:LONGEST_TEXT]) for one in report.recent[:MOST_RECENT]
+            replace(event, message=event.message[:LONGEST_TEXT])
+            for event in report.recent[:MOST_RECENT]
         ),
         alarms=tuple(
-            replace(one, text=one.text[:LONGEST_TEXT]) for one in report.alarms[:MOST_SAID]
+            replace(alarm, text=alarm.text[:LONGEST_TEXT]) for alarm in report.alarms[:MOST_SAID]
         ),
         doubts=tuple(
-            replace(one, text=one.text[:LONGEST_TEXT]) for one in report.doubts[:MOST_SAID]
+            replace(doubt, text=doubt.text[:LONGEST_TEXT]) for doubt in report.doubts[:MOST_SAID]
         ),
         record=replace(
             record,

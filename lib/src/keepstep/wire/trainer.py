@@ -509,15 +509,15 @@ def _build(kind: Any, value: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        return _build(next(one for one in arguments if one is not type(None)), value)
+        return _build(next(argument for argument in arguments if argument is not type(None)), value)
     if origin is tuple:
-        return tuple(_build(arguments[0], one) for one in value)
+        return tuple(_build(arguments[0], item) for item in value)
     if origin is dict:
         named = arguments[0] if issubclass(arguments[0], str) else str
-        return {named(key): _build(arguments[1], one) for key, one in value.items()}
+        return {named(key): _build(arguments[1], value) for key, value in value.items()}
     if dataclasses.is_dataclass(kind):
         hints = _hints(typing.cast(typing.Hashable, kind))
-        known = {name: _build(hints[name], one) for name, one in value.items() if name in hints}
+        known = {name: _build(hints[name], value) for name, value in value.items() if name in hints}
         return typing.cast(Any, kind)(**known)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

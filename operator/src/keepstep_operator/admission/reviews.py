@@ -126,7 +126,7 @@ def answer(uid: str, verdict: Verdict) -> bytes:
     """The AdmissionReview to send back."""
     response: Body = {"uid": uid, "allowed": True}
     if verdict.warnings:
-        response["warnings"] = [_warning(one) for one in verdict.warnings]
+        response["warnings"] = [_warning(warning) for warning in verdict.warnings]
     if verdict.patch:
         patch = base64.b64encode(msgspec.json.encode(verdict.patch)).decode()
         response.update(patchType="JSONPatch", patch=patch)

@@ -38,14 +38,14 @@ class Rooms:
             self._level(namespace),
         )
         found = self._known[namespace] = Room(
-            ranges=tuple(item for one in limits for item in parse_ranges(one)),
+            ranges=tuple(item for limit in limits for item in parse_ranges(limit)),
             quotas=tuple(map(parse_quota, quotas)),
             pod_security=level,
         )
         return found
 
     async def _listed(self, resource: Resource, namespace: str) -> list[Body]:
-        return [one async for one in self._client.list(resource, namespace=namespace)]
+        return [body async for body in self._client.list(resource, namespace=namespace)]
 
     async def _level(self, namespace: str) -> str:
         try:

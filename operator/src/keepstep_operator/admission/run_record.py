@@ -70,10 +70,16 @@ class RunRecord:
     def near(self, node_rank: int) -> tuple[Near, ...]:
         """The nodes to prefer for this place: first those with its own shards, then those with
         copies."""
-        own = [Near(one.node, OWN) for one in self.holders if within(one.node_ranks, node_rank)]
-        kept = [Near(one.node, COPIES) for one in self.holders if within(one.copies, node_rank)]
-        there = {one.node for one in own}
-        return (*own, *(one for one in kept if one.node not in there))[:_MOST_NODES]
+        own = [
+            Near(holder.node, OWN)
+            for holder in self.holders
+            if within(holder.node_ranks, node_rank)
+        ]
+        kept = [
+            Near(holder.node, COPIES) for holder in self.holders if within(holder.copies, node_rank)
+        ]
+        there = {node.node for node in own}
+        return (*own, *(node for node in kept if node.node not in there))[:_MOST_NODES]
 
 
 class RunRecords:

@@ -94,7 +94,7 @@ class Fields:
         try:
             return type(default)(value)
         except ValueError:
-            words = " or ".join(str(one.value) for one in type(default))
+            words = " or ".join(str(choice.value) for choice in type(default))
             raise self.wrong(name, f"{value!r} is not {words}") from None
 
     def duration(self, name: str, default: str, *, least: int, most: int) -> int:

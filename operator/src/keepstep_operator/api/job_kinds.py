@@ -104,7 +104,7 @@ _KINDS: Final = (
         label="volcano.sh/task-index",
     ),
 )
-_BY_NAME: Final = {(one.group, one.kind): one for one in _KINDS}
+_BY_NAME: Final = {(kind.group, kind.kind): kind for kind in _KINDS}
 _VERSION = re.compile(r"v[0-9][a-z0-9]{0,20}")
 NAME: Final = r"(?!.*\.\.)[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 """Pattern of an object's name."""

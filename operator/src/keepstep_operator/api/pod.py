@@ -160,8 +160,10 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
         labels=metadata.get("labels") or {},
         annotations=metadata.get("annotations") or {},
         owner=controller_of(metadata.get("ownerReferences") or []),
-        containers=tuple(_container(one) for one in spec.get("containers") or []),
-        init_containers=tuple(one.get("name", "") for one in spec.get("initContainers") or []),
+        containers=tuple(_container(container) for container in spec.get("containers") or []),
+        init_containers=tuple(
+            container.get("name", "") for container in spec.get("initContainers") or []
+        ),
         node=spec.get("nodeName") or "",
         phase=status.get("phase") or "",
         deleting=bool(metadata.get("deletionTimestamp")),
@@ -297,7 +299,7 @@ def _indexed(pod: Pod, name: str) -> int | None:
 def training_container(pod: Pod) -> Container:
     """The container that trains: the annotated one, else the one that the kind of job names, else
     the first. Raises PodError if the annotated one does not exist, or none does."""
-    by_name = {one.name: one for one in pod.containers}
+    by_name = {container.name: container for container in pod.containers}
     if (wanted := pod.annotations.get(names.CONTAINER_ANNOTATION)) is not None:
         if wanted not in by_name:
             raise PodError(
@@ -338,20 +340,22 @@ def injected_of(pod: Pod) -> Injected | None:
 
 def controller_of(references: list[Body]) -> Job | None:
     """The object's owner that is its controller; None if there is none, or if it is not valid."""
-    for one in references:
-        if one.get("controller"):
+    for reference in references:
+        if reference.get("controller"):
             return job_of(
-                api_version=one.get("apiVersion"),
-                kind=one.get("kind"),
-                name=one.get("name"),
-                uid=one.get("uid") or "",
+                api_version=reference.get("apiVersion"),
+                kind=reference.get("kind"),
+                name=reference.get("name"),
+                uid=reference.get("uid") or "",
             )
     return None
 
 
 def _container(body: Body) -> Container:
     environment = body.get("env") or []
-    literals = {one["name"]: one["value"] for one in environment if one.get("value")}
+    literals = {
+        variable["name"]: variable["value"] for variable in environment if variable.get("value")
+    }
     return Container(name=body.get("name", ""), image=body.get("image", ""), literals=literals)
 
 

@@ -121,7 +121,7 @@ class Volume:
         limits = [self.capacity_bytes]
         if isinstance(self.source, EmptyDir) and self.source.size_limit_bytes:
             limits.append(int(self.source.size_limit_bytes * _FULL_BEFORE_EVICTION))
-        return min((one for one in limits if one is not None), default=None)
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,9 @@ class Policy:
     @property
     def host_paths(self) -> tuple[str, ...]:
         """Every directory of the node that the policy uses."""
-        local = [one.source.path for one in self.volumes if isinstance(one.source, HostPath)]
+        local = [
+            volume.source.path for volume in self.volumes if isinstance(volume.source, HostPath)
+        ]
         shared = self.archive.directory.path if self.archive and self.archive.directory else None
         return (*local, *([shared] if shared else []))
 
@@ -190,9 +192,9 @@ class Policy:
         """Where the trainers' compile caches lie: on none whose sizeLimit they could exceed, since
         the kubelet would evict the pod."""
         fit = (
-            one
-            for one in self.volumes
-            if not (isinstance(one.source, EmptyDir) and one.source.size_limit_bytes)
+            volume
+            for volume in self.volumes
+            if not (isinstance(volume.source, EmptyDir) and volume.source.size_limit_bytes)
         )
         return next(fit, None) if self.compile_cache_bytes else None
 
@@ -200,14 +202,16 @@ class Policy:
     def begins_again(self) -> bool:
         """Whether a run begins again when a part of every step is gone: only where each volume goes
         with its pod, so that nothing can come back."""
-        fleeting = all(one.source.kind is not VolumeKind.HOST_PATH for one in self.volumes)
+        fleeting = all(volume.source.kind is not VolumeKind.HOST_PATH for volume in self.volumes)
         return fleeting and self.on_loss is OnLoss.RESTART
 
     @property
     def usable_bytes(self) -> int | None:
         """The limit for each volume: the smallest of all, since the sidecar has one setting for
         all. None: no limit."""
-        return min((one.usable_bytes for one in self.volumes if one.usable_bytes), default=None)
+        return min(
+            (volume.usable_bytes for volume in self.volumes if volume.usable_bytes), default=None
+        )
 
 
 def parse_policy(body: Body) -> Policy:
@@ -255,11 +259,11 @@ def parse_policy(body: Body) -> Policy:
 
 def refused_host_paths(policy: Policy, allowed: Iterable[str]) -> tuple[str, ...]:
     """The directories of the node that lie below none of the `allowed` prefixes."""
-    prefixes = [PurePosixPath(one) for one in allowed]
+    prefixes = [PurePosixPath(path) for path in allowed]
     return tuple(
         path
         for path in policy.host_paths
-        if not any(PurePosixPath(path).is_relative_to(one) for one in prefixes)
+        if not any(PurePosixPath(path).is_relative_to(prefix) for prefix in prefixes)
     )
 
 
@@ -320,8 +324,8 @@ def _drive_writes_per_day(fields: Fields) -> str | None:
 def _volumes(listed: object) -> tuple[Volume, ...]:
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_VOLUMES:
         raise PolicyError("volumes", f"a list of 1 to {_MOST_VOLUMES} volumes is needed")
-    volumes = tuple(_volume(Fields(f"volumes[{i}]", one)) for i, one in enumerate(listed))
-    names = [one.name for one in volumes]
+    volumes = tuple(_volume(Fields(f"volumes[{i}]", volume)) for i, volume in enumerate(listed))
+    names = [volume.name for volume in volumes]
     if len(set(names)) < len(names):
         raise PolicyError("volumes", f"names must differ: {', '.join(names)}")
     return volumes
@@ -332,11 +336,11 @@ def _check_apart(volumes: Iterable[Volume], archive: Archive | None) -> None:
     for volume in volumes:
         if shared is None or not isinstance(volume.source, HostPath):
             continue
-        one, other = PurePosixPath(volume.source.path), PurePosixPath(shared)
-        if one.is_relative_to(other) or other.is_relative_to(one):
+        path, other = PurePosixPath(volume.source.path), PurePosixPath(shared)
+        if path.is_relative_to(other) or other.is_relative_to(path):
             raise PolicyError(
                 "archive.directory",
-                f"path {shared} and the volume {volume.name} ({one}) are one place, or one lies in"
+                f"path {shared} and the volume {volume.name} ({path}) are one place, or one lies in"
                 " the other: the archive is to outlive the volume; name a directory apart from it",
             )
 
@@ -345,7 +349,7 @@ def _volume(fields: Fields) -> Volume:
     name = fields.value("name")
     if not isinstance(name, str) or not _VOLUME_NAME.fullmatch(name):
         raise fields.wrong("name", f"{name!r} is not a DNS label of at most 40 characters")
-    given = [one for one in _SOURCES if fields.value(one) is not None]
+    given = [source for source in _SOURCES if fields.value(source) is not None]
     if len(given) != 1:
         raise fields.wrong("", f"exactly one of {', '.join(_SOURCES)} is needed, not {len(given)}")
     return Volume(

@@ -171,9 +171,9 @@ def read_status(body: Mapping[str, Any]) -> RunStatus:
 def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
     """The same with other names of fields, and without the empty ones: None, texts and lists."""
     if isinstance(value, dict):
-        known = {rename(name): _renamed(one, rename) for name, one in value.items()}
-        return {name: one for name, one in known.items() if one not in (None, "", [], {})}
-    return [_renamed(one, rename) for one in value] if isinstance(value, list | tuple) else value
+        known = {rename(name): _renamed(value, rename) for name, value in value.items()}
+        return {name: value for name, value in known.items() if value not in (None, "", [], {})}
+    return [_renamed(item, rename) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _camel(name: str) -> str:
@@ -182,7 +182,7 @@ def _camel(name: str) -> str:
 
 
 def _snake(name: str) -> str:
-    return "".join(f"_{one.lower()}" if one.isupper() else one for one in name)
+    return "".join(f"_{char.lower()}" if char.isupper() else char for char in name)
 
 
 def cut(text: str, *, longest: int = LONGEST_TEXT) -> str:

@@ -119,7 +119,7 @@ def parse_archive(spec: Fields) -> Archive | None:
             raise retention.wrong("archive", "has no effect without spec.archive; remove it")
         return None
     fields = spec.child("archive")
-    given = [one for one in _STORES if fields.value(one) is not None]
+    given = [store for store in _STORES if fields.value(store) is not None]
     if len(given) != 1:
         raise fields.wrong("", f"exactly one of {', '.join(_STORES)} is needed, not {len(given)}")
     store = fields.child(given[0])
@@ -163,7 +163,7 @@ def _bucket(kind: str, fields: Fields) -> Bucket:
 
 
 def _directory(fields: Fields) -> Directory:
-    given = [one for one in ("claimName", "path") if fields.value(one) is not None]
+    given = [key for key in ("claimName", "path") if fields.value(key) is not None]
     if len(given) != 1:
         raise fields.wrong("", f"exactly one of claimName and path is needed, not {len(given)}")
     if given[0] == "claimName":

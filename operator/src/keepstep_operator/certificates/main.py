@@ -125,8 +125,8 @@ async def _rounds(
 ) -> None:
     """Do rounds for ever. Sets `kept` once all keepers have succeeded in one round."""
     keepers = {
-        one.secret: Keeper(client, one, namespace=settings.namespace, clock=_now)
-        for one in settings.kept
+        checkpoint.secret: Keeper(client, checkpoint, namespace=settings.namespace, clock=_now)
+        for checkpoint in settings.kept
     }
     while True:
         failed = False

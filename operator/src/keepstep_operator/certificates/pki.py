@@ -123,7 +123,7 @@ def split(bundle: bytes) -> tuple[bytes, ...]:
         read = x509.load_pem_x509_certificates(bundle)
     except ValueError:
         return ()
-    return tuple(one.public_bytes(serialization.Encoding.PEM) for one in read)
+    return tuple(certificate.public_bytes(serialization.Encoding.PEM) for certificate in read)
 
 
 def _builder(

@@ -53,7 +53,7 @@ class Ring:
     @property
     def bundle(self) -> bytes:
         """All certificates that clients must trust now."""
-        pairs = [one.certificate for one in (self.used, self.next) if one is not None]
+        pairs = [pair.certificate for pair in (self.used, self.next) if pair is not None]
         return b"".join(dict.fromkeys([*pairs, *split(self.previous)]))
 
 

@@ -33,7 +33,7 @@ class Near:
 def preferring(spec: Body, near: Iterable[Near], *, apart: str = "") -> Body | None:
     """The pod's `affinity` plus a preference for these nodes, and for a node without another pod of
     the run `apart`, '' for none. None: do not change it."""
-    added = {_NODES: [_term(one) for one in near], _PODS: [_other_node(apart)] if apart else []}
+    added = {_NODES: [_term(node) for node in near], _PODS: [_other_node(apart)] if apart else []}
     if not any(added.values()):
         return None
     affinity = dict(spec.get("affinity") or {})

@@ -152,8 +152,8 @@ def trained(container: Body, policy: Policy, placement: Placement) -> Body:
     ours = {SOCKET_ENV: SOCKET_PATH, RESTORE_TIMEOUT_ENV: str(policy.restore_timeout_s)}
     if cache:
         ours[DIRECTORY_ENV] = COMPILE_CACHE_PATH
-    theirs = {one.get("name") for one in environment}
-    added = [{"name": name, "value": one} for name, one in ours.items() if name not in theirs]
+    theirs = {variable.get("name") for variable in environment}
+    added = [{"name": name, "value": value} for name, value in ours.items() if name not in theirs]
     return {**container, "volumeMounts": mounts, "env": [*environment, *added]}
 
 
@@ -243,7 +243,11 @@ def _settings(
 def _copied(environment: list[Body]) -> list[Body]:
     """The variables that tell ranks apart, if they have a literal value or come from a field of the
     pod; never from a Secret."""
-    return [dict(one) for one in environment if _COPIED.match(one.get("name", "")) and _plain(one)]
+    return [
+        dict(variable)
+        for variable in environment
+        if _COPIED.match(variable.get("name", "")) and _plain(variable)
+    ]
 
 
 def _plain(variable: Body) -> bool:

@@ -90,7 +90,8 @@ def inject(
     objections: list[str] = []
     for asked in _accountings(policy):
         warnings = [
-            f"accounting CarveOut is not possible, Add is used: {one}" for one in objections
+            f"accounting CarveOut is not possible, Add is used: {objection}"
+            for objection in objections
         ]
         made = _Injection.of(pod, parsed, asked, defaults, near, room, warnings)
         if not (objection := made.objection(pod["spec"])):
@@ -186,7 +187,8 @@ class _Injection:
         training = _named(spec["containers"], self.container)
         spec["initContainers"] = [*self._first(spec, training), *(spec.get("initContainers") or [])]
         spec["containers"] = [
-            self._training(one) if one is training else one for one in spec["containers"]
+            self._training(container) if container is training else container
+            for container in spec["containers"]
         ]
         spec["securityContext"] = self._security(spec)
         spec["volumes"] = [*(spec.get("volumes") or []), *volumes_of(self.policy)]
@@ -219,8 +221,8 @@ class _Injection:
         return [added] if prepared is None else [prepared, added]
 
     def _training(self, container: Body) -> Body:
-        for one in container.get("env") or []:
-            if one.get("name") == SOCKET_ENV and one.get("value") != SOCKET_PATH:
+        for variable in container.get("env") or []:
+            if variable.get("name") == SOCKET_ENV and variable.get("value") != SOCKET_PATH:
                 self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
         result = trained(container, self.policy, self.place)
         if self.policy.accounting is Accounting.CARVE_OUT:
@@ -300,9 +302,9 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
             "the pod sets spec.resources, which the sidecar would not fit into; set resources on"
             " its containers instead",
         )
-    containers = {*(one.name for one in pod.containers), *pod.init_containers}
-    volumes = {one.get("name") for one in spec.get("volumes") or []}
-    wanted = {one["name"] for one in volumes_of(policy)}
+    containers = {*(container.name for container in pod.containers), *pod.init_containers}
+    volumes = {volume.get("name") for volume in spec.get("volumes") or []}
+    wanted = {volume["name"] for volume in volumes_of(policy)}
     if taken := sorted({SIDECAR_CONTAINER, VOLUMES_CONTAINER} & containers) + sorted(
         wanted & volumes
     ):
@@ -327,7 +329,7 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
                     " sidecar's own; remove that mount",
                 )
     training = _named(spec.get("containers") or [], training_container(pod).name)
-    ours = [one["mountPath"] for one in memory_mounts(policy)]
+    ours = [mount["mountPath"] for mount in memory_mounts(policy)]
     ours += [COMPILE_CACHE_PATH] if policy.compile_cache_volume else []
     for mount in training.get("volumeMounts") or []:
         if any(map(PurePosixPath(mount.get("mountPath", "/")).is_relative_to, ours)):
@@ -339,4 +341,4 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
 
 
 def _named(containers: list[Body], name: str) -> Body:
-    return next(one for one in containers if one.get("name") == name)
+    return next(container for container in containers if container.get("name") == name)

@@ -57,8 +57,8 @@ def ports_of(policy: Policy, spec: Body) -> Ports:
 
 def _next_free(port: int, taken: set[int]) -> int:
     """The next port that is free; below it, where none is left above."""
-    above = (one for one in range(port + 1, _LARGEST + 1) if one not in taken)
-    below = (one for one in range(port - 1, 0, -1) if one not in taken)
+    above = (candidate for candidate in range(port + 1, _LARGEST + 1) if candidate not in taken)
+    below = (candidate for candidate in range(port - 1, 0, -1) if candidate not in taken)
     return next(above, None) or next(below)
 
 
@@ -71,9 +71,11 @@ def _taken(spec: Body) -> Iterator[tuple[int, str]]:
 
 
 def _of_container(container: Body) -> Iterator[int]:
-    for one in container.get("ports") or ():
-        if one.get("protocol", "TCP") == "TCP":
-            yield from (port for key in ("containerPort", "hostPort") if (port := one.get(key)))
+    for declared in container.get("ports") or ():
+        if declared.get("protocol", "TCP") == "TCP":
+            yield from (
+                port for key in ("containerPort", "hostPort") if (port := declared.get(key))
+            )
     for probe in (container.get(name) or {} for name in _PROBES):
         for handler in _HANDLERS:
             if isinstance(port := (probe.get(handler) or {}).get("port"), int):

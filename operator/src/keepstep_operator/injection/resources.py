@@ -67,7 +67,19 @@ class Cost:
         if limit is not None and limit != self.millicores:
             ratio = room.ratio("cpu")
             most = [room.most("cpu"), None if ratio is None else cpu * ratio // 1000]
-            limit = max(cpu, min((limit, *(one for one in most if one is not None))))
+            limit = max(
+                cpu,
+                min(
+                    (
+                        limit,
+                        *(
+                            most_millicores
+                            for most_millicores in most
+                            if most_millicores is not None
+                        ),
+                    )
+                ),
+            )
         elif limit is not None:
             limit = cpu
         memory = max(self.memory_bytes, room.least("memory"))
@@ -157,8 +169,8 @@ def is_guaranteed(spec: Body) -> bool:
     limits (requests default to limits)."""
     return all(
         unit.name in limits and requests[unit.name] == limits[unit.name]
-        for one in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
-        for requests, limits in [[container_amounts(one, kind) for kind in _KINDS]]
+        for container in (*(spec.get("containers") or ()), *(spec.get("initContainers") or ()))
+        for requests, limits in [[container_amounts(container, kind) for kind in _KINDS]]
         for unit in _UNITS
     )
 
@@ -194,13 +206,13 @@ def storage_limit(policy: Policy, containers: list[Body]) -> tuple[str | None, s
     needed.
     """
     limited = any(
-        EPHEMERAL_STORAGE in ((one.get("resources") or {}).get("limits") or {})
-        for one in containers
+        EPHEMERAL_STORAGE in ((container.get("resources") or {}).get("limits") or {})
+        for container in containers
     )
-    directories = [one for one in policy.volumes if isinstance(one.source, EmptyDir)]
+    directories = [volume for volume in policy.volumes if isinstance(volume.source, EmptyDir)]
     if not limited or not directories:
         return None, ""
-    sizes = [one.usable_bytes for one in directories]
+    sizes = [directory.usable_bytes for directory in directories]
     if None in sizes:
         return None, (
             "a container limits ephemeral-storage and the policy's emptyDir has no capacity: the"

@@ -76,18 +76,18 @@ class Room:
     # --- what a container may have -------------------------------------------------------
 
     def least(self, resource: str) -> int:
-        return max((one.least.get(resource, 0) for one in self._of("Container")), default=0)
+        return max((bounds.least.get(resource, 0) for bounds in self._of("Container")), default=0)
 
     def most(self, resource: str) -> int | None:
-        return _least(one.most.get(resource) for one in self._of("Container"))
+        return _least(bounds.most.get(resource) for bounds in self._of("Container"))
 
     def ratio(self, resource: str) -> int | None:
-        return _least(one.ratio.get(resource) for one in self._of("Container"))
+        return _least(bounds.ratio.get(resource) for bounds in self._of("Container"))
 
     def limits(self, resource: str) -> bool:
         """Whether a LimitRange gives or asks for a limit of every container."""
         found = self._of("Container")
-        return any(resource in (*one.most, *one.ratio, *one.default) for one in found)
+        return any(resource in (*bounds.most, *bounds.ratio, *bounds.default) for bounds in found)
 
     # --- whether the API server will accept the pod ---------------------------------------
 
@@ -95,20 +95,20 @@ class Room:
         """Whether Pod Security refuses a hostPath. A pod that has one of its own is exempted from
         it, by a rule that nobody can read."""
         return self.pod_security in _NO_HOST_PATH and not any(
-            "hostPath" in one for one in spec.get("volumes") or ()
+            "hostPath" in volume for volume in spec.get("volumes") or ()
         )
 
     def objection(self, before: Body, after: Body) -> str:
         """What keeps the injected pod from being created; '' if nothing does, or if the pod would
         not be created without the sidecar either. `before`, `after`: specs."""
-        for one in self.ranges:
-            said = _breach(one, self.ranges, after)
-            if said and not _breach(one, self.ranges, before):
+        for bounds in self.ranges:
+            said = _breach(bounds, self.ranges, after)
+            if said and not _breach(bounds, self.ranges, before):
                 return said
-        return next(filter(None, (_grown(one, before, after) for one in self.quotas)), "")
+        return next(filter(None, (_grown(quota, before, after) for quota in self.quotas)), "")
 
     def _of(self, kind: str) -> Iterator[Range]:
-        return (one for one in self.ranges if one.kind == kind)
+        return (bounds for bounds in self.ranges if bounds.kind == kind)
 
 
 # --- parsing -------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Room:
 def parse_ranges(body: Body) -> tuple[Range, ...]:
     """The items of a LimitRange. Amounts that cannot be read are left out."""
     name = str((body.get("metadata") or {}).get("name") or "")
-    return tuple(_range(name, one) for one in (body.get("spec") or {}).get("limits") or ())
+    return tuple(_range(name, limit) for limit in (body.get("spec") or {}).get("limits") or ())
 
 
 def _range(name: str, item: Body) -> Range:
@@ -234,7 +234,7 @@ def _claims(spec: Body) -> Iterator[int]:
 
 
 def _least(amounts: Iterable[int | None]) -> int | None:
-    return min((one for one in amounts if one is not None), default=None)
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 # --- LimitRange ----------------------------------------------------------------------------------
@@ -260,10 +260,10 @@ def _completed(container: Body, ranges: tuple[Range, ...]) -> tuple[Amounts, Amo
     """Requests and limits after LimitRanger's defaults."""
     requests: Amounts = container_amounts(container, REQUESTS)
     limits: Amounts = container_amounts(container, LIMITS)
-    for one in ranges:
-        if one.kind == "Container":
-            limits = {**one.default, **limits}
-            requests = {**one.default_request, **requests}
+    for bounds in ranges:
+        if bounds.kind == "Container":
+            limits = {**bounds.default, **limits}
+            requests = {**bounds.default_request, **requests}
     return requests, limits
 
 
@@ -274,7 +274,7 @@ def _broken(rule: Range, what: str, requests: Amounts, limits: Amounts) -> str:
             return f"LimitRange {rule.name}: {said} of {resource} for {what}"
     for resource in {*requests} & {*limits}:
         if requests[resource] > limits[resource]:
-            asked, given = (_written(resource, one[resource]) for one in (requests, limits))
+            asked, given = (_written(resource, amounts[resource]) for amounts in (requests, limits))
             return (
                 f"LimitRange {rule.name} gives {what} a limit of {given} of {resource}, which is"
                 f" less than its request of {asked}"
@@ -283,7 +283,7 @@ def _broken(rule: Range, what: str, requests: Amounts, limits: Amounts) -> str:
 
 
 def _of_resource(rule: Range, resource: str, request: int | None, limit: int | None) -> str:
-    given = [one for one in (request, limit) if one is not None]
+    given = [amount for amount in (request, limit) if amount is not None]
     least, most = rule.least.get(resource), rule.most.get(resource)
     if least is not None and (request is None or min(given) < least):
         return f"at least {_written(resource, least)}"
@@ -304,7 +304,7 @@ def _grown(quota: Quota, before: Body, after: Body) -> str:
     if unnamed := _unnamed(quota, after):
         return f"ResourceQuota {quota.name} asks for {unnamed}"
     for kind, resource in quota.hard:
-        own, needs = (amounts_of(one, kind).get(resource, 0) for one in (before, after))
+        own, needs = (amounts_of(container, kind).get(resource, 0) for container in (before, after))
         left = quota.hard[kind, resource] - quota.used.get((kind, resource), 0)
         if needs <= own or (kind == CLAIMS and needs <= left):
             continue

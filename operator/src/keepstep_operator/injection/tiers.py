@@ -74,7 +74,11 @@ def _of_archive(policy: Policy) -> list[Body]:
         "KEEPSTEP_ARCHIVE_REGION": bucket.region if bucket else None,
         "AZURE_STORAGE_ACCOUNT_NAME": bucket.account if bucket else None,
     }
-    known = [{"name": name, "value": str(one)} for name, one in settings.items() if one is not None]
+    known = [
+        {"name": name, "value": str(setting)}
+        for name, setting in settings.items()
+        if setting is not None
+    ]
     return [*known, *(_credentials(bucket) if bucket is not None else ())]
 
 
@@ -110,7 +114,11 @@ def _of_peers(policy: Policy, ports: Ports) -> list[Body]:
         "KEEPSTEP_PEER_REPLICAS": peers.replicas if peers is not None else 0,
         "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second if peers is not None else None,
     }
-    known = [{"name": name, "value": str(one)} for name, one in settings.items() if one is not None]
+    known = [
+        {"name": name, "value": str(setting)}
+        for name, setting in settings.items()
+        if setting is not None
+    ]
     return [pod_address(), *known]
 
 

@@ -46,7 +46,7 @@ _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 
 def volumes_of(policy: Policy) -> list[Body]:
     """The volumes to add to `spec.volumes`."""
-    local = (_volume(one) for one in policy.volumes)
+    local = (_volume(volume) for volume in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
     return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *tier_volumes(policy)]
 
@@ -57,7 +57,7 @@ def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
         *memory_mounts(policy),
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
         {"name": TRUST_VOLUME, "mountPath": TRUST_PATH},
-        *(_mount(one, policy, placement) for one in policy.volumes),
+        *(_mount(volume, policy, placement) for volume in policy.volumes),
         *tier_mounts(policy),
     ]
 
@@ -90,14 +90,14 @@ def prepared_cache(policy: Policy, placement: Placement) -> list[str]:
 
 def paths_of(policy: Policy) -> list[str]:
     """The directories of the policy's volumes, as the sidecar sees them."""
-    return [f"{VOLUMES_PATH}/{one.name}" for one in policy.volumes]
+    return [f"{VOLUMES_PATH}/{volume.name}" for volume in policy.volumes]
 
 
 def host_mounts(policy: Policy) -> list[Body]:
     """The init container's mounts: each whole hostPath."""
     local = [
-        {"name": VOLUME_PREFIX + one.name, "mountPath": f"{HOST_ROOT}/{one.name}"}
-        for one in _on_host(policy)
+        {"name": VOLUME_PREFIX + volume.name, "mountPath": f"{HOST_ROOT}/{volume.name}"}
+        for volume in _on_host(policy)
     ]
     if shared_path(policy) is None:
         return local
@@ -108,7 +108,7 @@ def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
     """The directories that the init container makes: this pod's below each hostPath, and the
     namespace's in an archive that is a directory of the nodes."""
     below = _below(policy, placement)
-    local = [f"{HOST_ROOT}/{one.name}/{below}" for one in _on_host(policy)]
+    local = [f"{HOST_ROOT}/{volume.name}/{below}" for volume in _on_host(policy)]
     shared = shared_path(policy)
     return local if shared is None else [*local, shared]
 
@@ -119,7 +119,7 @@ def file_system_group(policy: Policy, spec: Body) -> int | None:
 
     Raises PodError if an fsGroup would change the owner of the user's own claims.
     """
-    ephemeral = any(isinstance(one.source, Ephemeral) for one in policy.volumes)
+    ephemeral = any(isinstance(volume.source, Ephemeral) for volume in policy.volumes)
     if not ephemeral and not policy.huge_bytes:
         return None
     if (spec.get("securityContext") or {}).get("fsGroup") is not None:
@@ -189,4 +189,4 @@ def _below(policy: Policy, placement: Placement) -> str:
 
 
 def _on_host(policy: Policy) -> Iterator[Volume]:
-    return (one for one in policy.volumes if isinstance(one.source, HostPath))
+    return (volume for volume in policy.volumes if isinstance(volume.source, HostPath))

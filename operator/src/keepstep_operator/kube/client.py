@@ -104,20 +104,20 @@ class Client:
         selectors."""
         path = resource.path(namespace=namespace)
         selectors = {"labelSelector": labels, "fieldSelector": fields}
-        query = {name: one for name, one in selectors.items() if one}
+        query = {name: selector for name, selector in selectors.items() if selector}
         query["limit"] = _PAGE
         while True:
             page = await self._call("GET", path, query=query, accept=accept, decode=decode)
-            for one in page.get("items") or []:
-                yield one
+            for item in page.get("items") or []:
+                yield item
             query["continue"] = (page.get("metadata") or {}).get("continue") or ""
             if not query["continue"]:
                 return
 
     async def names(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
         """As `list`, but of each object only the metadata in `_Metadata`."""
-        async for one in self.list(resource, accept=_METADATA, decode=_names, **where):
-            yield one
+        async for body in self.list(resource, accept=_METADATA, decode=_names, **where):
+            yield body
 
     async def create(self, resource: Resource, body: Body, *, namespace: str | None = None) -> Body:
         """Create the object. Raises Conflict if it exists."""

@@ -44,7 +44,7 @@ class Cluster:
         except (config.ConfigException, OSError, TypeError) as error:
             said = f"no cluster to ask: {error}; see KUBECONFIG, and --context"
             raise UsageError(said) from error
-        chosen = next((one for one in contexts if one["name"] == context), current)
+        chosen = next((entry for entry in contexts if entry["name"] == context), current)
         self.namespace: str = namespace or chosen["context"].get("namespace") or "default"
 
     def require_run(self, name: str) -> None:
@@ -61,7 +61,7 @@ class Cluster:
         )
         path = f"/api/v1/namespaces/{_quoted(self.namespace)}/pods"
         items: list[Body] = self._get(path, {"labelSelector": labels})["items"]
-        return sorted(items, key=lambda one: str(one["metadata"]["name"]))
+        return sorted(items, key=lambda item: str(item["metadata"]["name"]))
 
     def open_port(self, pod: str, port: int) -> socket.socket:
         """A connection to a port of a pod's loopback, through the API server."""

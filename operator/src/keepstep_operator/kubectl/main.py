@@ -60,7 +60,7 @@ def ui(run: str, port: int, namespace: str | None, context: str | None) -> None:
     """
     cluster = Cluster(context=context, namespace=namespace)
     pods = cluster.leaders(run)
-    running = [one for one in pods if one.get("status", {}).get("phase") == "Running"]
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
     if not running:
         cluster.require_run(run)  # that there is no such run is said first
         raise click.ClickException(f"no pod of node rank 0 of run {run} is running now")

@@ -37,25 +37,25 @@ def changes(run: Run, known: Mapping[str, Tiers]) -> Changes:
     report = run.report
     if report is None:
         return Changes()
-    wanted = {name_of(run, one): one for one in report.kept}
+    wanted = {name_of(run, checkpoint): checkpoint for checkpoint in report.kept}
     return Changes(
-        made=tuple(one for name, one in wanted.items() if name not in known),
+        made=tuple(checkpoint for name, checkpoint in wanted.items() if name not in known),
         moved=tuple(
-            one
-            for name, one in wanted.items()
-            if name in known and report.certain and known[name] != tiers_of(one)
+            checkpoint
+            for name, checkpoint in wanted.items()
+            if name in known and report.certain and known[name] != tiers_of(checkpoint)
         ),
         gone=tuple(sorted(known.keys() - wanted.keys())) if report.certain else (),
     )
 
 
-def name_of(run: Run, one: Kept) -> str:
+def name_of(run: Run, checkpoint: Kept) -> str:
     """The name of its object. It is a DNS subdomain, since both parts are."""
-    return f"{run.key.name}-{one.step}"
+    return f"{run.key.name}-{checkpoint.step}"
 
 
-def tiers_of(one: Kept) -> Tiers:
-    return tuple(map(str, one.tiers))
+def tiers_of(checkpoint: Kept) -> Tiers:
+    return tuple(map(str, checkpoint.tiers))
 
 
 def known_tiers(body: Body) -> Tiers:
@@ -63,22 +63,22 @@ def known_tiers(body: Body) -> Tiers:
     return tuple(map(str, (body.get("status") or {}).get("tiers") or ()))
 
 
-def body_of(run: Run, one: Kept) -> Body:
+def body_of(run: Run, checkpoint: Kept) -> Body:
     """The object to create. It is deleted with its CheckpointRun."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": "Checkpoint",
         "metadata": {
-            "name": name_of(run, one),
+            "name": name_of(run, checkpoint),
             "namespace": run.key.namespace,
             "labels": {names.RUN_KEY_LABEL: run.key.name, MANAGED_BY: MANAGER},
             "ownerReferences": [owner_of(run)],
         },
         "spec": {
             "run": run.key.name,
-            "step": one.step,
-            "ranks": max(1, one.ranks),
-            **({"bytes": one.size_bytes} if one.size_bytes else {}),
+            "step": checkpoint.step,
+            "ranks": max(1, checkpoint.ranks),
+            **({"bytes": checkpoint.size_bytes} if checkpoint.size_bytes else {}),
         },
     }
 
@@ -94,16 +94,18 @@ def owner_of(run: Run) -> Body:
     }
 
 
-def status_of(one: Kept, *, now: float) -> Body:
+def status_of(checkpoint: Kept, *, now: float) -> Body:
     """The object's status. Its condition never changes while the object is there."""
     return {
-        "tiers": list(tiers_of(one)),
+        "tiers": list(tiers_of(checkpoint)),
         "conditions": [
             {
                 "type": "Available",
                 "status": "True",
                 "reason": "Held",
-                "message": f"all {one.ranks} shards are on: {', '.join(tiers_of(one))}",
+                "message": (
+                    f"all {checkpoint.ranks} shards are on: {', '.join(tiers_of(checkpoint))}"
+                ),
                 "lastTransitionTime": utc(now),
             }
         ],

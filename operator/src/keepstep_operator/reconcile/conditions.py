@@ -95,8 +95,8 @@ def verdicts(run: Run, cluster: Cluster, *, now: float) -> dict[str, Verdict]:
         *(_failing(found[type]) for type in (COMMITTING, REPLICATED, ARCHIVED)),
     )
     said = Verdict("True", PROTECTED, _what_is_kept(run, cluster))
-    protected = next((one for one in problems if one is not None), said)
-    shown = {type: one for type, one in found.items() if one is not None}
+    protected = next((problem for problem in problems if problem is not None), said)
+    shown = {type: verdict for type, verdict in found.items() if verdict is not None}
     return {PROTECTED: protected, **shown}
 
 
@@ -128,7 +128,7 @@ def doubts(run: Run) -> tuple[Doubt, ...]:
 def _finished(run: Run) -> Verdict | None:
     if run.finished_at is None:
         return None
-    how = next((one.message for one in run.recent if one.type == FINISHED), "the job is over")
+    how = next((event.message for event in run.recent if event.type == FINISHED), "the job is over")
     how = how.partition(";")[0]
     if run.committed is None:
         return Verdict("Unknown", FINISHED, f"{how}; no step of it was committed")

@@ -48,16 +48,16 @@ def events(before: Run, after: Run) -> Iterator[Event]:
     if step is not None and report is not None and step != before.committed:
         message = f"step {step.step} is durable on all {report.world} ranks"
         yield Event(reason="Committed", message=message, warning=False, period_s=_COMMITTED_S)
-    for one in after.recent:
-        if one not in before.recent and one.type != FINISHED:
-            quiet, topic = one.type in _NORMAL, f"{one.time} {one.step}"
-            yield Event(reason=one.type, message=one.message, warning=not quiet, topic=topic)
+    for event in after.recent:
+        if event not in before.recent and event.type != FINISHED:
+            quiet, topic = event.type in _NORMAL, f"{event.time} {event.step}"
+            yield Event(reason=event.type, message=event.message, warning=not quiet, topic=topic)
     known = before.report.alarms if before.report is not None else ()
     for alarm in after.report.alarms if after.report is not None else ():
         if alarm not in known:
             yield Event(reason=alarm.kind, message=alarm.text, topic=alarm.text)
     for doubt in doubts(after):
-        if doubt.kind in _TOLD and doubt.kind not in {one.kind for one in doubts(before)}:
+        if doubt.kind in _TOLD and doubt.kind not in {doubt.kind for doubt in doubts(before)}:
             yield Event(reason=str(doubt.kind), message=doubt.text)
     yield from _of_sidecars(before, after)
     for pod in rivals(after):
@@ -84,11 +84,11 @@ def standing(run: Run, cluster: Cluster, *, now: float) -> Iterator[Event]:
 
 def _of_sidecars(before: Run, after: Run) -> Iterator[Event]:
     known = before.report.nodes if before.report is not None else ()
-    told = {one.node_rank: one.warnings for one in known}
-    for one in after.report.nodes if after.report is not None else ():
-        pod = after.pods.get(one.pod)
-        for text in one.warnings if pod is not None else ():
-            if pod is not None and text not in told.get(one.node_rank, ()):
+    told = {report.node_rank: report.warnings for report in known}
+    for node in after.report.nodes if after.report is not None else ():
+        pod = after.pods.get(node.pod)
+        for text in node.warnings if pod is not None else ():
+            if pod is not None and text not in told.get(node.node_rank, ()):
                 message = f"{pod.name}: {text}"
                 topic = f"{pod.uid} {text}"
                 yield Event(reason="SidecarWarning", message=message, topic=topic, period_s=_HOUR_S)

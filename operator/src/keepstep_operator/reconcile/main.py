@@ -134,7 +134,7 @@ class Parts:
             self.writer.write_events(),
             self.writer.write_checkpoints(),
         )
-        tasks = [asyncio.create_task(one) for one in background]
+        tasks = [asyncio.create_task(coroutine) for coroutine in background]
         try:
             await _first(asyncio.create_task(self._follow()), *tasks)
         finally:

@@ -123,8 +123,8 @@ class _Runs(Collector):
     def _conditions(self) -> Metric:
         family = GaugeMetricFamily(*CONDITION, labels=("namespace", "run", "condition", "status"))
         for key, run in self._runs.items():
-            for one in run.status.conditions:
-                family.add_metric((key.namespace, key.name, one.type, one.status), 1.0)
+            for condition in run.status.conditions:
+                family.add_metric((key.namespace, key.name, condition.type, condition.status), 1.0)
         return family
 
     def _goodput(self) -> Metric:

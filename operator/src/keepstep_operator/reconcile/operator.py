@@ -118,7 +118,7 @@ class Operator:
             and (other.job.kind, other.job.name) == (job.kind, job.name)
         ]
         newest = max(
-            found, key=lambda one: one.committed.time if one.committed else "", default=None
+            found, key=lambda run: run.committed.time if run.committed else "", default=None
         )
         return run if newest is None else replace(run, earlier=newest.key.name)
 

@@ -91,7 +91,7 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         address=str(status.get("podIP") or ""),
         training_since=_running_since(trainer),
         trouble=cut(_trouble(status) if injected else said.message),
-        warnings=tuple(_shared(cut(one, longest=_LONGEST_WARNING)) for one in warnings),
+        warnings=tuple(_shared(cut(warning, longest=_LONGEST_WARNING)) for warning in warnings),
         volumes=_volumes(body),
         policy=_shared(cut(said.policy, longest=_LONGEST_NAME)),
         policy_generation=said.generation,
@@ -108,8 +108,8 @@ def parse_agent(body: Body) -> AgentRecord:
     """The agent's pod on a node. It serves while it is ready and stays."""
     metadata, status = body.get("metadata") or {}, body.get("status") or {}
     ready = any(
-        one.get("type") == "Ready" and one.get("status") == "True"
-        for one in status.get("conditions") or []
+        condition.get("type") == "Ready" and condition.get("status") == "True"
+        for condition in status.get("conditions") or []
     )
     address = str(status.get("podIP") or "")
     host = f"[{address}]" if ":" in address else address
@@ -136,9 +136,9 @@ def _training_name(pod: Pod, said: Injected) -> str:
 
 
 def _container_status(status: Body, name: str) -> Body:
-    for one in status.get("containerStatuses") or []:
-        if one.get("name") == name:
-            found: Body = one
+    for container in status.get("containerStatuses") or []:
+        if container.get("name") == name:
+            found: Body = container
             return found
     return {}
 
@@ -149,28 +149,29 @@ def _running_since(container: Body) -> float | None:
 
 
 def _volumes(body: Body) -> tuple[VolumeKind, ...]:
-    return tuple(kind for one in _added(body) for kind in VolumeKind if kind.value in one)
+    return tuple(kind for volume in _added(body) for kind in VolumeKind if kind.value in volume)
 
 
 def _added(body: Body) -> Iterator[Body]:
     """The volumes that injection added for the policy."""
-    for one in (body.get("spec") or {}).get("volumes") or []:
-        if str(one.get("name", "")).startswith(names.VOLUME_PREFIX):
-            yield one
+    for volume in (body.get("spec") or {}).get("volumes") or []:
+        if str(volume.get("name", "")).startswith(names.VOLUME_PREFIX):
+            yield volume
 
 
 def _trouble(status: Body) -> str:
     """Why the pod does not run, in the words of the scheduler, or of the kubelet about a
     container."""
-    for one in status.get("conditions") or []:
-        if one.get("type") == "PodScheduled" and one.get("status") == "False":
-            return f"not scheduled: {one.get('message') or one.get('reason') or 'no reason given'}"
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            why = condition.get("message") or condition.get("reason") or "no reason given"
+            return f"not scheduled: {why}"
     parts = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
-    for one in parts:
-        waiting = (one.get("state") or {}).get("waiting") or {}
+    for part in parts:
+        waiting = (part.get("state") or {}).get("waiting") or {}
         if (reason := waiting.get("reason")) and reason not in _HARMLESS:
             said = f" ({waiting['message']})" if waiting.get("message") else ""
-            return f"container {one.get('name')}: {reason}{said}"
+            return f"container {part.get('name')}: {reason}{said}"
     return ""
 
 
@@ -197,7 +198,7 @@ def advice_on(policy: Policy) -> str:
 
 
 def _of_volumes(policy: Policy) -> str:
-    kinds = [one.source.kind for one in policy.volumes]
+    kinds = [volume.source.kind for volume in policy.volumes]
     fleeting = sorted({str(kind) for kind in kinds if kind is not VolumeKind.HOST_PATH})
     if not fleeting:
         return "a step outlives its pod on the same node"
@@ -265,10 +266,10 @@ def job_state(body: Body) -> JobState:
     phase = state.get("phase") if isinstance(state, dict) else status.get("jobDeploymentStatus")
     if phase:
         return _PHASES.get(str(phase), JobState.ACTIVE)
-    for one in status.get("conditions") or []:
-        if one.get("status") == "True" and one.get("type") in _DONE:
+    for condition in status.get("conditions") or []:
+        if condition.get("status") == "True" and condition.get("type") in _DONE:
             return JobState.FINISHED
-        if one.get("status") == "True" and one.get("type") == "Failed":
+        if condition.get("status") == "True" and condition.get("type") == "Failed":
             return JobState.FAILED
     return JobState.ACTIVE
 
@@ -279,14 +280,14 @@ _TAINT = "node.kubernetes.io/unschedulable"
 def parse_node(body: Body) -> NodeRecord:
     """A Node."""
     metadata, spec = body.get("metadata") or {}, body.get("spec") or {}
-    taints = {one.get("key") for one in spec.get("taints") or []}
+    taints = {taint.get("key") for taint in spec.get("taints") or []}
     return NodeRecord(
         name=str(metadata.get("name") or ""),
         labels=metadata.get("labels") or {},
         cordoned=bool(spec.get("unschedulable")) or _TAINT in taints,
         ready=all(
-            one.get("status") == "True"
-            for one in (body.get("status") or {}).get("conditions") or []
-            if one.get("type") == "Ready"
+            condition.get("status") == "True"
+            for condition in (body.get("status") or {}).get("conditions") or []
+            if condition.get("type") == "Ready"
         ),
     )

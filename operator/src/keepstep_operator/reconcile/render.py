@@ -71,7 +71,7 @@ def render(run: Run, cluster: Cluster, *, now: float) -> RunStatus:
 
 
 def _with_report(status: RunStatus, run: Run, report: RunReport) -> RunStatus:
-    record, outlived = run.record, [one.value for one in survives(run)]
+    record, outlived = run.record, [failure.value for failure in survives(run)]
     epoch = str(report.epochs[0].id) if report.epochs else record.counted
     pods = run.pods
     return replace(
@@ -94,15 +94,15 @@ def _with_report(status: RunStatus, run: Run, report: RunReport) -> RunStatus:
         goodput=record.goodput,
         ranks=tuple(
             PlaceStatus(
-                node_rank=one.node_rank,
-                node=one.node,
-                pod=pods[one.pod].name if one.pod in pods else "",
-                ranks=one.ranks,
-                memory=one.memory,
-                local=one.local,
-                buddies=one.buddies,
+                node_rank=node.node_rank,
+                node=node.node,
+                pod=pods[node.pod].name if node.pod in pods else "",
+                ranks=node.ranks,
+                memory=node.memory,
+                local=node.local,
+                buddies=node.buddies,
             )
-            for one in sorted(report.nodes, key=lambda one: one.node_rank)
+            for node in sorted(report.nodes, key=lambda node: node.node_rank)
         ),
         holders=record.holders,
         drives=record.drives,
@@ -157,20 +157,24 @@ def _nodes(run: Run) -> str:
 def _conditions(run: Run, found: Mapping[str, Verdict], now: float) -> tuple[Condition, ...]:
     """All conditions with their times. When a run that had finished is seen again, no leader says
     any more where its steps lie: what `Protected` and `Archived` said at its end stands."""
-    before = {one.type: one for one in run.status.conditions}
+    before = {condition.type: condition for condition in run.status.conditions}
     made = {
         type: Condition(
             type=type,
-            status=one.status,
-            reason=one.reason,
-            message=cut(one.message),
+            status=verdict.status,
+            reason=verdict.reason,
+            message=cut(verdict.message),
             observed_generation=run.object.generation if run.object is not None else 0,
-            last_transition_time=since(before.get(type), one.status, now),
+            last_transition_time=since(before.get(type), verdict.status, now),
         )
-        for type, one in found.items()
+        for type, verdict in found.items()
     }
     ended = run.finished_at is not None and run.status.phase == FINISHED and run.report is None
-    stand = {type: one for type, one in before.items() if ended and type in (PROTECTED, ARCHIVED)}
+    stand = {
+        type: condition
+        for type, condition in before.items()
+        if ended and type in (PROTECTED, ARCHIVED)
+    }
     return tuple({**made, **stand}.values())
 
 
@@ -249,9 +253,9 @@ def _of_pods(run: Run) -> dict[str, list[str]]:
 
     for pod in run.members:
         add(pod.warnings if pod.stays else (), pod)
-    for one in run.report.nodes if run.report is not None else ():
-        if one.pod in run.pods:
-            add(one.warnings, run.pods[one.pod])
+    for node in run.report.nodes if run.report is not None else ():
+        if node.pod in run.pods:
+            add(node.warnings, run.pods[node.pod])
     return found
 
 
@@ -276,9 +280,12 @@ def policy_status(policy: PolicyRecord, before: Body, *, now: float) -> Body:
 
 
 def _accepted(status: Body) -> Condition | None:
-    for one in status.get("conditions") or []:
-        if one.get("type") == ACCEPTED:
-            fields = {**one, "last_transition_time": one.get("lastTransitionTime") or ""}
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == ACCEPTED:
+            fields = {
+                **condition,
+                "last_transition_time": condition.get("lastTransitionTime") or "",
+            }
             try:
                 return msgspec.convert(fields, Condition)
             except msgspec.ValidationError:

@@ -186,7 +186,7 @@ def bounded(report: RunReport) -> RunReport:
         (record.holders, wire.MOST_HOLDERS),
         (record.drives, wire.MOST_DRIVES),
         (tallies, wire.MOST_TALLIES),
-        *((one.warnings, wire.MOST_NODE_WARNINGS) for one in report.nodes),
+        *((node.warnings, wire.MOST_NODE_WARNINGS) for node in report.nodes),
     )
     if any(len(listed) > most for listed, most in lists):
         raise Refused(

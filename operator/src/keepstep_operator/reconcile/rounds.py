@@ -111,8 +111,8 @@ class Rounds:
         operator = self._operator
         pods_before = {*operator.pods}
         runs_before = {key for key, run in operator.runs.items() if run.object is not None}
-        pods = {_uid(one) async for one in self._client.names(PODS, labels=names.INJECTED_LABEL)}
-        runs = {_key(one) async for one in self._client.names(RUNS)}
+        pods = {_uid(name) async for name in self._client.names(PODS, labels=names.INJECTED_LABEL)}
+        runs = {_key(name) async for name in self._client.names(RUNS)}
         for uid in pods_before - pods - self._uninjected:
             operator.pod_gone(uid)
         for key in runs_before - runs:
@@ -123,9 +123,9 @@ class Rounds:
         answer. Only metadata is listed, so that the pods of others take no memory."""
         found: dict[str, Body] = {}
         for labels in _UNINJECTED:
-            async for one in self._client.names(PODS, labels=labels, fields=_LIVING):
-                if asks(one):
-                    found[_uid(one)] = one["metadata"]
+            async for name in self._client.names(PODS, labels=labels, fields=_LIVING):
+                if asks(name):
+                    found[_uid(name)] = name["metadata"]
         for uid in self._uninjected - set(found):
             self._operator.pod_gone(uid)
         self._uninjected &= set(found)
@@ -147,7 +147,7 @@ class Rounds:
         labels, found = names.AGENT_LABEL, list[Body]()
         async for body in self._client.list(PODS, namespace=self._namespace, labels=labels):
             found.append(body)
-        agents = {one.node: one.address for one in map(parse_agent, found) if one.node}
+        agents = {record.node: record.address for record in map(parse_agent, found) if record.node}
         self._operator.cluster = replace(self._operator.cluster, agents=agents)
 
     # --- jobs --------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def pod_seen(run: Run, pod: PodRecord, *, at: float) -> Run:
     if run.pods.get(pod.uid) == pod:
         return run
     pods = {**run.pods, pod.uid: pod}
-    run = replace(run, pods=pods, rivals=run.rivals & {one.job for one in pods.values()})
+    run = replace(run, pods=pods, rivals=run.rivals & {pod.job for pod in pods.values()})
     run = replace(run, rivals=_rivals(run, pod))
     if pod.injected and pod.job not in run.rivals:
         run = replace(run, volumes=pod.volumes, labelled=pod.labelled)
@@ -128,8 +128,10 @@ def _rivals(run: Run, pod: PodRecord) -> frozenset[Job]:
     them in any order."""
     if not pod.labelled or not pod.stays or pod.job is None or pod.job in run.rivals:
         return run.rivals
-    others = (one for one in run.members if one.stays and one.job not in (pod.job, None))
-    member = next((one for one in others if one.node_rank == pod.node_rank), None)
+    others = (
+        member for member in run.members if member.stays and member.job not in (pod.job, None)
+    )
+    member = next((record for record in others if record.node_rank == pod.node_rank), None)
     if member is None or member.job is None:
         return run.rivals
     on_record = _job_of(run.status)
@@ -287,7 +289,7 @@ def _job_of(status: RunStatus) -> Job | None:
 def _finished_at(status: RunStatus) -> float | None:
     if status.phase != FINISHED:
         return None
-    return next((seconds_of(one.time) for one in status.recent if one.type == FINISHED), None)
+    return next((seconds_of(event.time) for event in status.recent if event.type == FINISHED), None)
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -322,7 +324,7 @@ def _committed(run: Run, report: RunReport, at: float) -> CommittedStatus | None
 
 def merged(known: Iterable[Happened], more: Iterable[Happened]) -> tuple[Happened, ...]:
     """What happened, each once, the newest first, and no more than are kept."""
-    found = {(one.time, one.type, one.step): one for one in (*known, *more)}
+    found = {(event.time, event.type, event.step): event for event in (*known, *more)}
     return tuple(found[key] for key in sorted(found, key=_order, reverse=True)[:MOST_RECENT])
 
 

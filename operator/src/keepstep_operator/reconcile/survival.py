@@ -36,4 +36,4 @@ def survives(run: Run) -> tuple[Survives, ...]:
         Survives.NODE_LOSS: safe.node is not None,
         Survives.JOB_RECREATE: run.labelled and (on_nodes or safe.archived is not None),
     }
-    return tuple(one for one, outlived in held.items() if outlived)
+    return tuple(failure for failure, outlived in held.items() if outlived)

@@ -224,16 +224,16 @@ class Writer:
             return
         known, namespace = await self._listed(run.key), run.key.namespace
         due = checkpoints.changes(run, known)
-        for one in due.made:
-            body = checkpoints.body_of(run, one)
+        for checkpoint in due.made:
+            body = checkpoints.body_of(run, checkpoint)
             creation = self._client.create(CHECKPOINTS, body, namespace=namespace)
             if await self._create("checkpoint", creation) is None:
-                name = checkpoints.name_of(run, one)
+                name = checkpoints.name_of(run, checkpoint)
                 warn("checkpoint.name_conflict", run=str(run.key), checkpoint=name)
             else:
-                await self._show_tiers(run, one, now)
-        for one in due.moved:
-            await self._show_tiers(run, one, now)
+                await self._show_tiers(run, checkpoint, now)
+        for checkpoint in due.moved:
+            await self._show_tiers(run, checkpoint, now)
         for name in due.gone:
             with contextlib.suppress(NotFound):
                 await self._client.delete(CHECKPOINTS, name, namespace=namespace)
@@ -247,13 +247,15 @@ class Writer:
             str(body["metadata"]["name"]): checkpoints.known_tiers(body) async for body in listed
         }
 
-    async def _show_tiers(self, run: Run, one: Kept, now: float) -> None:
+    async def _show_tiers(self, run: Run, checkpoint: Kept, now: float) -> None:
         """Write the object's status. One that is deleted meanwhile is made again later."""
-        patch = [{"op": "add", "path": "/status", "value": checkpoints.status_of(one, now=now)}]
+        patch = [
+            {"op": "add", "path": "/status", "value": checkpoints.status_of(checkpoint, now=now)}
+        ]
         with contextlib.suppress(NotFound):
             await self._client.patch(
                 CHECKPOINTS,
-                checkpoints.name_of(run, one),
+                checkpoints.name_of(run, checkpoint),
                 patch,
                 namespace=run.key.namespace,
                 kind=PatchType.JSON,
@@ -299,9 +301,9 @@ def _same(now: RunStatus, before: RunStatus) -> bool:
     return all(
         getattr(now, name) == getattr(before, name)
         for name in ("phase", "start", "job", "policy", "protected", "warnings", "restarts")
-    ) and [(one.type, one.status, one.reason) for one in now.conditions] == [
-        (one.type, one.status, one.reason) for one in before.conditions
-    ]
+    ) and [
+        (condition.type, condition.status, condition.reason) for condition in now.conditions
+    ] == [(condition.type, condition.status, condition.reason) for condition in before.conditions]
 
 
 def _digest(status: object) -> bytes:

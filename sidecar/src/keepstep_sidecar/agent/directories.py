@@ -174,9 +174,9 @@ def _places(root: Directory) -> Iterator[tuple[Directory, list[str]]]:
 
 def _directories(place: Directory) -> Iterator[str]:
     with os.scandir(place.fd) as found:
-        for one in found:
-            if one.is_dir(follow_symlinks=False) and not one.name.startswith("."):
-                yield one.name
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                yield entry.name
 
 
 def _is_run(namespace: Directory, name: str) -> bool:
@@ -185,8 +185,10 @@ def _is_run(namespace: Directory, name: str) -> bool:
     if not all(map(DNS_LABEL.fullmatch, (namespace.path.name, name))):
         return False
     run = namespace.inside(name)
-    ranks = [run.inside(one) for one in _directories(run) if NODE_RANK.fullmatch(one)]
-    return any(os.fstat(one.fd).st_uid == USER_ID or name in one.names() for one in ranks)
+    ranks = [
+        run.inside(directory) for directory in _directories(run) if NODE_RANK.fullmatch(directory)
+    ]
+    return any(os.fstat(rank.fd).st_uid == USER_ID or name in rank.names() for rank in ranks)
 
 
 def volumes(run: Directory) -> Iterator[Directory]:

@@ -84,12 +84,12 @@ class Row:
         """Pairs of (label values, value)."""
         get = attrgetter(self.attribute)
         if self.scope == "rank":
-            yield from (((str(one.rank),), _number(get(one))) for one in status.ranks)
+            yield from (((str(rank.rank),), _number(get(rank))) for rank in status.ranks)
         elif self.scope == "volume":
-            yield from (((one.path,), _number(get(one))) for one in status.volumes)
+            yield from (((volume.path,), _number(get(volume))) for volume in status.volumes)
         elif self.scope == "tier":
-            for tier, one in status.tiers.items():
-                yield (tier, one.where), _number(get(one))
+            for tier, tier_status in status.tiers.items():
+                yield (tier, tier_status.where), _number(get(tier_status))
         elif self.scope == "bucket":
             by_bucket = {} if status.goodput is None else status.goodput.seconds
             yield from (((bucket,), seconds) for bucket, seconds in by_bucket.items())

@@ -93,7 +93,7 @@ class Restoring:
         self._local_shards = self.committer.local_shards
 
     def _vote_view(self, rank: int) -> View:
-        held = any(one.tier in IN_POD for one in self.restorer.held(rank).values())
+        held = any(candidate.tier in IN_POD for candidate in self.restorer.held(rank).values())
         return self.remote_tiers.view(held=held, heard_at=self.leader.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
@@ -167,7 +167,9 @@ class Restoring:
             lost_steps=lost,
         )
         others = [
-            one for one in self.restores if (one.rank, one.epoch.id) != (rank, request.epoch.id)
+            restore
+            for restore in self.restores
+            if (restore.rank, restore.epoch.id) != (rank, request.epoch.id)
         ]
         self.restores = [*others, noted][-_RESTORES_KEPT:]
 

@@ -189,7 +189,7 @@ class Saving:
         ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
-            (one.current.wanted for one in self.slots.ranks.values() if one.current),
+            (rank.current.wanted for rank in self.slots.ranks.values() if rank.current),
             default=SLOTS,
         )
         if self._local_shards.scanned:  # before the scan it is unknown what is already durable
@@ -204,7 +204,7 @@ class Saving:
         ranks began an epoch (`all_came`). It holds until such a rank's trainer comes after all.
         """
         leased = {rank: self.leases.of(rank) for rank in self.leases.ranks}
-        most = max((one.request.local_world for one in leased.values() if one), default=0)
+        most = max((lease.request.local_world for lease in leased.values() if lease), default=0)
         if all_came or 0 < most <= len(leased):
             self.slots.moved = frozenset({*self.slots.ranks, *self._copies.ranks()})
         self.slots.moved -= leased.keys()
@@ -274,7 +274,9 @@ class Saving:
 
         await self.changes.until(given, timeout_s=request.timeout_s)
         sets = (slots.current, slots.bases.current)
-        failure = next((one.failure for one in sets if one is not None and one.failure), "")
+        failure = next(
+            (slot_set.failure for slot_set in sets if slot_set is not None and slot_set.failure), ""
+        )
         if granted.slot is None and failure:
             raise refuse("no-memory", failure)
         return granted
@@ -299,7 +301,9 @@ class Saving:
             slot=file.name,
             path=str(file.path),
             generation=assigned.generation,
-            others=tuple(str(one.path) for _, one in slot_set.present() if one is not file),
+            others=tuple(
+                str(slot_file.path) for _, slot_file in slot_set.present() if slot_file is not file
+            ),
             base="" if base is None else str(base.path),
         )
 
@@ -403,7 +407,7 @@ class Saving:
     def uncaught_error(self, request: UncaughtRequest) -> None:
         """An error ends a script. Of ranks that end together, the error that repeats counts."""
         leases = [lease for rank in self.leases.ranks if (lease := self.leases.of(rank))]
-        saved = any(one.request.pid == request.pid and one.saved for one in leases)
+        saved = any(lease.request.pid == request.pid and lease.saved for lease in leases)
         repeats = request.repeats and not saved
         now, known = time.time(), self.uncaught
         if repeats or known is None or not known.repeats or now - known.at > _TOGETHER_S:
@@ -427,9 +431,13 @@ class Saving:
 
     def unkept(self) -> list[str]:
         """Warnings about trainers of which no step is staged although they save."""
-        lost = {rank: one.unkept for rank, one in self.counters.items() if self.leases.of(rank)}
+        lost = {
+            rank: counter.unkept for rank, counter in self.counters.items() if self.leases.of(rank)
+        }
         now = time.monotonic()
-        return [one.warning(rank, now=now) for rank, one in lost.items() if one is not None]
+        return [
+            missed.warning(rank, now=now) for rank, missed in lost.items() if missed is not None
+        ]
 
     def compare_steps(self) -> None:
         """Find out whether the ranks here save different steps (`unequal` says so, '' if not). All

@@ -39,7 +39,8 @@ async def status(service: Service) -> Status:
         **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
     }
     newest = max(
-        (one.staged.step for one in service.saving.counters.values() if one.staged), default=0
+        (counter.staged.step for counter in service.saving.counters.values() if counter.staged),
+        default=0,
     )
     return Status(
         run=service.config.run,
@@ -49,7 +50,8 @@ async def status(service: Service) -> Status:
         protocol=PROTOCOL,
         locked=pinned(service),
         hints=hints(service),
-        epoch=committer.epochs.current or max(ledger.epochs, key=lambda one: one.id, default=None),
+        epoch=committer.epochs.current
+        or max(ledger.epochs, key=lambda epoch: epoch.id, default=None),
         watermarks={str(tier): id for tier, id in marks.items() if id is not None},
         committed_at=committer.local_shards.committed_at,
         reported_at=service.leader.heard_at,
@@ -63,7 +65,9 @@ async def status(service: Service) -> Status:
         persist_bytes=totals.bytes,
         evicted=committer.directories.evicted,
         goodput=service.history.goodput(),
-        ranks=tuple(_rank(service, one) for _, one in sorted(service.slots.ranks.items())),
+        ranks=tuple(
+            _rank(service, rank_slots) for _, rank_slots in sorted(service.slots.ranks.items())
+        ),
         volumes=volumes,
         tiers=service.remote_tiers.statuses(),
         steps=tuple(
@@ -138,7 +142,7 @@ async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
     """The status of every volume, with its space measured anew. May wait for a slow drive."""
     volumes = service.volumes.volumes
     return await service.local_shards.blocking(
-        lambda: tuple(_volume(one, service) for one in volumes)
+        lambda: tuple(_volume(volume, service) for volume in volumes)
     )
 
 
@@ -174,7 +178,7 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
             default=None,
         ),
         slot_bytes=slots.current.layout.size_bytes if slots.current else 0,
-        slots=tuple(one for slot_set in slots.slot_sets.values() for one in _slots(slot_set)),
+        slots=tuple(slot for slot_set in slots.slot_sets.values() for slot in _slots(slot_set)),
         saves=counters.saves,
         skipped=sum(counters.skipped.values()),
         discarded=counters.discarded,
@@ -213,9 +217,9 @@ def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
             held[place.tier].add(rank)
     return StepStatus(
         id=id,
-        world=max(one.world for one in shards),
+        world=max(shard.world for shard in shards),
         ranks={tier: tuple(sorted(ranks)) for tier, ranks in held.items() if ranks},
-        bytes=sum({one.rank: one.size_bytes for one in reversed(shards)}.values()),
+        bytes=sum({shard.rank: shard.size_bytes for shard in reversed(shards)}.values()),
         committed=id in published,
         path=published.get(id, ""),
         dead=(dead := committer.node.is_dead(id)),
@@ -237,11 +241,12 @@ def hints(service: Service) -> tuple[str, ...]:
     """What a person can do to make this run faster."""
     if service.config.small_pages or service.config.reporting is not None:
         return ()  # by request, or a matter of the policy
-    current = [one.current for one in service.slots.ranks.values() if one.current]
+    current = [rank.current for rank in service.slots.ranks.values() if rank.current]
     lacking = sum(
-        one.layout.size_bytes * (one.wanted - sum(file.huge for _, file in one.present()))
-        for one in current
-        if one.layout.size_bytes % HUGE_PAGE_BYTES == 0
+        slot_set.layout.size_bytes
+        * (slot_set.wanted - sum(file.huge for _, file in slot_set.present()))
+        for slot_set in current
+        if slot_set.layout.size_bytes % HUGE_PAGE_BYTES == 0
     )
     if lacking <= 0 or not (commands := advice(lacking)):
         return ()
@@ -253,8 +258,8 @@ def troubles(service: Service) -> tuple[str, ...]:
     """What keeps this sidecar from its work, each once: a scan or a volume that fails."""
     volumes = service.volumes.volumes
     found = [service.local_shards.scan_failed]
-    found += [f"{one.root}: {one.failed}" for one in volumes if one.failed]
-    return tuple(dict.fromkeys(one for one in found if one))
+    found += [f"{volume.root}: {volume.failed}" for volume in volumes if volume.failed]
+    return tuple(dict.fromkeys(text for text in found if text))
 
 
 def warnings(service: Service) -> tuple[str, ...]:
@@ -263,16 +268,16 @@ def warnings(service: Service) -> tuple[str, ...]:
     committer, node = service.committer, service.node
     found += [committer.images.trouble, node.shortage, service.local_shards.unreadable]
     found += [committer.restart.suspicion(), *node.alarms, service.saving.unequal]
-    found += [one.failed for one in service.volumes.volumes]
+    found += [volume.failed for volume in service.volumes.volumes]
     found += service.saving.refused.values()
     found += service.saving.unkept()
     found += service.leases.warnings
     found += [
-        f"{one.where}: {one.trouble}"
-        for one in service.remote_tiers.statuses().values()
-        if one.trouble
+        f"{status.where}: {status.trouble}"
+        for status in service.remote_tiers.statuses().values()
+        if status.trouble
     ]
-    found += [one.warning for one in service.remote_tiers.remote_tiers]
+    found += [tier.warning for tier in service.remote_tiers.remote_tiers]
     found += [service.no_metrics, *service.run_warnings()]
     # Pods come and go, so an unknown peer is no warning. An archive that does not answer is one.
     found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
@@ -281,4 +286,4 @@ def warnings(service: Service) -> tuple[str, ...]:
         for slots in service.slots.ranks.values()
         for slot_set in slots.slot_sets.values()
     ]
-    return tuple(dict.fromkeys(one for one in found if one))
+    return tuple(dict.fromkeys(text for text in found if text))

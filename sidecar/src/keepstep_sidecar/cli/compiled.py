@@ -46,11 +46,11 @@ def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int)
         return {}
     _require_private(Path(os.path.realpath(kept.home)))
     place, name = _place(home)
-    for one in filter(_OF_MADE.fullmatch, place.names()):
-        if one == name:
+    for entry in filter(_OF_MADE.fullmatch, place.names()):
+        if entry == name:
             compile_cache.bound(place, name, limit_bytes=limit_bytes)
         else:
-            place.remove(one)
+            place.remove(entry)
     return compile_cache.variables(place, name)
 
 
@@ -78,13 +78,14 @@ def _require_private(path: Path) -> None:
     """Raises StorageError if another user may replace `path`: write to it or above it. A directory
     like /tmp, where each removes only what is his, is none of these; nor is a group that has the
     user's name, and so no other member."""
-    for one in (path, *path.parents):
-        found = one.stat()
+    for folder in (path, *path.parents):
+        found = folder.stat()
         others = stat.S_IWOTH | (0 if _is_own_group(found.st_gid) else stat.S_IWGRP)
         writable = found.st_mode & others and not found.st_mode & stat.S_ISVTX
         if writable or found.st_uid not in (0, os.geteuid()):
             raise StorageError(
-                f"other users may write to {one}, and what it holds would be executed (chmod go-w)"
+                f"other users may write to {folder}, and what it holds would be executed"
+                " (chmod go-w)"
             )
 
 

@@ -104,7 +104,7 @@ def on_volumes(kept: RunDir) -> Holdings:
     return Holdings(
         live=None,
         steps=of_shards(shards, epochs(kept), failures(kept)),
-        problems=tuple(str(one.error) for one in problems),
+        problems=tuple(str(problem.error) for problem in problems),
     )
 
 
@@ -124,7 +124,7 @@ def history(kept: RunDir) -> tuple[Sequence[Event], Goodput | None]:
     known = [(events, before) for events, before in found if events]
     if not known:
         return (), None
-    events, before = max(known, key=lambda one: one[0][-1].until)
+    events, before = max(known, key=lambda pair: pair[0][-1].until)
     return events, before.after(events).goodput(events[-1].until)
 
 
@@ -132,8 +132,8 @@ def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
     """Every shard on all volumes, and every file that was refused as a shard. Raises
     StorageError."""
     scans = [_scan(root, kept.run) for root in kept.roots]
-    shards = tuple(shard for one in scans for shard in one.shards)
-    return shards, tuple(problem for one in scans for problem in one.problems)
+    shards = tuple(shard for scan in scans for shard in scan.shards)
+    return shards, tuple(problem for scan in scans for problem in scan.problems)
 
 
 def copies(kept: RunDir) -> tuple[LocalShard, ...]:
@@ -163,8 +163,8 @@ def of_shards(
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
     for shard in shards:
         by_step[shard.step_id].append(shard)
-    lineage = trace({one.id: one for one in epochs}, seen={id.epoch for id in by_step})
-    parents = {one.id: one.parent for one in epochs}
+    lineage = trace({epoch.id: epoch for epoch in epochs}, seen={id.epoch for id in by_step})
+    parents = {epoch.id: epoch.parent for epoch in epochs}
     alive = {id for id in by_step if lineage.standing(id) is not Standing.DEAD}
 
     def is_live(id: StepId) -> bool:
@@ -222,11 +222,11 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
 
 def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
     """The steps that `words` name. Raises UsageError that names the choices."""
-    by_id = {one.id: one for one in held}
+    by_id = {status.id: status for status in held}
     found = []
     for word in dict.fromkeys(words):
         if (id := only(word, by_id)) is None:
-            there = ", ".join(str(one.id) for one in held[-5:]) or "none"
+            there = ", ".join(str(status.id) for status in held[-5:]) or "none"
             raise UsageError(f"no step {word} on the volumes; the newest there: {there}")
         found.append(by_id[id])
     return tuple(found)

@@ -101,8 +101,10 @@ def launch(kept: RunDir) -> int:
     # -P: no module of the directory in which the training starts is imported (Python's manual)
     words = ("-P", "-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
     owner = ("--owner-pid", str(os.getpid()))
-    settings = {one.variable for one in SETTINGS}  # the file has them; they would override it
-    environment = {name: one for name, one in os.environ.items() if name not in settings}
+    settings = {
+        setting.variable for setting in SETTINGS
+    }  # the file has them; they would override it
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     log = Directory.opened(kept.home).open(kept.log.name, flags, 0o644)
     try:
@@ -219,7 +221,7 @@ def _to_end(kept: RunDir, trainers: Sequence[int]) -> str:
 def trainers_of(kept: RunDir) -> tuple[int, ...]:
     """The pids of the live trainers that the run's sidecar serves."""
     live = calls.status(kept.socket)
-    return () if live is None else tuple(one.pid for one in live.ranks if one.alive)
+    return () if live is None else tuple(rank.pid for rank in live.ranks if rank.alive)
 
 
 def end(kept: RunDir) -> bool:

@@ -176,7 +176,7 @@ def share(goodput: Goodput) -> str:
 def badput(goodput: Goodput) -> str:
     """Where the rest of the time went, the largest part first; '' if nothing was lost."""
     lost = [(name, seconds) for name, seconds in goodput.badput.items() if seconds >= _WORTH_S]
-    lost.sort(key=lambda one: -one[1])
+    lost.sort(key=lambda pair: -pair[1])
     return ", ".join(f"{_BUCKETS[name]} {format_duration(seconds)}" for name, seconds in lost)
 
 

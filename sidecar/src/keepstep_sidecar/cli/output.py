@@ -33,9 +33,9 @@ def plain(value: Any) -> Any:
         fields = dataclasses.fields(value)
         return {field.name: plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(one) for key, one in value.items()}
+        return {str(plain(key)): plain(value) for key, value in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return value
 
 

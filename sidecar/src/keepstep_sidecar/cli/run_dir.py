@@ -289,9 +289,11 @@ def load(directory: Path, run: str) -> RunDir:
         written = tomllib.loads(data.decode())
         origin = msgspec.convert(written.pop("home"), _Home)
         values = {
-            one.field: one.read(written[one.name], where=f"{home / _RECORD}: {one.name}")
-            for one in SETTINGS
-            if one.name in written and _is_data(one)
+            setting.field: setting.read(
+                written[setting.name], where=f"{home / _RECORD}: {setting.name}"
+            )
+            for setting in SETTINGS
+            if setting.name in written and _is_data(setting)
         }
         config = Config.of({**values, **_memory(_began_in(home, origin), run)})
     except FileNotFoundError:
@@ -307,7 +309,7 @@ def load(directory: Path, run: str) -> RunDir:
             f"{home} holds run {config.run!r}, whose steps go by that name alone; give the"
             " directory that name again, in another DIR if it is a copy"
         )
-    volumes = tuple(_settled(one, home, origin) for one in config.volumes)
+    volumes = tuple(_settled(volume, home, origin) for volume in config.volumes)
     return RunDir(home=home, config=dataclasses.replace(config, volumes=volumes))
 
 

@@ -29,7 +29,7 @@ class _Program(Group):
 
 
 def _named(*names: str) -> list[Setting]:
-    return [one for one in SETTINGS if one.name.startswith(names)]
+    return [setting for setting in SETTINGS if setting.name.startswith(names)]
 
 
 _directories = click.argument(

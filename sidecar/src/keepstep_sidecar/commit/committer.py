@@ -164,7 +164,7 @@ class ImageWriter:
     running: set[Write] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._writers = [OnThread(one) for one in self.writers]
+        self._writers = [OnThread(writer) for writer in self.writers]
 
     @property
     def idle(self) -> bool:

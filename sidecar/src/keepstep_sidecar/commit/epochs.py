@@ -76,13 +76,13 @@ class Epochs:
         if not view.alone:  # else the leader only says what was seen here
             heard = (view.commit, view.word.plan, *view.word.commits)
             known = {id.epoch for id in heard if id is not None}
-        known |= {one.id for one in (self.own() if life is None else self.own(life))}
+        known |= {epoch.id for epoch in (self.own() if life is None else self.own(life))}
         found = set(self.local.record.strangers - known)
         if life is not None:
-            found |= {one.id for one in told if one.id.number >= life.id.number} - known
-        for one in sorted(told, key=lambda one: one.id):
-            if one.parent is not None and one.parent.epoch in found and one.id not in known:
-                found.add(one.id)
+            found |= {epoch.id for epoch in told if epoch.id.number >= life.id.number} - known
+        for epoch in sorted(told, key=lambda epoch: epoch.id):
+            if epoch.parent is not None and epoch.parent.epoch in found and epoch.id not in known:
+                found.add(epoch.id)
         return frozenset(found)
 
     async def meet(self, strangers: frozenset[EpochId]) -> None:
@@ -107,18 +107,20 @@ class Epochs:
         """Whether this step belongs to the other run."""
         if self._ancestor is None:
             return False
-        return id in self._ancestor.ids or any(one.parent == id for one in self.own() if one.origin)
+        return id in self._ancestor.ids or any(
+            epoch.parent == id for epoch in self.own() if epoch.origin
+        )
 
     def writes(self, id: StepId) -> bool:
         """Whether an image in memory may be written to the drives. It must certainly belong to this
         run: a new sidecar may find the other run's step in a slot before it knows whose it is."""
         if self._ancestor is None:
             return True
-        return not self.foreign(id) and any(one.id == id.epoch for one in self.own())
+        return not self.foreign(id) and any(epoch.id == id.epoch for epoch in self.own())
 
     def without_foreign(self, held: Iterable[Row]) -> tuple[Row, ...]:
         """`held` without the other run's steps: what may be reported as this run's own."""
-        return tuple(one for one in held if not self.foreign(one.step_id))
+        return tuple(group for group in held if not self.foreign(group.step_id))
 
     def hides(self, id: StepId, *, in_doubt: bool) -> bool:
         """Whether this step must not be offered. `in_doubt`: what this run has is not certain."""
@@ -159,10 +161,10 @@ def line(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
     found = {epoch.id: epoch for epoch in own}
     waiting = list(found.values())
     while waiting:
-        one = waiting.pop()
-        if one.parent is None or one.origin or one.parent.epoch in found:
+        epoch = waiting.pop()
+        if epoch.parent is None or epoch.origin or epoch.parent.epoch in found:
             continue
-        if (parent := by_id.get(one.parent.epoch)) is not None:
+        if (parent := by_id.get(epoch.parent.epoch)) is not None:
             found[parent.id] = parent
             waiting.append(parent)
     return tuple(found[id] for id in sorted(found))
@@ -210,8 +212,8 @@ class Rollback:
         if (wish := self.start) is None:
             return None
         done = any(
-            one.id.number > wish.since and one.parent is not None and wish.names(one.parent)
-            for one in self.recorded()
+            epoch.id.number > wish.since and epoch.parent is not None and wish.names(epoch.parent)
+            for epoch in self.recorded()
         )
         return None if done else wish
 
@@ -278,10 +280,11 @@ class RestartStep:
             return ledger.lineage.standing(id) is Standing.LIVE
 
         reported = (
-            Failure(at=one.at, after=tuple(filter(alive, one.after))) for one in self._reported
+            Failure(at=failure.at, after=tuple(filter(alive, failure.after)))
+            for failure in self._reported
         )
         noted = (Failure.of(at, ledger.parent, alive) for at in self._noted)
-        return tuple(one for one in newest((*reported, *noted)) if one.after)
+        return tuple(failure for failure in newest((*reported, *noted)) if failure.after)
 
     @property
     def trusted(self) -> frozenset[StepId]:

@@ -77,7 +77,9 @@ class LocalShards:
         # No await from here on: lost shards must never be seen as merely absent.
         reasons = "; ".join(dict.fromkeys(scan.unread.values()))
         self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
-        hidden = (one for one in self.all() if self.volumes.holder(one.path).root in scan.unread)
+        hidden = (
+            shard for shard in self.all() if self.volumes.holder(shard.path).root in scan.unread
+        )
         self._replace((*scan.shards, *hidden), before=before)
         for refused in scan.problems:
             warn(
@@ -86,7 +88,7 @@ class LocalShards:
                 error=str(refused.error),
                 moved_to=refused.moved_to and str(refused.moved_to),
             )
-        newer = [one for one in scan.problems if isinstance(one.error, VersionError)]
+        newer = [problem for problem in scan.problems if isinstance(problem.error, VersionError)]
         if newer:
             self.unreadable = f"{newer[0].path} was written by a newer keepstep; upgrade this one"
         elif aside:
@@ -111,27 +113,27 @@ class LocalShards:
         self._replace((), before=self._known())
 
     def _known(self) -> _Known:
-        return {(one.step_id, one.rank): one for one in self.all()}
+        return {(shard.step_id, shard.rank): shard for shard in self.all()}
 
     def _replace(self, found: Iterable[LocalShard], *, before: _Known) -> None:
         """Take over the shards that a scan found. `before`: those known when it began. A shard that
         was written, published or deleted during the scan keeps its newer state."""
-        now, scanned = self._known(), {(one.step_id, one.rank): one for one in found}
-        newer = {key: one for key, one in now.items() if before.get(key) is not one}
+        now, scanned = self._known(), {(shard.step_id, shard.rank): shard for shard in found}
+        newer = {key: shard for key, shard in now.items() if before.get(key) is not shard}
         gone = before.keys() - now.keys()
         self.shards.clear()
-        for key, one in {**scanned, **newer}.items():
+        for key, shard in {**scanned, **newer}.items():
             if key not in gone or key in newer:
-                self.add(one)
+                self.add(shard)
         for id in self.published.keys() - self.shards.keys():
             del self.published[id]
 
-    def add(self, one: LocalShard) -> None:
-        self.shards.setdefault(one.step_id, {})[one.rank] = one
+    def add(self, shard: LocalShard) -> None:
+        self.shards.setdefault(shard.step_id, {})[shard.rank] = shard
 
     async def publish(self, id: StepId) -> bool:
         """Show the step to readers. False if nothing of it lies here. Raises KeepstepError."""
-        made_of = [one.path for one in self.of(id).values()]
+        made_of = [shard.path for shard in self.of(id).values()]
         if not made_of:  # a scan in between no longer found it
             return False
         path = await self.blocking(lambda: self.volumes.publish(id, made_of=made_of))
@@ -180,11 +182,11 @@ class LocalShards:
     def sizes(self) -> dict[StepId, int]:
         """The bytes that each step takes on the volumes."""
         return {
-            id: sum(one.size_bytes for one in held.values()) for id, held in self.shards.items()
+            id: sum(shard.size_bytes for shard in held.values()) for id, held in self.shards.items()
         }
 
     def all(self) -> list[LocalShard]:
-        return [one for held in self.shards.values() for one in held.values()]
+        return [shard for held in self.shards.values() for shard in held.values()]
 
     def of(self, id: StepId) -> Mapping[int, LocalShard]:
         """By rank, the durable shards of the step."""
@@ -252,9 +254,12 @@ class RemoteInventory:
         archive: ArchiveTier | None = None,
         ancestor: AncestorTier | None = None,
     ) -> None:
-        remote_tiers = [*others, *(one for one in (peers, archive, ancestor) if one is not None)]
+        remote_tiers = [
+            *others,
+            *(remote_tier for remote_tier in (peers, archive, ancestor) if remote_tier is not None),
+        ]
         self.remote_tiers = tuple(
-            sorted(remote_tiers, key=lambda one: NEAREST_FIRST.index(one.tier))
+            sorted(remote_tiers, key=lambda tier: NEAREST_FIRST.index(tier.tier))
         )  # nearest first
         self.peers, self.archive, self.ancestor = peers, archive, ancestor
         self.looked = not remote_tiers
@@ -268,7 +273,7 @@ class RemoteInventory:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The kinds of the configured remote tiers, nearest first."""
-        return tuple(dict.fromkeys(one.tier for one in self.remote_tiers))
+        return tuple(dict.fromkeys(tier.tier for tier in self.remote_tiers))
 
     def has(self, tier: Tier) -> bool:
         return tier in self.tiers
@@ -288,9 +293,11 @@ class RemoteInventory:
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> bool:
-        answers = await asyncio.gather(*(one.look() for one in self.remote_tiers))
+        answers = await asyncio.gather(*(tier.look() for tier in self.remote_tiers))
         found, last = dict(zip(self.remote_tiers, answers, strict=True)), self._inventories
-        others = [one.answer for tier, one in found.items() if tier is not self.ancestor]
+        others = [
+            inventory.answer for tier, inventory in found.items() if tier is not self.ancestor
+        ]
         if self.ancestor is not None and Answer.UNKNOWN in others:
             # ignore the other run's step until it is known what this run has itself
             found[self.ancestor] = _TOO_EARLY
@@ -330,12 +337,14 @@ class RemoteInventory:
         self.index += 1
         self._at, self._of_rank = {}, {}
         for remote_tier, inventory in self._inventories.items():
-            for one in inventory.shards:
-                sources = [at for at in remote_tier.sources(one) if self._is_sound(at)]
+            for shard in inventory.shards:
+                sources = [at for at in remote_tier.sources(shard) if self._is_sound(at)]
                 if sources:
-                    self._at.setdefault(one.step_id, {}).setdefault(one.rank, []).extend(sources)
-                    tiers = self._of_rank.setdefault(one.rank, {})
-                    tiers.setdefault(one.tier, []).append(one)
+                    self._at.setdefault(shard.step_id, {}).setdefault(shard.rank, []).extend(
+                        sources
+                    )
+                    tiers = self._of_rank.setdefault(shard.rank, {})
+                    tiers.setdefault(shard.tier, []).append(shard)
 
     def _is_sound(self, source: ShardSource) -> bool:
         return source not in self._refused and source.beside not in self._refused
@@ -354,7 +363,7 @@ class RemoteInventory:
 
     def in_use(self, id: StepId) -> bool:
         """Whether some remote tier reads a local shard of this step."""
-        return any(one.replicator.in_use(id) for one in self.remote_tiers)
+        return any(tier.replicator.in_use(id) for tier in self.remote_tiers)
 
     async def make_room(self, size_bytes: int) -> bool:
         """Delete copies that are kept for other pods. False if there was nothing to delete."""
@@ -382,15 +391,17 @@ class RemoteInventory:
 
     def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this kind know."""
-        return tuple(epoch for _, one in self._of_kind(tier) for epoch in one.epochs)
+        return tuple(epoch for _, inventory in self._of_kind(tier) for epoch in inventory.epochs)
 
     def _of_kind(self, tier: Tier) -> list[tuple[RemoteTier, Inventory]]:
-        return [(each, one) for each, one in self._inventories.items() if each.tier is tier]
+        return [
+            (each, inventory) for each, inventory in self._inventories.items() if each.tier is tier
+        ]
 
     @property
     def complete(self) -> frozenset[StepId]:
         """Steps of which a remote tier itself says that it holds all shards."""
-        return frozenset().union(*(one.complete for one in self._inventories.values()))
+        return frozenset().union(*(inventory.complete for inventory in self._inventories.values()))
 
     @property
     def contested(self) -> str:
@@ -405,17 +416,17 @@ class RemoteInventory:
     def why_unknown(self, tier: Tier) -> str:
         """Why it is not known what one kind of tier holds; '' when it is known."""
         return "; ".join(
-            f"{remote_tier.status().where}: {one.reason or 'it does not answer'}"
-            for remote_tier, one in self._of_kind(tier)
-            if one.answer is Answer.UNKNOWN
+            f"{remote_tier.status().where}: {inventory.reason or 'it does not answer'}"
+            for remote_tier, inventory in self._of_kind(tier)
+            if inventory.answer is Answer.UNKNOWN
         )
 
     def report(self, rank: int) -> RankReport:
         """What remote tiers hold of a rank, as a report for the ledger."""
         here = self._of_rank.get(rank, {})
         found = {tier: ReportedTier.of(tuple(here.get(tier, ()))) for tier in self.tiers}
-        for tier, one in self._inventories.items():
-            if one.answer is Answer.UNKNOWN:
+        for tier, inventory in self._inventories.items():
+            if inventory.answer is Answer.UNKNOWN:
                 found[tier.tier] = replace(found[tier.tier], answer=Answer.UNKNOWN)
         return found
 
@@ -508,8 +519,8 @@ class Copies:
         base (`Layout.number`), those of the base."""
         world = self.world_of(id) or 0
         if 0 < world <= rank:
-            bases = (one.beside for one in self.origins(id, rank - world))
-            return [one for one in bases if one is not None]
+            bases = (origin.beside for origin in self.origins(id, rank - world))
+            return [base for base in bases if base is not None]
         local, beyond = self._local.holds(rank, id), self._remotes.of(id).get(rank, ())
         if local is None:
             return list(beyond)
@@ -569,7 +580,7 @@ class Copies:
         A rank whose own image is gone is covered by a twin, whose image has the very same boxes.
         """
         found = [self._offer(id) for id in sorted(self.ids().intersection(whole))]
-        return tuple(one for one in found if one is not None)
+        return tuple(offer for offer in found if offer is not None)
 
     def _offer(self, id: StepId) -> Offer | None:
         if (world := self.world_of(id)) is None:

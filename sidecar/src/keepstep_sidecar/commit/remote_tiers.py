@@ -136,10 +136,12 @@ class RemoteTiers:
 
         Returns False when it was not complete in time. `whole` as in `RemoteTier.drain`.
         """
-        chosen = [one for one in self.remote_tiers if tier in (None, one.tier)]
+        chosen = [
+            remote_tier for remote_tier in self.remote_tiers if tier in (None, remote_tier.tier)
+        ]
         try:
             async with asyncio.timeout(timeout_s):
-                waits = (one.drain(timeout_s=timeout_s, whole=whole) for one in chosen)
+                waits = (tier.drain(timeout_s=timeout_s, whole=whole) for tier in chosen)
                 done = await asyncio.gather(*waits)
         except TimeoutError:
             return False
@@ -148,7 +150,7 @@ class RemoteTiers:
     async def close(self) -> None:
         """Close the sockets and end the threads of all remote tiers."""
         ends = await asyncio.gather(
-            *(one.close() for one in self.remote_tiers), return_exceptions=True
+            *(tier.close() for tier in self.remote_tiers), return_exceptions=True
         )
         for remote_tier, error in zip(self.remote_tiers, ends, strict=True):
             if error is not None:
@@ -160,12 +162,12 @@ class RemoteTiers:
         """How far each tier is; with the trouble of another run's archive, if this run begins from
         there."""
         found: dict[Tier, TierStatus] = {}
-        for one in self.remote_tiers:
-            status, own = one.status(), found.get(one.tier)
+        for tier in self.remote_tiers:
+            status, own = tier.status(), found.get(tier.tier)
             if own is None:
-                found[one.tier] = status
+                found[tier.tier] = status
             elif status.trouble and not own.trouble:
-                found[one.tier] = replace(own, trouble=f"{status.where}: {status.trouble}")
+                found[tier.tier] = replace(own, trouble=f"{status.where}: {status.trouble}")
         return found
 
     def kept(self) -> tuple[Shard, ...]:

@@ -180,7 +180,7 @@ def setting(kind: Kind, default: Any, help: str, **options: Any) -> Any:
 def settings_of(configuration: Any) -> tuple[Setting, ...]:
     """The settings that a dataclass declares."""
     return tuple(
-        Setting(field=one.name, **one.metadata) for one in dataclasses.fields(configuration)
+        Setting(field=field.name, **field.metadata) for field in dataclasses.fields(configuration)
     )
 
 
@@ -221,7 +221,7 @@ def _positive(value: object) -> float:
 
 def one_of(kinds: type[enum.Enum]) -> Kind:
     """A kind for the values of an enum."""
-    values = [str(one.value) for one in kinds]
+    values = [str(kind.value) for kind in kinds]
 
     def parse(value: object) -> enum.Enum:
         if value not in values:
@@ -372,7 +372,7 @@ def read_file(
         raise UsageError(f"{path} cannot be read ({reason})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML ({error})") from error
-    hidden = {one.name: one.hidden for one in settings}
+    hidden = {setting.name: setting.hidden for setting in settings}
     for name in written.keys() - hidden.keys() - set(beside):
         shown = [known for known in hidden if not hidden[known]]
         near = difflib.get_close_matches(name, shown, n=1)
@@ -383,7 +383,7 @@ def read_file(
 
 def to_toml(settings: Iterable[Setting], configuration: object) -> str:
     """A file with the same values, defaults included; `read_file` is the inverse."""
-    values = ((one.name, getattr(configuration, one.field)) for one in settings)
+    values = ((setting.name, getattr(configuration, setting.field)) for setting in settings)
     return "".join(
         f"{name} = {toml_value(value)}\n"
         for name, value in values

@@ -76,7 +76,7 @@ class ArchiveConfig:
         if self.every < 1:
             raise UsageError(f"--archive-every {self.every}: starts at 1")
         if self.scheme not in SCHEMES:
-            known = ", ".join(f"{one}://" for one in SCHEMES)
+            known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise UsageError(f"--archive {self.url}: not one of {known} or a directory")
         if self.scheme in _OBJECT_STORES and not urlsplit(self.url).netloc:
             raise UsageError(
@@ -186,7 +186,7 @@ class Fork:
         later life of that run left behind; any other step must be named by its full id. `epochs`:
         of this run. An epoch that began from the other run says which step it was.
         """
-        began = {one.parent for one in epochs if one.origin == self.run}
+        began = {epoch.parent for epoch in epochs if epoch.origin == self.run}
         meant = [id for id in archived if self._means(id, alive)]
         if self.number is not None:
             meant = [max(meant)] if meant else []
@@ -264,7 +264,7 @@ def check_run(name: str) -> None:
 def check_apart(volumes: Iterable[Path], run: str, archive: ArchiveConfig | None) -> None:
     """Raises UsageError if an archive and a volume, or the runs' directories of two volumes, are
     one place, or one lies in the other: what is kept of one would be deleted as the other's."""
-    places = [Path(os.path.realpath(one)) for one in volumes]
+    places = [Path(os.path.realpath(volume)) for volume in volumes]
     for number, place in enumerate(places):
         for other in places[number + 1 :]:
             if _overlap(place / run, other / run):
@@ -284,8 +284,8 @@ def check_apart(volumes: Iterable[Path], run: str, archive: ArchiveConfig | None
             )
 
 
-def _overlap(one: Path, other: Path) -> bool:
-    first, second = ([_identity(at) for at in (path, *path.parents)] for path in (one, other))
+def _overlap(path: Path, other: Path) -> bool:
+    first, second = ([_identity(at) for at in (path, *path.parents)] for path in (path, other))
     return first[0] in second or second[0] in first
 
 
@@ -519,9 +519,9 @@ class Config:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Config:
         """A configuration from values by field, as `values_of` returns them. Raises UsageError."""
-        for one in SETTINGS:
-            if one.required and not values.get(one.field):
-                raise UsageError(f"Missing option '{one.flag}' (or {one.variable}).")
+        for entry in SETTINGS:
+            if entry.required and not values.get(entry.field):
+                raise UsageError(f"Missing option '{entry.flag}' (or {entry.variable}).")
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -655,7 +655,7 @@ _BESIDE: Final = ("home",)
 def options(settings: Iterable[Setting], **shown: str) -> Callable[[Command], Command]:
     """Add `--config FILE` and the flags of `settings`. The command gets one argument `values`: what
     flags, environment and file say, by field. `shown`: see `Setting.option`."""
-    made = [_config_option, *(one.option(shown.get(one.name)) for one in settings)]
+    made = [_config_option, *(entry.option(shown.get(entry.name)) for entry in settings)]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)

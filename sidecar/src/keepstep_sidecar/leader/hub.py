@@ -144,7 +144,7 @@ class Hub:
                 other.close(reason)
         members = self._members.setdefault(rank, [])
         if len(members) >= _MOST_OF_A_NODE:
-            where = " and ".join(one.address for one in members)
+            where = " and ".join(member.address for member in members)
             return member.refuse(f"sidecars at {where} have the same node rank, {rank}")
         members.append(member)
         member.send(b"")

@@ -193,12 +193,12 @@ class Allocator:
         images of former layouts are on the drive.
         """
         size_bytes, wanted = slot_set.layout.size_bytes, self.wanted(lease)
-        others = [one for one in slots.slot_sets.values() if one is not slot_set]
+        others = [other for other in slots.slot_sets.values() if other is not slot_set]
         # once: slots that are given up below have no names any more, but still take their memory
         total_bytes = self._total_bytes(size_bytes)
 
         def affordable(beside: list[SlotSet]) -> int:
-            taken_bytes = sum(one.size_bytes for one in beside) + slots.bases.size_bytes
+            taken_bytes = sum(slot_set.size_bytes for slot_set in beside) + slots.bases.size_bytes
             left = self._share_bytes(lease, total_bytes) - taken_bytes
             return max(0, min(wanted, left // size_bytes))
 
@@ -297,7 +297,7 @@ class Allocator:
 
     def _share_bytes(self, lease: Lease, total_bytes: int) -> int:
         """What each rank may take. It is fixed, so that the first rank leaves room for the last."""
-        gone = sum(one.size_bytes for one in self.pool.gone_sets(lease.world))
+        gone = sum(slot_set.size_bytes for slot_set in self.pool.gone_sets(lease.world))
         return max(0, total_bytes - gone) // _ranks(lease)
 
     def _total_bytes(self, slot_bytes: int) -> int:

@@ -97,7 +97,7 @@ class SlotDirectories:
 
     def lacks(self, rank: int) -> bool:
         """Whether a directory of this rank was removed."""
-        return not all(os.path.isdir(one) and not os.path.islink(one) for one in self.of(rank))
+        return not all(os.path.isdir(path) and not os.path.islink(path) for path in self.of(rank))
 
     def remove(self, rank: int) -> None:
         """Remove the directories of a rank that has no slots."""

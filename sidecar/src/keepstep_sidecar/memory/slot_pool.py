@@ -128,15 +128,17 @@ class SlotPool:
         machine. They are not free before the first images of those that train here."""
         found = self.ranks.items()
         gone = (slots for rank, slots in found if rank >= world or rank in self.moved)
-        return [one for slots in gone for one in slots.slot_sets.values()]
+        return [other for slots in gone for other in slots.slot_sets.values()]
 
     def here(self) -> dict[int, RankSlots]:
         """Ranks with slots, without ranks that the current, smaller world does not have, and
         without those that moved to another machine."""
         return {
-            rank: one
-            for rank, one in self.ranks.items()
-            if one.slot_sets and rank not in self.moved and (not self.world or rank < self.world)
+            rank: of_rank
+            for rank, of_rank in self.ranks.items()
+            if of_rank.slot_sets
+            and rank not in self.moved
+            and (not self.world or rank < self.world)
         }
 
     def files(self) -> Iterator[SlotFile]:
@@ -165,7 +167,7 @@ class SlotPool:
             slot_names = [name for name in names if slot_number(name) is not None]
             found = [self._mapped(slots, directory / name) for name in slot_names]
             # bases first: an image is adopted with its base
-            for file in sorted(filter(None, found), key=lambda one: not one.layout.is_base):
+            for file in sorted(filter(None, found), key=lambda file: not file.layout.is_base):
                 self._adopt(slots, file)
             self.unlink(slots.free_bases())
 
@@ -239,7 +241,7 @@ class SlotPool:
                 return slot
             warn("slot.image_refused", rank=rank, step=str(id), path=str(file.path), reason=why)
             if not (file.lacks() and slot.slot_set.lose(slot.index)):
-                slot.slot_set.table.forget(lambda one: one == id)
+                slot.slot_set.table.forget(lambda sealed: sealed == id)
         return None
 
     def base_of(self, slot: Slot) -> Slot | None:
@@ -319,8 +321,8 @@ class SlotPool:
     def holds_old_layouts(self, slots: RankSlots) -> bool:
         """Whether this rank, or a rank that is gone, has slots that no trainer fills any more."""
         return len(slots.slot_sets) > 1 or any(
-            one.slot_sets and (rank >= slots.world or rank in self.moved)
-            for rank, one in self.ranks.items()
+            of_rank.slot_sets and (rank >= slots.world or rank in self.moved)
+            for rank, of_rank in self.ranks.items()
         )
 
     def drop_old_layouts(self, common: StepId | None, *, alive: Collection[int] = ()) -> bool:
@@ -363,7 +365,7 @@ class SlotPool:
             for slot_set in slots.slot_sets.values():
                 slot_set.wanted = 0
                 self.unlink([*slot_set.files, *slot_set.orphans.values()])
-            self.unlink([file for one in slots.bases.sets.values() for file in one.files])
+            self.unlink([file for slot_set in slots.bases.sets.values() for file in slot_set.files])
             self.directories.remove(slots.rank)
         self.ranks.clear()
 
@@ -642,7 +644,7 @@ class BaseSlots:
     @property
     def size_bytes(self) -> int:
         """Bytes that they take once all wanted ones are made."""
-        return sum(one.size_bytes for one in self.sets.values())
+        return sum(slot_set.size_bytes for slot_set in self.sets.values())
 
     def use(self, layout: Layout | None, step: StepId | None) -> SlotSet | None:
         """From now on the trainer's images refer to a base of this layout, or to none. `step`: the

@@ -108,7 +108,7 @@ class OperatorReporter:
         """What the operator is told at once: what a person would act on, and what the next leader
         must know."""
         record = report.record
-        nodes = tuple(one.node for one in record.holders)
+        nodes = tuple(holder.node for holder in record.holders)
         kept = record.restore_from, nodes
         return report.doubts, report.alarms, report.recent, report.acknowledged, kept
 
@@ -144,7 +144,7 @@ class OperatorReporter:
     async def _post(self, report: RunReport) -> Requested:
         """The answer to a report. Raises ReportFailed. No redirects: the token is for this address
         only."""
-        report = fitted(report, lambda one: len(_encode(one)))
+        report = fitted(report, lambda report: len(_encode(report)))
         try:
             token = self._config.token()
         except UsageError as error:

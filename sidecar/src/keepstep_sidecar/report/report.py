@@ -64,8 +64,8 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
         peer_address=service.remote_tiers.address,
         tiers={
-            tier: TierProgress(**_part_of(one, TierProgress))
-            for tier, one in service.remote_tiers.statuses().items()
+            tier: TierProgress(**_part_of(status, TierProgress))
+            for tier, status in service.remote_tiers.statuses().items()
         },
         failures=committer.restart.failures(),
         goodput=_goodput(service.history),
@@ -82,9 +82,9 @@ def _goodput(history: History) -> ReportedGoodput | None:
 def _stall(service: Service) -> Stall:
     counted = [service.saving.of(rank) for rank in service.committer.copies.ranks()]
     return Stall(
-        skipped=sum(sum(one.skipped.values()) for one in counted),
-        discarded=sum(one.discarded for one in counted),
-        blocked_seconds=sum(one.blocked_s for one in counted),
+        skipped=sum(sum(counts.skipped.values()) for counts in counted),
+        discarded=sum(counts.discarded for counts in counted),
+        blocked_seconds=sum(counts.blocked_s for counts in counted),
     )
 
 
@@ -96,7 +96,7 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
     """The recorded epochs, and the one in which a live trainer says it works."""
     recorded = service.committer.node.ledger.epochs
     current = service.committer.epochs.current
-    unrecorded = current is not None and current.id not in {one.id for one in recorded}
+    unrecorded = current is not None and current.id not in {epoch.id for epoch in recorded}
     return (*recorded, current) if current is not None and unrecorded else recorded
 
 
@@ -104,8 +104,8 @@ def _ranks(service: Service) -> tuple[ReportedRanks, ...]:
     """The ranks of this pod, and those of other pods of which it knows something. A rank that moved
     to another pod is the latter as soon as nothing of it is left here."""
     kept: dict[int, list[Shard]] = {}
-    for one in service.remote_tiers.kept():
-        kept.setdefault(one.rank, []).append(one)
+    for shard in service.remote_tiers.kept():
+        kept.setdefault(shard.rank, []).append(shard)
     here = [rank for rank in service.committer.copies.ranks() if not _left(service, rank)]
     own = (_rank(service, rank, kept.get(rank, ())) for rank in here)
     return (*own, *others(service, kept, here=set(here)))
@@ -133,9 +133,10 @@ def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier
     """What each tier holds of a rank. Copies are listed by the pods that keep them. Others only say
     whether they know of any."""
     told = {
-        tier: replace(one, shards=()) if tier is Tier.PEER else one for tier, one in held.items()
+        tier: replace(report, shards=()) if tier is Tier.PEER else report
+        for tier, report in held.items()
     }
-    return told | _found({Tier.PEER: sorted(kept, key=lambda one: one.step_id)})
+    return told | _found({Tier.PEER: sorted(kept, key=lambda shard: shard.step_id)})
 
 
 def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
@@ -188,7 +189,7 @@ def others(
 
 def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) -> ReportedRanks:
     """A rank of another pod, of which this pod knows some shard."""
-    newest = max([*kept, *archived], key=lambda one: one.step_id)
+    newest = max([*kept, *archived], key=lambda shard: shard.step_id)
     return ReportedRanks(
         ranks=Ranks.of((rank,)),
         world=newest.world,
@@ -208,7 +209,7 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
             if (left := left - len(committer.remotes.of(id))) < 0:
                 break
             for rank, places in committer.remotes.of(id).items():
-                found = [one.shard for one in places if one.tier is Tier.ARCHIVE]
+                found = [source.shard for source in places if source.tier is Tier.ARCHIVE]
                 told.setdefault(rank, []).extend(committer.epochs.without_foreign(found[:1]))
     return {rank: found for rank, found in told.items() if found}
 
@@ -231,26 +232,30 @@ def changes(known: Report | None, now: Report) -> Report:
     the same have one entry together."""
     if known is None or not _goes_on(known, now):
         return replace(now, ranks=together(now.ranks))
-    before = {one.ranks: one for one in known.ranks}
+    before = {rank.ranks: rank for rank in known.ranks}
     return replace(
         now,
         since=known.sequence,
         epochs=now.epochs[len(known.epochs) :],
         restores=now.restores[len(known.restores) :],
         goodput=None if now.goodput == known.goodput else now.goodput,
-        ranks=together(filter(None, (_changed(before.get(one.ranks), one) for one in now.ranks))),
+        ranks=together(
+            filter(None, (_changed(before.get(rank.ranks), rank) for rank in now.ranks))
+        ),
     )
 
 
 def _goes_on(known: Report, now: Report) -> bool:
     """Whether all that `known` named is still named: each epoch, restore, rank and tier."""
-    after = {one.ranks: one.tiers.keys() for one in now.ranks}
+    after = {rank.ranks: rank.tiers.keys() for rank in now.ranks}
     return (
         known.started_at == now.started_at
         and known.ready == now.ready
         and now.epochs[: len(known.epochs)] == known.epochs
         and now.restores[: len(known.restores)] == known.restores
-        and all(one.ranks in after and one.tiers.keys() <= after[one.ranks] for one in known.ranks)
+        and all(
+            rank.ranks in after and rank.tiers.keys() <= after[rank.ranks] for rank in known.ranks
+        )
     )
 
 
@@ -261,8 +266,8 @@ def _changed(before: ReportedRanks | None, now: ReportedRanks) -> ReportedRanks 
     tiers = {tier: told for tier, told in moved.items() if told is not None}
     if (archived := tiers.get(Tier.ARCHIVE)) is not None and _lists_the_newest(now):
         oldest, replaced = (
-            min(one.step_id for one in now.shards(Tier.ARCHIVE)),
-            {one.step_id for one in archived.shards},
+            min(shard.step_id for shard in now.shards(Tier.ARCHIVE)),
+            {shard.step_id for shard in archived.shards},
         )
         gone = tuple(id for id in archived.gone or () if id > oldest or id in replaced)
         tiers[Tier.ARCHIVE] = replace(archived, gone=gone)
@@ -281,21 +286,21 @@ def _moved(before: ReportedTier | None, now: ReportedTier) -> ReportedTier | Non
     """What came and what went; None if nothing did. If any image of a step changed, the step counts
     as gone and comes whole."""
     listed = before.shards if before is not None else ()
-    touched = {one.step_id for one in {*listed} ^ {*now.shards}}
+    touched = {group.step_id for group in {*listed} ^ {*now.shards}}
     if before is not None and not touched and before.answer is now.answer:
         return None
     return replace(
         now,
-        shards=tuple(one for one in now.shards if one.step_id in touched),
-        gone=tuple(sorted({one.step_id for one in listed} & touched)),
+        shards=tuple(shard for shard in now.shards if shard.step_id in touched),
+        gone=tuple(sorted({group.step_id for group in listed} & touched)),
     )
 
 
 def news(report: Report) -> Report:
     """The report without what changes all the time and can wait for the next report. If it equals
     the last one, there is no news."""
-    steady = (replace(one, used_bytes=0, free_bytes=0) for one in report.volumes)
-    waiting = {tier: replace(one, behind_s=0.0) for tier, one in report.tiers.items()}
+    steady = (replace(volume, used_bytes=0, free_bytes=0) for volume in report.volumes)
+    waiting = {tier: replace(progress, behind_s=0.0) for tier, progress in report.tiers.items()}
     return replace(
         report,
         sequence=0,
@@ -312,21 +317,21 @@ def pressing(told: Report) -> Report:
         told,
         ranks=tuple(map(_pressing, told.ranks)),
         tiers={
-            tier: TierProgress(where=one.where, trouble=one.trouble)
-            for tier, one in told.tiers.items()
+            tier: TierProgress(where=progress.where, trouble=progress.trouble)
+            for tier, progress in told.tiers.items()
         },
     )
 
 
-def _pressing(one: ReportedRanks) -> ReportedRanks:
+def _pressing(report: ReportedRanks) -> ReportedRanks:
     tiers = {
         tier: replace(
             told, shards=_newest(told.shards) if tier in (Tier.LOCAL, Tier.ARCHIVE) else ()
         )
-        for tier, told in one.tiers.items()
+        for tier, told in report.tiers.items()
     }
-    return ReportedRanks(ranks=one.ranks, world=one.world, alive=one.alive, tiers=tiers)
+    return ReportedRanks(ranks=report.ranks, world=report.world, alive=report.alive, tiers=tiers)
 
 
 def _newest(shards: Sequence[StepShards]) -> tuple[StepShards, ...]:
-    return (max(shards, key=lambda one: one.step_id),) if shards else ()
+    return (max(shards, key=lambda shard: shard.step_id),) if shards else ()

@@ -60,7 +60,7 @@ class _Announced:
         self.id = id
         self.late = False
         self.until: Key = (-1, -1)
-        self._runs = sorted(((one.rank, one.first), (one.rank, one.end)) for one in runs)
+        self._runs = sorted(((run.rank, run.first), (run.rank, run.end)) for run in runs)
 
     def will_ask(self, key: Key) -> bool:
         """Whether the rank announced the chunk, and has neither asked for it nor gone past it."""
@@ -86,10 +86,10 @@ class Broadcast:
     def leave(self, rank: int) -> None:
         """The rank will not ask any more, and has given up its frames."""
         self._announced.pop(rank, None)
-        for one in [*self._waiting.values(), *chain.from_iterable(self._reads.values())]:
-            one.frames = [frame for frame in one.frames if frame[0] != rank]
+        for chunk in [*self._waiting.values(), *chain.from_iterable(self._reads.values())]:
+            chunk.frames = [frame for frame in chunk.frames if frame[0] != rank]
         for read, chunks in self._reads.items():
-            if not any(one.frames for one in chunks):
+            if not any(chunk.frames for chunk in chunks):
                 read.cancel()
         self._settle()
 
@@ -101,9 +101,9 @@ class Broadcast:
         mine = self._join(rank, id, wanted)
         timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, mine)
         try:
-            for one in mine:  # wait for all before the first error is raised
-                await asyncio.wait([one.tier])
-            return [one.tier.result() for one in mine]
+            for chunk in mine:  # wait for all before the first error is raised
+                await asyncio.wait([chunk.tier])
+            return [chunk.tier.result() for chunk in mine]
         finally:
             timer.cancel()
 
@@ -120,41 +120,45 @@ class Broadcast:
         for key, frame in wanted:
             new = Shared(id, key, loop.create_future())
             shared = said.will_ask(key)
-            one = self._waiting.setdefault((id, key), new) if shared else new
-            one.frames.append((rank, frame))
-            (together if shared else alone).append(one)
-        said.until = max([said.until, *(one.key for one in together)])
+            chunk = self._waiting.setdefault((id, key), new) if shared else new
+            chunk.frames.append((rank, frame))
+            (together if shared else alone).append(chunk)
+        said.until = max([said.until, *(chunk.key for chunk in together)])
         self._begin(alone)
         self._settle()
         return [*alone, *together]
 
     def _give_up(self, mine: Iterable[Shared]) -> None:
         """Stop waiting for the ranks that have not asked for these chunks."""
-        for one in mine:
-            for said in self._missing(one):
+        for chunk in mine:
+            for said in self._missing(chunk):
                 said.late = True
         self._settle()
 
-    def _missing(self, one: Shared) -> list[_Announced]:
+    def _missing(self, chunk: Shared) -> list[_Announced]:
         return [
             said
             for said in self._announced.values()
-            if said.id == one.id and not said.late and said.will_ask(one.key)
+            if said.id == chunk.id and not said.late and said.will_ask(chunk.key)
         ]
 
     def _settle(self) -> None:
         """Read all chunks for which every rank that wants them has asked."""
-        ready = [one for one in self._waiting.values() if not one.frames or not self._missing(one)]
-        for one in ready:
-            del self._waiting[one.id, one.key]
-            if not one.frames:
-                one.fail(StorageError(_LEFT))
-        self._begin([one for one in ready if one.frames])
+        ready = [
+            chunk
+            for chunk in self._waiting.values()
+            if not chunk.frames or not self._missing(chunk)
+        ]
+        for chunk in ready:
+            del self._waiting[chunk.id, chunk.key]
+            if not chunk.frames:
+                chunk.fail(StorageError(_LEFT))
+        self._begin([chunk for chunk in ready if chunk.frames])
 
     def _begin(self, chunks: Iterable[Shared]) -> None:
         images: dict[tuple[StepId, int], list[Shared]] = {}
-        for one in chunks:
-            images.setdefault((one.id, one.key[0]), []).append(one)
+        for chunk in chunks:
+            images.setdefault((chunk.id, chunk.key[0]), []).append(chunk)
         for group in images.values():
             read = asyncio.get_running_loop().create_task(self._bring(group), name="read chunks")
             self._reads[read] = group
@@ -164,10 +168,10 @@ class Broadcast:
         try:
             tier = await self._read(chunks)
         except BaseException as error:
-            for one in chunks:
-                one.fail(error if isinstance(error, Exception) else StorageError(_LEFT))
+            for chunk in chunks:
+                chunk.fail(error if isinstance(error, Exception) else StorageError(_LEFT))
             if not isinstance(error, Exception):
                 raise
         else:
-            for one in chunks:
-                one.tier.set_result(tier)
+            for chunk in chunks:
+                chunk.tier.set_result(tier)

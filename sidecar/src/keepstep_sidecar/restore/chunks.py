@@ -143,7 +143,7 @@ class ChunkBuffers:
     def _affordable(self, frames: int) -> int:
         if self.limit_bytes is None:
             return frames
-        windows = sum(one.size_bytes for one in self._buffers.values())
+        windows = sum(buffer.size_bytes for buffer in self._buffers.values())
         taken = self.pool.made_bytes + windows
         fit = min(frames, (self.limit_bytes - taken) // CHUNK_BYTES)
         if fit < LEAST_FRAMES:
@@ -196,33 +196,34 @@ class ChunkBuffers:
         return Chunks(tier=farthest)
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
-        saved = sorted({one.rank for one in request.chunks})
-        found = await all_of([self.fetcher.layout(request.id, one) for one in saved])
+        saved = sorted({chunk.rank for chunk in request.chunks})
+        found = await all_of([self.fetcher.layout(request.id, rank) for rank in saved])
         layouts = dict(zip(saved, found, strict=True))
         wanted = [
-            ((one.rank, one.chunk), _frame(window, one, layouts[one.rank]))
-            for one in request.chunks
+            ((chunk.rank, chunk.chunk), _frame(window, chunk, layouts[chunk.rank]))
+            for chunk in request.chunks
         ]
         return await self._broadcast.fill(rank, request.id, wanted)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
         id, saved = chunks[0].id, chunks[0].key[0]
-        frames = [one.frames[0][1] for one in chunks]
+        frames = [chunk.frames[0][1] for chunk in chunks]
         layout = await self.fetcher.layout(id, saved)
-        keys = [one.key[1] for one in chunks]
+        keys = [chunk.key[1] for chunk in chunks]
         tier = await self._bring(id, layout, list(zip(keys, frames, strict=True)))
         self.read_bytes[tier] += sum(map(len, frames))
         await all_of(
             [
                 asyncio.to_thread(copy, filled, frame)
-                for filled, one in zip(frames, chunks, strict=True)
-                for _, frame in one.frames
+                for filled, chunk in zip(frames, chunks, strict=True)
+                for _, frame in chunk.frames
                 if frame is not filled
             ]
         )
         self.shared_bytes += sum(
-            (len(one.frames) - 1) * len(filled) for one, filled in zip(chunks, frames, strict=True)
+            (len(chunk.frames) - 1) * len(filled)
+            for chunk, filled in zip(chunks, frames, strict=True)
         )
         return tier
 
@@ -243,18 +244,18 @@ class ChunkBuffers:
 
 
 def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:
-    frames = [one.frame for one in chunks]
-    if len(set(frames)) < len(frames) or any(not 0 <= one < window.frames for one in frames):
+    frames = [chunk.frame for chunk in chunks]
+    if len(set(frames)) < len(frames) or any(not 0 <= frame < window.frames for frame in frames):
         raise refuse(
             "bad-request", f"each chunk needs a frame of its own, of 0 to {window.frames - 1}"
         )
 
 
-def _frame(window: ChunkBuffer, one: Chunk, layout: Layout) -> memoryview:
-    if not 0 <= one.chunk < layout.chunk_count:
+def _frame(window: ChunkBuffer, chunk: Chunk, layout: Layout) -> memoryview:
+    if not 0 <= chunk.chunk < layout.chunk_count:
         raise refuse(
             "bad-request",
-            f"rank {one.rank} has chunks 0 to {layout.chunk_count - 1}, not {one.chunk}",
+            f"rank {chunk.rank} has chunks 0 to {layout.chunk_count - 1}, not {chunk.chunk}",
         )
-    begin, end = chunk_bounds(layout, one.chunk)
-    return window.frame(one.frame, end - begin)
+    begin, end = chunk_bounds(layout, chunk.chunk)
+    return window.frame(chunk.frame, end - begin)

@@ -60,10 +60,10 @@ class Fetcher:
         self, id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
-        left = [one for one in self._copies.origins(id, saved) if one not in tried]
+        left = [origin for origin in self._copies.origins(id, saved) if origin not in tried]
         if not left and not self._remotes.looked:
             await self.committer.look_beyond()
-            left = [one for one in self._copies.origins(id, saved) if one not in tried]
+            left = [origin for origin in self._copies.origins(id, saved) if origin not in tried]
         return left[0] if left else None
 
     async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:

@@ -62,15 +62,21 @@ class Restorer:
         ledger = self.committer.look()
         hidden = self._hidden()
         offers = self._copies.offers(set(ledger.whole()) - hidden)
-        held = {id: one for id, one in self.held(lease.rank).items() if id not in hidden}
+        held = {
+            id: candidate for id, candidate in self.held(lease.rank).items() if id not in hidden
+        }
         if sees_all(lease.request):
-            whole = {*ledger.committed(Tier.MEMORY), *(one.id for one in offers)}
+            whole = {*ledger.committed(Tier.MEMORY), *(offer.id for offer in offers)}
             # A step of another world size stays on the list: the vote reports the difference.
-            held = {id: one for id, one in held.items() if id in whole or one.world != lease.world}
+            held = {
+                id: candidate
+                for id, candidate in held.items()
+                if id in whole or candidate.world != lease.world
+            }
             parts: tuple[Offer, ...] = ()
         else:
             # what this sidecar can add to steps that only several sidecars together have
-            left = self._copies.ids().difference(hidden, (one.id for one in offers))
+            left = self._copies.ids().difference(hidden, (offer.id for offer in offers))
             parts = self._copies.parts(id for id in left if not ledger.is_dead(id))
         planned = self._restart.plan()
         answer, reason = (Answer.STEPS, "")
@@ -127,15 +133,15 @@ class Restorer:
         slots = self.pool.rank(rank)
         dead, found = self._ledger.is_dead, {}
         for id in self._copies.ids():
-            if not dead(id) and (one := self._candidate(slots, id)) is not None:
-                found[id] = one
+            if not dead(id) and (candidate := self._candidate(slots, id)) is not None:
+                found[id] = candidate
         return found
 
     def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
         if (at := slots.find(id)) is not None:
             return Candidate(id=id, tier=at.tier, world=at.layout.world)
-        for one in self._copies.origins(id, slots.rank):
-            return Candidate(id=id, tier=one.tier, world=one.shard.world)
+        for origin in self._copies.origins(id, slots.rank):
+            return Candidate(id=id, tier=origin.tier, world=origin.shard.world)
         return None
 
     def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:

@@ -83,7 +83,7 @@ class ImageSources:
         if not found or world is None:
             raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
         return Sources(
-            id=id, world=world, sources=tuple(found[one] for one in sorted(found)), left_out=left
+            id=id, world=world, sources=tuple(found[rank] for rank in sorted(found)), left_out=left
         )
 
     def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
@@ -124,18 +124,20 @@ class ImageSources:
         # Each node begins its search at its first rank. So different nodes do not all read the same
         # copies, but all ranks of one node do.
         here = min(self.leases.ranks)
-        left = [one for one in copies.ranks_with(id) if one not in found]
-        left.sort(key=lambda one: (_far(copies.nearest(id, one)), (one - here) % world))
+        left = [rank for rank in copies.ranks_with(id) if rank not in found]
+        left.sort(key=lambda rank: (_far(copies.nearest(id, rank)), (rank - here) % world))
         while left:
             asked = left if every else copies.one_of_twins(id, left, known=found)
             if own % world in left and own % world not in asked:
                 asked.append(own % world)
             if not asked:
                 break
-            told = await few_at_once([partial(self._told, id, one) for one in asked], most=_AT_ONCE)
+            told = await few_at_once(
+                [partial(self._told, id, rank) for rank in asked], most=_AT_ONCE
+            )
             tried = set(asked)
-            found.update((one.rank, one) for some in told for one in some)
-            left = [one for one in left if one not in tried]
+            found.update((source.rank, source) for some in told for source in some)
+            left = [rank for rank in left if rank not in tried]
         return tuple(sorted(left))
 
     async def _told(self, id: StepId, saved: int) -> tuple[Source, ...]:
@@ -163,7 +165,7 @@ class ImageSources:
             tier=source.tier,
             bytes=source.shard.size_bytes,
             extras_bytes=manifest.control.extras_bytes,
-            twins=tuple(one for one in source.shard.alike if one != number),
+            twins=tuple(rank for rank in source.shard.alike if rank != number),
         )
 
     # --- headers -----------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class IncomingCopy:
 
         with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
             missing = reversed(self.missing)
-            alike = [one for one in missing if _alike(one, self.manifest, other.manifest)]
+            alike = [chunk for chunk in missing if _alike(chunk, self.manifest, other.manifest)]
             # A separate thread: the calling thread has other requests to answer, and niceness
             # cannot be taken back.
             for_each_chunk(take, len(alike), threads=1, niceness=WRITER_NICENESS)
@@ -214,12 +214,12 @@ class IncomingCopy:
             self._file.close()
 
 
-def _alike(chunk: int, one: Manifest, other: Manifest) -> bool:
+def _alike(chunk: int, first: Manifest, other: Manifest) -> bool:
     """Whether both images have the chunk alike in place, size and digest."""
     return (
         chunk in other.chunks
-        and one.digest(chunk) == other.digest(chunk)
-        and one.bounds(chunk) == other.bounds(chunk)
+        and first.digest(chunk) == other.digest(chunk)
+        and first.bounds(chunk) == other.bounds(chunk)
     )
 
 

@@ -184,8 +184,8 @@ class Replicator:
 
         def finished() -> bool:
             return not self._owed() and all(
-                one.sending is None and one.place.finished(whole=whole)
-                for one in self._lanes.values()
+                lane.sending is None and lane.place.finished(whole=whole)
+                for lane in self._lanes.values()
             )
 
         self.compare()
@@ -247,7 +247,7 @@ class _Lane:
         two steps that become due together, the first may be retired by then."""
         due = self._replicator.due
         waiting = {step for step, _ in self._missing() if step in due.owed & due.settled}
-        newer = [one for one in waiting if self._newest is None or one > self._newest]
+        newer = [step_id for step_id in waiting if self._newest is None or step_id > self._newest]
         oldest = min(newer, default=None)
         return not self._failures and id in (self.sending, self._next(), oldest)
 

@@ -105,7 +105,7 @@ class Access:
         if _same(request.cookies.get(cookie, ""), self._cookie):
             return None
         token = request.query.get("token", "")
-        if (known := next((one for one in self._tokens if _same(token, one)), None)) is None:
+        if (known := next((entry for entry in self._tokens if _same(token, entry)), None)) is None:
             why = (
                 f"open the URL that `{self._command}` printed: its token lets in one browser, once"
             )

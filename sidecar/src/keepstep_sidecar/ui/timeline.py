@@ -57,7 +57,7 @@ class RunPage:
             return "unreadable"
         if self.live is None:
             return "stopped"
-        return "training" if any(one.alive for one in self.ranks) else "waiting"
+        return "training" if any(rank.alive for rank in self.ranks) else "waiting"
 
     @property
     def state_text(self) -> str:
@@ -67,10 +67,10 @@ class RunPage:
                 "unreadable": "This run cannot be read.",
                 "stopped": "No sidecar runs: this is what lies on the volumes.",
             }[self.state]
-        world = max((one.world for one in self.ranks), default=0)
+        world = max((rank.world for rank in self.ranks), default=0)
         if not world:
             return "A sidecar runs; no trainer has connected yet."
-        alive = sum(one.alive for one in self.ranks)
+        alive = sum(rank.alive for rank in self.ranks)
         if alive:
             return f"Training: {alive} of {world} ranks are connected."
         return "A sidecar runs; no trainer is connected."
@@ -115,8 +115,12 @@ def restores(events: Sequence[Event]) -> list[Restore]:
             lost = None if staged is None else staged.step - (began.step if began else -1)
             # Several ranks report the same epoch; what was staged in that epoch is not lost.
             if staged is not None and event.epoch and staged.epoch == event.epoch.id:
-                lost = next((one.lost for one in found if one.event.epoch == event.epoch), None)
-            restart = _restart_of(event.rank, (events[one] for one in range(at + 1, len(events))))
+                lost = next(
+                    (restore.lost for restore in found if restore.event.epoch == event.epoch), None
+                )
+            restart = _restart_of(
+                event.rank, (events[index] for index in range(at + 1, len(events)))
+            )
             found.append(Restore(event=event, began=began, lost=lost, restart=restart))
     return found
 
@@ -132,7 +136,7 @@ def _restart_of(rank: int | None, after: Iterable[Event]) -> Restart | None:
 
 def lost(events: Iterable[Event]) -> list[Event]:
     """Steps that were due and are not held, oldest first."""
-    return [one for one in events if one.kind in (Kind.SKIPPED, Kind.DISCARDED, Kind.EVICTED)]
+    return [event for event in events if event.kind in (Kind.SKIPPED, Kind.DISCARDED, Kind.EVICTED)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +160,7 @@ def step_times(events: Iterable[Event]) -> list[StepTime]:
 
 
 def _step_times(events: Iterable[Event]) -> Iterator[StepTime]:
-    marks = (one for one in events if one.kind is Kind.STAGED or one.kind in _BREAKS)
+    marks = (event for event in events if event.kind is Kind.STAGED or event.kind in _BREAKS)
     for before, now in pairwise(marks):
         if before.step is None or now.step is None or before.kind in _BREAKS or now.kind in _BREAKS:
             continue
@@ -178,8 +182,8 @@ def usual(times: Sequence[StepTime]) -> StepTime | None:
     return StepTime(
         at=last.at,
         sequence=last.sequence,
-        step_s=median(one.step_s for one in recent),
-        blocked_s=median(one.blocked_s for one in recent),
+        step_s=median(time.step_s for time in recent),
+        blocked_s=median(time.blocked_s for time in recent),
     )
 
 
@@ -191,12 +195,12 @@ def charts(view: RunPage) -> dict[str, dict[str, Line]]:
     was restored. `time`: milliseconds of a step."""
     events = view.events
     times = _thinned(step_times(events))
-    at = [_s(one.at) for one in times]
+    at = [_s(time.at) for time in times]
     return {
         "steps": {**_reached(view), "restored": _restored(events)},
         "time": {
-            "with": _broken((at, [_ms(one.step_s) for one in times]), events),
-            "without": _broken((at, [_ms(one.without_s) for one in times]), events),
+            "with": _broken((at, [_ms(time.step_s) for time in times]), events),
+            "without": _broken((at, [_ms(time.without_s) for time in times]), events),
         },
     }
 
@@ -205,12 +209,12 @@ def _reached(view: RunPage) -> dict[str, Line]:
     """Steps by tier. In memory and on drives: when they were staged and committed. On peers and in
     the archive: the steps that are there now, at the time when they were staged, because it is
     unknown when they arrived there."""
-    known = [one for one in view.events if one.step is not None]
-    staged = [one for one in known if one.kind is Kind.STAGED]
-    committed = [one for one in known if one.kind is Kind.COMMITTED]
+    known = [event for event in view.events if event.step is not None]
+    staged = [event for event in known if event.kind is Kind.STAGED]
+    committed = [event for event in known if event.kind is Kind.COMMITTED]
     lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
     for tier in NEAREST_FIRST[len(IN_POD) :]:
-        held = [one.id for one in view.steps if tier in one.ranks]
+        held = [step.id for step in view.steps if tier in step.ranks]
         found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
         lines[tier.value] = [_s(at) for at, _ in found], [float(id.step) for _, id in found]
     return lines
@@ -229,24 +233,26 @@ def _step(event: Event) -> StepId:
 
 def _numbers(events: Sequence[Event]) -> Line:
     shown = _thinned(events)
-    return [_s(one.until) for one in shown], [float(_step(one).step) for one in shown]
+    return [_s(event.until) for event in shown], [float(_step(event).step) for event in shown]
 
 
 def _broken(line: Line, events: Iterable[Event]) -> Line:
     """The line with a gap wherever a trainer ended."""
-    ends = [_s(one.at) for one in events if one.kind is Kind.ENDED][-POINTS:]
+    ends = [_s(event.at) for event in events if event.kind is Kind.ENDED][-POINTS:]
     if not line[0]:
         return line
     points = sorted(
-        [*zip(*line, strict=True), *((at, None) for at in ends)], key=lambda one: one[0]
+        [*zip(*line, strict=True), *((at, None) for at in ends)], key=lambda pair: pair[0]
     )
     return [at for at, _ in points], [value for _, value in points]
 
 
 def _restored(events: Sequence[Event]) -> Line:
     found = restores(events)[-POINTS:]
-    steps: list[float | None] = [float(one.began.step) if one.began else 0.0 for one in found]
-    return [_s(one.event.at) for one in found], steps
+    steps: list[float | None] = [
+        float(restore.began.step) if restore.began else 0.0 for restore in found
+    ]
+    return [_s(restore.event.at) for restore in found], steps
 
 
 def _thinned(values: Sequence[_Numbered]) -> list[_Numbered]:
@@ -256,7 +262,7 @@ def _thinned(values: Sequence[_Numbered]) -> list[_Numbered]:
         stride *= 2
     if stride == 1:
         return list(values)
-    return [one for one in values[:-1] if one.sequence % stride == 0] + [values[-1]]
+    return [time for time in values[:-1] if time.sequence % stride == 0] + [values[-1]]
 
 
 def _s(unix_s: float) -> float:

@@ -406,7 +406,7 @@ class Directories:
         """Blocks of all files below the root except `besides`, in bytes; of one with several names,
         once."""
         found = self.filesystem.walk(self.tree.root)
-        files = {(one.st_dev, one.st_ino): one for path, one in found if path not in besides}
+        files = {(info.st_dev, info.st_ino): info for path, info in found if path not in besides}
         return sum(map(_bytes, files.values()))
 
     def disk_bytes(self, path: Path) -> int:
@@ -417,7 +417,7 @@ class Directories:
             return 0
         if not stat.S_ISDIR(found.st_mode):
             return _bytes(found)
-        return sum(_bytes(one) for _, one in self.filesystem.walk(path) if one.st_nlink == 1)
+        return sum(_bytes(info) for _, info in self.filesystem.walk(path) if info.st_nlink == 1)
 
     def shards_in(self, directory: Path) -> list[Path]:
         """The shards in `directory` itself, without links to other volumes."""
@@ -534,7 +534,7 @@ class Directories:
         self.make(self.tree.quarantine)
         names = (quarantine_name(path, reason, number) for number in count(1))
         targets = (self.tree.quarantine / name for name in names)
-        target = next(one for one in targets if self.filesystem.lstat(one) is None)
+        target = next(target for target in targets if self.filesystem.lstat(target) is None)
         fault_point("quarantine.rename")
         self.filesystem.rename(path, target)
         self.filesystem.sync_directory(target.parent)
@@ -554,7 +554,7 @@ class Directories:
         """Delete the oldest files if there are many, or if they take a tenth of the drive. The
         newest one is kept: it holds bad blocks, or tells what went wrong."""
         found = self.filesystem.walk(self.tree.quarantine)
-        there = {path: one for path, one in found if path != newest}
+        there = {path: info for path, info in found if path != newest}
         left_bytes = self.filesystem.size_bytes(self.tree.root) // 10 - self.disk_bytes(newest)
         order = sorted(there, key=lambda path: there[path].st_ctime, reverse=True)
         for number, path in enumerate(order, start=2):
@@ -661,7 +661,7 @@ class SpareFiles:
         """Keep the shards in these retired directories, in place of all that was kept before.
         Returns their bytes. A shard stays where it is if less than its size is free: others may
         need that."""
-        shards = [path for one in retired for path in self._directories.shards_in(one)]
+        shards = [path for directory in retired for path in self._directories.shards_in(directory)]
         kept: dict[str, int] = {}
         with contextlib.suppress(OSError):  # what is not kept will be deleted, as without all this
             self._directories.make(self._tree.spare)

@@ -129,7 +129,7 @@ class Filesystem:
 
     def release(self, root: Path) -> None:
         """Hold the directory no longer, so that its drive can be unmounted."""
-        self._held = {path: one for path, one in self._held.items() if path != root}
+        self._held = {path: directory for path, directory in self._held.items() if path != root}
 
     def _at(self, path: Path) -> tuple[Directory, str]:
         """The directory that holds `path`, and its name there."""

@@ -143,7 +143,7 @@ class HistoryFile:
             say("history.shortened", path=str(path), events=forgotten)
         elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
             # Start with a newline, in case the last line is torn.
-            news = (one for one in events if one.sequence > self.written)
+            news = (event for event in events if event.sequence > self.written)
             _write(directory, path.name, b"\n" + _lines(news))
             return
         head = _Head(format_version=FORMAT_VERSION, run=self._run, id=self.id, before=before)
@@ -181,21 +181,23 @@ def _parse(line: bytes) -> Event | None:
 def _is_sane(event: Event) -> bool:
     """Whether the sum of such events stays within bounds."""
     counts = [
-        one for one in (event.count, event.first, event.number, event.rank) if one is not None
+        number
+        for number in (event.count, event.first, event.number, event.rank)
+        if number is not None
     ]
     seconds = [event.seconds, *(dataclasses.astuple(event.restart) if event.restart else ())]
     return (
         0 < event.sequence < _LARGEST_NUMBER
         and 0.0 <= event.at <= event.until
-        and all(0 <= one < _LARGEST_NUMBER for one in counts)
-        and all(0.0 <= one < _LARGEST_S for one in seconds)
+        and all(0 <= count < _LARGEST_NUMBER for count in counts)
+        and all(0.0 <= second < _LARGEST_S for second in seconds)
     )
 
 
 _DEFAULTS: Final = {
-    one.name: one.default
-    for one in dataclasses.fields(Event)
-    if one.default is not dataclasses.MISSING
+    field.name: field.default
+    for field in dataclasses.fields(Event)
+    if field.default is not dataclasses.MISSING
 }
 
 
@@ -203,7 +205,7 @@ def _lines(events: Iterable[Event]) -> bytes:
     """A line for each event, with the fields that differ from their defaults."""
     lines = []
     for event in events:
-        values = {one.name: getattr(event, one.name) for one in dataclasses.fields(Event)}
+        values = {field.name: getattr(event, field.name) for field in dataclasses.fields(Event)}
         told = {key: value for key, value in values.items() if _DEFAULTS.get(key, values) != value}
         lines.append(msgspec.json.encode(told) + b"\n")
     return b"".join(lines)

@@ -48,16 +48,18 @@ class RunRecord:
     def union(cls, records: Sequence[RunRecord]) -> RunRecord:
         """What several volumes of a run have on record, taken together. What the script asked for
         is told by the one that knows the newest epoch."""
-        began = [one for one in records if one.epochs]
-        newest = max(began, key=lambda one: one.epochs[-1].id, default=None)
+        began = [record for record in records if record.epochs]
+        newest = max(began, key=lambda record: record.epochs[-1].id, default=None)
         return cls(
             run=records[0].run,
-            epochs=merged(epoch for one in records for epoch in one.epochs),
-            committed=max((one.committed for one in records if one.committed), default=None),
-            pinned=frozenset().union(*(one.pinned for one in records)),
-            failures=frozenset().union(*(one.failures for one in records)),
+            epochs=merged(epoch for record in records for epoch in record.epochs),
+            committed=max(
+                (record.committed for record in records if record.committed), default=None
+            ),
+            pinned=frozenset().union(*(record.pinned for record in records)),
+            failures=frozenset().union(*(record.failures for record in records)),
             asked=None if newest is None else newest.asked,
-            strangers=frozenset().union(*(one.strangers for one in records)),
+            strangers=frozenset().union(*(record.strangers for record in records)),
         )
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
@@ -75,7 +77,7 @@ class RunRecord:
             **({"failures": sorted(map(str, self.failures))} if self.failures else {}),
             **({"asked": str(self.asked)} if self.asked is not None else {}),
             **({"strangers": sorted(map(str, self.strangers))} if self.strangers else {}),
-            "epochs": [epoch_json(one) for one in self.epochs],
+            "epochs": [epoch_json(epoch) for epoch in self.epochs],
         }
         return json.dumps(record, indent=1).encode() + b"\n"
 
@@ -121,10 +123,14 @@ def _read(reader: strictjson.Reader) -> RunRecord:
     )
 
 
-def epoch_json(one: Epoch) -> dict[str, str | None]:
+def epoch_json(epoch: Epoch) -> dict[str, str | None]:
     """An epoch as a mapping, to be written as JSON."""
-    parent = None if one.parent is None else str(one.parent)
-    return {"id": str(one.id), "parent": parent, **({"origin": one.origin} if one.origin else {})}
+    parent = None if epoch.parent is None else str(epoch.parent)
+    return {
+        "id": str(epoch.id),
+        "parent": parent,
+        **({"origin": epoch.origin} if epoch.origin else {}),
+    }
 
 
 def read_epoch(value: object) -> Epoch:

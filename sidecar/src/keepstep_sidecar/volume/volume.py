@@ -796,7 +796,7 @@ class VolumeSet:
         if not volumes:
             raise UsageError("a run needs at least one volume")
         self.volumes: tuple[Volume, ...] = tuple(volumes)
-        self._writable = [one for one in volumes if not one.read_only]
+        self._writable = [volume for volume in volumes if not volume.read_only]
         self._homes: dict[int, int] = {}
         self._lock = threading.Lock()
         self.pace = RateLimit(bytes_per_second)
@@ -806,7 +806,7 @@ class VolumeSet:
     @property
     def history(self) -> Path | None:
         """The path of the run's history, on the first writable volume; None without one."""
-        return next((Tree(one.root).history for one in self._writable), None)
+        return next((Tree(volume.root).history for volume in self._writable), None)
 
     def volume_for(self, rank: int) -> Volume:
         """The volume that `rank` writes to: its own, or a healthy one if its own has failed.
@@ -884,8 +884,8 @@ class VolumeSet:
     def _scan(self) -> tuple[list[Scan], dict[Path, str]]:
         told = {volume.root: _tried(Volume.scan, volume) for volume in self.volumes}
         return (
-            [one for one in told.values() if not isinstance(one, StorageError)],
-            {root: str(one) for root, one in told.items() if isinstance(one, StorageError)},
+            [scan for scan in told.values() if not isinstance(scan, StorageError)],
+            {root: str(scan) for root, scan in told.items() if isinstance(scan, StorageError)},
         )
 
     def is_removed(self) -> bool:
@@ -928,8 +928,8 @@ class VolumeSet:
         """The sum of `work` over all volumes. A volume that fails does not stop the others. Raises
         its StorageError when the sum is 0."""
         told = [_tried(work, volume) for volume in self._writable]
-        total = sum(one for one in told if not isinstance(one, StorageError))
-        failure = next((one for one in told if isinstance(one, StorageError)), None)
+        total = sum(size for size in told if not isinstance(size, StorageError))
+        failure = next((result for result in told if isinstance(result, StorageError)), None)
         if failure is not None and not total:
             raise failure
         return total
@@ -962,11 +962,11 @@ class VolumeSet:
         """Change the record durably on every writable volume. Without any, nothing durable will
         need it. Raises StorageError when all fail."""
         told = [
-            _tried(lambda volume: volume.save_record(change(volume.record)), one)
-            for one in self._writable
+            _tried(lambda volume: volume.save_record(change(volume.record)), volume)
+            for volume in self._writable
         ]
         self.record = RunRecord.union([volume.record for volume in self.volumes])
-        failures = [one for one in told if one is not None]
+        failures = [result for result in told if result is not None]
         if failures and len(failures) == len(told):
             raise failures[0]
 

@@ -31,7 +31,7 @@ _WHERE = ("archive", "archive_endpoint", "archive_region")
 def which_archive(command: Command) -> Command:
     """Add the options that name an archive, or a run in DIR whose archive is meant."""
     placed = directory_option(run_option(default="the only one in the archive")(command))
-    return options([one for one in SETTINGS if one.name in _WHERE])(placed)
+    return options([setting for setting in SETTINGS if setting.name in _WHERE])(placed)
 
 
 def _config(
@@ -51,7 +51,7 @@ def archive_of(values: Mapping[str, Any]) -> ArchiveConfig | None:
     """The archive that these values of keys name, by field; None without one. Raises UsageError."""
     if "archive" not in values:
         return None
-    endpoint, region = (values.get(f"archive_{one}") for one in ("endpoint", "region"))
+    endpoint, region = (values.get(f"archive_{key}") for key in ("endpoint", "region"))
     return ArchiveConfig(url=values["archive"], endpoint=endpoint, region=region)
 
 
@@ -158,14 +158,14 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
 
     async def work(holding: Holding) -> tuple[list[str], list[str], int]:
         steps = await holding.chosen(word, sound=False)
-        faults = [one.fault for one in steps if one.fault]
-        sound = [one for one in steps if one.complete]
-        total = sum(one.image_bytes for one in sound)
+        faults = [step.fault for step in steps if step.fault]
+        sound = [step for step in steps if step.complete]
+        total = sum(step.image_bytes for step in sound)
         with output.progress(total, quiet=as_json) as advance:
             for step in sound:
                 done = functools.partial(advance, f"step {step.id.step}")
                 faults += await holding.verify(step, on_chunk=done)
-        return [str(one.id) for one in steps], faults, total
+        return [str(step.id) for step in steps], faults, total
 
     names, faults, total = _with_archive(config, run, work)
     seconds = time.monotonic() - began

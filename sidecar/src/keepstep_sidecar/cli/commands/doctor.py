@@ -225,7 +225,7 @@ def drive(
 ) -> Iterator[Finding]:
     """Check space, O_DIRECT and speed of one volume. A file of at most `probe_bytes` is written,
     read and removed. If `directory` does not exist, its nearest existing parent is checked."""
-    place = next(one for one in (directory, *directory.parents) if one.exists())
+    place = next(path for path in (directory, *directory.parents) if path.exists())
     filesystem = Filesystem()
     try:
         free, total = filesystem.free_bytes(place), filesystem.size_bytes(place)
@@ -345,14 +345,14 @@ def doctor(
       keepstep doctor --dir /scratch/ckpt --json
     """
     need = Need(image_bytes=state, ranks=ranks)
-    places = tuple(one.absolute() for one in volumes or (directory,))
+    places = tuple(volume.absolute() for volume in volumes or (directory,))
     found = []
-    for one in _findings(need, places, probe_size):
-        found.append(one)
+    for finding in _findings(need, places, probe_size):
+        found.append(finding)
         if not as_json:
-            change = f"\n{'':9}change: {one.change}" if one.change else ""
-            output.print_lines([f"{one.outcome!s:<9}{one.name}: {one.found}{change}"])
-    failed = any(one.outcome is Outcome.MISSING for one in found)
+            change = f"\n{'':9}change: {finding.change}" if finding.change else ""
+            output.print_lines([f"{finding.outcome!s:<9}{finding.name}: {finding.found}{change}"])
+    failed = any(finding.outcome is Outcome.MISSING for finding in found)
     if as_json:
         output.print_json({"ok": not failed, "checks": found})
     if failed:

@@ -36,7 +36,7 @@ _ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 
 
 @click.command()
-@options([one for one in SETTINGS if one.name in _ELSEWHERE])
+@options([setting for setting in SETTINGS if setting.name in _ELSEWHERE])
 @directory_option
 @run_option(default="the only one in DIR, or in the archive")
 @json_option
@@ -111,7 +111,7 @@ def export(
 
     def work(step: _Step, cancel: Cancel) -> Exported:
         with step.opened(cancel) as images:
-            layouts = (one.manifest.layout for one in images.values())
+            layouts = (image.manifest.layout for image in images.values())
             made = library.Export(layouts, run=step.run, id=step.id, **wishes)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
@@ -195,10 +195,10 @@ class _Step:
                 return stack.enter_context(transfer.opened(source, cancel))
 
             try:
-                bases = [one.beside for one in self.sources if one.beside is not None]
+                bases = [source.beside for source in self.sources if source.beside is not None]
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
                     images = pool.map(enter, (*self.sources, *bases))
-                    opened = {one.manifest.layout.number: one for one in images}
+                    opened = {image.manifest.layout.number: image for image in images}
             except Gone as error:
                 raise _RetiredError(
                     f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
@@ -260,7 +260,7 @@ async def _with_step(
     silent: tuple[str, ...] = ()
     # A restore passes over them, because the script failed by itself twice after one of them.
     known = (await asyncio.to_thread(inventory.read, kept)).steps
-    suspects = frozenset(one.id for one in known if one.suspect)
+    suspects = frozenset(status.id for status in known if status.suspect)
     id = _committed(held, epochs, word, suspects)
     if peers and (id is None or word == _NEWEST):
         silent = await _add_peers(kept, peers, held, values.get("secret_file"))
@@ -309,7 +309,7 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
     survey = await holding.survey()
     if survey.conflict:
         raise RestoreError(survey.conflict)
-    alive = [one for one in survey.complete if not _dead(one.id, survey.epochs)]
+    alive = [step for step in survey.complete if not _dead(step.id, survey.epochs)]
     if not alive:
         raise UsageError(f"{holding.store.where}/{holding.run} holds no whole step")
     return alive[-1]
@@ -318,7 +318,7 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
 def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
     from keepstep.core.commit_rule import Standing, trace
 
-    lineage = trace({one.id: one for one in epochs}, seen={id.epoch})
+    lineage = trace({epoch.id: epoch for epoch in epochs}, seen={id.epoch})
     return lineage.standing(id) is Standing.DEAD
 
 
@@ -369,7 +369,7 @@ def _committed(
     whole = sorted(
         id
         for id, ranks in held.items()
-        if {one.shard.world for one in ranks.values()} == {len(ranks)}
+        if {rank.shard.world for rank in ranks.values()} == {len(ranks)}
     )
     if word == _NEWEST:
         alive = [id for id in whole if not _dead(id, epochs)]

@@ -19,7 +19,7 @@ from keepstep_sidecar.cli.slurm import nodes_of_step
 from keepstep_sidecar.config.settings import parse_size, parsed
 from keepstep_sidecar.config.sidecar import SETTINGS, Config, options
 
-_FOR_RUN: Final = [one for one in SETTINGS if one.for_run]
+_FOR_RUN: Final = [setting for setting in SETTINGS if setting.for_run]
 _NAME: Final = "stem of the first *.py in COMMAND"
 _LINGER_S: Final = 900.0
 _LINGER_OF_START_S: Final = 300.0

@@ -84,8 +84,11 @@ def _without_times(held: Holdings) -> object:
     return (
         (live.pid, live.epoch, live.ranks, live.survives, live.hints, live.persist_every),
         (held.steps, held.problems),
-        [(one.path, one.failed, one.quarantined) for one in live.volumes],
-        [(at, one.where, one.sent, one.backlog, one.trouble) for at, one in live.tiers.items()],
+        [(volume.path, volume.failed, volume.quarantined) for volume in live.volumes],
+        [
+            (at, tier.where, tier.sent, tier.backlog, tier.trouble)
+            for at, tier in live.tiers.items()
+        ],
     )
 
 
@@ -112,7 +115,7 @@ def _print(kept: RunDir, held: Holdings) -> None:
     ranks, tiers = ((), {}) if held.live is None else (held.live.ranks, held.live.tiers)
     right = ("RANK", "STAGED", "DURABLE", "SAVES", "LOST", "BLOCKED/SAVE", "SENT", "WAITING")
     output.print_table(_RANK, map(_rank_row, ranks), right=right)
-    rows = (_tier_row(tier, one) for tier, one in tiers.items())
+    rows = (_tier_row(tier, status) for tier, status in tiers.items())
     output.print_table(_TIER, rows, right=(*right, "BEHIND"))
     output.print_lines(f"warning: {problem}" for problem in held.problems)
 
@@ -136,7 +139,7 @@ def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
         facts += [("hint", text) for text in live.hints]
         facts += [("restart", text) for text in _restart(live)]
         facts += [
-            ("vote", f"rank {one.rank} waits: {one.waits}") for one in live.ranks if one.waits
+            ("vote", f"rank {rank.rank} waits: {rank.waits}") for rank in live.ranks if rank.waits
         ]
     facts += [("goodput", text) for text in _goodput(inventory.goodput(kept, held))]
     facts += [("volume", text) for text in _volumes(kept, live)]
@@ -158,14 +161,19 @@ def _goodput(found: Goodput | None) -> list[str]:
 
 def _restart(live: Status) -> list[str]:
     """The newest restart, as the rank saw it for which it took longest."""
-    restarts = [(one.restart, one.rank) for one in live.ranks if one.restart is not None]
+    restarts = [(rank.restart, rank.rank) for rank in live.ranks if rank.restart is not None]
     latest = max((restart.at for restart, _ in restarts), default=0.0)
-    of_latest = [(one.total_s, one, rank) for one, rank in restarts if latest - one.at < _APART_S]
-    for total_s, one, rank in sorted(of_latest, key=lambda found: -found[0])[:1]:
+    of_latest = [
+        (restart.total_s, restart, rank)
+        for restart, rank in restarts
+        if latest - restart.at < _APART_S
+    ]
+    for total_s, restart, rank in sorted(of_latest, key=lambda found: -found[0])[:1]:
         return [
-            f"{_age(one.at)} ago, {total_s:.1f} s on rank {rank}: {one.detection_s:.1f} until a"
-            f" process was there, {one.start_s:.1f} its start, {one.restore_s:.1f} the restore,"
-            f" {one.first_step_s:.1f} the first step"
+            f"{_age(restart.at)} ago, {total_s:.1f} s on rank {rank}:"
+            f" {restart.detection_s:.1f} until a process was there, {restart.start_s:.1f} its"
+            f" start, {restart.restore_s:.1f} the restore, {restart.first_step_s:.1f} the first"
+            " step"
         ]
     return []
 
@@ -223,11 +231,11 @@ def _volumes(kept: RunDir, live: Status | None) -> list[str]:
     if live is None:
         return [str(root) for root in kept.roots]
     texts = []
-    for one in live.volumes:
-        sizes = f"{format_size(one.used_bytes)} used, {format_size(one.free_bytes)} free"
-        broken = f", FAILED: {one.failed}" if one.failed else ""
-        aside = f", {one.quarantined} in quarantine" if one.quarantined else ""
-        texts.append(f"{one.path} ({one.engine}; {sizes}{aside}{broken})")
+    for volume in live.volumes:
+        sizes = f"{format_size(volume.used_bytes)} used, {format_size(volume.free_bytes)} free"
+        broken = f", FAILED: {volume.failed}" if volume.failed else ""
+        aside = f", {volume.quarantined} in quarantine" if volume.quarantined else ""
+        texts.append(f"{volume.path} ({volume.engine}; {sizes}{aside}{broken})")
     return texts
 
 

@@ -128,14 +128,17 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
     """
     shards, problems = inventory.survey(kept)
     steps = inventory.of_shards(shards, ())
-    refused = [one for one in problems if not isinstance(one.error, VersionError)]
+    refused = [problem for problem in problems if not isinstance(problem.error, VersionError)]
     if word is None:
         names = {str(step.id) for step in steps if step.committed}
     else:
         # of a full name, all shards may be bad
-        bad = any(one.path.parent.name == word for one in refused)
-        names = {word, *(str(one.id) for one in (() if bad else inventory.chosen(steps, (word,))))}
-        refused = [one for one in refused if one.path.parent.name in names]
+        bad = any(refusal.path.parent.name == word for refusal in refused)
+        names = {
+            word,
+            *(str(status.id) for status in (() if bad else inventory.chosen(steps, (word,)))),
+        }
+        refused = [refusal for refusal in refused if refusal.path.parent.name in names]
     if not names and not refused:
         raise UsageError(f"run {kept.run!r} has no committed step to verify")
     return [shard for shard in shards if str(shard.step_id) in names], refused
@@ -144,7 +147,7 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
 def _bases(shards: Iterable[LocalShard]) -> Iterator[LocalShard]:
     """The bases of these shards; each file once, whatever names it has."""
     seen: set[tuple[int, int]] = set()
-    for base in (one.beside for one in shards):
+    for base in (shard.beside for shard in shards):
         if base is None:
             continue
         with contextlib.suppress(OSError):  # its step was retired meanwhile
@@ -222,14 +225,14 @@ def rm(
                 if root.is_dir()
             ]
             freed_bytes = sum(
-                one.retire(step.id, reuse=False) for step in doomed for one in volumes
+                volume.retire(step.id, reuse=False) for step in doomed for volume in volumes
             )
-        if {one.id for one in doomed} == {one.id for one in held.steps}:
+        if {status.id for status in doomed} == {step.id for step in held.steps}:
             compiled.remove(kept)
     if as_json:
         output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
     else:
-        names = ", ".join(str(one.id) for one in doomed)
+        names = ", ".join(str(status.id) for status in doomed)
         output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")
 
 

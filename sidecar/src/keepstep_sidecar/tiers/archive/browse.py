@@ -48,15 +48,15 @@ class Holding:
         survey = await self.survey()
         if survey.conflict and sound:
             raise RestoreError(survey.conflict)
-        whole = [one for one in survey.steps if not one.partial]
-        meant = named(word, [one.id for one in whole]) if word is not None else ()
-        found = tuple(one for one in whole if word is None or one.id in meant)
+        whole = [step for step in survey.steps if not step.partial]
+        meant = named(word, [step.id for step in whole]) if word is not None else ()
+        found = tuple(step for step in whole if word is None or step.id in meant)
         place = f"{self.store.where}/{self.run}"
         if not found:
             what = f"step {word}" if word is not None else "any step"
             raise UsageError(f"{place} does not hold {what}; `keepstep archive ls` lists them")
         if sound and len(found) > 1:
-            names = ", ".join(str(one.id) for one in found)
+            names = ", ".join(str(step.id) for step in found)
             raise UsageError(f"{word} is ambiguous in {place}: choose one of {names}")
         if sound and found[0].fault:
             raise RestoreError(f"step {word} cannot be restored: {found[0].fault}")

@@ -53,10 +53,10 @@ class DirectoryStore:
             except FileNotFoundError:
                 return []
             found = below.walk(levels=_LEVELS - len(Path(prefix).parts))
-            files = [one for one in found if not one[0].name.startswith(".")]
+            files = [file for file in found if not file[0].name.startswith(".")]
             return sorted(
                 (_stored(Path(prefix) / path, found) for path, found in files),
-                key=lambda one: one.name,
+                key=lambda entry: entry.name,
             )
 
         return await self._look(work)
@@ -68,7 +68,7 @@ class DirectoryStore:
             except FileNotFoundError:
                 return []
             found = {name: above.lstat(name) for name in above.names() if name[0] != "."}
-            named = [name for name, one in found.items() if one and stat.S_ISDIR(one.st_mode)]
+            named = [name for name, value in found.items() if value and stat.S_ISDIR(value.st_mode)]
             return sorted(map(_text, named))
 
         return await self._look(work)

@@ -68,7 +68,9 @@ class ArchivedStep:
     @property
     def own_files(self) -> list[str]:
         """Names of keepstep's own files, without the record."""
-        return sorted(one for one in self.files if is_shard(one) or is_base(one) or is_twin(one))
+        return sorted(
+            file for file in self.files if is_shard(file) or is_base(file) or is_twin(file)
+        )
 
     @property
     def stored_bytes(self) -> int:
@@ -82,7 +84,9 @@ class ArchivedStep:
         each of them."""
         assert self.record is not None
         shards = self.record.shards
-        return sum(one.size_bytes + (one.base.size_bytes if one.base else 0) for one in shards)
+        return sum(
+            shard.size_bytes + (shard.base.size_bytes if shard.base else 0) for shard in shards
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,23 +100,23 @@ class Survey:
 
     @property
     def complete(self) -> tuple[ArchivedStep, ...]:
-        return tuple(one for one in self.steps if one.complete)
+        return tuple(step for step in self.steps if step.complete)
 
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """All epochs in the records, oldest first."""
-        records = (one.record for one in self.steps if one.record)
+        records = (step.record for step in self.steps if step.record)
         return merged(epoch for record in records for epoch in record.epochs)
 
     @property
     def origin(self) -> str:
         """`RUN/STEP` of the other run from which this run began; '' if it is not a fork."""
-        found = (f"{one.origin}/{one.parent}" for one in self.epochs if one.origin)
+        found = (f"{epoch.origin}/{epoch.parent}" for epoch in self.epochs if epoch.origin)
         return next(found, "")
 
     @property
     def faults(self) -> tuple[str, ...]:
-        return tuple(one.fault for one in self.steps if one.fault)
+        return tuple(step.fault for step in self.steps if step.fault)
 
 
 def step_prefix(run: str, id: StepId) -> str:
@@ -161,9 +165,9 @@ def inventory(
     nothing = Answer.UNKNOWN if reason else Answer.NONE
     return Inventory(
         answer=Answer.STEPS if complete else nothing,
-        shards=tuple(shard for one in complete for shard in remotes(one, run=run)),
+        shards=tuple(shard for step in complete for shard in remotes(step, run=run)),
         epochs=epochs,
-        complete=frozenset(one.id for one in complete),
+        complete=frozenset(step.id for step in complete),
         reason=reason,
     )
 
@@ -221,9 +225,9 @@ class Surveyor:
             elif directory == lives.DIRECTORY:
                 of_lives[name] = stored
         newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
-        records_there = [one for files in newest_first if (one := files.get(records.NAME))]
+        records_there = [entry for files in newest_first if (entry := files.get(records.NAME))]
         read_bytes = itertools.accumulate(
-            one.bytes if one.bytes <= records.LIMIT_BYTES else 0 for one in records_there
+            entry.bytes if entry.bytes <= records.LIMIT_BYTES else 0 for entry in records_there
         )
         reads = [
             functools.partial(self._read, stored, total)
@@ -288,7 +292,9 @@ class Surveyor:
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}
-        names = [f"epoch {max(one)}" + (" (this run)" if one & ours else "") for one in found]
+        names = [
+            f"epoch {max(family)}" + (" (this run)" if family & ours else "") for family in found
+        ]
         return (
             f"{self.store.where}/{self.run} is shared by two runs named {self.run!r}:"
             f" {' and '.join(names)}; neither goes on from the other. Give one of them another"
@@ -311,8 +317,8 @@ def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
         kin = {id for epoch in record for id in _mentioned(epoch)}
         if not kin:
             continue
-        related = [one for one in found if one & kin]
-        found = [one for one in found if not one & kin]
+        related = [family for family in found if family & kin]
+        found = [family for family in found if not family & kin]
         found.append(kin.union(*related))
     return sorted(map(frozenset, found), key=min)
 
@@ -321,7 +327,9 @@ def rooted(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     """The families whose beginning is known. A family without a known beginning may be a later part
     of any of them: a pod that was replaced knows only the epochs since then."""
     told = [tuple(record) for record in records]
-    roots = {one.id for record in told for one in record if one.parent is None or one.origin}
+    roots = {
+        epoch.id for record in told for epoch in record if epoch.parent is None or epoch.origin
+    }
     return [family for family in families(told) if family & roots]
 
 
@@ -357,17 +365,17 @@ def expired(
     if survey.conflict:
         return ()
     standing = _standing(survey, epochs)
-    live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
+    live = [step.id for step in survey.complete if standing[step.id] is Standing.LIVE]
     if not live:
         return ()
-    complete = {one.id for one in survey.complete}
+    complete = {step.id for step in survey.complete}
     dead = {id for id in complete if standing[id] is Standing.DEAD}
-    abandoned = [one.id for one in survey.steps if _abandoned(one, now)]
+    abandoned = [step.id for step in survey.steps if _abandoned(step, now)]
     doomed = {
         *retired(live, policy, written_at=_written_at(survey)),
         *left_behind(live, policy, dead=dead, unfinished=abandoned),
     }
-    return tuple(one for one in survey.steps if one.id in doomed)
+    return tuple(step for step in survey.steps if step.id in doomed)
 
 
 def unkept(
@@ -375,28 +383,28 @@ def unkept(
 ) -> set[StepId]:
     """Those of `ids` (live steps that are not in the archive) that the policy would delete."""
     standing = _standing(survey, epochs)
-    live = [one.id for one in survey.complete if standing[one.id] is Standing.LIVE]
+    live = [step.id for step in survey.complete if standing[step.id] is Standing.LIVE]
     written = _written_at(survey)
     return {id for id in ids if id in retired([*live, id], policy, written_at=written)}
 
 
 def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, Standing]:
-    known = {one.id: one for one in (*survey.epochs, *epochs)}
-    lineage = trace(known, seen={one.id.epoch for one in survey.steps})
-    return {one.id: lineage.standing(one.id) for one in survey.steps}
+    known = {epoch.id: epoch for epoch in (*survey.epochs, *epochs)}
+    lineage = trace(known, seen={step.id.epoch for step in survey.steps})
+    return {step.id: lineage.standing(step.id) for step in survey.steps}
 
 
 def _written_at(survey: Survey) -> dict[StepId, float]:
-    return {one.id: one.record.written_at for one in survey.complete if one.record}
+    return {step.id: step.record.written_at for step in survey.complete if step.record}
 
 
 def _abandoned(step: ArchivedStep, now: float) -> bool:
     """Whether only a part was sent, long ago. A step with a faulty record is for people to
     judge. A base that other steps link to is as young as the newest of them, so it counts only
     where there is nothing else."""
-    own = [one for name, one in step.files.items() if not is_base(name)]
+    own = [file for name, file in step.files.items() if not is_base(name)]
     files = own or step.files.values()
-    return step.partial and all(now - one.modified_at > ABANDONED_S for one in files)
+    return step.partial and all(now - file.modified_at > ABANDONED_S for file in files)
 
 
 def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:

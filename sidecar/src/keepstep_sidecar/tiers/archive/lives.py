@@ -68,7 +68,7 @@ class Lives:
                 if epoch is None or epoch.id != self._kept:
                     await self.end()
                 if epoch is not None and time.monotonic() - self._renewed_at >= RENEW_S:
-                    await self._renew(epoch.id, {one.id for one in before()})
+                    await self._renew(epoch.id, {epoch.id for epoch in before()})
             await asyncio.sleep(_POLL_S)
 
     async def _renew(self, epoch: EpochId, before: Collection[EpochId]) -> None:
@@ -76,7 +76,9 @@ class Lives:
         content = {"epoch": str(epoch), "host": platform.node(), "at": time.time()}
         await self.store.replace(self._name(epoch), json.dumps(content).encode())
         if first:
-            older = [one for one in self._seen if one in before and one != epoch]
+            older = [
+                epoch_id for epoch_id in self._seen if epoch_id in before and epoch_id != epoch
+            ]
             await self.store.delete(map(self._name, older))
 
     async def end(self) -> None:

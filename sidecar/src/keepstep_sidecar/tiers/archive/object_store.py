@@ -84,7 +84,7 @@ class ObjectsStore:
                 self._store, self._begin + prefix, chunk_size=_LIST_PAGE
             ):
                 found += map(self._stored, page)
-        return sorted(found, key=lambda one: one.name)
+        return sorted(found, key=lambda entry: entry.name)
 
     def _stored(self, meta: Any) -> Stored:
         return Stored(
@@ -98,7 +98,7 @@ class ObjectsStore:
         with self._translated(prefix):
             asked = (self._begin + prefix).rstrip("/")
             found = await obstore.list_with_delimiter_async(self._store, asked or None)
-        return sorted(one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"])
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
     async def find(self, name: str) -> Stored | None:
         with self._translated(name):

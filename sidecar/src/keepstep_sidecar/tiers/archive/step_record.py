@@ -71,7 +71,7 @@ class StepRecord:
     @property
     def files(self) -> dict[str, int]:
         """Size in bytes by name."""
-        bases = (one.base for one in self.shards if one.base is not None)
+        bases = (shard.base for shard in self.shards if shard.base is not None)
         return dict([*map(self.file, self.shards), *(self.file(b, is_base=True) for b in bases)])
 
     def same_content(self, other: StepRecord) -> bool:
@@ -91,18 +91,18 @@ class StepRecord:
             "step": str(self.id),
             "world": self.world,
             "written_at": self.written_at,
-            "epochs": [epoch_json(one) for one in self.epochs],
+            "epochs": [epoch_json(epoch) for epoch in self.epochs],
             "shards": [
                 {
-                    "rank": one.rank,
-                    "name": self.file(one)[0],
-                    "bytes": one.size_bytes,
-                    "root": one.root,
-                    "params": one.params_digest,
-                    **({} if one.rank not in self.twins else self.twins[one.rank].fields),
-                    **({} if one.base is None else {"base": self._base_json(one.base)}),
+                    "rank": shard.rank,
+                    "name": self.file(shard)[0],
+                    "bytes": shard.size_bytes,
+                    "root": shard.root,
+                    "params": shard.params_digest,
+                    **({} if shard.rank not in self.twins else self.twins[shard.rank].fields),
+                    **({} if shard.base is None else {"base": self._base_json(shard.base)}),
                 }
-                for one in self.shards
+                for shard in self.shards
             ],
         }
         return json.dumps({**body, "seal": _seal(body)}, indent=1).encode() + b"\n"
@@ -170,7 +170,7 @@ def _read(reader: strictjson.Reader) -> StepRecord:
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     id, world = read_step(told["step"]), strictjson.integer(told["world"], "world", 1, _MAX_WORLD)
     rows: list[_Row] = told["shards"]
-    shards = tuple(one.shard(id, world) for one in rows)
+    shards = tuple(row.shard(id, world) for row in rows)
     record = StepRecord(
         run=strictjson.text(told["run"], "run"),
         id=id,
@@ -178,8 +178,8 @@ def _read(reader: strictjson.Reader) -> StepRecord:
         epochs=told["epochs"],
         shards=shards,
         written_at=strictjson.time(told["written_at"], "written_at"),
-        twins={one.rank: one.twin for one in rows if one.twin},
-        base_twins={one.rank: one.base.twin for one in rows if one.base and one.base.twin},
+        twins={row.rank: row.twin for row in rows if row.twin},
+        base_twins={row.rank: row.base.twin for row in rows if row.base and row.base.twin},
         keepstep=strictjson.text(told["keepstep"], "keepstep"),
     )
     _check_names(record, rows)
@@ -193,13 +193,13 @@ def _epoch(number: int, value: object) -> Epoch:
 
 
 def _check_names(record: StepRecord, rows: list[_Row]) -> None:
-    world, bases = record.world, {one.rank: one.base for one in record.shards if one.base}
-    names = [(one.rank, record.file(one)[0]) for one in record.shards]
-    ranks = [one.rank for one in rows]
-    if [(one.rank, one.name) for one in rows] != names or ranks != list(range(world)):
+    world, bases = record.world, {shard.rank: shard.base for shard in record.shards if shard.base}
+    names = [(shard.rank, record.file(shard)[0]) for shard in record.shards]
+    ranks = [row.rank for row in rows]
+    if [(row.rank, row.name) for row in rows] != names or ranks != list(range(world)):
         raise FormatError(f"its shards are not those of {world} ranks")
-    told = {one.rank: one.base.name for one in rows if one.base}
-    if told != {rank: record.file(one, is_base=True)[0] for rank, one in bases.items()}:
+    told = {row.rank: row.base.name for row in rows if row.base}
+    if told != {rank: record.file(base, is_base=True)[0] for rank, base in bases.items()}:
         raise FormatError("its bases are not those of its shards")
     whole = bases.keys() - record.base_twins.keys()
     for twins, others in ((record.twins, range(world)), (record.base_twins, whole)):

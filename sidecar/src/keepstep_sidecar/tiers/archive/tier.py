@@ -112,7 +112,7 @@ class ArchiveTier(RemoteTier):
         return inventory(
             survey.complete,
             run=self._sender.run,
-            epochs=tuple(one for one in survey.epochs if one.id not in strangers),
+            epochs=tuple(epoch for epoch in survey.epochs if epoch.id not in strangers),
             reason=_reason(survey, self.where),
         )
 
@@ -122,7 +122,7 @@ class ArchiveTier(RemoteTier):
         if conflict := survey.conflict or await self._another(survey) or self.contested:
             survey = replace(survey, conflict=conflict)
         self._listed = survey
-        self._complete = frozenset(one.id for one in survey.complete)
+        self._complete = frozenset(step.id for step in survey.complete)
         self._had |= self._complete
         self._wanted -= self._complete
         self.wake()
@@ -137,13 +137,13 @@ class ArchiveTier(RemoteTier):
         return self._lives.unknown if decides and not self.facts.life() else ""
 
     async def _watch_lives(self, survey: Survey) -> None:
-        known = {one.id for one in self._epochs()} | self.facts.strangers(())
+        known = {epoch.id for epoch in self._epochs()} | self.facts.strangers(())
         await self._lives.watch(survey.lives, known)
 
     async def _another(self, survey: Survey) -> str:
         """A message if another run of this name has steps there, of an epoch that began while this
         one trained; else ''. It is on record from then on."""
-        steps = {one.id.epoch for one in survey.steps if one.record}
+        steps = {step.id.epoch for step in survey.steps if step.record}
         if not (met := self.facts.strangers(survey.epochs) & steps):
             return ""
         await self.facts.meet(met)
@@ -216,10 +216,10 @@ class ArchiveTier(RemoteTier):
         survey = await self._survey()
         if survey.conflict:
             raise StorageError(survey.conflict)
-        listed = {one.id: one.files for one in survey.steps}
-        shards = [one for held in self.replicator.due.shards.values() for one in held.values()]
-        there = (one for one in shards if _is_there(one, listed.get(one.step_id, {})))
-        return {(one.step_id, one.rank) for one in there}.intersection(sent)
+        listed = {step.id: step.files for step in survey.steps}
+        shards = [shard for held in self.replicator.due.shards.values() for shard in held.values()]
+        there = (shard for shard in shards if _is_there(shard, listed.get(shard.step_id, {})))
+        return {(shard.step_id, shard.rank) for shard in there}.intersection(sent)
 
     async def write(self, shard: LocalShard) -> int | None:
         return await self._sender.send(shard, bases=self._bases_like(shard))
@@ -233,20 +233,22 @@ class ArchiveTier(RemoteTier):
             record = step.record
             if record is None or not shard.rank < record.world or shard.rank in record.base_twins:
                 continue
-            if (one := record.shards[shard.rank]).base == shard.base:
-                yield f"{step_prefix(record.run, step.id)}/{ShardName.of(one).base.file}"
+            if (archived := record.shards[shard.rank]).base == shard.base:
+                yield f"{step_prefix(record.run, step.id)}/{ShardName.of(archived).base.file}"
 
     async def settle(self, sent: Collection[LocalShard]) -> bool:
         """Complete the steps that wait for shards of other sidecars, or for their record."""
         for shard in sent:
             self._unsettled[shard.step_id] = _Unsettled(shard.world)
-        for id, one in sorted(self._unsettled.items()):
+        for id, pending in sorted(self._unsettled.items()):
             try:
-                settled = await self._sender.complete(id, world=one.world, epochs=self._epochs())
+                settled = await self._sender.complete(
+                    id, world=pending.world, epochs=self._epochs()
+                )
             except ImageError:
                 del self._unsettled[id]
                 raise
-            one.asked = True
+            pending.asked = True
             if settled:
                 await self._archived(id)
         return not self._unsettled
@@ -254,7 +256,7 @@ class ArchiveTier(RemoteTier):
     async def _archived(self, id: StepId) -> None:
         say("archive.step_uploaded", step=str(id), target=self.where)
         del self._unsettled[id]
-        for older in [at for at, one in self._unsettled.items() if at < id and one.asked]:
+        for older in [at for at, pending in self._unsettled.items() if at < id and pending.asked]:
             del self._unsettled[older]  # the sidecar that sends what is missing completes it
         self._complete |= {id}
         self._had.add(id)
@@ -263,7 +265,7 @@ class ArchiveTier(RemoteTier):
             await self.expire()
 
     def finished(self, *, whole: bool) -> bool:
-        return all(one.asked and not whole for one in self._unsettled.values())
+        return all(pending.asked and not whole for pending in self._unsettled.values())
 
     async def expire(self) -> tuple[StepId, ...]:
         """Delete what the policy does not keep; one sidecar of the run does so. Raises
@@ -314,11 +316,11 @@ class ArchiveTier(RemoteTier):
 def _is_there(shard: LocalShard, files: Mapping[str, Stored]) -> bool:
     """Whether the shard is there, as far as a listing tells. (A twin's difference was compared when
     it was sent.)"""
-    for one, is_base in ((shard, False), (shard.base, True)):
+    for part, is_base in ((shard, False), (shard.base, True)):
         there = found(files, world=shard.world, is_base=is_base).get(shard.rank)
-        if one is None:
+        if part is None:
             continue
-        if there is None or (there.of is None and there.stored.bytes != one.size_bytes):
+        if there is None or (there.of is None and there.stored.bytes != part.size_bytes):
             return False
     return True
 
@@ -378,23 +380,25 @@ class AncestorTier(RemoteTier):
         except KeepstepError as error:
             found, why = [], str(error)
         self._trouble = why and f"this run shall begin from {self._fork}, but {why}"
-        self.ids |= {one.id for one in found}
+        self.ids |= {step.id for step in found}
         return inventory(found, run=self.ancestor, reason=self._trouble)
 
     def _chosen(self, survey: Survey) -> list[ArchivedStep]:
         """The chosen step, of those that no later life of the other run left behind."""
-        whole = {one.id: one for one in survey.complete}
-        lineage = trace({one.id: one for one in survey.epochs}, seen={id.epoch for id in whole})
+        whole = {step.id: step for step in survey.complete}
+        lineage = trace(
+            {epoch.id: epoch for epoch in survey.epochs}, seen={id.epoch for id in whole}
+        )
         alive = {id for id in whole if lineage.standing(id) is Standing.LIVE}
         return [whole[id] for id in self._fork.chosen(whole, alive, self._epochs())]
 
     def _why_not(self, survey: Survey) -> str:
         if not survey.steps:
             return f"{self._store.where} holds no run {self.ancestor!r}"
-        for one in survey.steps:
-            if one.fault and self._fork.chosen([one.id], [one.id], ()):
-                return one.fault
-        there = sorted((one.id for one in survey.complete), reverse=True)[:_STEPS_NAMED]
+        for step in survey.steps:
+            if step.fault and self._fork.chosen([step.id], [step.id], ()):
+                return step.fault
+        there = sorted((step.id for step in survey.complete), reverse=True)[:_STEPS_NAMED]
         named = ", ".join(map(str, there)) or "none that is whole"
         return f"{self.where} does not hold that step whole; there is {named}"
 

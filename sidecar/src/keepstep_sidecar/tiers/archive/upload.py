@@ -232,17 +232,19 @@ class Sender:
         """
         prefix = step_prefix(self.run, id)
         listed = await self.store.list_below(prefix)
-        files = {one.name.rpartition("/")[2]: one for one in listed}
+        files = {entry.name.rpartition("/")[2]: entry for entry in listed}
         if records.NAME in files:
             await self._compare(id, files)
             return True
-        there, bases = (found_in(files, world=world, is_base=one) for one in (False, True))
+        there, bases = (found_in(files, world=world, is_base=is_base) for is_base in (False, True))
         if len(there) < world:
             return False
         shards = await self._described(id, world, there)
-        if any(one.base is not None and one.rank not in bases for one, _ in shards):
+        if any(shard.base is not None and shard.rank not in bases for shard, _ in shards):
             return False
-        await self._check_bases([one.base for one, _ in shards if one.base is not None], bases)
+        await self._check_bases(
+            [shard.base for shard, _ in shards if shard.base is not None], bases
+        )
         record = StepRecord(
             run=self.run,
             id=id,
@@ -263,11 +265,13 @@ class Sender:
         """The shards as their own control pages describe them. All must be of this step and run."""
 
         async def describe(rank: int) -> tuple[Shard, Epoch]:
-            one = there[rank]
-            differs = one.of is not None
-            size_bytes = await image_bytes(self.store, one.stored) if differs else one.stored.bytes
+            file = there[rank]
+            differs = file.of is not None
+            size_bytes = (
+                await image_bytes(self.store, file.stored) if differs else file.stored.bytes
+            )
             shard = Shard(step_id=id, rank=rank, world=world, size_bytes=size_bytes)
-            control = await control_page(self.store, one.stored, shard, run=self.run)
+            control = await control_page(self.store, file.stored, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
             told = replace(shard, root=control.root, params_digest=params, base=control.base_shard)
             return told, control.epoch
@@ -287,7 +291,7 @@ class Sender:
                     path=f"{self.store.where}/{stored.name}",
                 )
 
-        await few_at_once([functools.partial(check, one) for one in bases], most=16)
+        await few_at_once([functools.partial(check, base) for base in bases], most=16)
 
     async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(id, files[records.NAME].bytes)
@@ -320,9 +324,9 @@ class Sender:
 
 def _twins(there: Mapping[int, Found]) -> dict[int, TwinOf]:
     return {
-        rank: TwinOf(rank=one.of, stored_bytes=one.stored.bytes)
-        for rank, one in there.items()
-        if one.of is not None
+        rank: TwinOf(rank=file.of, stored_bytes=file.stored.bytes)
+        for rank, file in there.items()
+        if file.of is not None
     }
 
 

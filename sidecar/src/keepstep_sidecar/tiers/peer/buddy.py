@@ -58,7 +58,7 @@ class Buddy:
     async def held(self, sent: Collection[Key]) -> set[Key]:
         self.told = None
         listing = await self._call(lambda links: links.ask(lambda link: link.listing()))
-        return {(one.step_id, one.rank) for one in listing.shards}
+        return {(shard.step_id, shard.rank) for shard in listing.shards}
 
     async def write(self, shard: LocalShard) -> int | None:
         began = time.monotonic()
@@ -116,8 +116,8 @@ def _send(at: ShardSource, name: ShardName, links: Links, pace: RateLimit) -> in
             # blamed.
             nonlocal sent
             pace.wait(len(data))
-            with links.taken() as one:
-                one.put(name, chunk, data)
+            with links.taken() as link:
+                link.put(name, chunk, data)
             with missing.lock:
                 sent += len(data)
 

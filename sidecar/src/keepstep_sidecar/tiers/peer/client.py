@@ -445,13 +445,13 @@ async def look(
         found.extend(
             PeerSource.at(
                 address,
-                Shard(**one.facts),
+                Shard(**shard.facts),
                 expected=None,
                 run=run,
                 credentials=credentials,
                 received=lambda size_bytes, seconds: None,
             )
-            for one in listing.shards
+            for shard in listing.shards
         )
 
     try:

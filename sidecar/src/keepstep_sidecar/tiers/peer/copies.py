@@ -87,25 +87,27 @@ class Copies:
             found.update(self._scan(volume))
         with self._lock:
             # A copy that was sealed or dropped during the scan keeps its newer state.
-            newer = {key: one for key, one in self._held.items() if before.get(key) is not one}
+            newer = {
+                key: shard for key, shard in self._held.items() if before.get(key) is not shard
+            }
             gone = before.keys() - self._held.keys()
-            self._held = {key: one for key, one in found.items() if key not in gone} | newer
+            self._held = {key: shard for key, shard in found.items() if key not in gone} | newer
 
     def check(self) -> None:
         """Forget copies whose files, or those of their bases, were removed by others. Their senders
         send them again."""
         gone = {}
-        for key, one in dict(self._held).items():
-            filesystem, paths = self.holder(one.path).filesystem, [one.path]
-            paths += [one.beside.path] if one.beside else []
+        for key, shard in dict(self._held).items():
+            filesystem, paths = self.holder(shard.path).filesystem, [shard.path]
+            paths += [shard.beside.path] if shard.beside else []
             with contextlib.suppress(OSError):  # of a drive that does not answer: not certain
                 if not all(filesystem.lstat(path) for path in paths):
-                    gone[key] = one
+                    gone[key] = shard
         with self._lock:
-            for key, one in gone.items():
-                if self._held.get(key) is one:
+            for key, shard in gone.items():
+                if self._held.get(key) is shard:
                     del self._held[key]
-                    warn("peer.copy_missing", path=str(one.path))
+                    warn("peer.copy_missing", path=str(shard.path))
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], LocalShard]:
         try:
@@ -125,7 +127,7 @@ class Copies:
                 error=str(refused.error),
                 moved_to=refused.moved_to and str(refused.moved_to),
             )
-        return {(one.step_id, one.rank): one for one in found.shards}
+        return {(shard.step_id, shard.rank): shard for shard in found.shards}
 
     def _doubt(self, volume: Volume, reason: str) -> None:
         """Record that something could not be read, so that `scan` is worth another try."""
@@ -136,7 +138,7 @@ class Copies:
 
     def holder(self, path: Path) -> Volume:
         """The volume on which a copy lies."""
-        return next(one for one in self._volumes if path.is_relative_to(one.root))
+        return next(volume for volume in self._volumes if path.is_relative_to(volume.root))
 
     def all(self) -> tuple[LocalShard, ...]:
         """Every sealed copy. Takes no lock, because the event loop calls it."""
@@ -211,9 +213,9 @@ class Copies:
         for volume in usable:
             if has(volume, part_name(name.file)):
                 return volume
-        usable = [one for one in usable if has(one, name.base.file)] or usable
+        usable = [volume for volume in usable if has(volume, name.base.file)] or usable
         self._free(usable, size_bytes)
-        roomiest = max(usable, key=lambda one: one.free_bytes())
+        roomiest = max(usable, key=lambda volume: volume.free_bytes())
         if (free := roomiest.free_bytes()) < size_bytes:
             raise NoSpaceError(
                 f"{roomiest.root}: {size_bytes} bytes needed for a copy, {free} free;"
@@ -223,7 +225,9 @@ class Copies:
 
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
         held, commit = self._by_rank(), self._commit()
-        told = {rank: one.committed for one in self._told.values() for rank in one.ranks}
+        told = {
+            rank: request.committed for request in self._told.values() for rank in request.ranks
+        }
         known = {rank: id for rank, id in told.items() if id is not None}
         committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
         for id, rank in crowded_out(held, committed):
@@ -307,7 +311,7 @@ class Copies:
             self._told[sender] = Wanted(
                 committed=wanted.committed, ranks=dict.fromkeys(wanted.ranks, ())
             )
-            while sum(len(one.ranks) for one in self._told.values()) > MOST_RANKS:
+            while sum(len(request.ranks) for request in self._told.values()) > MOST_RANKS:
                 self._told.pop(next(iter(self._told)))
             doomed = superseded(self._by_rank(), wanted.ranks, committed=wanted.committed)
             for id, rank in doomed:
@@ -379,7 +383,7 @@ class Copies:
 
 
 def _usable(volumes: Sequence[Volume]) -> list[Volume]:
-    return [one for one in volumes if not one.failed and not one.read_only]
+    return [volume for volume in volumes if not volume.failed and not volume.read_only]
 
 
 def _manifest(name: ShardName, data: memoryview, *, run: str, path: Path) -> Manifest:

@@ -71,12 +71,12 @@ class Directory:
         yet are missing, and these may hold something."""
         self.complete, self.awaits = complete, awaits
         before, self.known = self.known, {}
-        for one in peers:
-            if one.address == own:
+        for peer in peers:
+            if peer.address == own:
                 continue
-            known = before.get(one.address) or Known(address=one.address)
-            known.node_rank, known.buddy, known.node = one.node_rank, one.buddy, ""
-            self.known[one.address] = known
+            known = before.get(peer.address) or Known(address=peer.address)
+            known.node_rank, known.buddy, known.node = peer.node_rank, peer.buddy, ""
+            self.known[peer.address] = known
         for node, address in agents.items():
             known = before.get(address) or Known(address=address)
             known.node_rank, known.buddy, known.node = None, False, node
@@ -85,22 +85,22 @@ class Directory:
 
     def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
         """Record a pod's answer, or why it did not answer."""
-        if (one := self.known.get(address)) is not None:
-            one.listing, one.reason = listing, reason
+        if (member := self.known.get(address)) is not None:
+            member.listing, member.reason = listing, reason
 
     def may_hold(self, address: str) -> bool:
         """Whether what was last seen at this address still counts: an agent's does until it answers
         again. A machine of the run that is there shows what it holds by its own vote."""
-        one = self.known.get(address)
-        return address in self.agents if one is None else bool(one.node) and _silent(one)
+        member = self.known.get(address)
+        return address in self.agents if member is None else bool(member.node) and _silent(member)
 
     def inventory(self, kept: Iterable[Shard]) -> Inventory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
         held: dict[tuple[StepId, int], list[tuple[str, str, Listed]]] = {}
-        for name, address, one in self._listed():
-            if (address, one.step_id, one.rank) not in self.liars:
-                held.setdefault((one.step_id, one.rank), []).append((name, address, one))
-        own = {(one.step_id, one.rank): one for one in kept}
+        for name, address, shard in self._listed():
+            if (address, shard.step_id, shard.rank) not in self.liars:
+                held.setdefault((shard.step_id, shard.rank), []).append((name, address, shard))
+        own = {(shard.step_id, shard.rank): shard for shard in kept}
         shards = [_remote(key, held.get(key, []), own.get(key)) for key in sorted({*held, *own})]
         away = self.away()
         answer = Answer.STEPS if shards else Answer.UNKNOWN if away else Answer.NONE
@@ -112,24 +112,26 @@ class Directory:
             return "not all machines of the run have reported to the leader yet"
         if self.awaits:
             return self.awaits
-        silent = [f"{one.name}: {one.reason}" for one in self.known.values() if _silent(one)]
+        silent = [
+            f"{member.name}: {member.reason}" for member in self.known.values() if _silent(member)
+        ]
         return "; ".join(silent)
 
     def _listed(self) -> Iterable[tuple[str, str, Listed]]:
-        for one in self.known.values():
-            for listed in one.listing.shards if one.listing is not None else ():
-                yield one.name, one.address, listed
+        for member in self.known.values():
+            for listed in member.listing.shards if member.listing is not None else ():
+                yield member.name, member.address, listed
 
     def _epochs(self) -> tuple[Epoch, ...]:
-        listings = [one.listing for one in self.known.values() if one.listing is not None]
-        return merged(epoch for one in listings for epoch in one.epochs)
+        listings = [member.listing for member in self.known.values() if member.listing is not None]
+        return merged(epoch for listing in listings for epoch in listing.epochs)
 
 
-def _silent(one: Known) -> bool:
-    if one.listing is not None and not one.listing.ready:
-        one.reason = one.listing.reason
+def _silent(member: Known) -> bool:
+    if member.listing is not None and not member.listing.ready:
+        member.reason = member.listing.reason
         return True
-    return one.listing is None
+    return member.listing is None
 
 
 def _remote(
@@ -137,14 +139,16 @@ def _remote(
 ) -> RemoteShard:
     """One shard with all its holders. If there are different images, the one that most hold is
     taken; of equally many, one of which there is an original."""
-    roots = [one.root or "" for _, _, one in held] + ([own.root or ""] if own is not None else [])
-    originals = {one.root for _, _, one in held if not one.copy}
-    root = max(roots, key=lambda one: (roots.count(one), one in originals))
+    roots = [shard.root or "" for _, _, shard in held] + (
+        [own.root or ""] if own is not None else []
+    )
+    originals = {shard.root for _, _, shard in held if not shard.copy}
+    root = max(roots, key=lambda root: (roots.count(root), root in originals))
     if len(set(roots)) > 1:
-        who = ", ".join(f"{name} says {one.root}" for name, _, one in held)
+        who = ", ".join(f"{name} says {shard.root}" for name, _, shard in held)
         warn("peer.copies_differ", step=str(key[0]), rank=key[1], roots=who, chosen=root)
-    holders = [address for _, address, one in held if one.root == root]
-    shards: list[Shard] = [one for _, _, one in held if one.root == root]
+    holders = [address for _, address, shard in held if shard.root == root]
+    shards: list[Shard] = [shard for _, _, shard in held if shard.root == root]
     if own is not None and own.root == root:
         holders.insert(0, OWN)
         shards.insert(0, own)

@@ -96,7 +96,7 @@ class Wanted:
     ranks: dict[int, tuple[StepId, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.ranks) > MOST_RANKS or any(not 0 <= one < MOST_RANKS for one in self.ranks):
+        if len(self.ranks) > MOST_RANKS or any(not 0 <= rank < MOST_RANKS for rank in self.ranks):
             raise ValueError(f"more ranks than {MOST_RANKS}, or an invalid rank")
 
 

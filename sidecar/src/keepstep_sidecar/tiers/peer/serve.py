@@ -62,7 +62,7 @@ class Shards:
         """All sealed shards here; `reason` says what could not be read."""
         own, reason = self._own()
         reason = reason or self._copies.unreadable
-        copies = [Listed.listed(one, copy=True) for one in self._copies.all()]
+        copies = [Listed.listed(shard, copy=True) for shard in self._copies.all()]
         return Listing(
             run=self._run,
             epochs=self._volumes.record.epochs,
@@ -74,9 +74,9 @@ class Shards:
     def _own(self) -> tuple[list[Listed], str]:
         """The own shards that can be read, and why others cannot."""
         looks = [self._look(volume) for volume in self._volumes.volumes]
-        found = [one for shards, _ in looks for one in shards]
+        found = [shard for shards, _ in looks for shard in shards]
         reason = "; ".join(why for _, why in looks if why)
-        return [Listed.listed(one, copy=False) for one in found], reason
+        return [Listed.listed(shard, copy=False) for shard in found], reason
 
     def _look(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
@@ -112,7 +112,7 @@ class Shards:
     def _others_on(self, volume: Volume, name: ShardName) -> Iterator[FileSource]:
         tree = Tree(volume.root)
         for place in (tree.published_step(name.id), tree.pending_step(name.id)):
-            for path in (place / one for one in volume.filesystem.names(place) if is_shard(one)):
+            for path in (place / name for name in volume.filesystem.names(place) if is_shard(name)):
                 shard = self._shard(path, volume)
                 if shard is None or (shard.world, shard.rank) == (name.world, name.rank):
                     continue

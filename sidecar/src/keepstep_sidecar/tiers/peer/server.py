@@ -97,8 +97,8 @@ class Server:
         self._socket.close()
         self._strangers.end_all()
         with self._lock:
-            for one in self._peers:
-                _cut(one)
+            for peer in self._peers:
+                _cut(peer)
         for _ in ("those there are", "one that was accepted meanwhile"):
             with self._lock:
                 threads = list(self._threads)

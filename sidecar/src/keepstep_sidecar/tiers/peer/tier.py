@@ -159,20 +159,20 @@ class PeerTier(RemoteTier):
             await self._calls.here(self._copies.scan if again else self._copies.check)
             self._scanned = True
 
-    async def _ask(self, one: Known) -> None:
+    async def _ask(self, member: Known) -> None:
         def ask(link: Link) -> tuple[Listing, int | None]:
             return link.listing(), link.identity.node_rank if link.identity else None
 
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 listing, node_rank = await self._calls.run(
-                    lambda links: links.ask(ask), one.address, expected=one.expected
+                    lambda links: links.ask(ask), member.address, expected=member.expected
                 )
         except (KeepstepError, TimeoutError) as error:
-            self._directory.heard(one.address, None, str(error) or "no answer in time")
+            self._directory.heard(member.address, None, str(error) or "no answer in time")
             return
-        one.node_rank = None if one.node else node_rank
-        self._directory.heard(one.address, listing)
+        member.node_rank = None if member.node else node_rank
+        self._directory.heard(member.address, listing)
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         """One source for each pod that holds the shard."""
@@ -219,16 +219,17 @@ class PeerTier(RemoteTier):
 
     def _buddies(self) -> dict[str, Buddy]:
         """The buddies, by address."""
-        chosen = [one for one in self._directory.known.values() if one.buddy]
+        chosen = [member for member in self._directory.known.values() if member.buddy]
         self._places = {
-            one.address: self._places.get(one.address) or self._buddy(one) for one in chosen
+            member.address: self._places.get(member.address) or self._buddy(member)
+            for member in chosen
         }
         return self._places
 
-    def _buddy(self, one: Known) -> Buddy:
+    def _buddy(self, member: Known) -> Buddy:
         return Buddy(
-            one.address,
-            expected=one.node_rank,
+            member.address,
+            expected=member.node_rank,
             calls=self._calls,
             shards=self._served.shards,
             pace=self._pace,
