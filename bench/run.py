@@ -228,15 +228,15 @@ class Machine:
         """A reply of the leader."""
         now, reply = time.monotonic(), told.reply
         newest = reply.committed.get(str(Tier.LOCAL))
-        for id in reply.commits if newest is None else (*reply.commits, newest):
-            self.seen.setdefault(id.step, now)
+        for step_id in reply.commits if newest is None else (*reply.commits, newest):
+            self.seen.setdefault(step_id.step, now)
         self._heard, self._peers_version = told.number, reply.peers_version
         self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
         if told.answers == self._sequence > self._answered:
             self._answered, self._follows = self._sequence, 0
             if reply.changes_since == self._sequence:
                 self._follows, self._told = self._sequence, self._sent
-        gone = {id.step for id in reply.retire}
+        gone = {step_id.step for step_id in reply.retire}
         self._held[Tier.LOCAL] -= gone
         if newest is not None:  # a buddy keeps the newest commit, and what is newer
             kept = {step for step in self._held[Tier.PEER] if step >= newest.step}

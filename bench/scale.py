@@ -181,10 +181,12 @@ def candidates(world: int) -> Candidates:
     tiers |= {StepId(_EPOCH, step): Tier.MEMORY for step in _MEMORY}
     return Candidates(
         answer=Answer.STEPS,
-        candidates=tuple(Candidate(id=id, tier=tier, world=world) for id, tier in tiers.items()),
+        candidates=tuple(
+            Candidate(id=step_id, tier=tier, world=world) for step_id, tier in tiers.items()
+        ),
         highest_epoch=_EPOCH.number,
         plan=NEWEST,
-        offers=tuple(Offer(id=id, tier=tier, world=world) for id, tier in tiers.items()),
+        offers=tuple(Offer(id=step_id, tier=tier, world=world) for step_id, tier in tiers.items()),
     )
 
 
@@ -312,7 +314,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         told = {rank: remotes.report(rank) for rank in sorted(remotes.ranks)}
         ledger.apply(Reported(node_rank=0, ranks=told, epochs=remotes.epochs, sequence=1))
         whole = ledger.whole()
-    pool: Any = SimpleNamespace(ranks={}, images=lambda id: {})
+    pool: Any = SimpleNamespace(ranks={}, images=lambda step_id: {})
     locator = Copies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):
         offers = locator.offers(whole)

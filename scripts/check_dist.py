@@ -91,17 +91,17 @@ def install(wheels: dict[str, Path], place: Path) -> Path:
     return place / "bin"
 
 
-def train(bin: Path, scratch: Path) -> None:
+def train(bin_dir: Path, scratch: Path) -> None:
     """Train two steps; the process is killed after the first one. Exits if the training does not go
     on from step 0 with the installed packages."""
     (scratch / "train.py").write_text(TRAINING)
     for program in ("keepstep", "keepstep-sidecar", "keepstep-operator", "kubectl-keepstep"):
-        _run(bin / program, "--help", cwd=scratch)
-    _run(bin / "python", "-c", "import keepstep", cwd=scratch)
-    command = (bin / "python", "train.py")
-    said = _run(bin / "keepstep", "run", "--restarts", "1", "--", *command, cwd=scratch)
+        _run(bin_dir / program, "--help", cwd=scratch)
+    _run(bin_dir / "python", "-c", "import keepstep", cwd=scratch)
+    command = (bin_dir / "python", "train.py")
+    said = _run(bin_dir / "keepstep", "run", "--restarts", "1", "--", *command, cwd=scratch)
     told = re.search(r"went on from step 0 in (\S+)", said)
-    if told is None or not told[1].startswith(str(bin.parent)):
+    if told is None or not told[1].startswith(str(bin_dir.parent)):
         sys.exit(f"the training did not go on from the wheels' own step 0: {said}")
     print(told[0])
 
@@ -125,7 +125,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 
 if __name__ == "__main__":
-    bin = install(check_contents(DIST), ROOT / "build" / "dist-venv")
+    bin_dir = install(check_contents(DIST), ROOT / "build" / "dist-venv")
     with tempfile.TemporaryDirectory(prefix="keepstep-dist-") as scratch:
-        train(bin, Path(scratch))
+        train(bin_dir, Path(scratch))
     print("the wheels install into a bare environment and keep a training that is killed")

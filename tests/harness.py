@@ -143,7 +143,7 @@ def verify_image(
     *,
     path: Path | str | None = None,
     run: str | None = None,
-    id: StepId | None = None,
+    step_id: StepId | None = None,
 ) -> ControlPage:
     """Check a whole image against its seal and every digest. Raises ImageError or a subclass."""
     if len(view) != layout.size_bytes:
@@ -152,7 +152,7 @@ def verify_image(
         manifest = Manifest.of(layout, bytes(view[layout.digests_begin :]), run=run)
     except ImageError as error:
         raise type(error)(error.reason, path=path) from None
-    check_control(manifest.control, layout, id=id, path=path)
+    check_control(manifest.control, layout, step_id=step_id, path=path)
     for chunk in manifest.chunks:
         begin, end = manifest.bounds(chunk)
         manifest.check(chunk, view[begin:end], path=path)

@@ -424,7 +424,7 @@ def answers(
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, text: str, *args: object) -> None:
             pass
 
     authority = make_certificate(tmp_path)

@@ -119,7 +119,11 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
         for later in (200, 300, 400, 500):
             commit(remote_tier, write_step(local, later))
         assert await remote_tier.drain(timeout_s=20)
-        assert [id.step for id in sorted((await remote_tier.look()).complete)] == [300, 400, 500]
+        assert [sealed.step for sealed in sorted((await remote_tier.look()).complete)] == [
+            300,
+            400,
+            500,
+        ]
     assert everything(step) == before
 
 

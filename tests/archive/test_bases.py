@@ -327,13 +327,16 @@ def test_the_command_lists_verifies_pulls_and_exports_steps_with_bases(
 
 
 def record(**more: Any) -> StepRecord:
-    id, base = step_id(10), Shard(step_id=step_id(3), rank=0, world=2, size_bytes=9, root="b" * 32)
+    archived, base = (
+        step_id(10),
+        Shard(step_id=step_id(3), rank=0, world=2, size_bytes=9, root="b" * 32),
+    )
     shards = tuple(
-        Shard(step_id=id, rank=rank, world=2, size_bytes=5, root=f"{rank:032x}", base=shard)
+        Shard(step_id=archived, rank=rank, world=2, size_bytes=5, root=f"{rank:032x}", base=shard)
         for rank, shard in enumerate((base, replace(base, rank=1)))
     )
     return StepRecord(
-        run=RUN, id=id, world=2, epochs=(EPOCH,), shards=shards, written_at=1.7e9, **more
+        run=RUN, id=archived, world=2, epochs=(EPOCH,), shards=shards, written_at=1.7e9, **more
     )
 
 

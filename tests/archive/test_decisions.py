@@ -40,17 +40,17 @@ def at(step: int, epoch: Epoch = FIRST) -> StepId:
 
 
 def complete(
-    id: StepId, *, epochs: tuple[Epoch, ...] = (FIRST,), at_s: float = NOW
+    step_id: StepId, *, epochs: tuple[Epoch, ...] = (FIRST,), at_s: float = NOW
 ) -> ArchivedStep:
     record = StepRecord(
         run="gpt",
-        id=id,
+        id=step_id,
         world=1,
         epochs=epochs,
-        shards=(Shard(step_id=id, rank=0, world=1, size_bytes=9, root="r"),),
+        shards=(Shard(step_id=step_id, rank=0, world=1, size_bytes=9, root="r"),),
         written_at=at_s,
     )
-    return ArchivedStep(id=id, files=files(shard_name(0, 1), "step.json"), record=record)
+    return ArchivedStep(id=step_id, files=files(shard_name(0, 1), "step.json"), record=record)
 
 
 def files(*names: str, age_s: float = 2 * ABANDONED_S) -> dict[str, Stored]:
@@ -86,7 +86,11 @@ def test_the_newest_step_and_pinned_ones_stay_whatever_the_policy(
 def test_the_first_of_every_six_hours_stays() -> None:
     hours = [0, 1, 5, 6, 7, 12]
     steps = [complete(at(hour), at_s=hour * 3600.0) for hour in hours]
-    assert [id.step for id in gone(steps, Retention(last=1, every_s=6 * 3600.0))] == [1, 5, 7]
+    assert [step_id.step for step_id in gone(steps, Retention(last=1, every_s=6 * 3600.0))] == [
+        1,
+        5,
+        7,
+    ]
 
 
 def test_what_cannot_be_judged_is_never_deleted() -> None:

@@ -204,7 +204,7 @@ async def test_old_steps_go_record_first_and_the_newest_stays(
     ) as remote_tier:
         for step in (100, 110, 120, 130):
             await send(remote_tier, write_step(local, step))
-        left = {id.step for id in (await remote_tier.look()).complete}
+        left = {archived.step for archived in (await remote_tier.look()).complete}
         assert left == {100, 120, 130}
     assert not (archive_dir / RUN / str(step_id(110))).exists()
 
@@ -221,7 +221,7 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
             if step == 4:
                 pinned = {step_id(1)}
             await send(remote_tier, write_step(local, step))
-            assert {id.step for id in (await remote_tier.look()).complete} == left
+            assert {archived.step for archived in (await remote_tier.look()).complete} == left
 
 
 async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(
@@ -282,7 +282,7 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
             await until(lambda: remote_tier._listed is not listed)  # noqa: B023
             assert remote_tier.status().backlog == 0
             assert remote_tier.status().sent == sent
-            assert {id.step for id in (await remote_tier.look()).complete} == {3}
+            assert {archived.step for archived in (await remote_tier.look()).complete} == {3}
 
 
 async def test_directories_deeper_than_those_of_steps_are_not_walked(

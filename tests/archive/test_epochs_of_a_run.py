@@ -21,13 +21,15 @@ THIRD = Epoch(EpochId(3, "00000003"), StepId(SECOND.id, 1700))
 STRANGER = Epoch(EpochId(1, "99999999"))
 
 
-def archived(root: Path, id: StepId, *epochs: Epoch) -> None:
+def archived(root: Path, step_id: StepId, *epochs: Epoch) -> None:
     """A whole step of one rank, whose record lists these epochs."""
-    directory, name = root / "run" / str(id), shard_name(0, 1)
+    directory, name = root / "run" / str(step_id), shard_name(0, 1)
     directory.mkdir(parents=True)
     (directory / name).write_bytes(b"x" * 10)
-    shard = Shard(step_id=id, rank=0, world=1, size_bytes=10, root="a")
-    record = StepRecord(run="run", id=id, world=1, epochs=epochs, shards=(shard,), written_at=1.0)
+    shard = Shard(step_id=step_id, rank=0, world=1, size_bytes=10, root="a")
+    record = StepRecord(
+        run="run", id=step_id, world=1, epochs=epochs, shards=(shard,), written_at=1.0
+    )
     (directory / "step.json").write_bytes(record.to_json())
 
 

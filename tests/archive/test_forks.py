@@ -48,7 +48,7 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
         layout = (await reading.manifest(ancestor, shard)).layout
         view = memoryview(mmap.mmap(-1, shard.size_bytes))
         control = await reading.load(ancestor, shard, view)
-        check_control(control, layout, run="second", id=step_id(10))
+        check_control(control, layout, run="second", step_id=step_id(10))
         assert bytes(view[layout.control_begin :]) == control.to_bytes()
     assert await store.list_below("") == before
 

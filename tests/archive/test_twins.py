@@ -239,13 +239,19 @@ async def test_a_step_that_is_not_kept_goes_with_its_twins(
 
 
 def record(twins: dict[int, TwinOf]) -> StepRecord:
-    id = step_id(10)
+    sealed = step_id(10)
     shards = tuple(
-        Shard(step_id=id, rank=rank, world=WORLD, size_bytes=1000, root=f"{rank:032x}")
+        Shard(step_id=sealed, rank=rank, world=WORLD, size_bytes=1000, root=f"{rank:032x}")
         for rank in range(WORLD)
     )
     return StepRecord(
-        run=RUN, id=id, world=WORLD, epochs=(EPOCH,), shards=shards, written_at=1.7e9, twins=twins
+        run=RUN,
+        id=sealed,
+        world=WORLD,
+        epochs=(EPOCH,),
+        shards=shards,
+        written_at=1.7e9,
+        twins=twins,
     )
 
 

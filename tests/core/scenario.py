@@ -51,12 +51,12 @@ def step_id(text: str) -> StepId:
     return StepId(epoch_id(epoch), int(step))
 
 
-def short(id: StepId | None) -> str:
-    return "none" if id is None else f"{short_epoch(id.epoch)}-{id.step}"
+def short(step: StepId | None) -> str:
+    return "none" if step is None else f"{short_epoch(step.epoch)}-{step.step}"
 
 
-def short_epoch(id: EpochId) -> str:
-    return f"{id.number}{id.nonce[0].strip('0')}"
+def short_epoch(epoch: EpochId) -> str:
+    return f"{epoch.number}{epoch.nonce[0].strip('0')}"
 
 
 _LONG = re.compile(r"(\d{4})\.(\w)\w{7}(?:-(\d{9}))?")
@@ -73,17 +73,19 @@ def shorten(text: str) -> str:
 
 
 def listed(ids: Iterable[StepId]) -> str:
-    return " ".join(short(id) for id in ids) or "none"
+    return " ".join(short(step) for step in ids) or "none"
 
 
 def newest_on(ledger: Ledger, tiers: Collection[Tier]) -> StepId | None:
     """The newest restorable step of which these tiers have every box."""
-    for id in reversed(ledger.steps):
-        worlds = ledger.worlds(id)
-        there = [held.with_twins() for held in ledger.copies(id) if held.place[1] in tiers]
-        certain = len(worlds) == 1 and not ledger.contested(id) and ledger.lineage.restorable(id)
+    for step in reversed(ledger.steps):
+        worlds = ledger.worlds(step)
+        there = [held.with_twins() for held in ledger.copies(step) if held.place[1] in tiers]
+        certain = (
+            len(worlds) == 1 and not ledger.contested(step) and ledger.lineage.restorable(step)
+        )
         if certain and is_full(functools.reduce(operator.or_, there, 0), *worlds):
-            return id
+            return step
     return None
 
 
@@ -131,9 +133,9 @@ class Scenario:
 
     def _retirements(self) -> Iterator[str]:
         for tier, policy in self.keep.items():
-            for id in self.ledger.expendable(tier, policy):
-                if ranks := self.ledger.holders(id, tier):
-                    yield f"retire {short(id)} on {tier}, ranks {','.join(map(str, bits(ranks)))}"
+            for step in self.ledger.expendable(tier, policy):
+                if ranks := self.ledger.holders(step, tier):
+                    yield f"retire {short(step)} on {tier}, ranks {','.join(map(str, bits(ranks)))}"
 
     def _do_report(
         self,
@@ -202,8 +204,8 @@ class Scenario:
             yield f"{tier}: {listed(self.ledger.committed(tier))}"
 
     def _do_standing(self, *ids: str) -> Iterable[str]:
-        for id in ids:
-            yield f"{id} {self.ledger.lineage.standing(step_id(id))}"
+        for step in ids:
+            yield f"{step} {self.ledger.lineage.standing(step_id(step))}"
 
     # --- planner -------------------------------------------------------------------------
 
@@ -215,27 +217,27 @@ class Scenario:
         )
         return []
 
-    def _do_sealed(self, id: str, ranks: str = "0,1") -> Iterable[str]:
+    def _do_sealed(self, step: str, ranks: str = "0,1") -> Iterable[str]:
         for rank in ranks.split(","):
-            yield from _writes(self.planner.sealed(int(rank), step_id(id)))
+            yield from _writes(self.planner.sealed(int(rank), step_id(step)))
 
-    def _do_written(self, id: str, ranks: str = "0,1", ok: str = "yes") -> Iterable[str]:
+    def _do_written(self, step: str, ranks: str = "0,1", ok: str = "yes") -> Iterable[str]:
         for rank in ranks.split(","):
-            yield from _writes(self.planner.written(int(rank), step_id(id), ok=ok == "yes"))
+            yield from _writes(self.planner.written(int(rank), step_id(step), ok=ok == "yes"))
 
-    def _do_overwritten(self, id: str, ranks: str = "0,1") -> Iterable[str]:
+    def _do_overwritten(self, step: str, ranks: str = "0,1") -> Iterable[str]:
         for rank in ranks.split(","):
-            yield from _writes(self.planner.overwritten(int(rank), step_id(id)))
+            yield from _writes(self.planner.overwritten(int(rank), step_id(step)))
 
     def _do_gone(self, ranks: str = "0,1") -> Iterable[str]:
         for rank in ranks.split(","):
             yield from _writes(self.planner.gone(int(rank)))
 
     def _do_forget(self, epoch: str) -> Iterable[str]:
-        return _writes(self.planner.forget(lambda id: id.epoch == epoch_id(epoch)))
+        return _writes(self.planner.forget(lambda step: step.epoch == epoch_id(epoch)))
 
     def _do_flush(self, *ids: str, newest: str = "2") -> Iterable[str]:
-        wanted = [step_id(id) for id in ids] or None
+        wanted = [step_id(step) for step in ids] or None
         return _writes(self.planner.flush(wanted, newest=int(newest)))
 
     def _do_counts(self) -> Iterable[str]:
@@ -255,13 +257,13 @@ class Scenario:
 
     def _do_stage(self, *ids: str) -> Iterable[str]:
         """Assign and seal slots, as a trainer does."""
-        for id in ids:
+        for step in ids:
             if (index := self.table.assign()) is None:
-                yield f"{id} waits"
+                yield f"{step} waits"
                 return
             was = self.table.slots[index].id
-            self.table.seal(index, step_id(id))
-            yield f"{id} in slot {index}" + (f", was {short(was)}" if was else "")
+            self.table.seal(index, step_id(step))
+            yield f"{step} in slot {index}" + (f", was {short(was)}" if was else "")
 
     def _do_assign(self) -> Iterable[str]:
         if (index := self.table.assign()) is None:
@@ -273,8 +275,8 @@ class Scenario:
         self.table.release(int(index), step_id(keep) if keep else None)
         return []
 
-    def _do_pin(self, id: str) -> Iterable[str]:
-        index = self.table.holds(step_id(id))
+    def _do_pin(self, step: str) -> Iterable[str]:
+        index = self.table.holds(step_id(step))
         assert index is not None
         self.table.pin(index)
         return []
@@ -284,16 +286,16 @@ class Scenario:
         return []
 
     def _do_protect(self, *ids: str) -> Iterable[str]:
-        self.table.protect(step_id(id) for id in ids)
+        self.table.protect(step_id(step) for step in ids)
         return []
 
     def _do_reserve(self, *expendable: str) -> Iterable[str]:
-        index = self.table.reserve({step_id(id) for id in expendable})
+        index = self.table.reserve({step_id(step) for step in expendable})
         return ["none" if index is None else f"slot {index}"]
 
     def _do_bury(self, epoch: str, after: str) -> Iterable[str]:
         last = int(after)
-        dead = self.table.forget(lambda id: id.epoch == epoch_id(epoch) and id.step > last)
+        dead = self.table.forget(lambda step: step.epoch == epoch_id(epoch) and step.step > last)
         return [f"dead: {listed(dead)}"]
 
     def _do_memory(self) -> Iterable[str]:
@@ -347,7 +349,7 @@ class Scenario:
         try:
             decision = choose(
                 votes,
-                {step_id(id) for id in excluded},
+                {step_id(step) for step in excluded},
                 limit=step_id(limit) if limit else None,
                 exact=exact == "yes",
             )

@@ -47,18 +47,20 @@ def told(rank: int, tiers: Mapping[Tier, list[tuple[int, str | None, int]]]) -> 
     }
 
 
-def check(copies: Completeness, id: StepId) -> None:
-    there = copies.copies(id)
-    assert copies.worlds(id) == {held.place[2] for held in there}
+def check(copies: Completeness, step_id: StepId) -> None:
+    there = copies.copies(step_id)
+    assert copies.worlds(step_id) == {held.place[2] for held in there}
     for tier in NEAREST_FIRST:
         ranks = [held.ranks for held in there if held.place[1] is tier]
-        assert copies.holders(id, tier) == sum({1 << at for rank in ranks for at in bits(rank)})
+        assert copies.holders(step_id, tier) == sum(
+            {1 << at for rank in ranks for at in bits(rank)}
+        )
     roots = [
         (rank, held.root(rank)) for held in there for rank in bits(held.ranks) if held.root(rank)
     ]
     differ = {rank for rank, root in roots for other, its in roots if rank == other and root != its}
     doubled = {rank for held in there for rank in bits(held.doubled)}
-    assert copies.contested(id) == sorted(differ | doubled)
+    assert copies.contested(step_id) == sorted(differ | doubled)
 
 
 @given(changes=_CHANGES)
@@ -70,8 +72,8 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
             copies.replace(node, of_ranks(reports))
         else:
             copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
-        for id in copies.steps:
-            check(copies, id)
+        for step_id in copies.steps:
+            check(copies, step_id)
 
 
 @given(changes=st.lists(st.tuples(st.integers(0, 1), _REPORTS), max_size=8))
@@ -86,10 +88,10 @@ def test_ranks_may_be_told_of_together_or_one_by_one(
             node, [each for rank in reports for each in of_ranks({rank: reports[rank]})]
         )
         assert completeness.steps == all_at_once.steps
-        for id in completeness.steps:
-            assert completeness.contested(id) == all_at_once.contested(id)
-            assert {each.place: _content(each) for each in completeness.copies(id)} == {
-                each.place: _content(each) for each in all_at_once.copies(id)
+        for step_id in completeness.steps:
+            assert completeness.contested(step_id) == all_at_once.contested(step_id)
+            assert {each.place: _content(each) for each in completeness.copies(step_id)} == {
+                each.place: _content(each) for each in all_at_once.copies(step_id)
             }
 
 

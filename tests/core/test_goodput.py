@@ -183,7 +183,8 @@ any_events = st.builds(
     sequence=st.just(1), kind=st.sampled_from(Kind), at=st.floats(0.0, 2e9),
     until=st.floats(0.0, 2e9), step=st.none() | ids,
     first=st.none() | st.integers(-(2**62), 2**62), count=st.integers(-9, 2**62),
-    seconds=odd, epoch=st.none() | st.builds(Epoch, ids.map(lambda id: id.epoch), st.none() | ids),
+    seconds=odd,
+    epoch=st.none() | st.builds(Epoch, ids.map(lambda step_id: step_id.epoch), st.none() | ids),
 )  # fmt: skip
 
 

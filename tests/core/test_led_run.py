@@ -202,8 +202,8 @@ class LedRun(RuleBasedStateMachine):
                 assert action.id in self._whole() | self.ever_whole, "shown, but never whole"
                 machine.shown.add(action.id)
 
-    def _retire(self, machine: Machine, id: StepId) -> None:
-        machine.shards.discard(id)
+    def _retire(self, machine: Machine, step_id: StepId) -> None:
+        machine.shards.discard(step_id)
 
     def _list(self, machine: Machine) -> None:
         if machine.scanned:
@@ -214,7 +214,9 @@ class LedRun(RuleBasedStateMachine):
         return ReportedTier.of(self._shards(rank, ids))
 
     def _shards(self, rank: int, ids: Iterable[StepId]) -> Iterator[Shard]:
-        return (Shard(step_id=id, rank=rank, world=self.nodes, root="r") for id in sorted(ids))
+        return (
+            Shard(step_id=step_id, rank=rank, world=self.nodes, root="r") for step_id in sorted(ids)
+        )
 
     def _before(self, number: int) -> int:
         """The rank of which this machine keeps copies."""
@@ -249,20 +251,20 @@ class LedRun(RuleBasedStateMachine):
         }
         if reached[machine.number] != min(reached.values()):
             return
-        id = machine.saved = StepId(self.epoch.id, reached[machine.number] + 1)
-        self.alive.add(id)
+        step_id = machine.saved = StepId(self.epoch.id, reached[machine.number] + 1)
+        self.alive.add(step_id)
         if staged:
-            self._stage(machine, id)
+            self._stage(machine, step_id)
         self._whole()
         self._list(machine)
 
-    def _stage(self, machine: Machine, id: StepId) -> None:
+    def _stage(self, machine: Machine, step_id: StepId) -> None:
         index = machine.slots.assign()
         assert index is not None
         if (lost := machine.slots.slots[index].id) is not None:
             self._feed(machine, Overwritten(machine.number, lost))
-        machine.slots.seal(index, id)
-        self._feed(machine, Sealed(machine.number, id))
+        machine.slots.seal(index, step_id)
+        self._feed(machine, Sealed(machine.number, step_id))
 
     @precondition(_trains)
     @rule(number=st.integers(0, 2), staged=st.sampled_from([True, True, False]))
@@ -285,7 +287,7 @@ class LedRun(RuleBasedStateMachine):
             if self.alive:
                 self._begin_run()
             return
-        self.alive = {id for id in self.alive if id <= parent}
+        self.alive = {step_id for step_id in self.alive if step_id <= parent}
         self._begin_epoch(parent)
 
     def _begin_epoch(self, parent: StepId | None) -> None:
@@ -322,8 +324,8 @@ class LedRun(RuleBasedStateMachine):
         if buddy is not machine and machine.scanned and buddy.scanned and machine.shards:
             buddy.copies.add(which(machine.shards))
             held, needed = {machine.number: buddy.copies}, {machine.number: machine.shards}
-            for id, _ in superseded(held, needed, committed=machine.node.last_commit()):
-                buddy.copies.discard(id)
+            for step_id, _ in superseded(held, needed, committed=machine.node.last_commit()):
+                buddy.copies.discard(step_id)
 
     # --- reports -------------------------------------------------------------------------
 
@@ -428,7 +430,9 @@ class LedRun(RuleBasedStateMachine):
                 for number, word in words.items()
             ]
             newest = max(set.intersection(*whole))
-            assert all(id < newest for id in told.retire), "no newer step is whole by their words"
+            assert all(step_id < newest for step_id in told.retire), (
+                "no newer step is whole by their words"
+            )
         return reply
 
     @rule(number=st.integers(0, 4), leader=st.integers(0, 3))
@@ -470,7 +474,7 @@ class LedRun(RuleBasedStateMachine):
         others = [each for each in self.machines if each is not machine]
         if all(self._is_known(each, machine.to) for each in others):
             self._save(machine)
-            new = {id for id in machine.shards if id == machine.saved}
+            new = {step_id for step_id in machine.shards if step_id == machine.saved}
             claims = [
                 ReportedRanks(
                     ranks=Ranks.of((each.number,)),
@@ -689,13 +693,13 @@ class LedRun(RuleBasedStateMachine):
         heard in this epoch that a step may go might have been faster than the loss of a drive."""
         silent = any(machine.node.leader_view.silent(self.now) for machine in self._all())
         going = {
-            id
+            step_id
             for machine in self._all()
             if machine.heard
             and machine.heard.epoch
             and machine.epochs
             and machine.heard.epoch >= machine.epochs[-1].id
-            for id in machine.heard.reply.retire
+            for step_id in machine.heard.reply.retire
         }
         kept = self._whole() - going
         return max(kept & self.named if silent else kept, default=None)

@@ -142,8 +142,8 @@ def _id(step: int) -> StepId:
     return StepId(_EPOCH, step - _LONG_AGO)  # the model has negative steps, but ids must not
 
 
-def _number(id: StepId) -> int:
-    return id.step + _LONG_AGO
+def _number(step_id: StepId) -> int:
+    return step_id.step + _LONG_AGO
 
 
 def _relative(state: State) -> State:
@@ -242,8 +242,8 @@ def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None
     held = [frozenset({_id(2)}), frozenset({_id(2), _id(3), _id(4), _id(5)})]
     assert worth_keeping([Memory(steps) for steps in held]) == held[1]
     table = SlotTable(4)
-    for index, id in enumerate(sorted(held[1])):
-        table.adopt(index, id)
+    for index, step_id in enumerate(sorted(held[1])):
+        table.adopt(index, step_id)
     table.protect(worth_keeping([Memory(steps) for steps in held]))
     assert table.assign() is None, "each of them may be the next common step"
     table.protect(worth_keeping([Memory(held[0] | {_id(9)}), Memory(held[1])]))

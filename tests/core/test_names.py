@@ -28,10 +28,10 @@ steps = st.builds(StepId, epochs, st.integers(0, 10**18 - 1))
 
 
 @given(steps)
-def test_a_name_is_read_back(id: StepId) -> None:
-    assert StepId.parse(str(id)) == id
-    assert EpochId.parse(str(id.epoch)) == id.epoch
-    assert is_step(str(id))
+def test_a_name_is_read_back(step_id: StepId) -> None:
+    assert StepId.parse(str(step_id)) == step_id
+    assert EpochId.parse(str(step_id.epoch)) == step_id.epoch
+    assert is_step(str(step_id))
 
 
 @given(st.integers(0, MOST_RANKS - 1), st.integers(1, MOST_RANKS))

@@ -30,8 +30,8 @@ _RUN = Measured(step_s=2.0, write_s=1.0, image_bytes=40 * 10**9, stall_s=0.5)
 
 
 def _epoch(number: int, parent: int | None = None) -> Epoch:
-    id = EpochId(number, "0" * 8)
-    return Epoch(id, None if parent is None else StepId(EpochId(number - 1, "0" * 8), parent))
+    epoch_id = EpochId(number, "0" * 8)
+    return Epoch(epoch_id, None if parent is None else StepId(EpochId(number - 1, "0" * 8), parent))
 
 
 # --- replayed --------------------------------------------------------------------------------
@@ -146,15 +146,15 @@ def _train(
     for step in steps:
         wrote = (step - 1) % persist == 0
         now += 1.0 + (stall_s if wrote else 0.0) + chance.uniform(-jitter_s, jitter_s)
-        id = StepId(epochs[-1].id, step)
-        pacing.sealed(id, now)
-        pacing.sealed(id, now + 0.2)
+        step_id = StepId(epochs[-1].id, step)
+        pacing.sealed(step_id, now)
+        pacing.sealed(step_id, now + 0.2)
         if step % persist == 0:
             for drive, seconds in ((0, 0.25), (1, 0.5)):
                 pacing.began()
-                pacing.wrote(id, drive=drive, seconds=seconds, size_bytes=3 * 10**9)
+                pacing.wrote(step_id, drive=drive, seconds=seconds, size_bytes=3 * 10**9)
                 pacing.ended()
-            interval = pacing.durable(id, epochs) or interval
+            interval = pacing.durable(step_id, epochs) or interval
     return interval
 
 
@@ -187,14 +187,14 @@ def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
     for step in range(1600):
         wrote = bool(persisted) and persisted[-1] == step - 1
         now += 1.0 + (0.1 if wrote else 0.0)
-        id = StepId(_epoch(0).id, step)
-        pacing.sealed(id, now)
+        step_id = StepId(_epoch(0).id, step)
+        pacing.sealed(step_id, now)
         if step % every == 0:
             persisted.append(step)
             pacing.began()
-            pacing.wrote(id, drive=0, seconds=0.5, size_bytes=10**9)
+            pacing.wrote(step_id, drive=0, seconds=0.5, size_bytes=10**9)
             pacing.ended()
-            if (interval := pacing.durable(id, ())) is not None:
+            if (interval := pacing.durable(step_id, ())) is not None:
                 every = interval.steps
         if step == 1023:
             assert persisted == list(range(1024))
@@ -241,8 +241,8 @@ def _persisted(planner: PersistPlanner, steps: range) -> list[int]:
     """The steps that the planner persists if every write ends before the next step is sealed."""
     found = []
     for step in steps:
-        id = StepId(EpochId(0, "0" * 8), step)
-        for write in planner.sealed(0, id):
+        step_id = StepId(EpochId(0, "0" * 8), step)
+        for write in planner.sealed(0, step_id):
             planner.written(0, write.id)
             found.append(write.id.step)
     return found
@@ -289,8 +289,8 @@ def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> Non
     planner = PersistPlanner([0], Grid())
     planner.pace(2)
     for step in range(400):
-        id = StepId(EpochId(0, "0" * 8), step)
-        planner.sealed(0, id)
+        step_id = StepId(EpochId(0, "0" * 8), step)
+        planner.sealed(0, step_id)
         if planner.target is not None and step >= planner.target.step + 10:
             planner.written(0, planner.target)
     assert planner.counts.skipped > 0

@@ -31,7 +31,7 @@ def _ids(*steps: int) -> list[StepId]:
 
 
 def _steps(ids: tuple[StepId, ...]) -> list[int]:
-    return [id.step for id in ids]
+    return [step_id.step for step_id in ids]
 
 
 @given(
@@ -85,7 +85,7 @@ def test_one_step_of_each_span_the_pins_and_the_newest_outlive_every_policy(
     assert max(times) in left
     if policy.every_s is not None:
         spans = {int(at // policy.every_s) for at in times.values()}
-        assert {int(times[id] // policy.every_s) for id in left} == spans
+        assert {int(times[step_id] // policy.every_s) for step_id in left} == spans
     assert retired(left, policy, written_at=times) == (), "what is kept once is kept"
 
 
@@ -110,7 +110,7 @@ def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
     sizes, low, high = {_ids(step)[0]: size for step, size in held.items()}, *sorted(limits)
     unfinished = set(_ids(*torn))
     gone = evicted(sizes, policy, limit_bytes=low, unfinished=unfinished)
-    left = {id: size for id, size in sizes.items() if id not in gone}
+    left = {step_id: size for step_id, size in sizes.items() if step_id not in gone}
     whole = sizes.keys() - unfinished
     kept = policy.pinned | ({max(whole)} if whole else set())
     assert not kept.intersection(gone)
@@ -165,8 +165,8 @@ def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
     held = _ids(*sorted(steps))
     last_commit = None if commit is None else _ids(commit)[0]
     left = set(held) - set(unwatched(held, last_commit=last_commit, full=True))
-    assert {id for id in held if id == last_commit} <= left
-    later = [id for id in held if last_commit is None or id > last_commit]
+    assert {step_id for step_id in held if step_id == last_commit} <= left
+    later = [step_id for step_id in held if last_commit is None or step_id > last_commit]
     assert set(later[-2:]) <= left
 
 
@@ -200,9 +200,11 @@ _CALLS: dict[str, Named] = {
         dict.fromkeys(held, 1), _last(pins), limit_bytes=0
     ),
     "superseded": lambda held, commit, pins: (
-        id for id, _ in superseded({0: held}, {0: [commit]}, committed=commit)
+        step_id for step_id, _ in superseded({0: held}, {0: [commit]}, committed=commit)
     ),
-    "crowded_out": lambda held, commit, pins: (id for id, _ in crowded_out({0: held}, {0: commit})),
+    "crowded_out": lambda held, commit, pins: (
+        step_id for step_id, _ in crowded_out({0: held}, {0: commit})
+    ),
 }
 """Each rule that may meet the newest commit, asked to delete as much as it can."""
 

@@ -58,21 +58,27 @@ def watched_node():
     def step(self, event, now=0.0):
         actions, states, name = real(self, event, now), seen.setdefault(self, {}), type(event)
         tables = (table for slots in self._slots.values() for table in slots.tables())
-        staged, here = {id for table in tables for id in table.sealed()}, self._here()
+        staged, here = {step_id for table in tables for step_id in table.sealed()}, self._here()
         in_state = {
             "retiring": {action.id for action in actions if isinstance(action, node.Retire)}
-            | {id for id in states if states[id] == "retiring" and name is not node.Listed},
+            | {
+                step_id
+                for step_id in states
+                if states[step_id] == "retiring" and name is not node.Listed
+            },
             "published": here & self._shown,
             "committed": here & {*self.commits()},
-            "writing": {id for _, id in self._writing},
+            "writing": {step_id for _, step_id in self._writing},
             "durable": here,
             "staged": staged,
         }
-        for id in {*states, *staged, *here}:
-            before = states.get(id, "absent")
-            states[id] = next((state for state, ids in in_state.items() if id in ids), "absent")
-            move = before, name.__name__, states[id]
-            assert before == states[id] or known & {move, ("any", *move[1:])}, move
+        for step_id in {*states, *staged, *here}:
+            before = states.get(step_id, "absent")
+            states[step_id] = next(
+                (state for state, ids in in_state.items() if step_id in ids), "absent"
+            )
+            move = before, name.__name__, states[step_id]
+            assert before == states[step_id] or known & {move, ("any", *move[1:])}, move
         return actions
 
     with pytest.MonkeyPatch.context() as patch:

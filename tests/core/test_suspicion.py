@@ -94,11 +94,13 @@ def test_a_person_has_the_last_word() -> None:
 
 def test_what_a_failure_casts_doubt_on() -> None:
     parents = {LIVES[2]: step(90), LIVES[3]: step(100, 2), LIVES[4]: step(104, 3)}
-    found = Failure.of(step(110, 4), parents.get, lambda id: True)
+    found = Failure.of(step(110, 4), parents.get, lambda step_id: True)
     assert found.after == (step(104, 3), step(100, 2), step(90))
-    assert Failure.of(step(111, 4), parents.get, lambda id: True).after == found.after[:2]
-    assert Failure.of(step(110, 4), parents.get, lambda id: id.step < 100).after == (step(90),)
-    assert Failure.of(step(3), parents.get, lambda id: True).after == ()
+    assert Failure.of(step(111, 4), parents.get, lambda step_id: True).after == found.after[:2]
+    assert Failure.of(step(110, 4), parents.get, lambda step_id: step_id.step < 100).after == (
+        step(90),
+    )
+    assert Failure.of(step(3), parents.get, lambda step_id: True).after == ()
 
 
 @pytest.mark.parametrize("last", [1, 2])
@@ -136,25 +138,25 @@ class Run:
         """Begin a life from the step that the ranks vote for. Returns that step."""
         lineage = trace({epoch.id: epoch for epoch in self.epochs})
 
-        def alive(id: StepId) -> bool:
-            return lineage.standing(id) is Standing.LIVE
+        def alive(step_id: StepId) -> bool:
+            return lineage.standing(step_id) is Standing.LIVE
 
         parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []
         told = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
         found = choose([vote(*held, failures=told)]).id if held else None
         self.epochs.append(Epoch(EpochId(len(self.epochs) + 1, "0" * 8), found))
-        self.memory = [id for id in self.memory if found is not None and id <= found]
-        self.local = {id for id in self.local if found is not None and id <= found}
+        self.memory = [step_id for step_id in self.memory if found is not None and step_id <= found]
+        self.local = {step_id for step_id in self.local if found is not None and step_id <= found}
         return found
 
     def save(self, number: int) -> StepId:
-        id = StepId(self.epochs[-1].id, number)
-        self.memory = [*self.memory, id][-3:]
+        step_id = StepId(self.epochs[-1].id, number)
+        self.memory = [*self.memory, step_id][-3:]
         if not number % self.every:
-            self.local.add(id)
+            self.local.add(step_id)
             self.local -= set(retired(self.local, self.keep))
-        return id
+        return step_id
 
 
 @settings(max_examples=300)

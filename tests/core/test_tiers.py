@@ -132,21 +132,21 @@ class Tiers(RuleBasedStateMachine):
             if node.up:
                 self.ledger.apply(self._reported(number, self._archived()))
                 doomed = [
-                    (tier, id, set(bits(self.ledger.holders(id, tier))))
+                    (tier, step_id, set(bits(self.ledger.holders(step_id, tier))))
                     for tier, policy in _KEEP.items()
                     if tier in self.config.tiers
-                    for id in self.ledger.expendable(tier, policy)
+                    for step_id in self.ledger.expendable(tier, policy)
                 ]
-                for tier, id, ranks in doomed:
-                    self._retire(tier, id, ranks)
+                for tier, step_id, ranks in doomed:
+                    self._retire(tier, step_id, ranks)
         for number, node in enumerate(self.nodes):
             if node.up:
                 self.ledger.apply(self._reported(number, self._archived()))
         after = self.ledger.watermark(Tier.LOCAL)
         assert before is None or (after is not None and after >= before), "a commit was retired"
 
-    def _retire(self, tier: Tier, id: StepId, ranks: Collection[int]) -> None:
-        doomed = {(id, rank) for rank in ranks}
+    def _retire(self, tier: Tier, step_id: StepId, ranks: Collection[int]) -> None:
+        doomed = {(step_id, rank) for rank in ranks}
         if tier is Tier.ARCHIVE:
             self.archive -= doomed
             return
@@ -173,14 +173,14 @@ class Tiers(RuleBasedStateMachine):
 
     def _rank_report(self, shelves: dict[Tier, set[Image]], rank: int) -> RankReport:
         sealed = {
-            tier: tuple(self._held(id, rank) for id, of in sorted(shelf) if of == rank)
+            tier: tuple(self._held(step_id, rank) for step_id, of in sorted(shelf) if of == rank)
             for tier, shelf in shelves.items()
         }
         return {tier: ReportedTier.of(held) for tier, held in sealed.items()}
 
-    def _held(self, id: StepId, rank: int) -> Shard:
-        world = self.worlds[id]
-        return Shard(step_id=id, rank=rank, world=world, alike=self._alike(rank, world))
+    def _held(self, step_id: StepId, rank: int) -> Shard:
+        world = self.worlds[step_id]
+        return Shard(step_id=step_id, rank=rank, world=world, alike=self._alike(rank, world))
 
     # --- what is there -------------------------------------------------------------------
 
@@ -204,29 +204,29 @@ class Tiers(RuleBasedStateMachine):
             Tier.ARCHIVE: self._archived(),
         }
 
-    def _alive(self, id: StepId, epochs: set[Epoch]) -> bool:
+    def _alive(self, step_id: StepId, epochs: set[Epoch]) -> bool:
         """Whether the chain of parents of the newest epoch passes through this step."""
-        at, last = self._back_to(id, epochs)
-        return at == id.epoch and (last is None or id.step <= last)
+        at, last = self._back_to(step_id, epochs)
+        return at == step_id.epoch and (last is None or step_id.step <= last)
 
-    def _not_dead(self, id: StepId, epochs: set[Epoch]) -> bool:
+    def _not_dead(self, step_id: StepId, epochs: set[Epoch]) -> bool:
         """Whether it does, or breaks off before, where the record of an epoch is lost."""
-        at, _ = self._back_to(id, epochs)
+        at, _ = self._back_to(step_id, epochs)
         unknown = all(at != epoch.id for epoch in epochs)
-        return self._alive(id, epochs) or (at > id.epoch and unknown)
+        return self._alive(step_id, epochs) or (at > step_id.epoch and unknown)
 
-    def _back_to(self, id: StepId, epochs: set[Epoch]) -> tuple[EpochId, int | None]:
+    def _back_to(self, step_id: StepId, epochs: set[Epoch]) -> tuple[EpochId, int | None]:
         """Where the chain of parents of the newest epoch gets to, at most back to this step's."""
         parents = {epoch.id: epoch.parent for epoch in epochs}
-        at, last = max(parents, default=id.epoch), None
-        while at > id.epoch and at in parents and (parent := parents[at]) is not None:
+        at, last = max(parents, default=step_id.epoch), None
+        while at > step_id.epoch and at in parents and (parent := parents[at]) is not None:
             at, last = parent.epoch, parent.step
         return at, last
 
-    def _covered(self, images: set[Image], id: StepId) -> bool:
-        world = self.worlds[id]
+    def _covered(self, images: set[Image], step_id: StepId) -> bool:
+        world = self.worlds[step_id]
         return all(
-            any((id, holder) in images for holder in (rank, *self._twins(rank, world)))
+            any((step_id, holder) in images for holder in (rank, *self._twins(rank, world)))
             for rank in range(world)
         )
 
@@ -264,20 +264,20 @@ class Tiers(RuleBasedStateMachine):
         slowest = min(self.at.values())
         for rank in (rank for rank in ranks if self.at[rank] == slowest):
             self.at[rank] += 1
-            id = StepId(self.epoch.id, self.at[rank])
-            self.worlds[id] = self.world
+            step_id = StepId(self.epoch.id, self.at[rank])
+            self.worlds[step_id] = self.world
             memory = self.nodes[rank // self.per_node].memory
-            memory.add((id, rank))
+            memory.add((step_id, rank))
             held = sorted(image for image in memory if image[1] == rank)
             memory -= set(held[:-2])
 
     def _write(self, *, but: set[int]) -> None:
         """All ranks that are not left out write the newest step that all ranks have staged."""
         assert self.epoch is not None
-        id = StepId(self.epoch.id, min(self.at.values()))
+        step_id = StepId(self.epoch.id, min(self.at.values()))
         for rank in set(range(self.world)) - but:
             node = self.nodes[rank // self.per_node]
-            node.local |= node.memory & {(id, rank)}
+            node.local |= node.memory & {(step_id, rank)}
 
     def _send(self, *, but: set[int]) -> None:
         for number, node in enumerate(self.nodes):
@@ -307,9 +307,11 @@ class Tiers(RuleBasedStateMachine):
         self.epoch = None
         self.ledger.apply(Gone(number))
         left = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
-        alive = {id for id, _ in left if self.ledger.lineage.restorable(id)}
+        alive = {step_id for step_id, _ in left if self.ledger.lineage.restorable(step_id)}
         expected = newest_on(self.ledger, at_least(Tier.LOCAL))
-        assert expected == max((id for id in alive if self._covered(left, id)), default=None)
+        assert expected == max(
+            (step_id for step_id in alive if self._covered(left, step_id)), default=None
+        )
 
     @precondition(lambda self: any(node.up for node in self.nodes))  # else it gets no reports
     @rule()
@@ -348,44 +350,45 @@ class Tiers(RuleBasedStateMachine):
     def _vote(self, rank: int) -> Candidates:
         ledger, reach = self._of_node(rank // self.per_node)
         own = {
-            id: tier
+            step_id: tier
             for tier in reversed(reach)
-            for id, of in reach[tier]
-            if of == rank and not ledger.is_dead(id)
+            for step_id, of in reach[tier]
+            if of == rank and not ledger.is_dead(step_id)
         }
         whole = set(ledger.whole())
         there: dict[StepId, int] = {}
         images: dict[StepId, set[int]] = {}
         for shelf in reach.values():
-            for id, of in shelf:
-                images.setdefault(id, set()).add(of)
-                if not ledger.is_dead(id) and id not in whole:
-                    ranks = self._alike(of, self.worlds[id]).bits | 1 << of
-                    there[id] = there.get(id, 0) | ranks
+            for step_id, of in shelf:
+                images.setdefault(step_id, set()).add(of)
+                if not ledger.is_dead(step_id) and step_id not in whole:
+                    ranks = self._alike(of, self.worlds[step_id]).bits | 1 << of
+                    there[step_id] = there.get(step_id, 0) | ranks
         return Candidates(
             answer=Answer.STEPS if own or whole or there else Answer.NONE,
             candidates=tuple(
-                Candidate(id=id, tier=own[id], world=self.worlds[id]) for id in sorted(own)
+                Candidate(id=step_id, tier=own[step_id], world=self.worlds[step_id])
+                for step_id in sorted(own)
             ),
             highest_epoch=ledger.highest_epoch(),
             offers=tuple(
                 Offer(
-                    id=id,
+                    id=step_id,
                     tier=Tier.LOCAL,
-                    world=self.worlds[id],
-                    images=Ranks.of(images.get(id, ())),
+                    world=self.worlds[step_id],
+                    images=Ranks.of(images.get(step_id, ())),
                 )
-                for id in sorted(whole)
+                for step_id in sorted(whole)
             ),
             parts=tuple(
                 Offer(
-                    id=id,
+                    id=step_id,
                     tier=Tier.LOCAL,
-                    world=self.worlds[id],
+                    world=self.worlds[step_id],
                     ranks=Ranks.of(bits(ranks)),
-                    images=Ranks.of(images[id]),
+                    images=Ranks.of(images[step_id]),
                 )
-                for id, ranks in sorted(there.items())
+                for step_id, ranks in sorted(there.items())
             ),
             epochs=ledger.epochs,
             fleeting=self.fleeting,
@@ -410,11 +413,17 @@ class Tiers(RuleBasedStateMachine):
         reached = set[Image]()
         for number in range(len(self.nodes)):
             reached |= set.union(*self._within_reach(number).values())
-        own = {id for id, world in self.worlds.items() if world == self.world}
-        exact = {id for id in own if all((id, rank) in reached for rank in range(self.world))}
-        covered = {id for id in self.worlds if self._covered(reached, id)}
-        alive = {id for id in covered if self._alive(id, self._epochs())}
-        usable = alive or {id for id in covered if self._not_dead(id, self._epochs())}
+        own = {step_id for step_id, world in self.worlds.items() if world == self.world}
+        exact = {
+            step_id
+            for step_id in own
+            if all((step_id, rank) in reached for rank in range(self.world))
+        }
+        covered = {step_id for step_id in self.worlds if self._covered(reached, step_id)}
+        alive = {step_id for step_id in covered if self._alive(step_id, self._epochs())}
+        usable = alive or {
+            step_id for step_id in covered if self._not_dead(step_id, self._epochs())
+        }
         return exact & usable, usable
 
     def _check(self, decision: Decision, exact: set[StepId], covered: set[StepId]) -> None:
@@ -422,7 +431,7 @@ class Tiers(RuleBasedStateMachine):
             images = set.union(
                 *(value for n in range(len(self.nodes)) for value in self._within_reach(n).values())
             )
-            left = {id for id, _ in images if self._not_dead(id, self._epochs())}
+            left = {step_id for step_id, _ in images if self._not_dead(step_id, self._epochs())}
             if decision.lost is None:
                 assert left == set(decision.incomplete), "something was there"
             else:
@@ -481,10 +490,10 @@ class Tiers(RuleBasedStateMachine):
     def a_commit_is_what_lies_durable_of_every_rank_and_nothing_else(self) -> None:
         durable = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
         complete = {
-            id
-            for id, _ in durable
-            if all((id, rank) in durable for rank in range(self.worlds[id]))
-            and self.ledger.lineage.restorable(id)
+            step_id
+            for step_id, _ in durable
+            if all((step_id, rank) in durable for rank in range(self.worlds[step_id]))
+            and self.ledger.lineage.restorable(step_id)
         }
         assert set(self.ledger.committed(Tier.LOCAL)) == complete
 

@@ -72,7 +72,7 @@ class Rank:
         return self.next_slot if self.filling is None else self.filling
 
     def in_memory(self) -> set[StepId]:
-        return {id for id in self.seals if id is not None}
+        return {step_id for step_id in self.seals if step_id is not None}
 
 
 class WholeRun(RuleBasedStateMachine):
@@ -108,15 +108,15 @@ class WholeRun(RuleBasedStateMachine):
         self.read: set[StepId] = set()  # steps that are being read from the drive
         for rank in self.ranks:
             rank.table = SlotTable(self.slots)
-            for index, id in enumerate(rank.seals):
-                if id is not None:
-                    rank.table.adopt(index, id)
+            for index, step_id in enumerate(rank.seals):
+                if step_id is not None:
+                    rank.table.adopt(index, step_id)
         self.node = Node(
             dict(enumerate(self.ranks)),
             grid=self.grid,
             keep=_KEEP,
             alone=True,
-            in_use=lambda id: id in self.read,
+            in_use=lambda step_id: step_id in self.read,
         )
         policy = RunPolicy(keep=_KEEP, outlives_pod=False, restarts=False)
         self.leader, self.reports = Leader(life="", nodes=1, policy=policy), 0
@@ -145,19 +145,19 @@ class WholeRun(RuleBasedStateMachine):
                 assert all(action.id in rank.shards for rank in self.ranks), "shown, but not whole"
                 self.shown.add(action.id)
 
-    def _is_not_needed(self, id: StepId) -> bool:
+    def _is_not_needed(self, step_id: StepId) -> bool:
         """Whether a newer step is committed, or some rank never can have this step again."""
         committed = self.node.ledger.watermark(Tier.LOCAL)
-        if id not in self.alive or (committed is not None and id < committed):
+        if step_id not in self.alive or (committed is not None and step_id < committed):
             return True
-        return any(not self._may_have(rank, id) for rank in self.ranks)
+        return any(not self._may_have(rank, step_id) for rank in self.ranks)
 
-    def _may_have(self, rank: Rank, id: StepId) -> bool:
-        if id in rank.in_memory() | rank.shards:
+    def _may_have(self, rank: Rank, step_id: StepId) -> bool:
+        if step_id in rank.in_memory() | rank.shards:
             return True
-        if self.epoch is None or self.epoch.id != id.epoch:
+        if self.epoch is None or self.epoch.id != step_id.epoch:
             return False
-        return rank.saved < id.step or self._copied(rank) == id
+        return rank.saved < step_id.step or self._copied(rank) == step_id
 
     def _begin_write(self, write: Write) -> None:
         rank = self.ranks[write.rank]
@@ -267,13 +267,13 @@ class WholeRun(RuleBasedStateMachine):
     def _seal(self, number: int, rank: Rank) -> None:
         assert self.epoch is not None
         assert rank.filling is not None
-        id = StepId(self.epoch.id, rank.saved)
-        assert rank.newest is None or id > rank.newest, "steps never go back within an epoch"
-        rank.seals[rank.filling] = rank.newest = id
-        rank.table.seal(rank.filling, id)
+        step_id = StepId(self.epoch.id, rank.saved)
+        assert rank.newest is None or step_id > rank.newest, "steps never go back within an epoch"
+        rank.seals[rank.filling] = rank.newest = step_id
+        rank.table.seal(rank.filling, step_id)
         rank.filling = None
-        self.alive.add(id)
-        self._feed(Sealed(number, id))
+        self.alive.add(step_id)
+        self._feed(Sealed(number, step_id))
         self._list()
 
     @precondition(_training)
@@ -299,13 +299,13 @@ class WholeRun(RuleBasedStateMachine):
     # --- writing -------------------------------------------------------------------------
 
     def _end_write(self, number: int, *, ok: bool = True) -> None:
-        rank, id = self.ranks[number], self.writing.pop(number)
+        rank, step_id = self.ranks[number], self.writing.pop(number)
         if ok:
-            assert id in rank.in_memory(), "written whole, though never sealed"
-            rank.shards.add(id)
+            assert step_id in rank.in_memory(), "written whole, though never sealed"
+            rank.shards.add(step_id)
         else:
-            self.failed.add(id)
-        self._feed(Wrote(number, id, ok))
+            self.failed.add(step_id)
+        self._feed(Wrote(number, step_id, ok))
         self._list()
 
     def _end_all_writes(self) -> None:
@@ -336,11 +336,15 @@ class WholeRun(RuleBasedStateMachine):
     def what_was_kept_because_it_was_read_goes_when_nobody_reads_it(self) -> None:
         self.read, self.slow = set(), False
         self._list()
-        kept = [id for id in self.node.ledger.expendable(Tier.LOCAL, _KEEP) if self._on_disk(id)]
-        assert all(self.node.busy(id) for id in kept)
+        kept = [
+            step_id
+            for step_id in self.node.ledger.expendable(Tier.LOCAL, _KEEP)
+            if self._on_disk(step_id)
+        ]
+        assert all(self.node.busy(step_id) for step_id in kept)
 
-    def _on_disk(self, id: StepId) -> bool:
-        return any(id in rank.shards for rank in self.ranks)
+    def _on_disk(self, step_id: StepId) -> bool:
+        return any(step_id in rank.shards for rank in self.ranks)
 
     # --- faults --------------------------------------------------------------------------
 
@@ -387,16 +391,18 @@ class WholeRun(RuleBasedStateMachine):
 
     def _vote(self, rank: Rank) -> Candidates:
         memory = set(rank.table.sealed())
-        found = {id for id in memory | rank.shards if not self.node.ledger.is_dead(id)}
+        found = {
+            step_id for step_id in memory | rank.shards if not self.node.ledger.is_dead(step_id)
+        }
         return Candidates(
             answer=Answer.STEPS if found else Answer.NONE,
             candidates=tuple(
                 Candidate(
-                    id=id,
-                    tier=Tier.MEMORY if id in memory else Tier.LOCAL,
+                    id=step_id,
+                    tier=Tier.MEMORY if step_id in memory else Tier.LOCAL,
                     world=len(self.ranks),
                 )
-                for id in sorted(found)
+                for step_id in sorted(found)
             ),
             highest_epoch=self.node.ledger.highest_epoch(),
         )
@@ -433,21 +439,21 @@ class WholeRun(RuleBasedStateMachine):
             rank.shards.clear()
         self._start_sidecar()
 
-    def _load(self, id: StepId) -> None:
+    def _load(self, step_id: StepId) -> None:
         for rank in self.ranks:
-            if rank.table.holds(id) is None:
+            if rank.table.holds(step_id) is None:
                 # There is always a slot: newer images are dead once all have agreed on this step.
                 index = rank.table.reserve(
-                    {sealed for sealed in rank.table.sealed() if sealed != id}
+                    {sealed for sealed in rank.table.sealed() if sealed != step_id}
                 )
                 while index is None and self.writing:  # the other slots are being written
                     self._end_write(min(self.writing))
                     index = rank.table.reserve(
-                        {sealed for sealed in rank.table.sealed() if sealed != id}
+                        {sealed for sealed in rank.table.sealed() if sealed != step_id}
                     )
                 assert index is not None
-                rank.seals[index] = id
-                rank.table.seal(index, id)
+                rank.seals[index] = step_id
+                rank.table.seal(index, step_id)
 
     def _begin_epoch(self, epoch: Epoch) -> None:
         self.epochs_on_disk.append(epoch)
@@ -455,7 +461,7 @@ class WholeRun(RuleBasedStateMachine):
         self._feed(EpochStarted(epoch))
         parent = epoch.parent
         if parent is not None:
-            self.alive = {id for id in self.alive if id <= parent}
+            self.alive = {step_id for step_id in self.alive if step_id <= parent}
         for rank in self.ranks:
             rank.saved = parent.step if parent else -1
         self._list()
@@ -510,10 +516,10 @@ def _report(number: int, rank: Rank, world: int) -> RankReport:
     memory, local = sorted(rank.table.sealed()), sorted(rank.shards)
     return {
         Tier.MEMORY: ReportedTier.of(
-            tuple(Shard(step_id=id, rank=number, world=world) for id in memory)
+            tuple(Shard(step_id=step_id, rank=number, world=world) for step_id in memory)
         ),
         Tier.LOCAL: ReportedTier.of(
-            tuple(Shard(step_id=id, rank=number, world=world, root="r") for id in local)
+            tuple(Shard(step_id=step_id, rank=number, world=world, root="r") for step_id in local)
         ),
     }
 

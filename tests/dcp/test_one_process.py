@@ -265,10 +265,10 @@ def test_a_broken_byte_is_an_error_that_names_tensor_and_file_and_nothing_is_loa
     assert not target["second"].any()
 
 
-@pytest.mark.parametrize("id", ["latest", "", "out/step-", "12a"])
-def test_an_id_without_a_step_is_refused(id: str) -> None:
+@pytest.mark.parametrize("step_id", ["latest", "", "out/step-", "12a"])
+def test_an_id_without_a_step_is_refused(step_id: str) -> None:
     with pytest.raises(UsageError, match="step"):
-        keepstep.dcp.StorageWriter().reset(id)
+        keepstep.dcp.StorageWriter().reset(step_id)
 
 
 def test_a_save_without_a_step_is_refused(sidecar) -> None:

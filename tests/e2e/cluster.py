@@ -241,12 +241,18 @@ class Cluster:
             body = kubectl.get("pod", metadata["name"]) or pod
             node, status = str(body["spec"]["nodeName"]), body["status"]  # type: ignore[index]
             tasks = self.on_node(node, "ctr", "-n", "k8s.io", "tasks", "ls").splitlines()[1:]
-            pids = {id: pid for id, pid, state in map(str.split, tasks) if state == "RUNNING"}
+            pids = {
+                container_id: pid
+                for container_id, pid, state in map(str.split, tasks)
+                if state == "RUNNING"
+            }
             for key in ("containerStatuses", "initContainerStatuses"):
                 for reported in status.get(key, ()):  # type: ignore[attr-defined]
-                    id = str(reported.get("containerID", "")).removeprefix("containerd://")
-                    if reported["name"] == container and id in pids:
-                        return node, pids[id]
+                    container_id = str(reported.get("containerID", "")).removeprefix(
+                        "containerd://"
+                    )
+                    if reported["name"] == container and container_id in pids:
+                        return node, pids[container_id]
             return None
 
         found: tuple[str, str] = eventually(

@@ -26,15 +26,15 @@ class Lineage:
     steps: tuple[StepId, ...]
     epochs: tuple[Epoch, ...]
 
-    def alive(self, id: StepId) -> bool:
+    def alive(self, step_id: StepId) -> bool:
         """Whether the newest epoch descends from this step, or holds it."""
         known = {epoch.id: epoch for epoch in self.epochs}
         at, end = max(known), None
-        while at != id.epoch:
+        while at != step_id.epoch:
             if (parent := known[at].parent) is None:
                 return False
             at, end = parent.epoch, parent.step
-        return end is None or id.step <= end
+        return end is None or step_id.step <= end
 
     def parent(self, epoch: EpochId) -> StepId | None:
         """From which step this epoch went on."""
@@ -62,7 +62,7 @@ def checked(archive: Path, name: str) -> Lineage:
         _check(archive, step, name)
     for epoch in lineage.epochs:
         assert epoch.parent is None or epoch.parent.epoch < epoch.id, f"{epoch} is its own parent"
-    alive = [id.step for id in lineage.steps if lineage.alive(id)]
+    alive = [step_id.step for step_id in lineage.steps if lineage.alive(step_id)]
     assert len(alive) == len(set(alive)), f"two living steps of one number: {sorted(alive)}"
     return lineage
 
@@ -78,7 +78,7 @@ def _check(archive: Path, step: ArchivedStep, name: str) -> None:
     for shard in step.record.shards:
         path = archive / name / str(step.id) / shard_name(shard.rank, shard.world)
         data = memoryview(path.read_bytes())
-        control = verify_image(data, layout_of(path), path=path, run=name, id=step.id)
+        control = verify_image(data, layout_of(path), path=path, run=name, step_id=step.id)
         assert control.rank == shard.rank
         assert control.root == shard.root
         assert control.epoch.parent == parents[control.epoch.id], f"{path} tells another lineage"

@@ -38,7 +38,7 @@ def read(path: pathlib.Path) -> object:
     layout = layout_of(path)
     control_of(path)
     view = memoryview(path.read_bytes())
-    control = verify_image(view, layout, path=path, run=make.RUN, id=make.ID)
+    control = verify_image(view, layout, path=path, run=make.RUN, step_id=make.ID)
     return extras.decode(view[layout.extras_begin :][: control.extras_bytes])
 
 

@@ -117,14 +117,14 @@ class Sidecar:
     def _held(self, ids: list[StepId], *, root: bool) -> tuple[Shard, ...]:
         return tuple(
             Shard(
-                step_id=id,
+                step_id=step_id,
                 rank=self.rank,
                 world=self.world,
-                root=f"{id}/{self.rank}" if root else None,
+                root=f"{step_id}/{self.rank}" if root else None,
                 size_bytes=IMAGE_BYTES,
                 alike=self.alike,
             )
-            for id in ids
+            for step_id in ids
         )
 
 

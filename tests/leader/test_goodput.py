@@ -98,11 +98,11 @@ def a_life(
     return happened
 
 
-def tally(*events: Event, id: int = 0) -> ReportedGoodput:
+def tally(*events: Event, number: int = 0) -> ReportedGoodput:
     """As a sidecar tells it at the newest event."""
     found = Tally().after(events).goodput(events[-1].until)
     assert found is not None
-    return ReportedGoodput.of(found, volume(id))
+    return ReportedGoodput.of(found, volume(number))
 
 
 FIRST = a_life(0, 1, 2, 3, 4)
@@ -112,7 +112,7 @@ FIRST = a_life(0, 1, 2, 3, 4)
 def test_the_lives_of_two_volumes_add_up_and_steps_that_were_done_twice_count_once() -> None:
     """The second life goes on from step 2, 40 s after the first one ended at step 4."""
     again = a_life(3, 4, 5, epoch=LIFE_2, parent=2, at=T0 + 100)
-    sum_ = added(added(None, whole(tally(*FIRST))), whole(tally(*again, id=1)))
+    sum_ = added(added(None, whole(tally(*FIRST))), whole(tally(*again, number=1)))
     assert dict(zip(BUCKETS, sum_.total.seconds, strict=True)) == {
         **dict.fromkeys(BUCKETS, 0),
         "productive": 60,

@@ -53,7 +53,7 @@ async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_go
             host.take(member, frame(sidecar, 8))
             member.close("it goes")
             await until(lambda: host.leader.connected == [])
-            assert {id.step for id in host.leader.ledger.local(1)} == {7, 8}
+            assert {step_id.step for step_id in host.leader.ledger.local(1)} == {7, 8}
 
 
 async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:

@@ -458,9 +458,9 @@ def test_a_node_that_exists_no_more_is_not_waited_for() -> None:
 
 def test_another_drive_in_place_of_the_one_that_had_the_steps_is_said() -> None:
     def drive(number: int) -> tuple[ReportedVolume, ...]:
-        id = f"{number:036x}@{0:016x}"
+        drive_id = f"{number:036x}@{0:016x}"
         plain = {"engine": "direct", "used_bytes": 0, "free_bytes": 9}
-        return (ReportedVolume(**plain, name="nvme", drive_id=id),)  # type: ignore[arg-type]
+        return (ReportedVolume(**plain, name="nvme", drive_id=drive_id),)  # type: ignore[arg-type]
 
     a, b = two()
     a.more["volumes"], b.more["volumes"] = drive(1), drive(2)

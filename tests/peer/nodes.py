@@ -70,8 +70,8 @@ class Node:
         """(step, rank) of the copies here."""
         return [(shard.step_id.step, shard.rank) for shard in self.remote_tier.kept()]
 
-    def copy_path(self, id: StepId) -> Path:
-        (path,) = (self.root / "peers" / str(id)).glob("rank-*")
+    def copy_path(self, step_id: StepId) -> Path:
+        (path,) = (self.root / "peers" / str(step_id)).glob("rank-*")
         return path
 
 

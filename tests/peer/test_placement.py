@@ -65,7 +65,10 @@ def test_the_loss_of_one_pod_moves_only_the_copies_that_it_kept(
 
 
 def _left(held: dict[int, set[StepId]], gone: list[tuple[StepId, int]]) -> dict[int, set[StepId]]:
-    return {rank: {id for id in ids if (id, rank) not in gone} for rank, ids in held.items()}
+    return {
+        rank: {step_id for step_id in ids if (step_id, rank) not in gone}
+        for rank, ids in held.items()
+    }
 
 
 @given(held=_HELD, wishes=_HELD, committed=st.none() | _STEPS)
@@ -78,10 +81,10 @@ def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
     gone = superseded(held, wanted.ranks, committed=committed)
     left = _left(held, gone)
     assert gone == sorted(set(gone))
-    for id, rank in gone:
-        assert id not in wishes[rank]
+    for step_id, rank in gone:
+        assert step_id not in wishes[rank]
         assert any(
-            committed is not None and id < newer <= committed and newer in wishes[rank]
+            committed is not None and step_id < newer <= committed and newer in wishes[rank]
             for newer in left[rank]
         )
     assert superseded(left, wanted.ranks, committed=committed) == []
@@ -94,7 +97,9 @@ def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
     gone = crowded_out(held, committed)
     assert gone == sorted(gone), "the oldest go first, whosever they are"
     for rank, left in _left(held, gone).items():
-        known = {id for id in held[rank] if rank in committed and id <= committed[rank]}
+        known = {
+            step_id for step_id in held[rank] if rank in committed and step_id <= committed[rank]
+        }
         assert left == ({max(known)} if known else held[rank])
 
 

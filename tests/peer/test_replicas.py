@@ -46,7 +46,7 @@ async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> No
     view = empty_slot(slot.layout)
     await reading.load(here.remote_tier, remote, view)
     assert same(view, slot)
-    verify_image(view, slot.layout, run=RUN, id=found.step_id)
+    verify_image(view, slot.layout, run=RUN, step_id=found.step_id)
 
 
 async def test_what_the_buddys_own_image_has_alike_is_not_sent(pair: Pair) -> None:

@@ -37,13 +37,15 @@ class Node:
             raise self.error
         return Tier.ARCHIVE
 
-    def ask(self, rank: int, *chunks: int, id: StepId = ID) -> asyncio.Task[list[Tier]]:
+    def ask(self, rank: int, *chunks: int, step_id: StepId = ID) -> asyncio.Task[list[Tier]]:
         wanted = [((0, chunk), FRAME) for chunk in chunks]
-        return asyncio.ensure_future(self.broadcast.fill(rank, id, wanted))
+        return asyncio.ensure_future(self.broadcast.fill(rank, step_id, wanted))
 
-    async def comes(self, rank: int, *chunks: int, id: StepId = ID) -> asyncio.Task[list[Tier]]:
+    async def comes(
+        self, rank: int, *chunks: int, step_id: StepId = ID
+    ) -> asyncio.Task[list[Tier]]:
         """It has asked, and everything that follows at once has happened."""
-        asked = self.ask(rank, *chunks, id=id)
+        asked = self.ask(rank, *chunks, step_id=step_id)
         await settled()
         return asked
 

@@ -65,8 +65,8 @@ def test_two_ranks_that_find_no_room_together_evict_what_one_needs(
     ]
     for step in range(1, 9):
         ids = [rank.stage(step) for rank in ranks]
-        for rank, id in zip(ranks, ids, strict=True):
-            assert rank.wait(id, "committed", flush=True).reached
+        for rank, step_id in zip(ranks, ids, strict=True):
+            assert rank.wait(step_id, "committed", flush=True).reached
         assert sidecar.get("/v1/status")["evicted"] == max(0, step - 4)
     assert sidecar.published() == [5, 6, 7, 8]
 
@@ -113,7 +113,7 @@ def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
     trainer.disconnect()
     filler.unlink()
     flushed = trainer.call("/v1/stop", StopRequest(), Flushed)
-    assert [id.step for id in flushed.steps] == [1, 2]
+    assert [step_id.step for step_id in flushed.steps] == [1, 2]
     assert sidecar.published() == [1, 2]
 
 
@@ -132,7 +132,9 @@ def test_what_finds_no_room_at_the_end_stays_in_memory_for_a_successor(
     assert sidecar.slots(0)
     filler.unlink()
     sidecar.start()
-    assert [id.step for id in trainer.call("/v1/stop", StopRequest(), Flushed).steps] == [1]
+    assert [step_id.step for step_id in trainer.call("/v1/stop", StopRequest(), Flushed).steps] == [
+        1
+    ]
     assert sidecar.process.wait(20) == 0
     assert sidecar.published() == [1]
     assert not sidecar.memory.exists()

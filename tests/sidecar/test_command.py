@@ -125,7 +125,7 @@ def test_a_flush_prints_what_is_durable(
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in range(1, 4)]
     done = run("flush", "--flush-timeout", "20s", *memory)
-    assert done.stdout.splitlines() == [f"step {id} is durable" for id in ids[1:]]
+    assert done.stdout.splitlines() == [f"step {step_id} is durable" for step_id in ids[1:]]
     assert done.returncode == 0
 
 

@@ -45,11 +45,11 @@ def test_a_lease_ends_with_its_connection_when_the_process_cannot_be_seen(
     apart: SidecarProcess, trainers: Trainers
 ) -> None:
     first = trainers(apart.socket).begin_run()
-    id = first.stage(1)
+    step_id = first.stage(1)
     first.disconnect()
     successor = trainers(apart.socket)
     successor.connect()
-    assert [candidate.id for candidate in successor.candidates().candidates] == [id]
+    assert [candidate.id for candidate in successor.candidates().candidates] == [step_id]
 
 
 def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
@@ -70,8 +70,8 @@ def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
     successor.register()
     eventually(lambda: len(slots_of(apart)) == 3, what="another slot is made")
     for step in range(2, 9):
-        id = successor.stage(step)
-    assert successor.wait(id, "committed", flush=True).reached
+        step_id = successor.stage(step)
+    assert successor.wait(step_id, "committed", flush=True).reached
 
 
 def test_a_trainer_that_cannot_be_seen_goes_on_after_its_sidecar_was_replaced(

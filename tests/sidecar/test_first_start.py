@@ -44,8 +44,8 @@ def archive(both: list[Pod], trainers: Trainers, tmp_path: Path) -> dict[str, st
     for rank in ranks:
         rank.begin_run(local_world=1)
     ids = [rank.stage(10) for rank in ranks]
-    for rank, id in zip(ranks, ids, strict=True):
-        assert rank.wait(id, "committed", flush=True).reached
+    for rank, step_id in zip(ranks, ids, strict=True):
+        assert rank.wait(step_id, "committed", flush=True).reached
     eventually(lambda: files_below(made, "step.json"))
     for pod in both:
         pod.end()

@@ -24,8 +24,8 @@ def step(sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: P
     ranks = [trainers(first.socket, rank, 2).begin_run() for rank in range(2)]
     for number in (4, 5):
         ids = [rank.stage(number) for rank in ranks]
-        for rank, id in zip(ranks, ids, strict=True):
-            waited = rank.wait(id, "archived", flush=True)
+        for rank, step_id in zip(ranks, ids, strict=True):
+            waited = rank.wait(step_id, "archived", flush=True)
             assert waited.reached, waited.reason
     for rank in ranks:
         rank.disconnect()
@@ -73,7 +73,8 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
     go_on(ranks, step)
     ids = [rank.stage(5) for rank in ranks]
     assert all(
-        rank.wait(id, "committed", flush=True).reached for rank, id in zip(ranks, ids, strict=True)
+        rank.wait(step_id, "committed", flush=True).reached
+        for rank, step_id in zip(ranks, ids, strict=True)
     )
     second.kill()
     shutil.rmtree(archive / "first")  # it is not even asked any more

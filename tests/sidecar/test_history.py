@@ -193,7 +193,7 @@ def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, cl
 
     def read() -> tuple[HistoryFile, History]:
         file = HistoryFile(path, run="run")
-        return file, History(*file.read(now=clock.now), id=file.id, clock=clock)
+        return file, History(*file.read(now=clock.now), history_id=file.id, clock=clock)
 
     file, history = read()
     file.append(history.all(), history.before)

@@ -42,9 +42,9 @@ def test_no_kill_loses_a_commit_or_leaves_a_torn_one(
     offered = {candidate.id for candidate in successor.candidates().candidates}
     if before:
         assert offered, "a commit was there, and nothing is offered"
-    for id in offered:
-        opened = successor.open(id)
-        assert read_image(successor.layout, opened.path) == content(successor.layout, id.step)
+    for step_id in offered:
+        opened = successor.open(step_id)
+        assert read_image(successor.layout, opened.path) == content(successor.layout, step_id.step)
     sidecar.terminate()  # it may go on retiring: what it leaves is read when nothing moves
     for path in sidecar.root.glob("0*/rank-*"):
         control = verify_image(memoryview(path.read_bytes()), successor.layout)

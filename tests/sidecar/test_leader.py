@@ -28,12 +28,12 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
     two.reach(0)
     waits = []
     for step in range(1, 8):
-        id = two.stage(step)
+        step_id = two.stage(step)
         for rank in two.ranks:
-            assert rank.wait(id, "durable").reached
+            assert rank.wait(step_id, "durable").reached
         began = time.monotonic()
         for rank in two.ranks:
-            assert rank.wait(id, "committed").reached
+            assert rank.wait(step_id, "committed").reached
         waits.append(time.monotonic() - began)
     assert median(waits) < 2, "at once, and not with the next of the reports that always come"
     eventually(lambda: two.machines[1].steps() == {7}, what="older steps go on all machines")
@@ -77,7 +77,7 @@ def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
     run: Callable[[int], Run], lost: int
 ) -> None:
     two = run(2).start("--persist-every", "1")
-    id = two.reach(3)
+    step_id = two.reach(3)
     for machine in two.machines:
         eventually(
             lambda machine=machine: 3 in machine.copies(), what="each keeps the other's shard"
@@ -89,7 +89,7 @@ def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
     shutil.rmtree(machine.volume)
     machine.start("--persist-every", "1")
     two.come_back()
-    assert two.restore() == id
+    assert two.restore() == step_id
     eventually(lambda: machine.steps() == {3}, what="the copy on its own volume is made again")
 
 
@@ -238,15 +238,15 @@ def archived(options: tuple[str, ...], what: str = "0*/step.json") -> list[Path]
 def archiving(run: Callable[[int], Run], archive: tuple[str, ...]) -> tuple[Run, StepId]:
     """Two machines with a step and a sign of life in the archive."""
     two = run(2).start(*archive)
-    id = two.reach(1)
+    step_id = two.reach(1)
     eventually(lambda: archived(archive) and archived(archive, "lives/*"), what="its life is told")
-    return two, id
+    return two, step_id
 
 
 def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its_archive(
     run: Callable[[int], Run], archive: tuple[str, ...]
 ) -> None:
-    first, id = archiving(run, archive)
+    first, step_id = archiving(run, archive)
     second = run(2)
     second.start_sidecars(*archive)
     leader, member = second.come_back()
@@ -258,16 +258,16 @@ def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its
         machine.kill()
     assert archived(archive, "lives/*"), "nobody said that it ended"
     began = time.monotonic()
-    assert id in [candidate.id for candidate in leader.candidates(timeout_s=60.0).candidates]
+    assert step_id in [candidate.id for candidate in leader.candidates(timeout_s=60.0).candidates]
     assert time.monotonic() - began < 45.0
-    assert second.restore() == id
+    assert second.restore() == step_id
     assert {path.parent.name[:5] for path in archived(archive)} == {"0001."}
 
 
 def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_was_its_run_s(
     run: Callable[[int], Run], archive: tuple[str, ...]
 ) -> None:
-    two, id = archiving(run, archive)
+    two, step_id = archiving(run, archive)
     two.disconnect()
     machine = two.machines[0]
     machine.kill()
@@ -276,7 +276,7 @@ def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_w
     machine.start(*archive)
     began = time.monotonic()
     two.come_back()[0].candidates(timeout_s=60.0)
-    assert two.restore() == id
+    assert two.restore() == step_id
     assert time.monotonic() - began < 45.0
 
 
@@ -401,14 +401,16 @@ def test_a_step_that_is_pinned_on_the_only_machine_stays(
     eventually(lambda: sidecar.published() == [3], what="it goes when it is unpinned")
 
 
-def _is_committed(two: Run, there: Machine, id: StepId) -> bool:
+def _is_committed(two: Run, there: Machine, step_id: StepId) -> bool:
     """Wait until the step is committed, or `there` has no room for it."""
     for _ in range(60):
-        if all(rank.wait(id, "committed", flush=True, timeout_s=0.5).reached for rank in two.ranks):
+        if all(
+            rank.wait(step_id, "committed", flush=True, timeout_s=0.5).reached for rank in two.ranks
+        ):
             return True
-        if f"step {id}, rank 1: no space" in there.text():
+        if f"step {step_id}, rank 1: no space" in there.text():
             return False
-    raise AssertionError(f"step {id} is neither committed nor given up")
+    raise AssertionError(f"step {step_id} is neither committed nor given up")
 
 
 def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(

@@ -99,8 +99,8 @@ def test_a_member_behind_a_firewall_trains_on_and_both_sides_say_so(
     firewall.close()
     behind.start(*_OPTIONS)
     for step in range(4):
-        id = behind.stage(step)
-        assert all(rank.wait(id, "durable").reached for rank in behind.ranks)
+        step_id = behind.stage(step)
+        assert all(rank.wait(step_id, "durable").reached for rank in behind.ranks)
     here, there = behind.machines
     _says(here, "no connection from node ranks 1", within_s=30)
     _says(there, "a firewall drops the connection", within_s=30)
@@ -121,8 +121,8 @@ def test_a_member_that_is_cut_off_for_a_minute_trains_on_and_commits_soon_after(
     began, step = time.monotonic(), 0
     while time.monotonic() - began < _MINUTE_S:
         step += 1
-        id = behind.stage(step)
-        assert all(rank.wait(id, "durable").reached for rank in behind.ranks), "it trains on"
+        step_id = behind.stage(step)
+        assert all(rank.wait(step_id, "durable").reached for rank in behind.ranks), "it trains on"
         assert commit in here.steps() & there.steps(), "what was committed stays"
         if time.monotonic() - began > 56:  # silence, time to come back, a look
             assert "no connection from node ranks 1" in here.warnings()
@@ -161,9 +161,9 @@ def test_a_leader_that_is_killed_20_times_while_the_run_trains_loses_no_commit(
         here.start(*_OPTIONS)
         _comes_back(two.ranks[0])
         began, step = time.monotonic(), step + 1
-        id = two.stage(step)
-        assert all(rank.wait(id, "durable", flush=True).reached for rank in two.ranks)
-        assert all(rank.wait(id, "committed").reached for rank in two.ranks)
+        step_id = two.stage(step)
+        assert all(rank.wait(step_id, "durable", flush=True).reached for rank in two.ranks)
+        assert all(rank.wait(step_id, "committed").reached for rank in two.ranks)
         commit = step
         slowest = max(slowest, time.monotonic() - began)
         assert max(here.steps() & there.steps()) >= commit

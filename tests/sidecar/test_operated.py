@@ -70,10 +70,10 @@ class Team:
 
     def reach(self, step: int) -> StepId:
         """Both stage a step, and see it committed."""
-        (id,) = {rank.stage(step) for rank in self.ranks}
+        (step_id,) = {rank.stage(step) for rank in self.ranks}
         for rank in self.ranks:
-            assert rank.wait(id, "committed", flush=True).reached
-        return id
+            assert rank.wait(step_id, "committed", flush=True).reached
+        return step_id
 
     def restart(self, epoch: str) -> StepId | None:
         """The trainers are replaced: vote, restore, begin the next epoch."""
@@ -124,8 +124,10 @@ def held(team: Team, *steps: int) -> None:
 
 
 def test_a_run_reports_itself_and_goes_on_while_the_operator_is_away(team: Team) -> None:
-    id = team.reach(1)
-    report = eventually(lambda: (found := team.operator.newest) and found.committed == id and found)
+    step_id = team.reach(1)
+    report = eventually(
+        lambda: (found := team.operator.newest) and found.committed == step_id and found
+    )
     assert (report.world, report.alive, report.known) == (2, 2, 2)
     assert [(node.pod, node.node, node.local) for node in report.nodes] == [
         ("first-0", "node-0", 1),
@@ -134,17 +136,17 @@ def test_a_run_reports_itself_and_goes_on_while_the_operator_is_away(team: Team)
     assert sorted(team.operator.seen.signed) == [0, 1], "one certificate for each"
     team.away()
     for step in (2, 3):
-        id = team.reach(step)
+        step_id = team.reach(step)
     held(team, 3)
     for pod in team.pods:  # both sidecars are replaced meanwhile, and no one signs
         pod.kill()
         pod.start(*OPTIONS)
-    assert team.restart("00000002") == id
-    id = team.reach(4)
+    assert team.restart("00000002") == step_id
+    step_id = team.reach(4)
     held(team, 4)
     back = team.back()
     report = eventually(lambda: (found := back.newest) and found.sequence > 1 and found)
-    assert (report.committed, report.settled) == (id, True)
+    assert (report.committed, report.settled) == (step_id, True)
     restored = eventually(lambda: back.newest and back.newest.recent, within_s=60)
     assert (restored[0].type, restored[0].step) == ("Restored", 3)
     assert back.newest is not None
@@ -205,8 +207,10 @@ def test_a_pod_that_was_replaced_is_gone_and_its_successor_takes_its_place(team:
     for trainer in team.come():
         trainer.restored(Epoch(EpochId(2, "00000002")))
         trainer.register()
-    id = team.reach(0)
-    report = eventually(lambda: (found := team.operator.newest) and found.committed == id and found)
+    step_id = team.reach(0)
+    report = eventually(
+        lambda: (found := team.operator.newest) and found.committed == step_id and found
+    )
     assert [node.pod for node in report.nodes] == ["first-0", "second-1"]
 
 

@@ -15,10 +15,10 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
 ) -> None:
     sidecar = sidecars().start()
     ranks = [trainers(sidecar.socket, rank, 4).begin_run() for rank in range(4)]
-    id = StepId(ranks[0].epoch.id, 400)
+    step_id = StepId(ranks[0].epoch.id, 400)
     for rank in ranks[2:]:  # ranks 0 and 1 die first; nothing is committed
-        assert rank.stage(400) == id
-        assert rank.wait(id, "durable", flush=True).reached
+        assert rank.stage(400) == step_id
+        assert rank.wait(step_id, "durable", flush=True).reached
     for rank in ranks:
         rank.disconnect()
     sidecar.kill()
@@ -29,5 +29,5 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
         trainer.connect()
         said = trainer.candidates()
         assert (said.answer, said.candidates, said.offers) == (Answer.UNKNOWN, (), ())
-        for part in (str(id), "saved by 4 ranks", "2 are running", "no copy of rank 0, 1"):
+        for part in (str(step_id), "saved by 4 ranks", "2 are running", "no copy of rank 0, 1"):
             assert part in said.reason

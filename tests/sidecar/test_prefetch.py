@@ -69,7 +69,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     committer: Any = SimpleNamespace(
         look=lambda: SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
         restart=SimpleNamespace(plan=lambda: SimpleNamespace(id=PLANNED)),
-        copies=SimpleNamespace(origins=lambda id, rank: [copies[id].source]),
+        copies=SimpleNamespace(origins=lambda image, rank: [copies[image].source]),
         remotes=SimpleNamespace(looked=True),
         feed=lambda event: None,
     )

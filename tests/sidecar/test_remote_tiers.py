@@ -24,14 +24,14 @@ def archived(
     """A sidecar, ended, of which step 4 of two ranks is on its volume and in the archive."""
     sidecar = sidecars().start("--archive", str(archive), "--archive-every", "1")
     ranks = [trainers(sidecar.socket, rank, 2).begin_run() for rank in range(2)]
-    id = StepId(ranks[0].epoch.id, 4)
-    assert [rank.stage(4) for rank in ranks] == [id, id]
+    step_id = StepId(ranks[0].epoch.id, 4)
+    assert [rank.stage(4) for rank in ranks] == [step_id, step_id]
     for rank in ranks:
-        waited = rank.wait(id, "archived", flush=True)
+        waited = rank.wait(step_id, "archived", flush=True)
         assert waited.reached, waited.reason
         rank.disconnect()
     sidecar.kill()
-    return sidecar, id
+    return sidecar, step_id
 
 
 def lose(sidecar: SidecarProcess, *, volume: bool) -> None:
@@ -80,7 +80,7 @@ def test_nobody_is_told_of_a_step_in_the_archive_that_never_came_there(
 def test_a_damaged_local_shard_is_replaced_by_the_archived_one(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:
-    sidecar, id = archived
+    sidecar, step_id = archived
     lose(sidecar, volume=False)
     path = damage(sidecar, 1)
     sidecar.start("--archive", str(archive), "--archive-every", "1")
@@ -88,7 +88,7 @@ def test_a_damaged_local_shard_is_replaced_by_the_archived_one(
     assert not path.exists()
     tiers = []
     for rank in range(2):
-        opened = come(sidecar, trainers, rank).open(id)
+        opened = come(sidecar, trainers, rank).open(step_id)
         tiers.append(opened.tier)
         assert read_image(make_layout(rank, 2), opened.path) == content(make_layout(rank, 2), 4)
     assert tiers == [Tier.LOCAL, Tier.ARCHIVE]
@@ -97,14 +97,16 @@ def test_a_damaged_local_shard_is_replaced_by_the_archived_one(
 def test_a_chunk_that_is_damaged_here_comes_from_the_archive(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:
-    sidecar, id = archived
+    sidecar, step_id = archived
     sidecar.start("--archive", str(archive), "--archive-every", "1")
     eventually(lambda: sidecar.get("/v1/status")["watermarks"].get("archive"), what="a look there")
     path = damage(sidecar, 1)
     reader = come(sidecar, trainers, 2, 3)
     layout = make_layout(1, 2)
     shown = reader.call("/v1/window", WindowRequest(lease=reader.lease, frames=2), Window)
-    request = ChunksRequest(lease=reader.lease, id=id, chunks=(Chunk(rank=1, chunk=0, frame=1),))
+    request = ChunksRequest(
+        lease=reader.lease, id=step_id, chunks=(Chunk(rank=1, chunk=0, frame=1),)
+    )
     assert reader.call("/v1/chunks", request, Chunks).tier is Tier.ARCHIVE
     assert not path.exists(), "what is damaged is put aside"
     with open(shown.path, "rb") as file:
@@ -130,7 +132,7 @@ def test_an_archive_that_is_away_is_no_reason_to_start_over(
 def test_an_archived_copy_that_is_damaged_is_not_offered_again(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:
-    sidecar, id = archived
+    sidecar, step_id = archived
     lose(sidecar, volume=True)
     for path in archive.rglob("rank-00001-*"):
         if path.stat().st_size > 60_000:
@@ -141,5 +143,5 @@ def test_an_archived_copy_that_is_damaged_is_not_offered_again(
     trainer = come(sidecar, trainers, 1)
     trainer.candidates()  # answers when the archive was looked at
     with pytest.raises(SidecarError):
-        trainer.open(id)
+        trainer.open(step_id)
     assert trainer.candidates().candidates == ()

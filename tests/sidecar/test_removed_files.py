@@ -163,17 +163,17 @@ def test_a_trainer_says_which_slot_it_could_not_use(
 ) -> None:
     """Such as one that was removed between the sidecar's look and its own."""
     committed(sidecar, trainers, steps=2)
-    id = StepId(trainers(sidecar.socket).epoch.id, 2)
+    step_id = StepId(trainers(sidecar.socket).epoch.id, 2)
     trainer = trainers(sidecar.socket)
     trainer.connect()
     trainer.candidates()
-    asked = SourcesRequest(lease=trainer.lease, id=id)
+    asked = SourcesRequest(lease=trainer.lease, id=step_id)
     path = trainer.call("/v1/sources", asked, Sources).sources[0].path
-    first = trainer.open(id)
+    first = trainer.open(step_id)
     assert (first.tier, first.path) == (Tier.MEMORY, path)
-    again = OpenRequest(lease=trainer.lease, id=id, bad=first.path)
+    again = OpenRequest(lease=trainer.lease, id=step_id, bad=first.path)
     assert trainer.call("/v1/restore", again, Opened).tier is Tier.LOCAL
-    told = SourcesRequest(lease=trainer.lease, id=id, bad=(path,))
+    told = SourcesRequest(lease=trainer.lease, id=step_id, bad=(path,))
     found = trainer.call("/v1/sources", told, Sources).sources[0]
     assert found.path != path or found.tier is Tier.LOCAL
 

@@ -122,7 +122,7 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
     team: Team,
 ) -> None:
     both, ranks = team.start()
-    id = team.reach(7)
+    step_id = team.reach(7)
     only_here = ranks[0].stage(8)
     assert ranks[0].wait(only_here, "durable", flush=True).reached
     for pod in both:
@@ -133,23 +133,23 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
         (loaded,) = eventually(
             lambda pod=pod: events(pod, "restore.shard_loaded"), what="the shard ahead"
         )
-        assert loaded["step"] == str(id)
+        assert loaded["step"] == str(step_id)
     ranks = team.come_back()
     found = ranks[0].candidates()
     assert [candidate.id.step for candidate in found.candidates] == [7, 8]
-    assert found.plan == id
-    assert team.restore() == id
+    assert found.plan == step_id
+    assert team.restore() == step_id
 
 
 def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
     team: Team, operator: OperatorHost
 ) -> None:
     _, ranks = team.start()
-    id = team.stage(7)
+    step_id = team.stage(7)
     ranks[0].stage(8)
     team.disconnect()
     team.come_back()
-    assert team.restore() == id
+    assert team.restore() == step_id
     restored = eventually(
         lambda: (found := operator.newest) and found.recent and found.recent[0],
         what="a report of the restore",
@@ -160,7 +160,7 @@ def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
 def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team: Team) -> None:
     both, ranks = lone_team.start()
     for step in (4, 5):
-        id = lone_team.reach(step, "durable")
+        step_id = lone_team.reach(step, "durable")
     later = ranks[1].stage(6)
     both[0].kill()
     both[0].lose_memory()
@@ -169,7 +169,7 @@ def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team:
     ranks[1].disconnect()
     assert later.step == 6
     lone_team.come_back()
-    assert lone_team.restore() == id
+    assert lone_team.restore() == step_id
 
 
 def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
@@ -188,19 +188,19 @@ def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
     team: Team, operator: OperatorHost
 ) -> None:
     both, ranks = team.start()
-    id = team.stage(2)
+    step_id = team.stage(2)
     for rank in ranks:
-        assert rank.wait(id, "committed", flush=True).reached
+        assert rank.wait(step_id, "committed", flush=True).reached
         rank.disconnect()
     for pod in both:
         assert pod.terminate() == 0
-        assert json.loads((pod.root / "run.json").read_text())["committed"] == str(id)
+        assert json.loads((pod.root / "run.json").read_text())["committed"] == str(step_id)
         pod.lose_memory()
     operator.stop()
     both[0].start()
     assert both[0].get("/v1/status")["watermarks"]["local"]["step"] == 2
     (loaded,) = eventually(lambda: events(both[0], "restore.shard_loaded"), what="the commit ahead")
-    assert loaded["step"] == str(id)
+    assert loaded["step"] == str(step_id)
 
 
 def archived_below(archive: Path) -> list[int]:
@@ -277,9 +277,9 @@ def test_an_absent_operator_is_logged_once_and_costs_nothing(
     back = operators(port=int(url.split(":")[2].split("/")[0])).start()
     eventually(lambda: back.newest, within_s=40, what="reports catch up")
     assert len(events(both[0], "operator.report_failed")) == 1
-    id = lone_team.reach(20, "durable")
+    step_id = lone_team.reach(20, "durable")
     for rank in ranks:
-        assert rank.wait(id, "committed", flush=True).reached
+        assert rank.wait(step_id, "committed", flush=True).reached
 
 
 def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
@@ -347,14 +347,14 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     assert trainer.candidates().answer is Answer.UNKNOWN
     trainer.go_on()
     for step in range(6):
-        id = trainer.stage(step)
-    waited = trainer.wait(id, "durable", timeout_s=5.0, flush=True)
+        step_id = trainer.stage(step)
+    waited = trainer.wait(step_id, "durable", timeout_s=5.0, flush=True)
     assert not waited.reached
     assert "cannot use the volume" in waited.reason
-    report = eventually(lambda: (found := operator.newest) and found.step == id.step and found)
+    report = eventually(lambda: (found := operator.newest) and found.step == step_id.step and found)
     (doubt,) = (doubt for doubt in report.doubts if doubt.kind is DoubtKind.COMMIT_STALLED)
     assert "cannot use the volume" in doubt.text
-    assert (report.nodes[0].memory, report.nodes[0].local) == (id.step, None)
+    assert (report.nodes[0].memory, report.nodes[0].local) == (step_id.step, None)
 
 
 def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
@@ -367,11 +367,11 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
     trainer = trainers(pod.socket, 0, 2)
     trainer.connect(local_world=1)
     trainer.go_on()
-    id = trainer.stage(1)
+    step_id = trainer.stage(1)
     report = eventually(
         lambda: (found := operator.newest) and found.nodes and found.nodes[0].memory and found
     )
-    assert report.nodes[0].memory == id.step
+    assert report.nodes[0].memory == step_id.step
     assert "not a run record" in report.doubts[0].text
     assert health(pod.socket)
 

@@ -30,8 +30,8 @@ def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
 ) -> None:
     sidecar = sidecars().start()
     trainer = trainers(sidecar.socket).begin_run()
-    id = trainer.stage(4)
-    assert trainer.wait(id, "committed").reached
+    step_id = trainer.stage(4)
+    assert trainer.wait(step_id, "committed").reached
     sidecar.kill()
     lose_memory_and_damage(sidecar.root, memory_dir, trainer.layout)
     sidecar.start()
@@ -40,7 +40,7 @@ def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
     found = successor.candidates()
     if found.answer is Answer.STEPS:  # asked before the prefetch found out
         with pytest.raises(SidecarError) as error:
-            successor.open(id)
+            successor.open(step_id)
         # the latter when the prefetch found out in between; both mean: vote again without it
         assert error.value.code in ("not-verified", "unknown-step")
         found = successor.candidates()
@@ -74,8 +74,8 @@ def test_a_drive_that_dies_costs_no_more_than_the_step_that_was_being_written(
     def commits(step: int) -> bool:
         ids = [rank.stage(step) for rank in ranks]
         return all(
-            rank.wait(id, "committed", flush=True).reached
-            for rank, id in zip(ranks, ids, strict=True)
+            rank.wait(step_id, "committed", flush=True).reached
+            for rank, step_id in zip(ranks, ids, strict=True)
         )
 
     assert commits(1)
@@ -121,11 +121,11 @@ def test_a_sidecar_to_which_nobody_comes_back_ends_by_itself(
 ) -> None:
     sidecar = sidecars().start("--linger", "0.5")
     trainer = trainers(sidecar.socket).begin_run()
-    id = trainer.stage(1)
+    step_id = trainer.stage(1)
     trainer.disconnect()
     assert sidecar.process is not None
     assert sidecar.process.wait(20) == 0
-    assert (sidecar.root / str(id)).is_dir()
+    assert (sidecar.root / str(step_id)).is_dir()
     assert not sidecar.memory.exists()
 
 
@@ -144,12 +144,12 @@ def test_a_sidecar_stays_for_who_comes_back_while_it_brings_its_last_step_to_the
     eventually(lambda: "sidecar.stop_cancelled" in sidecar.text())
     trainer.register()
     trainer.slot = None
-    id = trainer.stage(2)
+    step_id = trainer.stage(2)
     assert not trainer.ended
     trainer.disconnect()
     assert sidecar.process is not None
     assert sidecar.process.wait(20) == 0
-    assert (sidecar.root / str(id)).is_dir()
+    assert (sidecar.root / str(step_id)).is_dir()
     assert not sidecar.memory.exists()
 
 

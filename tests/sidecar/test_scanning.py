@@ -85,7 +85,7 @@ async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
     meanwhile(committer)
     held.tell.set()
     await scan
-    assert sorted(id.step for id in committer.local_shards.shards) == left
+    assert sorted(step_id.step for step_id in committer.local_shards.shards) == left
 
 
 async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
@@ -101,7 +101,7 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     assert "Input/output" in committer.local_shards.unreadable
     await committer.scan()
     assert committer.local_shards.unreadable == ""
-    assert [id.step for id in committer.local_shards.shards] == [1]
+    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
 
 
 async def test_a_shard_of_a_rank_that_no_world_has_is_put_aside(
@@ -133,7 +133,7 @@ async def test_a_bad_block_in_one_shard_hides_no_other(
     monkeypatch.setattr(scan_module, "read_manifest", read)
     await committer.scan()
     assert committer.local_shards.scan_failed == ""
-    assert sorted(id.step for id in committer.local_shards.shards) == [1, 3]
+    assert sorted(step_id.step for step_id in committer.local_shards.shards) == [1, 3]
     assert volumes.volumes[0].quarantined() == 1
 
 
@@ -155,7 +155,7 @@ async def test_a_file_where_a_directory_belongs_hides_no_shard(
     path.touch()
     await committer.scan()
     assert (committer.local_shards.scan_failed, committer.local_shards.unreadable) == ("", "")
-    assert [id.step for id in committer.local_shards.shards] == [1]
+    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
     assert path.exists()
 
 
@@ -174,7 +174,7 @@ async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all
     monkeypatch.setattr(Filesystem, "unlink", refuse)
     await committer.scan()
     assert committer.local_shards.scan_failed == ""
-    assert [id.step for id in committer.local_shards.shards] == [1]
+    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
 
 
 async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
@@ -232,7 +232,7 @@ async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_f
     (damaged,) = committer.copies.origins(StepId(EPOCH.id, 2), 0)
     await committer.reject(damaged, DigestError("chunk 0 is damaged"))
     assert "Input/output" in committer.local_shards.scan_failed
-    assert [id.step for id in committer.local_shards.shards] == [1]
+    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
 
 
 # --- the process: files that are none, scans that fail ----------------------------------------

@@ -31,12 +31,12 @@ SIZE = 20 << 20
 def saved(sidecar: SidecarProcess, trainers: Trainers, *, size: int = 64 << 10) -> StepId:
     """Two ranks have committed step 4 and died."""
     ranks = [trainers(sidecar.socket, rank, 2, size=size).begin_run() for rank in range(2)]
-    id = StepId(ranks[0].epoch.id, 4)
-    assert [rank.stage(4) for rank in ranks] == [id, id]
+    step_id = StepId(ranks[0].epoch.id, 4)
+    assert [rank.stage(4) for rank in ranks] == [step_id, step_id]
     for rank in ranks:
-        assert rank.wait(id, "committed", flush=True).reached
+        assert rank.wait(step_id, "committed", flush=True).reached
         rank.disconnect()
-    return id
+    return step_id
 
 
 def alone(sidecar: SidecarProcess, trainers: Trainers) -> FakeTrainer:
@@ -47,16 +47,16 @@ def alone(sidecar: SidecarProcess, trainers: Trainers) -> FakeTrainer:
     return trainer
 
 
-def sources(trainer: FakeTrainer, id: StepId) -> Sources:
-    return trainer.call("/v1/sources", SourcesRequest(lease=trainer.lease, id=id), Sources)
+def sources(trainer: FakeTrainer, step_id: StepId) -> Sources:
+    return trainer.call("/v1/sources", SourcesRequest(lease=trainer.lease, id=step_id), Sources)
 
 
 def window(trainer: FakeTrainer, frames: int = 4) -> Window:
     return trainer.call("/v1/window", WindowRequest(lease=trainer.lease, frames=frames), Window)
 
 
-def bring(trainer: FakeTrainer, id: StepId, *chunks: Chunk) -> Chunks:
-    request = ChunksRequest(lease=trainer.lease, id=id, chunks=chunks)
+def bring(trainer: FakeTrainer, step_id: StepId, *chunks: Chunk) -> Chunks:
+    request = ChunksRequest(lease=trainer.lease, id=step_id, chunks=chunks)
     return trainer.call("/v1/chunks", request, Chunks)
 
 
@@ -81,12 +81,12 @@ def windows(sidecar: SidecarProcess) -> list[Path]:
 def test_a_mapped_image_stays_until_its_reader_has_restored(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
-    id = saved(sidecar, trainers)
+    step_id = saved(sidecar, trainers)
     reader = alone(sidecar, trainers)
-    path = sources(reader, id).sources[0].path
+    path = sources(reader, step_id).sources[0].path
     other = trainers(sidecar.socket, 0, 2)
     other.connect()
-    other.restored(Epoch(EpochId(2, "00000002"), id))
+    other.restored(Epoch(EpochId(2, "00000002"), step_id))
     other.register()
     for step in range(5, 12):
         other.stage(step)
@@ -99,10 +99,10 @@ def test_a_mapped_image_stays_until_its_reader_has_restored(
 def test_memory_of_ranks_that_a_smaller_world_lacks_is_freed_after_its_first_step(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
-    id = saved(sidecar, trainers)
+    step_id = saved(sidecar, trainers)
     alone = trainers(sidecar.socket, 0, 1)
     alone.connect()
-    alone.restored(Epoch(EpochId(2, "00000002"), id))
+    alone.restored(Epoch(EpochId(2, "00000002"), step_id))
     alone.register()
     assert list((sidecar.memory / "rank-00001").iterdir())
     newer = alone.stage(5)
@@ -113,9 +113,9 @@ def test_memory_of_ranks_that_a_smaller_world_lacks_is_freed_after_its_first_ste
 
 
 def test_a_reader_that_dies_keeps_nothing(sidecar: SidecarProcess, trainers: Trainers) -> None:
-    id = saved(sidecar, trainers)
+    step_id = saved(sidecar, trainers)
     reader = alone(sidecar, trainers)
-    sources(reader, id)
+    sources(reader, step_id)
     window(reader)
     assert len(windows(sidecar)) == 1
     reader.disconnect()
@@ -132,12 +132,12 @@ def on_volumes(
 ) -> tuple[SidecarProcess, StepId]:
     """A step of two ranks that is on the volume only: nothing may be fetched ahead of time."""
     sidecar = sidecars().start("--slots", "2")
-    id = saved(sidecar, trainers, size=SIZE)
+    step_id = saved(sidecar, trainers, size=SIZE)
     sidecar.kill()
     shutil.rmtree(sidecar.memory)
     sidecar.memory.mkdir()
     # with room for a window, but not for an image
-    return sidecar.start("--memory-limit", str(18 << 20)), id
+    return sidecar.start("--memory-limit", str(18 << 20)), step_id
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_a_request_for_what_is_not_there_is_refused(
     chunks: tuple[Chunk, ...],
     text: str,
 ) -> None:
-    sidecar, id = on_volumes
+    sidecar, step_id = on_volumes
     reader = alone(sidecar, trainers)
     window(reader)
     with pytest.raises(SidecarError, match=text) as error:
-        bring(reader, id, *chunks)
+        bring(reader, step_id, *chunks)
     assert error.value.code == "bad-request"
 
 

@@ -34,8 +34,8 @@ def test_shards_that_will_never_be_whole_do_not_fill_the_drive(
 ) -> None:
     ranks = two_ranks(sidecar, trainers)
     for step in range(60):
-        id = ranks[step % 2].stage(step)
-        ranks[step % 2].wait(id, "durable", flush=True)
+        step_id = ranks[step % 2].stage(step)
+        ranks[step % 2].wait(step_id, "durable", flush=True)
     eventually(lambda: len(pending(sidecar)) <= NEVER_WHOLE_KEPT + 2, what="the older are retired")
 
 

@@ -188,8 +188,8 @@ class FakeTrainer:
         request = CandidatesRequest(lease=self.lease, timeout_s=timeout_s)
         return self.call("/v1/candidates", request, Candidates)
 
-    def open(self, id: StepId) -> Opened:
-        return self.call("/v1/restore", OpenRequest(lease=self.lease, id=id), Opened)
+    def open(self, step_id: StepId) -> Opened:
+        return self.call("/v1/restore", OpenRequest(lease=self.lease, id=step_id), Opened)
 
     def restored(self, epoch: Epoch) -> None:
         self.epoch = epoch
@@ -282,10 +282,10 @@ class FakeTrainer:
         self.call("/v1/skipped", request, dict)
 
     def wait(
-        self, id: StepId, state: str, *, timeout_s: float = 20.0, flush: bool = False
+        self, step_id: StepId, state: str, *, timeout_s: float = 20.0, flush: bool = False
     ) -> Waited:
         request = WaitRequest(
-            lease=self.lease, id=id, state=state, timeout_s=timeout_s, flush=flush
+            lease=self.lease, id=step_id, state=state, timeout_s=timeout_s, flush=flush
         )
         return self.call("/v1/wait", request, Waited)
 
@@ -341,15 +341,15 @@ class Ranks:
         return decision.id
 
     def stage(self, step: int) -> StepId:
-        (id,) = {rank.stage(step) for rank in self.ranks}
-        return id
+        (step_id,) = {rank.stage(step) for rank in self.ranks}
+        return step_id
 
     def reach(self, step: int, state: str = "committed", *, timeout_s: float = 20.0) -> StepId:
         """Stage a step on all, and wait until all see it in this state."""
-        id = self.stage(step)
+        step_id = self.stage(step)
         for rank in self.ranks:
-            assert rank.wait(id, state, flush=True, timeout_s=timeout_s).reached, state
-        return id
+            assert rank.wait(step_id, state, flush=True, timeout_s=timeout_s).reached, state
+        return step_id
 
     def disconnect(self) -> None:
         for rank in self.ranks:

@@ -18,7 +18,7 @@ class Held:
         self.commits: set[StepId] = set()
 
     def __call__(self) -> LocalInventory:
-        shards = {id: dict(held) for id, held in self.shards.items()}
+        shards = {step_id: dict(held) for step_id, held in self.shards.items()}
         return LocalInventory(shards=shards, commits=frozenset(self.commits))
 
 
@@ -29,17 +29,17 @@ def durable(remote_tier: RemoteTier, *shards: LocalShard) -> None:
     remote_tier.wake()
 
 
-def committed(remote_tier: RemoteTier, id: StepId, shards: Iterable[LocalShard] = ()) -> None:
-    _held(remote_tier).commits.add(id)
+def committed(remote_tier: RemoteTier, step_id: StepId, shards: Iterable[LocalShard] = ()) -> None:
+    _held(remote_tier).commits.add(step_id)
     durable(remote_tier, *shards)
 
 
 def gone(remote_tier: RemoteTier, ids: Collection[StepId]) -> None:
     """Dead, or deleted here."""
     held = _held(remote_tier)
-    for id in ids:
-        held.shards.pop(id, None)
-        held.commits.discard(id)
+    for step_id in ids:
+        held.shards.pop(step_id, None)
+        held.commits.discard(step_id)
     remote_tier.wake()
 
 

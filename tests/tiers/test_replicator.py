@@ -83,12 +83,14 @@ def slow_member(*, phase: int, takes: int, every: int, steps: int) -> set[StepId
     sending: StepId | None = None
 
     def following() -> StepId | None:
-        return best(*(id for id in kept if id not in sent), after=max(sent, default=None))
+        return best(
+            *(step_id for step_id in kept if step_id not in sent), after=max(sent, default=None)
+        )
 
     for number in range(1, steps):
         kept.append(at(number * every))
         needed = (sending, following())
-        kept = [id for id in kept if id in kept[-2:] or id in needed]
+        kept = [step_id for step_id in kept if step_id in kept[-2:] or step_id in needed]
         if (number + phase) % takes == 0:
             sent |= {sending} if sending is not None else set()
             sending = following()

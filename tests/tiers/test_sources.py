@@ -144,7 +144,7 @@ async def test_the_whole_image_comes_verified_with_its_seal(
         view = empty_slot(lying.slot.layout)
         control = await load(lying.source, view)
         assert same(view, lying.slot)
-        assert verify_image(view, lying.slot.layout, run=RUN, id=lying.slot.id) == control
+        assert verify_image(view, lying.slot.layout, run=RUN, step_id=lying.slot.id) == control
 
 
 @everywhere

@@ -71,9 +71,9 @@ class Seen:
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
-    def text(self, id: str) -> str:
+    def text(self, element_id: str) -> str:
         try:
-            return str(self.driver.find_element(By.ID, id).text)
+            return str(self.driver.find_element(By.ID, element_id).text)
         except _GONE:
             return ""
 
@@ -87,8 +87,11 @@ class Seen:
             return False
         return True
 
-    def shows(self, id: str, text: str) -> None:
-        eventually(lambda: text in self.text(id), what=lambda: f"{text!r}: {self.text(id)!r}")
+    def shows(self, element_id: str, text: str) -> None:
+        eventually(
+            lambda: text in self.text(element_id),
+            what=lambda: f"{text!r}: {self.text(element_id)!r}",
+        )
 
     def js(self, text: str) -> Any:
         return self.driver.execute_script(text)

@@ -207,12 +207,12 @@ class _Page(HTMLParser):
         self._rows: dict[str, list[list[str]]] = {}
         self._cell = False
 
-    def text(self, id: str) -> str:
-        return " ".join("".join(self._texts.get(id, ())).split())
+    def text(self, element_id: str) -> str:
+        return " ".join("".join(self._texts.get(element_id, ())).split())
 
-    def rows(self, id: str) -> list[list[str]]:
+    def rows(self, element_id: str) -> list[list[str]]:
         """Of its table's body."""
-        return [[" ".join(cell.split()) for cell in row] for row in self._rows.get(id, ())]
+        return [[" ".join(cell.split()) for cell in row] for row in self._rows.get(element_id, ())]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         known = {name: value or "" for name, value in attrs}
@@ -232,7 +232,7 @@ class _Page(HTMLParser):
             self._rows[self._id()][-1][-1] += data
 
     def _id(self) -> str:
-        return next((id for _, id in reversed(self._open) if id), "")
+        return next((element_id for _, element_id in reversed(self._open) if element_id), "")
 
 
 def _read(html: str) -> _Page:

@@ -992,8 +992,8 @@ class Checkpointer:
         self._await_staged(agent, number, timeout)
         if state is State.STAGED:
             return
-        id = StepId(self._epoch.id, number)
-        agent.session.wait(id, state, timeout_s=_left_s(deadline))
+        step_id = StepId(self._epoch.id, number)
+        agent.session.wait(step_id, state, timeout_s=_left_s(deadline))
 
     def _await_staged(self, agent: Agent, step: int, timeout_s: float) -> None:
         pending = agent.pending
@@ -1107,16 +1107,16 @@ class Checkpointer:
         agent.drain(timeout_s=_left_s(deadline))
         return agent.outcome(step) or ""
 
-    def _archive_last(self, agent: Agent, id: StepId, timeout_s: float) -> None:
+    def _archive_last(self, agent: Agent, step_id: StepId, timeout_s: float) -> None:
         try:
-            agent.session.wait(id, State.ARCHIVED, timeout_s=timeout_s)
+            agent.session.wait(step_id, State.ARCHIVED, timeout_s=timeout_s)
         except NotDurableError as error:
             if self._strict:
                 raise
             log.warning(
                 "keepstep: step %d is committed, but not in the archive yet; the sidecar goes on"
                 " uploading until it ends: %s [archive.upload_pending]",
-                id.step,
+                step_id.step,
                 error,
             )
 

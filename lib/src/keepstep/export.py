@@ -104,7 +104,7 @@ class Export:
         layouts: Iterable[Layout],
         *,
         run: str,
-        id: StepId,
+        step_id: StepId,
         only: str | None = None,
         dtype: torch.dtype | None = None,
         shard_bytes: int,
@@ -128,15 +128,15 @@ class Export:
             if not layout.is_base:
                 _collect(components, layout.joined(bases.get(layout.rank)))
         if index is None:
-            raise UsageError(f"step {id} has no image")
+            raise UsageError(f"step {step_id} has no image")
         self.index = index.build()
         self.is_adapter = only == ADAPTER and ADAPTER not in components
-        self.component = _chosen(components, None if self.is_adapter else only, id)
-        self._id, self._lowest_rank = id, lowest_rank
-        self._about = {"run": run, "step": str(id), "component": self.component}
+        self.component = _chosen(components, None if self.is_adapter else only, step_id)
+        self._id, self._lowest_rank = step_id, lowest_rank
+        self._about = {"run": run, "step": str(step_id), "component": self.component}
         self._of = components[self.component]
         if self.is_adapter:
-            self._of, shard_bytes = _adapter(self._of, found, id), sys.maxsize
+            self._of, shard_bytes = _adapter(self._of, found, step_id), sys.maxsize
         self._saved, self._tied = self._distinct()
         self._dtypes = {name: _dtype_of(tensor) for name, tensor in self._saved.items()}
         self._files = _divided([self._entry(name, dtype) for name in self._saved], shard_bytes)
@@ -252,9 +252,10 @@ class Export:
         return plan.make(wants, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 
 
-def _not_one(names: tuple[str, ...], id: StepId) -> str:
+def _not_one(names: tuple[str, ...], step_id: StepId) -> str:
     return (
-        f"step {id}: ranks have values of their own in {few(names, 6)}; the values of one rank are"
+        f"step {step_id}: ranks have values of their own in {few(names, 6)}; the values of one"
+        " rank are"
         " not the whole model's where they are slices (tensor parallelism without DTensor), which"
         " cannot be put together by name. Where the lowest rank's are right, as of buffers that"
         " each rank counts by itself: --lowest-rank"
@@ -282,7 +283,7 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
             part.own.setdefault(name, {})[kept] = None
 
 
-def _adapter(part: _Component, layouts: Iterable[Layout], id: StepId) -> _Component:
+def _adapter(part: _Component, layouts: Iterable[Layout], step_id: StepId) -> _Component:
     """What of a component an optimizer trains, under the names that PEFT gives it. Raises
     UsageError."""
     trained = {
@@ -295,7 +296,8 @@ def _adapter(part: _Component, layouts: Iterable[Layout], id: StepId) -> _Compon
     if not names or len(names) == len(part.names):
         how = "all of" if names else "no parameter of"
         raise UsageError(
-            f"step {id} has no adapter: the optimizers train {how} the component; leave out --only"
+            f"step {step_id} has no adapter: the optimizers train {how} the component; leave out"
+            " --only"
         )
     own = {_peft(name): others for name, others in part.own.items() if _peft(name) in names}
     return _Component(names=names, shapes=part.shapes, own=own, trained=True)
@@ -352,7 +354,7 @@ def _of_node(node: Node, path: str) -> Iterator[tuple[str, str | None]]:
             yield from _of_node(child, f"{path}.{key}")
 
 
-def _chosen(components: Mapping[str, _Component], only: str | None, id: StepId) -> str:
+def _chosen(components: Mapping[str, _Component], only: str | None, step_id: StepId) -> str:
     names = [name for name, component in components.items() if component.names]
     if only is not None and only in names:
         return only
@@ -362,9 +364,9 @@ def _chosen(components: Mapping[str, _Component], only: str | None, id: StepId) 
     there = few([name or "(without a name)" for name in names], 10) or "none"
     if only is None:
         raise UsageError(
-            f"step {id} has several components with tensors: choose by --only: {there}"
+            f"step {step_id} has several components with tensors: choose by --only: {there}"
         )
-    raise UsageError(f"step {id} has no component {only!r} with tensors; it has: {there}")
+    raise UsageError(f"step {step_id} has no component {only!r} with tensors; it has: {there}")
 
 
 def _dtype_of(saved: Saved) -> torch.dtype:

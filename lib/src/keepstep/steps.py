@@ -97,12 +97,16 @@ class Epoch:
 def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
     """Each of these epochs once, oldest first. Of several with the same id, the last one counts."""
     known = {epoch.id: epoch for epoch in epochs}
-    return tuple(known[id] for id in sorted(known))
+    return tuple(known[epoch_id] for epoch_id in sorted(known))
 
 
 def named(word: str, ids: Iterable[StepId]) -> list[StepId]:
     """Those of `ids` that a person means by `word`: a step's full name, or its number."""
-    return [id for id in ids if word == str(id) or (word.isdecimal() and int(word) == id.step)]
+    return [
+        step_id
+        for step_id in ids
+        if word == str(step_id) or (word.isdecimal() and int(word) == step_id.step)
+    ]
 
 
 class StrEnum(str, enum.Enum):

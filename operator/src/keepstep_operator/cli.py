@@ -58,7 +58,7 @@ class _Components(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Components"):
-            formatter.write_dl([(name, help) for name, (_, help) in _COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

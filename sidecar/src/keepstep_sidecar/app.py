@@ -104,7 +104,7 @@ async def _serve(config: Config, lock: DirectoryLock) -> None:
 def _history(file: HistoryFile) -> History:
     """The history of earlier sidecars; a new one if that is unusable. Nothing depends on it."""
     try:
-        return History(*file.read(now=time.time()), id=file.id)
+        return History(*file.read(now=time.time()), history_id=file.id)
     except (ArithmeticError, ValueError, TypeError) as error:
         warn("history.reset", error=repr(error))
         return History()

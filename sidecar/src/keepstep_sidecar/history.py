@@ -57,12 +57,12 @@ class History:
         events: Iterable[Event] = (),
         before: Tally | None = None,
         *,
-        id: str = "",
+        history_id: str = "",
         clock: Callable[[], float] = time.time,
     ):
         """`events`: those of earlier sidecars, oldest first. `before`: the sum of the events before
-        those. `id`: of a history that is continued; without one a new history begins."""
-        self.id = id or secrets.token_hex(8)
+        those. `history_id`: of a history that is continued; without one a new history begins."""
+        self.id = history_id or secrets.token_hex(8)
         self._clock = clock
         known = list(events)
         self._events: list[Event] = known[-KEPT:]
@@ -88,21 +88,28 @@ class History:
         now = self._clock()
         self._append(Event(sequence=0, kind=kind, at=now, until=now, text=_cut(text), **fields))
 
-    def staged(self, id: StepId, *, blocked_s: float) -> None:
+    def staged(self, history_id: StepId, *, blocked_s: float) -> None:
         """A rank has this step in memory. Only the first of several ranks counts."""
-        if self._newest is None or id > self._newest:
-            self._newest = id
+        if self._newest is None or history_id > self._newest:
+            self._newest = history_id
             # a trainer says this number, so bound it
             blocked_s = min(max(0.0, blocked_s), _LONGEST_S)
-            self._count(Kind.STAGED, id.epoch, "", step=id, number=id.step, seconds=blocked_s)
+            self._count(
+                Kind.STAGED,
+                history_id.epoch,
+                "",
+                step=history_id,
+                number=history_id.step,
+                seconds=blocked_s,
+            )
 
-    def committed(self, id: StepId) -> None:
+    def committed(self, history_id: StepId) -> None:
         """This step is committed and visible to readers."""
-        self._count(Kind.COMMITTED, id.epoch, "", step=id, number=id.step)
+        self._count(Kind.COMMITTED, history_id.epoch, "", step=history_id, number=history_id.step)
 
-    def evicted(self, id: StepId) -> None:
+    def evicted(self, history_id: StepId) -> None:
         """This step was deleted because the volumes were full."""
-        self._count(Kind.EVICTED, id.epoch, "", step=id, number=id.step)
+        self._count(Kind.EVICTED, history_id.epoch, "", step=history_id, number=history_id.step)
 
     def lost(self, kind: Kind, *, rank: int, step: int, reason: str, count: int = 1) -> None:
         """Saves that were SKIPPED or DISCARDED (`kind`)."""
@@ -133,19 +140,21 @@ class History:
         seconds: float = 0.0,
     ) -> None:
         now, key = self._clock(), (kind, of, text)
-        open = self._open.get(key)
-        if open is not None and not 0 <= now - open.at < _TOGETHER_S:
+        counted = self._open.get(key)
+        if counted is not None and not 0 <= now - counted.at < _TOGETHER_S:
             self._close()
-            open = None
-        if open is None:
+            counted = None
+        if counted is None:
             if len(self._open) >= _OPEN:
                 self._close()
-            open = self._open[key] = _Counted(now, now, number, number, step, 0, 0.0)
-        open.first, open.last = min(open.first, number), max(open.last, number)
-        open.step = step if open.step is None or (step and step > open.step) else open.step
-        open.until = now
-        open.count += count
-        open.seconds += seconds
+            counted = self._open[key] = _Counted(now, now, number, number, step, 0, 0.0)
+        counted.first, counted.last = min(counted.first, number), max(counted.last, number)
+        counted.step = (
+            step if counted.step is None or (step and step > counted.step) else counted.step
+        )
+        counted.until = now
+        counted.count += count
+        counted.seconds += seconds
         self.changes.ring()
 
     def _close(self, *, before: float | None = None) -> None:
@@ -282,9 +291,9 @@ class Restarts:
             start_s = max(0.0, life.restored - seconds - life.began)
             life.restart = dataclasses.replace(life.restart, start_s=start_s, restore_s=seconds)
 
-    def staged(self, rank: int, id: StepId, *, blocked_s: float = 0.0) -> None:
+    def staged(self, rank: int, history_id: StepId, *, blocked_s: float = 0.0) -> None:
         """A step is complete in a slot."""
-        self._history.staged(id, blocked_s=blocked_s)
+        self._history.staged(history_id, blocked_s=blocked_s)
         life = self._lives.get(rank)
         if life is None or life.restart is None or life.restored is None:
             return

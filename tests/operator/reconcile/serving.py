@@ -59,10 +59,10 @@ class Served:
         found: Body = self.cluster.objects.get(path, {}).get("status") or {}
         return found
 
-    def condition(self, type: str) -> tuple[str, str]:
+    def condition(self, kind: str) -> tuple[str, str]:
         """Status and reason; '' for a condition that is not shown."""
         for condition in self.status().get("conditions", ()):
-            if condition["type"] == type:
+            if condition["type"] == kind:
                 return condition["status"], condition["reason"]
         return "", ""
 

@@ -29,12 +29,14 @@ from tests.operator.reconcile.samples import (
 S3 = Archive(store=Bucket(kind="s3", name="ckpt"))
 
 
-def said(run: Run, type: str, *, now: float = T0, cluster: Cluster | None = None) -> Verdict | None:
-    return verdicts(run, cluster or Cluster(), now=now).get(type)
+def said(
+    run: Run, condition: str, *, now: float = T0, cluster: Cluster | None = None
+) -> Verdict | None:
+    return verdicts(run, cluster or Cluster(), now=now).get(condition)
 
 
-def brief(run: Run, type: str, **more: Any) -> tuple[str, str] | None:
-    found = said(run, type, **more)
+def brief(run: Run, condition: str, **more: Any) -> tuple[str, str] | None:
+    found = said(run, condition, **more)
     return None if found is None else (found.status, found.reason)
 
 
@@ -45,8 +47,8 @@ def doubted(kind: DoubtKind, text: str = "look at it") -> Run:
 
 @pytest.mark.parametrize("kind", DoubtKind)
 def test_each_doubt_decides_the_condition_that_it_belongs_to(kind: DoubtKind) -> None:
-    type, status, reason = _DOUBTS[kind]
-    assert said(doubted(kind), type) == Verdict(status, reason, "look at it")
+    condition, status, reason = _DOUBTS[kind]
+    assert said(doubted(kind), condition) == Verdict(status, reason, "look at it")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_protected_is_false_for_what_costs_steps(
 def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
     run = heard(begun())
     found = verdicts(run, Cluster(), now=T0)
-    assert {type: verdict.status for type, verdict in found.items()} == {
+    assert {condition: verdict.status for condition, verdict in found.items()} == {
         "Protected": "True",
         "FullyInjected": "True",
         "Committing": "True",

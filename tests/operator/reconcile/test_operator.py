@@ -184,8 +184,8 @@ async def test_an_acknowledgement_of_the_newest_start_is_made_its_epoch(tmp_path
         await served.report(report(sequence=1000, acknowledged="0001.aaaaaaaa"))
 
         def annotation() -> str:
-            object = served.cluster.take(RUNS, KEY.name, namespace=KEY.namespace)
-            return str(object["metadata"]["annotations"]["keepstep.dev/fresh-start"])
+            body = served.cluster.take(RUNS, KEY.name, namespace=KEY.namespace)
+            return str(body["metadata"]["annotations"]["keepstep.dev/fresh-start"])
 
         await until(lambda: annotation() == "0001.aaaaaaaa")
 

@@ -137,9 +137,9 @@ def test_a_volcano_job_tells_by_its_phase_and_one_that_may_be_resumed_is_not_ove
 
 
 def test_a_run_object_that_nobody_filled_in_asks_for_nothing() -> None:
-    object = parse_run_object({"metadata": {"namespace": "team", "name": "gpt"}})
-    assert object.key == RunKey("team", "gpt")
-    assert (object.pins, object.paused, object.fresh_start, object.policy) == ((), False, "", None)
+    body = parse_run_object({"metadata": {"namespace": "team", "name": "gpt"}})
+    assert body.key == RunKey("team", "gpt")
+    assert (body.pins, body.paused, body.fresh_start, body.policy) == ((), False, "", None)
 
 
 def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -> None:

@@ -163,17 +163,18 @@ def largest() -> wire.RunReport:
     """A report in which every list and text is as long as it may be."""
     long, text = "w" * wire.LONGEST_WARNING, "t" * wire.LONGEST_TEXT
     name = "n" * 63
-    id = StepId.parse(f"999999999.aaaaaaaa-{10**15}")
+    step_id = StepId.parse(f"999999999.aaaaaaaa-{10**15}")
     return replace(
         report(),
-        committed=id,
+        committed=step_id,
         nodes=tuple(
             node(rank, node=name, pod="u" * 36, ranks="0-7", buddies="1,2",
                  warnings=(long,) * wire.MOST_NODE_WARNINGS)
             for rank in range(wire.MOST_NODES)
         ),
-        kept=(Kept(step=str(id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
-        safe=Safe(restart=id, node=id, pod=id, archived=id, sole=(name,) * wire.MOST_SOLE),
+        kept=(Kept(step=str(step_id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
+        safe=Safe(restart=step_id, node=step_id, pod=step_id, archived=step_id,
+                  sole=(name,) * wire.MOST_SOLE),
         alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_SAID,
         doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_SAID,
         recent=(Happened(time="2026-11-27T10:00:00Z", type="FreshStart", message=text),)

@@ -287,10 +287,10 @@ def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
 
 
 def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
-    object = run_object(
+    body = run_object(
         pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
     )
-    run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), object)
+    run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), body)
     told = requested(run, Cluster(complete=True), authorities="PEM")
     assert [(member.node_rank, member.address, member.leaving) for member in told.members] == [
         (0, "10.0.0.1", False),

@@ -48,26 +48,26 @@ def asked_for(copy: Path) -> None:
 def written(sidecar: Pod, vault: Path, operator: OperatorHost) -> StepId:
     """A committed step goes there, and is listed, shown, counted and reported."""
     trainer = FakeTrainer(sidecar.socket).begin_run()
-    id = trainer.stage(3)
-    assert trainer.wait(id, "committed", flush=True).reached
+    step_id = trainer.stage(3)
+    assert trainer.wait(step_id, "committed", flush=True).reached
     (image,) = sidecar.root.glob("0*/rank-*.safetensors")
-    copy = vault / "run" / str(id) / image.name
+    copy = vault / "run" / str(step_id) / image.name
     eventually(copy.exists, what="the step in the vault")
     assert copy.read_bytes() == image.read_bytes()
-    eventually(lambda: "vault" in status(sidecar, id)["ranks"], what="a status that lists it")
+    eventually(lambda: "vault" in status(sidecar, step_id)["ranks"], what="a status that lists it")
     shown = sidecar.get("/v1/status")
-    assert StepId.parse(_text(shown["watermarks"]["vault"])) == id
+    assert StepId.parse(_text(shown["watermarks"]["vault"])) == step_id
     assert (shown["tiers"]["vault"]["where"], shown["tiers"]["vault"]["sent"]) == (str(vault), 1)
     assert re.search('keepstep_tier_sent_shards_total{.*tier="vault".*} 1', metrics(sidecar))
     trainer.disconnect()
     report = eventually(lambda: reported(operator), what="a report that lists it")
-    assert report.watermarks[Tier.VAULT] == id
-    return id
+    assert report.watermarks[Tier.VAULT] == step_id
+    return step_id
 
 
-def status(sidecar: Pod, id: StepId) -> dict[str, list[int]]:
+def status(sidecar: Pod, step_id: StepId) -> dict[str, list[int]]:
     steps = sidecar.get("/v1/status")["steps"]
-    return next(step for step in steps if step["id"]["step"] == id.step)
+    return next(step for step in steps if step["id"]["step"] == step_id.step)
 
 
 def metrics(sidecar: Pod) -> str:
@@ -86,21 +86,21 @@ def reported(operator: OperatorHost) -> RunReport | None:
     return report if report is not None and Tier.VAULT in report.watermarks else None
 
 
-def _text(id: dict[str, object]) -> str:
-    epoch = id["epoch"]
+def _text(step_id: dict[str, object]) -> str:
+    epoch = step_id["epoch"]
     assert isinstance(epoch, dict)
-    return f"{epoch['number']:04d}.{epoch['nonce']}-{id['step']:09d}"
+    return f"{epoch['number']:04d}.{epoch['nonce']}-{step_id['step']:09d}"
 
 
-def read_back(sidecar: Pod, id: StepId) -> None:
+def read_back(sidecar: Pod, step_id: StepId) -> None:
     """Memory and volume are lost: the step comes from there."""
     trainer = FakeTrainer(sidecar.socket)
     trainer.connect()
     found = eventually(lambda: trainer.candidates().candidates, what="a candidate")
-    assert [shard.id for shard in found] == [id]
-    opened = trainer.open(id)
+    assert [shard.id for shard in found] == [step_id]
+    opened = trainer.open(step_id)
     assert opened.tier is Tier.VAULT
-    assert read_image(trainer.layout, opened.path) == content(trainer.layout, id.step)
+    assert read_image(trainer.layout, opened.path) == content(trainer.layout, step_id.step)
     trainer.disconnect()
 
 
@@ -113,11 +113,11 @@ def main(copy: Path, home: Path) -> None:
     sidecar = Pod(0, memory=memory, home=home, url=operator.url, ca=identity.pem)
     sidecar.program = ("/usr/bin/env", *sidecar.program)  # not forked from the tests' own packages
     try:
-        id = written(sidecar.start("--vault", str(vault)), vault, operator)
+        step_id = written(sidecar.start("--vault", str(vault)), vault, operator)
         sidecar.kill()
         sidecar.lose_memory()
         shutil.rmtree(sidecar.volume)
-        read_back(sidecar.start("--vault", str(vault)), id)
+        read_back(sidecar.start("--vault", str(vault)), step_id)
     finally:
         sidecar.end()
         operator.stop()

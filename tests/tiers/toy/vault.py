@@ -57,8 +57,8 @@ class VaultTier(RemoteTier):
         where = str(path)
         return [FileSource(shard=shard, tier=self.tier, where=where, run=self._run, open=opened)]
 
-    def _path(self, id: StepId, rank: int, world: int) -> Path:
-        return self._root / str(id) / shard_name(rank, world)
+    def _path(self, step_id: StepId, rank: int, world: int) -> Path:
+        return self._root / str(step_id) / shard_name(rank, world)
 
     # --- write -------------------------------------------------------------------------------
 

@@ -421,8 +421,8 @@ class Session:
         finally:
             self._interrupted = False
 
-    def wait(self, id: StepId, state: State, *, timeout_s: float) -> None:
-        """Return when the sidecar says that `id` is in `state`. The step is persisted now if
+    def wait(self, step_id: StepId, state: State, *, timeout_s: float) -> None:
+        """Return when the sidecar says that `step_id` is in `state`. The step is persisted now if
         needed.
 
         A sidecar that restarts meanwhile is asked again. Raises NotDurableError.
@@ -436,7 +436,7 @@ class Session:
             try:
                 seconds = min(left_s, _POLL_S)
                 request = WaitRequest(
-                    lease=self.lease, id=id, state=str(state), timeout_s=seconds, flush=True
+                    lease=self.lease, id=step_id, state=str(state), timeout_s=seconds, flush=True
                 )
                 waited = self.call("/v1/wait", request, Waited, timeout_s=seconds + _SLACK_S)
             except SidecarAbsent as error:
@@ -444,20 +444,22 @@ class Session:
                 time.sleep(min(left_s, 0.1))
                 continue
             except SidecarError as error:
-                raise NotDurableError(f"step {id.step} is not {state}: {error}") from error
+                raise NotDurableError(f"step {step_id.step} is not {state}: {error}") from error
             if waited.reached:
                 return
             reason = waited.reason
             if waited.final:
-                raise NotDurableError(f"step {id.step} is not {state}: {reason}")
-        raise NotDurableError(f"step {id.step} is not {state} after {timeout_s:.0f} s: {reason}")
+                raise NotDurableError(f"step {step_id.step} is not {state}: {reason}")
+        raise NotDurableError(
+            f"step {step_id.step} is not {state} after {timeout_s:.0f} s: {reason}"
+        )
 
-    def failed(self, id: StepId, reason: str) -> None:
-        """Report that the script itself failed when it had reached step `id`. Gives up after
+    def failed(self, step_id: StepId, reason: str) -> None:
+        """Report that the script itself failed when it had reached step `step_id`. Gives up after
         `_FAILED_S` seconds."""
         if self.connected:
             with contextlib.suppress(SidecarError):
-                request = FailedRequest(lease=self.lease, id=id, reason=reason[:_REASON])
+                request = FailedRequest(lease=self.lease, id=step_id, reason=reason[:_REASON])
                 self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
 
     def warn_of(self, text: str) -> None:

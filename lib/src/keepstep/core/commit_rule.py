@@ -105,8 +105,8 @@ class Holding:
 
     __slots__ = ("_columns", "_twins", "doubled", "id", "place", "ranks", "written_at")
 
-    def __init__(self, id: StepId, place: Place) -> None:
-        self.id = id
+    def __init__(self, step_id: StepId, place: Place) -> None:
+        self.id = step_id
         self.place = place
         self.ranks = 0
         self.doubled = 0
@@ -258,22 +258,22 @@ class Lineage:
     def current(self) -> EpochId | None:
         return self.segments[0].epoch if self.segments else None
 
-    def standing(self, id: StepId) -> Standing:
-        segment = self._of_epoch.get(id.epoch)
+    def standing(self, step_id: StepId) -> Standing:
+        segment = self._of_epoch.get(step_id.epoch)
         if segment is not None:
-            within = segment.last is None or id.step <= segment.last
+            within = segment.last is None or step_id.step <= segment.last
             return segment.standing if within else Standing.DEAD
-        if self.lost_before is not None and id.epoch < self.lost_before:
+        if self.lost_before is not None and step_id.epoch < self.lost_before:
             return Standing.LOST
-        beyond = self.current is None or id.epoch > self.current
+        beyond = self.current is None or step_id.epoch > self.current
         return Standing.LIVE if beyond else Standing.DEAD
 
     @cached_property
     def _of_epoch(self) -> Mapping[EpochId, Segment]:
         return {segment.epoch: segment for segment in self.segments}
 
-    def restorable(self, id: StepId) -> bool:
-        return self.standing(id) in RESTORABLE
+    def restorable(self, step_id: StepId) -> bool:
+        return self.standing(step_id) in RESTORABLE
 
 
 def trace(
@@ -561,8 +561,8 @@ class Completeness:
         for of, report in told:
             for shards in report.shards:
                 images.setdefault((shards.step_id, shards.world), []).append((of, shards))
-            for id in report.gone or ():
-                gone[id] = gone.get(id, 0) | of.bits
+            for step_id in report.gone or ():
+                gone[step_id] = gone.get(step_id, 0) | of.bits
             whole |= of.bits if report.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         named = (
@@ -581,9 +581,9 @@ class Completeness:
     ) -> None:
         """Take in images of one step at this place. Of two different images of one rank, the first
         is held, and the rank is `doubled`."""
-        id, world = key
+        step_id, world = key
         here = self._held.setdefault((at, tier), {})
-        held = here.get(key) or Holding(id, (at, tier, world))
+        held = here.get(key) or Holding(step_id, (at, tier, world))
         changed = listed_before = 0
         for of, shards in listed:
             if not listed_before & of.bits:
@@ -594,14 +594,14 @@ class Completeness:
             listed_before |= of.bits
         if not changed:
             return
-        tally = self._of_step.get(id)
+        tally = self._of_step.get(step_id)
         if tally is None:
-            tally = self._of_step[id] = Tally()
-            insort(self._steps, id)
-            self._epochs_held[id.epoch] += 1
+            tally = self._of_step[step_id] = Tally()
+            insort(self._steps, step_id)
+            self._epochs_held[step_id.epoch] += 1
         here[key] = held
         tally.came(held, changed)
-        self._note(id, tally)
+        self._note(step_id, tally)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node reported of this rank (None: of all ranks). Images in the archive
@@ -630,18 +630,18 @@ class Completeness:
         tally.left(held, leaving)
         self._note(held.id, tally)
 
-    def _note(self, id: StepId, tally: Tally) -> None:
-        self.changed.add(id)
+    def _note(self, step_id: StepId, tally: Tally) -> None:
+        self.changed.add(step_id)
         if tally.contested:
-            self._contested.add(id)
+            self._contested.add(step_id)
         else:
-            self._contested.discard(id)
+            self._contested.discard(step_id)
         if not tally.copies:
-            del self._of_step[id]
-            del self._steps[bisect_left(self._steps, id)]
-            self._epochs_held[id.epoch] -= 1
-            if not self._epochs_held[id.epoch]:
-                del self._epochs_held[id.epoch]
+            del self._of_step[step_id]
+            del self._steps[bisect_left(self._steps, step_id)]
+            self._epochs_held[step_id.epoch] -= 1
+            if not self._epochs_held[step_id.epoch]:
+                del self._epochs_held[step_id.epoch]
 
     def _hear(
         self,
@@ -676,17 +676,17 @@ class Completeness:
         """Steps of which two different images of one rank exist, oldest first."""
         return sorted(self._contested)
 
-    def copies(self, id: StepId) -> Collection[Holding]:
+    def copies(self, step_id: StepId) -> Collection[Holding]:
         """Every copy of this step."""
-        return self._tally(id).copies.values()
+        return self._tally(step_id).copies.values()
 
     def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
         """The steps that this node holds on this tier, each with its copies."""
         return ((held.id, held) for held in self._held.get((node_rank, tier), {}).values())
 
-    def copy(self, id: StepId, place: Place) -> int:
+    def copy(self, step_id: StepId, place: Place) -> int:
         """Bitmap of the ranks of which an image of the step is at this place."""
-        held = self._tally(id).copies.get(place)
+        held = self._tally(step_id).copies.get(place)
         return 0 if held is None else held.ranks
 
     def steps_at(self, at: int) -> int:
@@ -700,35 +700,35 @@ class Completeness:
             found |= held.ranks
         return found
 
-    def holders(self, id: StepId, tier: Tier) -> int:
+    def holders(self, step_id: StepId, tier: Tier) -> int:
         """Bitmap of the ranks whose image of the step is on exactly this tier."""
-        return self._tally(id).ranks((tier,))
+        return self._tally(step_id).ranks((tier,))
 
-    def worlds(self, id: StepId) -> set[int]:
+    def worlds(self, step_id: StepId) -> set[int]:
         """The world sizes that copies of this step name. More than one means a serious error."""
-        return self._tally(id).worlds
+        return self._tally(step_id).worlds
 
-    def complete(self, id: StepId, tier: Tier) -> bool:
+    def complete(self, step_id: StepId, tier: Tier) -> bool:
         """Whether every rank of the step's world has a copy on this tier or a stronger one.
 
         A step with two writers is never complete, because nobody can say which image is right.
         """
-        tally = self._of_step.get(id)
+        tally = self._of_step.get(step_id)
         return tally is not None and tally.complete(tier)
 
-    def contested(self, id: StepId) -> list[int]:
+    def contested(self, step_id: StepId) -> list[int]:
         """Ranks of which two different images of this step exist."""
-        return list(bits(self._tally(id).contested))
+        return list(bits(self._tally(step_id).contested))
 
-    def _tally(self, id: StepId) -> Tally:
-        return self._of_step.get(id) or Tally()
+    def _tally(self, step_id: StepId) -> Tally:
+        return self._of_step.get(step_id) or Tally()
 
-    def coverage(self, id: StepId) -> Coverage | None:
+    def coverage(self, step_id: StepId) -> Coverage | None:
         """What can be reached of the step.
 
         None if nobody can say, because there are two writers or two world sizes, or no copy at all.
         """
-        tally = self._tally(id)
+        tally = self._tally(step_id)
         if len(tally.worlds) != 1 or tally.contested:
             return None
         return _spread(tally, world=min(tally.worlds))

@@ -317,21 +317,25 @@ class Tally:
     # --- steps -------------------------------------------------------------------------------
 
     def _staged(self, event: Event) -> Tally:
-        id = event.step
-        if id is None or (self.epoch is not None and id.epoch < self.epoch):
+        step_id = event.step
+        if step_id is None or (self.epoch is not None and step_id.epoch < self.epoch):
             return self
         alive = replace(self, ended=None, quiet=False, process=None)
-        if id.epoch != self.epoch:  # the epoch's restore is unknown: steps count from here on
+        if step_id.epoch != self.epoch:  # the epoch's restore is unknown: steps count from here on
             since = event.until if self.since is None else self.since
             mark = max(self.mark, event.until)
-            return replace(alive, since=since, mark=mark, epoch=id.epoch, step=id.step)
-        if id.step <= self.step:
+            return replace(alive, since=since, mark=mark, epoch=step_id.epoch, step=step_id.step)
+        if step_id.step <= self.step:
             return self
-        first = id.step if event.first is None else min(max(event.first, self.step + 1), id.step)
-        others = max(0, event.count - 1) if id.step > first else 0
+        first = (
+            step_id.step
+            if event.first is None
+            else min(max(event.first, self.step + 1), step_id.step)
+        )
+        others = max(0, event.count - 1) if step_id.step > first else 0
         blocked_s = max(0.0, event.seconds) / (1 + others)
         tally = alive._stepped(first, event.at if others else event.until, blocked_s)
-        return tally._stepped(id.step, event.until, blocked_s * others)
+        return tally._stepped(step_id.step, event.until, blocked_s * others)
 
     def _stepped(self, step: int, at: float, blocked_s: float) -> Tally:
         """The steps up to this one were done in the time from the mark to `at`."""

@@ -172,13 +172,13 @@ def epoch_conflicts(
     parents: Mapping[EpochId, Collection[StepId | None]], epochs: Collection[EpochId]
 ) -> Iterator[Alarm]:
     """Two lives of the run at once: an epoch with two parents, or two epochs with one number."""
-    for id, named in parents.items():
+    for epoch_id, named in parents.items():
         if len(named) > 1:
             names = " and ".join(sorted(str(parent) for parent in named))
-            yield Alarm(AlarmKind.EPOCH_CONFLICT, f"epoch {id} has two parents: {names}")
+            yield Alarm(AlarmKind.EPOCH_CONFLICT, f"epoch {epoch_id} has two parents: {names}")
     by_number: dict[int, list[EpochId]] = {}
-    for id in epochs:
-        by_number.setdefault(id.number, []).append(id)
+    for epoch_id in epochs:
+        by_number.setdefault(epoch_id.number, []).append(epoch_id)
     for ids in by_number.values():
         if len(ids) > 1:
             text = f"epochs {' and '.join(map(str, sorted(ids)))} began side by side"
@@ -187,8 +187,8 @@ def epoch_conflicts(
 
 def two_writers(copies: Completeness) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
-    for id in copies.contested_steps:
-        text = f"two different images of step {id}, rank {_named(copies.contested(id))}"
+    for step_id in copies.contested_steps:
+        text = f"two different images of step {step_id}, rank {_named(copies.contested(step_id))}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
     for rank, nodes in sorted(copies.twice_in_memory().items()):
         text = f"rank {rank} is in the memory of node ranks {_named(nodes)}"
@@ -205,14 +205,14 @@ class Signatures:
 
     def add(self, ids: Sequence[StepId], copies: Completeness) -> None:
         """Take in steps that were committed on a durable tier, oldest first."""
-        for id in ids[-self._kept :]:
-            (world,) = copies.worlds(id)
+        for step_id in ids[-self._kept :]:
+            (world,) = copies.worlds(step_id)
             digests = array("i", [0]) * world
-            for held in copies.copies(id):
+            for held in copies.copies(step_id):
                 for rank, digest in held.params():
                     if digest and rank < world:
                         digests[rank] = digest
-            self._of_step[id] = digests
+            self._of_step[step_id] = digests
         for old in sorted(self._of_step)[: -self._kept]:
             del self._of_step[old]
 
@@ -221,7 +221,7 @@ class Signatures:
         ids = sorted(self._of_step)
         if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
             return
-        first, *others = (self._of_step[id] for id in ids)
+        first, *others = (self._of_step[step_id] for step_id in ids)
         if 0 not in first and all(other == first for other in others):
             # The text names no step, so that a standing alarm is said once, not with each commit.
             yield Alarm(
@@ -236,10 +236,10 @@ _STEPS_NAMED = 3
 _NAMED = 8
 
 
-def is_among(id: StepId, ids: Sequence[StepId]) -> bool:
-    """Whether `id` is in `ids`, which must be sorted."""
-    at = bisect_left(ids, id)
-    return at < len(ids) and ids[at] == id
+def is_among(step_id: StepId, ids: Sequence[StepId]) -> bool:
+    """Whether `step_id` is in `ids`, which must be sorted."""
+    at = bisect_left(ids, step_id)
+    return at < len(ids) and ids[at] == step_id
 
 
 class Ledger(Completeness):
@@ -319,13 +319,17 @@ class Ledger(Completeness):
                 self._committed.clear()
         for tier in self._committed:
             among = self._among[tier]
-            moved = {id for id in changed if self._is_committed(id, tier) != (id in among)}
+            moved = {
+                step_id
+                for step_id in changed
+                if self._is_committed(step_id, tier) != (step_id in among)
+            }
             if moved:
                 among ^= moved
                 self._committed[tier] = tuple(sorted(among))
 
-    def _is_committed(self, id: StepId, tier: Tier) -> bool:
-        return self.complete(id, tier) and self._lineage.restorable(id)
+    def _is_committed(self, step_id: StepId, tier: Tier) -> bool:
+        return self.complete(step_id, tier) and self._lineage.restorable(step_id)
 
     # --- asking --------------------------------------------------------------------------
 
@@ -338,7 +342,7 @@ class Ledger(Completeness):
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch on record, oldest first."""
         if self._epochs is None:
-            self._epochs = tuple(self._recorded[id] for id in sorted(self._recorded))
+            self._epochs = tuple(self._recorded[epoch_id] for epoch_id in sorted(self._recorded))
         return self._epochs
 
     def parent(self, epoch: EpochId) -> StepId | None:
@@ -348,11 +352,14 @@ class Ledger(Completeness):
 
     def highest_epoch(self) -> int:
         """The highest epoch number ever seen, 0 for none. The next epoch's is one more."""
-        return max((id.number for id in {*self._recorded, *self._epochs_held.keys()}), default=0)
+        return max(
+            (epoch_id.number for epoch_id in {*self._recorded, *self._epochs_held.keys()}),
+            default=0,
+        )
 
-    def is_dead(self, id: StepId) -> bool:
+    def is_dead(self, step_id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
-        return self.lineage.standing(id) is Standing.DEAD
+        return self.lineage.standing(step_id) is Standing.DEAD
 
     def committed(self, tier: Tier) -> tuple[StepId, ...]:
         """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
@@ -361,7 +368,7 @@ class Ledger(Completeness):
         """
         self._catch_up()
         if tier not in self._committed:
-            committed = (id for id in self.steps if self._is_committed(id, tier))
+            committed = (step_id for step_id in self.steps if self._is_committed(step_id, tier))
             self._committed[tier] = tuple(committed)
             self._among[tier] = {*self._committed[tier]}
         return self._committed[tier]
@@ -394,36 +401,38 @@ class Ledger(Completeness):
         all of them put it together, so no twin stands in for a rank."""
         for standings in (RESTORABLE, (Standing.LOST,)):
             found = False
-            for id in self._whole_of(standings, world):
+            for step_id in self._whole_of(standings, world):
                 found = True
-                yield id
+                yield step_id
             if found:
                 return
 
     def _whole_of(self, standings: Collection[Standing], world: int | None) -> Iterator[StepId]:
         lineage = self.lineage
-        steps = [id for id in self.steps if lineage.standing(id) in standings]
-        for place, id in reversed(list(enumerate(steps))):
-            if self.complete(id, Tier.MEMORY):
-                yield id
+        steps = [step_id for step_id in self.steps if lineage.standing(step_id) in standings]
+        for place, step_id in reversed(list(enumerate(steps))):
+            if self.complete(step_id, Tier.MEMORY):
+                yield step_id
                 continue
-            coverage = self.coverage(id)
+            coverage = self.coverage(step_id)
             if coverage is not None and coverage.whole:
                 older = reversed(steps[:place])
-                complete = next((id for id in older if self._ends_search(id, coverage)), None)
+                complete = next(
+                    (step_id for step_id in older if self._ends_search(step_id, coverage)), None
+                )
                 if (
                     complete is None
                     or coverage.world != (world or coverage.world)
                     or not _nearby(coverage, self.coverage(complete))
                 ):
-                    yield id
+                    yield step_id
 
-    def _ends_search(self, id: StepId, newer: Coverage) -> bool:
+    def _ends_search(self, step_id: StepId, newer: Coverage) -> bool:
         """Whether no older step than this one is nearby: it is complete, or the run was of another
         world then."""
-        if self.complete(id, Tier.MEMORY):
+        if self.complete(step_id, Tier.MEMORY):
             return True
-        coverage = self.coverage(id)
+        coverage = self.coverage(step_id)
         return coverage is not None and coverage.whole and coverage.world != newer.world
 
     def has_answered(self, rank: int) -> bool:
@@ -433,24 +442,27 @@ class Ledger(Completeness):
     def archived_of(self, rank: int) -> list[StepId]:
         """Steps for which the archive holds this rank's image."""
         there = self.of_node(NO_NODE, Tier.ARCHIVE)
-        return [id for id, held in there if held.ranks >> rank & 1]
+        return [step_id for step_id, held in there if held.ranks >> rank & 1]
 
-    def size_bytes(self, id: StepId) -> int:
+    def size_bytes(self, step_id: StepId) -> int:
         """Bytes of the step: the sum of one image of each rank, the largest where sizes differ.
         0 if the size is unknown for any rank."""
         largest: dict[int, int] = {}
-        for held in self.copies(id):
+        for held in self.copies(step_id):
             for rank, size in held.sizes():
                 largest[rank] = max(size, largest.get(rank, 0))
-        world = max(self.worlds(id), default=0)
+        world = max(self.worlds(step_id), default=0)
         known = len(largest) >= world and all(largest.values())
         return sum(largest.values()) if known else 0
 
     def written_at(self, ids: Iterable[StepId]) -> dict[StepId, float]:
         """When the last image of each step was written, in unix seconds. Steps without any time are
         left out."""
-        times = {id: max((copy.written_at for copy in self.copies(id)), default=0.0) for id in ids}
-        return {id: at for id, at in times.items() if at}
+        times = {
+            step_id: max((copy.written_at for copy in self.copies(step_id)), default=0.0)
+            for step_id in ids
+        }
+        return {step_id: at for step_id, at in times.items() if at}
 
     def expendable(self, tier: Tier, policy: Retention) -> tuple[StepId, ...]:
         """Steps of which no copy on this tier is needed under this policy, oldest first.
@@ -462,8 +474,8 @@ class Ledger(Completeness):
         if not alive:
             return ()
         by_standing: dict[Standing, list[StepId]] = {standing: [] for standing in Standing}
-        for id in {*self.steps}.difference(self.committed(tier)):
-            by_standing[self.lineage.standing(id)].append(id)
+        for step_id in {*self.steps}.difference(self.committed(tier)):
+            by_standing[self.lineage.standing(step_id)].append(step_id)
         others = left_behind(
             alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
         )
@@ -476,7 +488,9 @@ class Ledger(Completeness):
         known = self._known_retired.get(tier)
         # times may be reported after images
         if known is None or known[0] != of or policy.every_s is not None:
-            alive = [id for id in of[0] if self._lineage.standing(id) is Standing.LIVE]
+            alive = [
+                step_id for step_id in of[0] if self._lineage.standing(step_id) is Standing.LIVE
+            ]
             times = None if policy.every_s is None else self.written_at(alive)
             found = alive, retired(alive, policy, written_at=times) if alive else ()
             known = self._known_retired[tier] = of, found
@@ -551,20 +565,20 @@ class Ledger(Completeness):
 
     def _incomplete(self) -> str:
         named = reversed(self.steps[-_STEPS_NAMED:])
-        return "; ".join(f"{id} ({self.what_ails(id)})" for id in named)
+        return "; ".join(f"{step_id} ({self.what_ails(step_id)})" for step_id in named)
 
-    def what_ails(self, id: StepId) -> str:
+    def what_ails(self, step_id: StepId) -> str:
         """Why this step, of which at least one image is held, cannot be restored."""
-        standing = self.lineage.standing(id)
+        standing = self.lineage.standing(step_id)
         if standing is Standing.DEAD:
             return "dead: a later epoch went on from before it"
         if standing is Standing.LOST:
             return "its successors are not known"
-        if contested := self.contested(id):
+        if contested := self.contested(step_id):
             return f"two different images of rank {_named(contested)}"
-        if len(worlds := self.worlds(id)) != 1:
+        if len(worlds := self.worlds(step_id)) != 1:
             return f"saved by worlds of {_named(worlds)}"
-        coverage = self.coverage(id)
+        coverage = self.coverage(step_id)
         return f"no copy of rank {_named(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
@@ -607,7 +621,7 @@ class Ledger(Completeness):
             self._announced[tier] = now
             news = sorted({*now} - {*before})
             self._signatures.add(news, self)
-            yield from (Committed(tier, id) for id in news)
+            yield from (Committed(tier, step_id) for step_id in news)
 
     def _alarms(self) -> Iterator[Alarm]:
         self._catch_up()
@@ -677,17 +691,20 @@ def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
     if (step := ledger.restart_step(world=world or None)) is not None:
         return Outlook(Restart.GOES_ON, step)
     left = [
-        (id, held) for id in ledger.steps if not ledger.is_dead(id) for held in ledger.copies(id)
+        (step_id, held)
+        for step_id in ledger.steps
+        if not ledger.is_dead(step_id)
+        for held in ledger.copies(step_id)
     ]
     if not left:
         return Outlook(Restart.BEGINS)
-    newest = max(id for id, _ in left)
+    newest = max(step_id for step_id, _ in left)
     if fleeting:
         return Outlook(Restart.BEGINS_AGAIN, newest)
     by_rank: dict[tuple[int, EpochId], set[int]] = {}
-    for id, held in left:
+    for step_id, held in left:
         for rank in bits(held.ranks):
-            by_rank.setdefault((rank, id.epoch), set()).add(id.step)
+            by_rank.setdefault((rank, step_id.epoch), set()).add(step_id.step)
     same_world = all(held.place[2] == world for _, held in left)
     early = same_world and all(map(is_early, by_rank.values()))
     return Outlook(Restart.BEGINS if early else Restart.WAITS, newest)

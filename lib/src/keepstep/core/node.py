@@ -298,8 +298,8 @@ class Node:
         began: float = 0.0,
         pacing: Pacing | None = None,
         epochs: Callable[[], Iterable[Epoch]] = tuple,
-        in_use: Callable[[StepId], bool] = lambda id: False,
-        may_write: Callable[[StepId], bool] = lambda id: True,
+        in_use: Callable[[StepId], bool] = lambda step_id: False,
+        may_write: Callable[[StepId], bool] = lambda step_id: True,
     ) -> None:
         """`slots`: the slots of this machine's ranks, a live view. `alone`: see `LeaderView`.
         `pacing`: None when a person chose which steps are persisted. `epochs`: returns those of
@@ -348,8 +348,8 @@ class Node:
                 if self.pacing is not None:
                     self.pacing.drive_bytes = event.drive_bytes
                 return ()
-            case Reading(id, begins):
-                self._reads[id] += 1 if begins else -1
+            case Reading(step_id, begins):
+                self._reads[step_id] += 1 if begins else -1
                 self._reads += Counter()  # keeps only those that are still read
                 return ()
             case Full():
@@ -401,17 +401,19 @@ class Node:
         policy = replace(self.keep, pinned=self.leader_view.word.pinned)
         return {*self.ledger.expendable(Tier.LOCAL, policy)}
 
-    def is_dead(self, id: StepId) -> bool:
+    def is_dead(self, step_id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
-        return self.ledger.is_dead(id)
+        return self.ledger.is_dead(step_id)
 
-    def busy(self, id: StepId) -> bool:
+    def busy(self, step_id: StepId) -> bool:
         """Whether this step is being written to the volumes, or is the planner's target."""
-        return id == self.planner.target or any(writing == id for _, writing in self._writing)
+        return step_id == self.planner.target or any(
+            writing == step_id for _, writing in self._writing
+        )
 
-    def must_stay(self, id: StepId) -> bool:
+    def must_stay(self, step_id: StepId) -> bool:
         """Whether this step is being written, read, or is one to go back to."""
-        return self.busy(id) or id in self._reads or self._in_use(id)
+        return self.busy(step_id) or step_id in self._reads or self._in_use(step_id)
 
     def commits(self) -> list[StepId]:
         """Steps that are known to be committed, oldest first.
@@ -424,7 +426,7 @@ class Node:
             told |= view.word.commits | self._published
         if not view.alone and view.commit is not None:
             told.add(view.commit)
-        beyond = {id for id in told if self.ledger.lineage.restorable(id)}
+        beyond = {step_id for step_id in told if self.ledger.lineage.restorable(step_id)}
         return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
 
     def last_commit(self) -> StepId | None:
@@ -436,7 +438,10 @@ class Node:
         has, although nothing says that it was committed."""
         current = self.ledger.lineage.current
         parent = None if current is None else self.ledger.parent(current)
-        return max((id for id in (self.last_commit(), parent) if id is not None), default=None)
+        return max(
+            (step_id for step_id in (self.last_commit(), parent) if step_id is not None),
+            default=None,
+        )
 
     def common(self) -> StepId | None:
         """The newest step that every rank here has in a slot."""
@@ -452,7 +457,10 @@ class Node:
             rank: self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()
         }
         return [
-            Memory(frozenset(id for table in found for id in table.sealed()), rank in self._ended)
+            Memory(
+                frozenset(step_id for table in found for step_id in table.sealed()),
+                rank in self._ended,
+            )
             for rank, found in tables.items()
             if found
         ]
@@ -460,10 +468,10 @@ class Node:
     def unwritten(self) -> StepId | None:
         """The newest step that every rank here has in a slot, where it should be durable and is
         not."""
-        id = self.common()
-        if id is None or not self._may_write(id) or self.planner.is_durable(id):
+        step_id = self.common()
+        if step_id is None or not self._may_write(step_id) or self.planner.is_durable(step_id):
             return None
-        return id
+        return step_id
 
     def _protect(self) -> None:
         kept = worth_keeping(self._memories())
@@ -483,14 +491,14 @@ class Node:
                 self._ended.discard(rank)
                 self._protect()
                 return self._settle(rank)
-            case Sealed(rank, id):
+            case Sealed(rank, step_id):
                 self._ended.discard(rank)
                 self._protect()
-                return self.planner.sealed(rank, id) if self._may_write(id) else ()
-            case Overwritten(rank, id):
-                return self.planner.overwritten(rank, id)
-            case Wrote(rank, id, ok):
-                return self._wrote(rank, id, ok=ok)
+                return self.planner.sealed(rank, step_id) if self._may_write(step_id) else ()
+            case Overwritten(rank, step_id):
+                return self.planner.overwritten(rank, step_id)
+            case Wrote(rank, step_id, ok):
+                return self._wrote(rank, step_id, ok=ok)
             case Died(rank):
                 self._ended.add(rank)
                 self._protect()
@@ -517,26 +525,30 @@ class Node:
         for rank in sorted(serves.ranks & self._ended):
             yield from self.planner.gone(rank)
         for rank in sorted(serves.ranks):
-            for id in sorted(self._durable.get(rank, ())):
-                yield from self.planner.written(rank, id)
+            for step_id in sorted(self._durable.get(rank, ())):
+                yield from self.planner.written(rank, step_id)
             if rank in self._slots and self._slots[rank].settled:
                 yield from self._settle(rank)
 
     def _settle(self, rank: int) -> Iterator[Write]:
-        for id in sorted(self._writable(rank)):
-            yield from self.planner.sealed(rank, id)
+        for step_id in sorted(self._writable(rank)):
+            yield from self.planner.sealed(rank, step_id)
 
     def _writable(self, rank: int) -> set[StepId]:
-        held = {id for table in self._slots[rank].tables() for id in table.sealed()}
-        return {id for id in held if self._may_write(id) and not self.ledger.is_dead(id)}
+        held = {step_id for table in self._slots[rank].tables() for step_id in table.sealed()}
+        return {
+            step_id
+            for step_id in held
+            if self._may_write(step_id) and not self.ledger.is_dead(step_id)
+        }
 
-    def _wrote(self, rank: int, id: StepId, *, ok: bool) -> Iterable[Write]:
-        table, index = self._writing.pop((rank, id))
+    def _wrote(self, rank: int, step_id: StepId, *, ok: bool) -> Iterable[Write]:
+        table, index = self._writing.pop((rank, step_id))
         table.unpin(index)
         if ok:
-            self._durable.setdefault(rank, set()).add(id)
+            self._durable.setdefault(rank, set()).add(step_id)
             self._grown = True
-        return self.planner.written(rank, id, ok=ok)
+        return self.planner.written(rank, step_id, ok=ok)
 
     def _pace(self, wrote: Wrote) -> tuple[Interval, ...]:
         """Learn from the write. If the step is durable now, choose the interval to the next one."""
@@ -573,9 +585,9 @@ class Node:
                 self.pacing.began()
         return tuple(begun)
 
-    def _find(self, rank: int, id: StepId) -> tuple[SlotTable, int] | None:
+    def _find(self, rank: int, step_id: StepId) -> tuple[SlotTable, int] | None:
         for table in self._tables(rank):
-            if (index := table.holds(id)) is not None:
+            if (index := table.holds(step_id)) is not None:
                 return table, index
         return None
 
@@ -620,7 +632,7 @@ class Node:
         may have taken its place."""
         held = [self._durable.get(rank, set()) for rank in self._serves.ranks]
         commits = self.commits()
-        whole = any(all(id in steps for steps in held) for id in commits)
+        whole = any(all(step_id in steps for steps in held) for step_id in commits)
         if parent is None or (whole and parent not in commits):
             return ()
         writes: list[Write] = []
@@ -635,13 +647,13 @@ class Node:
 
     def _conclude(self, now: float) -> tuple[Action, ...]:
         here = self._here()
-        commits = [id for id in self.commits() if id in here]
+        commits = [step_id for step_id in self.commits() if step_id in here]
         if len(commits) > self.keep.last and self.keep.every is None:
             self.short = False  # where more than the last steps stay, it soon comes back
-        shown = [Publish(id) for id in commits if id not in self._shown]
-        doomed = [id for id in self._doomed(here, now) if id in here]
-        free = [id for id in doomed if not self.must_stay(id)]
-        self.deferred = tuple(id for id in doomed if id not in free)
+        shown = [Publish(step_id) for step_id in commits if step_id not in self._shown]
+        doomed = [step_id for step_id in self._doomed(here, now) if step_id in here]
+        free = [step_id for step_id in doomed if not self.must_stay(step_id)]
+        self.deferred = tuple(step_id for step_id in doomed if step_id not in free)
         return (*shown, *map(self._retire, free))
 
     def _here(self) -> set[StepId]:
@@ -664,22 +676,26 @@ class Node:
     def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
         """Steps that certainly will never be whole, without the newest few."""
         commits = {*self.ledger.committed(Tier.LOCAL)}
-        unfinished = [id for id in self._live(here) if id not in commits]
+        unfinished = [step_id for step_id in self._live(here) if step_id not in commits]
         if self._in_doubt or not hopeless(unfinished):
             return []
         whole = self.ledger.whole()
-        return hopeless(id for id in unfinished if id not in whole and not self._may_be_whole(id))
+        return hopeless(
+            step_id
+            for step_id in unfinished
+            if step_id not in whole and not self._may_be_whole(step_id)
+        )
 
-    def _may_be_whole(self, id: StepId) -> bool:
+    def _may_be_whole(self, step_id: StepId) -> bool:
         """Whether every rank of this machine has this step anywhere, or may still get it. A slot
         that was assigned but not yet zeroed still has its image."""
         held = 0
         for tier in Tier:
-            held |= self.ledger.holders(id, tier)
+            held |= self.ledger.holders(step_id, tier)
         return all(
             held >> rank & 1
-            or self.planner.can_have(rank, id)
-            or any(slot.id == id for table in self._tables(rank) for slot in table.slots)
+            or self.planner.can_have(rank, step_id)
+            or any(slot.id == step_id for table in self._tables(rank) for slot in table.slots)
             or not self.ledger.has_answered(rank)
             for rank in self._serves.ranks
         )
@@ -687,13 +703,15 @@ class Node:
     def _tables(self, rank: int) -> Sequence[SlotTable]:
         return self._slots[rank].tables() if rank in self._slots else ()
 
-    def _retire(self, id: StepId) -> Retire:
-        ranks = tuple(sorted(rank for rank, held in self._durable.items() if id in held))
-        return Retire(id, ranks)
+    def _retire(self, step_id: StepId) -> Retire:
+        ranks = tuple(sorted(rank for rank, held in self._durable.items() if step_id in held))
+        return Retire(step_id, ranks)
 
     def _live(self, here: Iterable[StepId]) -> list[StepId]:
         """Those of these steps that are live: the newest epoch goes on from them."""
-        return [id for id in here if self.ledger.lineage.standing(id) is Standing.LIVE]
+        return [
+            step_id for step_id in here if self.ledger.lineage.standing(step_id) is Standing.LIVE
+        ]
 
     def _least_wanted(self, full: Full) -> tuple[StepId, ...]:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
@@ -711,7 +729,7 @@ class Node:
             live = self._live(self._here())
             known = self.last_commit()
             surplus = {*unwatched(live, last_commit=known, pinned=pinned, full=True)}
-        free = {id for id in surplus if not self.must_stay(id)}
+        free = {step_id for step_id in surplus if not self.must_stay(step_id)}
         return evicted(
             full.sizes,
             replace(self.keep, pinned=frozenset(full.sizes.keys() - free)),

@@ -110,10 +110,10 @@ def retired(
     ordered = sorted(set(committed))
     kept = {*ordered[-policy.last :], *policy.pinned, *_anchors(ordered)}
     if policy.every_steps is not None:
-        kept.update(id for id in ordered if id.step % policy.every_steps == 0)
+        kept.update(step_id for step_id in ordered if step_id.step % policy.every_steps == 0)
     if policy.every_s is not None:
         kept.update(_first_of_each_span(ordered, written_at or {}, policy.every_s))
-    return tuple(id for id in ordered if id not in kept)
+    return tuple(step_id for step_id in ordered if step_id not in kept)
 
 
 def evicted(
@@ -135,17 +135,17 @@ def evicted(
     useless = sorted(sizes.keys() - set(whole))
     first = retired(whole, policy, written_at=written_at)
     last = whole[-policy.last :]
-    beside = [id for id in whole if id not in first and id not in last]
+    beside = [step_id for step_id in whole if step_id not in first and step_id not in last]
     excess = sum(sizes.values()) - limit_bytes
     gone: list[StepId] = []
-    proven = {id for id in _anchors(whole)[:1] if _is_proven(id, whole)}
-    older = [id for id in (*beside, *last[:-1]) if id not in proven]
-    for id in (*useless, *first, *older, *sorted(proven - {*last[-1:]})):
+    proven = {step_id for step_id in _anchors(whole)[:1] if _is_proven(step_id, whole)}
+    older = [step_id for step_id in (*beside, *last[:-1]) if step_id not in proven]
+    for step_id in (*useless, *first, *older, *sorted(proven - {*last[-1:]})):
         if excess <= 0:
             break
-        if id not in policy.pinned:
-            gone.append(id)
-            excess -= sizes[id]
+        if step_id not in policy.pinned:
+            gone.append(step_id)
+            excess -= sizes[step_id]
     return tuple(gone)
 
 
@@ -162,7 +162,9 @@ def left_behind(
     if not alive:
         return set()
     last = sorted(alive)[-policy.last :]
-    gone = {id for id in unfinished if id < last[0]} | {id for id in dead if id < last[-1]}
+    gone = {step_id for step_id in unfinished if step_id < last[0]} | {
+        step_id for step_id in dead if step_id < last[-1]
+    }
     return gone - policy.pinned
 
 
@@ -178,8 +180,8 @@ def dismissed(
 ) -> list[StepId]:
     """Of the steps that the leader names for deletion, those that may go, oldest first. A correct
     leader names no others."""
-    older = (id for id in named if last_commit is not None and id < last_commit)
-    return sorted(id for id in older if id not in pinned)
+    older = (step_id for step_id in named if last_commit is not None and step_id < last_commit)
+    return sorted(step_id for step_id in older if step_id not in pinned)
 
 
 def unwatched(
@@ -197,9 +199,11 @@ def unwatched(
     of the run, so that no volume needs an older copy.
     """
     ids = sorted(held)
-    later = [id for id in ids if last_commit is None or id > last_commit]
-    older = [id for id in ids if full and last_commit is not None and id < last_commit]
-    return [id for id in (*older, *later[:-2]) if id not in pinned]
+    later = [step_id for step_id in ids if last_commit is None or step_id > last_commit]
+    older = [
+        step_id for step_id in ids if full and last_commit is not None and step_id < last_commit
+    ]
+    return [step_id for step_id in (*older, *later[:-2]) if step_id not in pinned]
 
 
 def superseded(
@@ -218,7 +222,11 @@ def superseded(
     for rank, ids in needed.items() if committed is not None else ():
         here = set(held.get(rank, ()))
         anchor = _newest_committed(here & set(ids), committed)
-        doomed += [(id, rank) for id in here - set(ids) if anchor is not None and id < anchor]
+        doomed += [
+            (step_id, rank)
+            for step_id in here - set(ids)
+            if anchor is not None and step_id < anchor
+        ]
     return sorted(doomed)
 
 
@@ -231,12 +239,14 @@ def crowded_out(
     doomed = []
     for rank, ids in held.items():
         kept = _newest_committed(ids, committed.get(rank))
-        doomed += [(id, rank) for id in ids if kept is not None and id != kept]
+        doomed += [(step_id, rank) for step_id in ids if kept is not None and step_id != kept]
     return sorted(doomed)
 
 
 def _newest_committed(ids: Iterable[StepId], committed: StepId | None) -> StepId | None:
-    return max((id for id in ids if committed is not None and id <= committed), default=None)
+    return max(
+        (step_id for step_id in ids if committed is not None and step_id <= committed), default=None
+    )
 
 
 _SPAN = 2 * WITHIN
@@ -253,22 +263,22 @@ def _anchors(ordered: list[StepId]) -> list[StepId]:
     each of its steps lies within `_SPAN` steps of the run's beginning.
     """
     first: dict[int, StepId] = {}
-    for id in ordered:
-        first.setdefault(id.step // _SPAN, id)
-    anchors = [id for span, id in first.items() if span]
-    proven = [at for at, id in enumerate(anchors) if _is_proven(id, ordered)]
+    for step_id in ordered:
+        first.setdefault(step_id.step // _SPAN, step_id)
+    anchors = [step_id for span, step_id in first.items() if span]
+    proven = [at for at, step_id in enumerate(anchors) if _is_proven(step_id, ordered)]
     return anchors[max(proven, default=0) :]
 
 
-def _is_proven(id: StepId, ordered: list[StepId]) -> bool:
-    return id.step + _SPAN <= ordered[-1].step
+def _is_proven(step_id: StepId, ordered: list[StepId]) -> bool:
+    return step_id.step + _SPAN <= ordered[-1].step
 
 
 def _first_of_each_span(
     ordered: list[StepId], written_at: Mapping[StepId, float], span_s: float
 ) -> set[StepId]:
     first: dict[int, StepId] = {}
-    for id in ordered:
-        if id in written_at:
-            first.setdefault(int(written_at[id] // span_s), id)
+    for step_id in ordered:
+        if step_id in written_at:
+            first.setdefault(int(written_at[step_id] // span_s), step_id)
     return set(first.values())

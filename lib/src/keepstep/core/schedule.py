@@ -267,16 +267,16 @@ class Pacing:
         """Of each step that not all ranks have written: drive, seconds and bytes of each write."""
         self._writes: deque[tuple[float, int]] = deque(maxlen=_WRITES)
 
-    def sealed(self, id: StepId, now: float) -> None:
+    def sealed(self, step_id: StepId, now: float) -> None:
         """A rank staged this step."""
         if self._newest is not None:
             before, at = self._newest
-            if id <= before:
+            if step_id <= before:
                 return
-            if id.epoch == before.epoch:
-                self._steps.append(id.step - before.step)
-                self._times.append(((now - at) / (id.step - before.step), self._wrote))
-        self._newest, self._wrote = (id, now), self._in_flight > 0
+            if step_id.epoch == before.epoch:
+                self._steps.append(step_id.step - before.step)
+                self._times.append(((now - at) / (step_id.step - before.step), self._wrote))
+        self._newest, self._wrote = (step_id, now), self._in_flight > 0
 
     def began(self) -> None:
         """A write is in flight."""
@@ -287,19 +287,19 @@ class Pacing:
         """A write is no longer in flight."""
         self._in_flight -= 1
 
-    def wrote(self, id: StepId, drive: int, *, seconds: float, size_bytes: int) -> None:
+    def wrote(self, step_id: StepId, drive: int, *, seconds: float, size_bytes: int) -> None:
         """A rank's image of this step is durable."""
-        self._written.setdefault(id, []).append((drive, seconds, size_bytes))
+        self._written.setdefault(step_id, []).append((drive, seconds, size_bytes))
 
-    def durable(self, id: StepId, epochs: Iterable[Epoch]) -> Interval | None:
+    def durable(self, step_id: StepId, epochs: Iterable[Epoch]) -> Interval | None:
         """All ranks of this node wrote this step. Returns the interval from now on; None: too few
         samples yet."""
-        if written := self._written.get(id):
+        if written := self._written.get(step_id):
             busy_s: dict[int, float] = {}
             for drive, seconds, _ in written:
                 busy_s[drive] = busy_s.get(drive, 0.0) + seconds
             self._writes.append((max(busy_s.values()), sum(size for _, _, size in written)))
-        self._written = {other: value for other, value in self._written.items() if other > id}
+        self._written = {other: value for other, value in self._written.items() if other > step_id}
         if self._newest is None or len(self._times) < _ENOUGH or not self._writes:
             return None
         step_s = median(seconds for seconds, _ in self._times)
@@ -386,24 +386,24 @@ class _Rank:
     passed: StepId | None = None
     gone: bool = False
 
-    def can_have(self, id: StepId) -> bool:
+    def can_have(self, step_id: StepId) -> bool:
         """Whether the rank has sealed this step or may still seal it."""
-        return self.has_sealed(id) or self.may_seal(id)
+        return self.has_sealed(step_id) or self.may_seal(step_id)
 
-    def could_write(self, id: StepId) -> bool:
+    def could_write(self, step_id: StepId) -> bool:
         """Whether the rank could write this step now and has not written it."""
-        return self.writing is None and id in self.held and id not in self.done
+        return self.writing is None and step_id in self.held and step_id not in self.done
 
-    def has_sealed(self, id: StepId) -> bool:
+    def has_sealed(self, step_id: StepId) -> bool:
         """Whether the rank holds the image, has written it, or is writing it."""
-        return id in self.held or id in self.done or id == self.writing
+        return step_id in self.held or step_id in self.done or step_id == self.writing
 
-    def may_seal(self, id: StepId) -> bool:
+    def may_seal(self, step_id: StepId) -> bool:
         """Whether the rank may still seal this step. A trainer that died comes back in another
         epoch, so it seals no more steps of this one."""
         if self.passed is None:
             return not self.gone
-        return self.passed < id and not (self.gone and self.passed.epoch == id.epoch)
+        return self.passed < step_id and not (self.gone and self.passed.epoch == step_id.epoch)
 
 
 class PersistPlanner:
@@ -441,43 +441,43 @@ class PersistPlanner:
 
     # --- events --------------------------------------------------------------------------
 
-    def sealed(self, rank: int, id: StepId) -> tuple[Write, ...]:
+    def sealed(self, rank: int, step_id: StepId) -> tuple[Write, ...]:
         """The image of this step is complete in a slot of the rank."""
         if (state := self._ranks.get(rank)) is None:
             return ()
         state.gone = False
-        if state.failed != id:
-            state.held.add(id)
-        state.passed = id if state.passed is None else max(state.passed, id)
-        if (self.grid.due(id.step) or id in self._demanded) and self._is_new(id):
-            self._pending.add(id)
+        if state.failed != step_id:
+            state.held.add(step_id)
+        state.passed = step_id if state.passed is None else max(state.passed, step_id)
+        if (self.grid.due(step_id.step) or step_id in self._demanded) and self._is_new(step_id):
+            self._pending.add(step_id)
         return self._advance()
 
-    def overwritten(self, rank: int, id: StepId) -> tuple[Write, ...]:
+    def overwritten(self, rank: int, step_id: StepId) -> tuple[Write, ...]:
         """The slot that held this step was assigned again."""
         if (state := self._ranks.get(rank)) is None:
             return ()
-        state.held.discard(id)
+        state.held.discard(step_id)
         return self._advance()
 
-    def written(self, rank: int, id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
+    def written(self, rank: int, step_id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
         """A `Write` ended, or a shard was found on disk. Not `ok`: the write failed and is not
         tried again."""
         if (state := self._ranks.get(rank)) is None:
             return ()
-        state.writing = None if state.writing == id else state.writing
+        state.writing = None if state.writing == step_id else state.writing
         if ok:
-            state.done = {*sorted(state.done)[-_DONE_KEPT:], id}  # this one, however old
+            state.done = {*sorted(state.done)[-_DONE_KEPT:], step_id}  # this one, however old
         else:  # its image is no longer offered, so the step becomes impossible
-            state.held.discard(id)
-            state.failed = id
+            state.held.discard(step_id)
+            state.failed = step_id
             self.counts.failed += 1
         return self._advance()
 
-    def removed(self, rank: int, id: StepId) -> None:
+    def removed(self, rank: int, step_id: StepId) -> None:
         """The rank's shard of this step is no longer on any volume, so it may be written again."""
         if (state := self._ranks.get(rank)) is not None:
-            state.done.discard(id)
+            state.done.discard(step_id)
 
     def gone(self, rank: int) -> tuple[Write, ...]:
         """The trainer died: it seals no more images of this epoch. Images that it sealed stay."""
@@ -489,10 +489,10 @@ class PersistPlanner:
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
         """Forget the steps that are dead because a new epoch began: nobody needs them on disk."""
         for rank in self._ranks.values():
-            rank.held = {id for id in rank.held if not dead(id)}
-            rank.done = {id for id in rank.done if not dead(id)}
-        self._pending = {id for id in self._pending if not dead(id)}
-        self._demanded = {id for id in self._demanded if not dead(id)}
+            rank.held = {step_id for step_id in rank.held if not dead(step_id)}
+            rank.done = {step_id for step_id in rank.done if not dead(step_id)}
+        self._pending = {step_id for step_id in self._pending if not dead(step_id)}
+        self._demanded = {step_id for step_id in self._demanded if not dead(step_id)}
         if self._target is not None and dead(self._target):
             self._drop_target()
         return self._advance()
@@ -509,11 +509,11 @@ class PersistPlanner:
 
         The newest step is written first, because it counts most when a deadline is near.
         """
-        for id in self.common()[-newest:] if ids is None else ids:
-            if self._is_new(id):
-                self._demanded.add(id)
-                if any(id in rank.held for rank in self._ranks.values()):
-                    self._pending.add(id)
+        for step_id in self.common()[-newest:] if ids is None else ids:
+            if self._is_new(step_id):
+                self._demanded.add(step_id)
+                if any(step_id in rank.held for rank in self._ranks.values()):
+                    self._pending.add(step_id)
         return self._advance()
 
     def pace(self, least: int) -> None:
@@ -529,20 +529,20 @@ class PersistPlanner:
         each = [rank.held | rank.done for rank in self._ranks.values()]
         return sorted(set.intersection(*each)) if each else []
 
-    def can_have(self, rank: int, id: StepId) -> bool:
+    def can_have(self, rank: int, step_id: StepId) -> bool:
         """Whether the rank has this step, as far as this planner knows, or may still seal it."""
-        return (state := self._ranks.get(rank)) is None or state.can_have(id)
+        return (state := self._ranks.get(rank)) is None or state.can_have(step_id)
 
-    def is_durable(self, id: StepId) -> bool:
+    def is_durable(self, step_id: StepId) -> bool:
         """Whether every rank of this node has written this step, as far as this planner knows."""
-        return bool(self._ranks) and all(id in rank.done for rank in self._ranks.values())
+        return bool(self._ranks) and all(step_id in rank.done for rank in self._ranks.values())
 
     # --- deciding ------------------------------------------------------------------------
 
     def _advance(self) -> tuple[Write, ...]:
-        lost = {id for id in self._pending if not self._possible(id)}
+        lost = {step_id for step_id in self._pending if not self._possible(step_id)}
         self._pending -= lost
-        self._demanded = {id for id in self._demanded if self._possible(id)}
+        self._demanded = {step_id for step_id in self._demanded if self._possible(step_id)}
         self._skip(len(lost))
         writes = self._each_at_its_pace() if self._every else self._one_in_flight()
         for write in writes:
@@ -568,13 +568,13 @@ class PersistPlanner:
         ]
 
     def _each_at_its_pace(self) -> list[Write]:
-        for id in sorted(self._pending):
-            if self.is_durable(id):
-                self._pending.discard(id)
-                self._finish(id)
+        for step_id in sorted(self._pending):
+            if self.is_durable(step_id):
+                self._pending.discard(step_id)
+                self._finish(step_id)
         writes = []
         for rank, state in self._ranks.items():
-            if waiting := [id for id in self._pending if state.could_write(id)]:
+            if waiting := [step_id for step_id in self._pending if state.could_write(step_id)]:
                 writes.append(Write(rank, min(waiting)))
         return writes
 
@@ -585,9 +585,11 @@ class PersistPlanner:
             return
         demanded = self._pending & self._demanded
         target = max(
-            {id for id in demanded if self._sealed_by_all(id)} or demanded or self._pending
+            {step_id for step_id in demanded if self._sealed_by_all(step_id)}
+            or demanded
+            or self._pending
         )
-        passed = {id for id in self._pending - self._demanded if id < target}
+        passed = {step_id for step_id in self._pending - self._demanded if step_id < target}
         self._pending -= {target, *passed}
         self._target = target
         self._skip(len(passed))
@@ -597,29 +599,29 @@ class PersistPlanner:
         that all ranks have sealed waits. So the target does not hold up a flush."""
         if self._target is None or self._sealed_by_all(self._target):
             return
-        if any(self._sealed_by_all(id) for id in self._pending & self._demanded):
+        if any(self._sealed_by_all(step_id) for step_id in self._pending & self._demanded):
             if any(rank.has_sealed(self._target) for rank in self._ranks.values()):
                 self._pending.add(self._target)
             self._target = None
 
-    def _finish(self, id: StepId) -> None:
+    def _finish(self, step_id: StepId) -> None:
         self.counts.persisted += 1
-        self.durable = id if self.durable is None else max(self.durable, id)
-        self._demanded.discard(id)
+        self.durable = step_id if self.durable is None else max(self.durable, step_id)
+        self._demanded.discard(step_id)
         self._target = None
-        self._adapt(id)
+        self._adapt(step_id)
 
-    def _adapt(self, id: StepId) -> None:
+    def _adapt(self, step_id: StepId) -> None:
         """Coarsen the grid if steps were skipped or are too close. Refine it if writing would keep
         up with half the interval, too."""
-        newest = max((rank.passed for rank in self._ranks.values() if rank.passed), default=id)
-        if newest.epoch != id.epoch:
+        newest = max((rank.passed for rank in self._ranks.values() if rank.passed), default=step_id)
+        if newest.epoch != step_id.epoch:
             return
         if self._skipped_since_change or self.grid.newest_interval < self.least:
             self.grid = self.grid.coarsen(newest.step + 1)
             self._skipped_since_change = self._calm = 0
             return
-        quick = 2 * (newest.step - id.step) < self.grid.interval(id.step)
+        quick = 2 * (newest.step - step_id.step) < self.grid.interval(step_id.step)
         self._calm = self._calm + 1 if quick else 0
         if self._calm >= CALM_BEFORE_REFINING and self.grid.newest_interval > self.least:
             self.grid = self.grid.refine(newest.step + 1)
@@ -634,14 +636,14 @@ class PersistPlanner:
             self._demanded.discard(self._target)
         self._target = None
 
-    def _sealed_by_all(self, id: StepId) -> bool:
-        return all(rank.has_sealed(id) for rank in self._ranks.values())
+    def _sealed_by_all(self, step_id: StepId) -> bool:
+        return all(rank.has_sealed(step_id) for rank in self._ranks.values())
 
-    def _possible(self, id: StepId) -> bool:
-        return all(rank.can_have(id) for rank in self._ranks.values())
+    def _possible(self, step_id: StepId) -> bool:
+        return all(rank.can_have(step_id) for rank in self._ranks.values())
 
-    def _is_new(self, id: StepId) -> bool:
-        return id != self._target and not self.is_durable(id)
+    def _is_new(self, step_id: StepId) -> bool:
+        return step_id != self._target and not self.is_durable(step_id)
 
 
 LEAST = 3

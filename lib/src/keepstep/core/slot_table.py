@@ -77,9 +77,9 @@ class Memory:
     held: frozenset[StepId]
     ended: bool = False
 
-    def may_have(self, id: StepId) -> bool:
+    def may_have(self, step_id: StepId) -> bool:
         """It has this step, or may still seal it."""
-        return id in self.held or not (self.ended or any(id < held for held in self.held))
+        return step_id in self.held or not (self.ended or any(step_id < held for held in self.held))
 
 
 def newest_common(ranks: Sequence[Memory]) -> StepId | None:
@@ -97,8 +97,8 @@ def worth_keeping(ranks: Sequence[Memory]) -> frozenset[StepId]:
     """
     common = newest_common(ranks)
     known = frozenset[StepId]().union(*(rank.held for rank in ranks))
-    newer = {id for id in known if common is None or id > common}
-    kept = {id for id in newer if all(rank.may_have(id) for rank in ranks)}
+    newer = {step_id for step_id in known if common is None or step_id > common}
+    kept = {step_id for step_id in newer if all(rank.may_have(step_id) for rank in ranks)}
     return frozenset(kept if common is None else {common, *kept})
 
 
@@ -155,13 +155,13 @@ class SlotTable:
             raise ValueError(f"slot {index} cannot be the one that is filled")
         self._slots[index] = replace(self._slots[index], state=SlotState.ASSIGNED)
 
-    def seal(self, index: int, id: StepId) -> None:
+    def seal(self, index: int, step_id: StepId) -> None:
         """The image in this slot is complete. Raises ValueError unless the slot is assigned or
         loading."""
         slot = self._slots[index]
         if slot.state not in (SlotState.ASSIGNED, SlotState.LOADING):
             raise ValueError(f"slot {index} is {slot.state}: only a slot that is filled is sealed")
-        self._slots[index] = replace(slot, state=SlotState.SEALED, id=id, dead=False)
+        self._slots[index] = replace(slot, state=SlotState.SEALED, id=step_id, dead=False)
 
     def release(self, index: int, keep: StepId | None = None) -> None:
         """The slot is no longer being filled. `keep`: the step whose image its control page still
@@ -178,12 +178,12 @@ class SlotTable:
         dead = slot.dead and keep == slot.id and keep is not None
         self._slots[index] = replace(slot, state=state, id=keep, dead=dead)
 
-    def adopt(self, index: int, id: StepId) -> None:
+    def adopt(self, index: int, step_id: StepId) -> None:
         """Take over an image that was found with a valid seal after a restart. Raises ValueError
         unless the slot is empty."""
         if self._slots[index].state is not SlotState.EMPTY:
             raise ValueError(f"slot {index} is {self._slots[index].state}, not empty")
-        self._slots[index] = Slot(SlotState.SEALED, id)
+        self._slots[index] = Slot(SlotState.SEALED, step_id)
 
     def reserve(self, expendable: Container[StepId] = frozenset()) -> int | None:
         """A slot to load an image into without destroying a candidate, or None. `seal` it later.
@@ -235,9 +235,9 @@ class SlotTable:
 
     # --- asking --------------------------------------------------------------------------
 
-    def holds(self, id: StepId) -> int | None:
+    def holds(self, step_id: StepId) -> int | None:
         """The index of the slot with this sealed, live image, or None."""
-        return next((i for i, slot in enumerate(self._slots) if slot.live == id), None)
+        return next((i for i, slot in enumerate(self._slots) if slot.live == step_id), None)
 
     def sealed(self) -> list[StepId]:
         """The steps of the live images, oldest first."""
@@ -263,7 +263,7 @@ class SlotTable:
             for i, slot in enumerate(self._slots)
             if slot.live and not slot.pinned and slot.live not in newest
         ]
-        others = [(id, i) for id, i in victims if id not in self._protected]
+        others = [(step_id, i) for step_id, i in victims if step_id not in self._protected]
         removed = self._with(SlotState.REMOVED)
         if not others and len(self._slots) - len(removed) > _FEW:
             return None

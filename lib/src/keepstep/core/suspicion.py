@@ -92,20 +92,20 @@ class Doubt(NamedTuple):
         held_against = dict[StepId, set[EpochId]]()
         for failure in failures:
             if newest is None or newest.step < failure.at.step + WITHIN:
-                for id in failure.after:
-                    held_against.setdefault(id, set()).add(failure.at.epoch)
-        twice = {id for id, lives in held_against.items() if len(lives) >= _TWICE}
+                for step_id in failure.after:
+                    held_against.setdefault(step_id, set()).add(failure.at.epoch)
+        twice = {step_id for step_id, lives in held_against.items() if len(lives) >= _TWICE}
         return cls(min(twice - trusted, default=None), newest, trusted)
 
-    def is_suspect(self, id: StepId) -> bool:
-        return self.since is not None and id >= self.since and id not in self.trusted
+    def is_suspect(self, step_id: StepId) -> bool:
+        return self.since is not None and step_id >= self.since and step_id not in self.trusted
 
-    def is_proven(self, id: StepId) -> bool:
+    def is_proven(self, step_id: StepId) -> bool:
         """Whether this step is trusted, or lies at least `WITHIN` steps before the oldest suspect
         step; if none is suspect, before the newest kept step."""
         witness = self.newest if self.since is None else self.since
-        survived = witness is not None and id.step + WITHIN <= witness.step
-        return id in self.trusted or (survived and not self.is_suspect(id))
+        survived = witness is not None and step_id.step + WITHIN <= witness.step
+        return step_id in self.trusted or (survived and not self.is_suspect(step_id))
 
     def left(self, ids: Collection[StepId]) -> set[StepId]:
         """Those of `ids` to go on from.
@@ -115,7 +115,7 @@ class Doubt(NamedTuple):
         no more than those steps. If all are suspect: all of them, because there is no better choice
         and a run must be able to start.
         """
-        sound = {id for id in ids if not self.is_suspect(id)}
+        sound = {step_id for step_id in ids if not self.is_suspect(step_id)}
         if not sound or len(sound) == len(ids):
             return set(ids)
-        return {id for id in sound if self.is_proven(id)} or {min(sound)}
+        return {step_id for step_id in sound if self.is_proven(step_id)} or {min(sound)}

@@ -378,8 +378,8 @@ def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[Step
         return limits.pop(), any(vote.exact for vote in votes)
     wanted = next((vote.wanted for vote in votes if vote.wanted), "")
     if not wanted and step is not None:
-        if (id := _of_number(votes, step)) is not None:
-            return id, True
+        if (step_id := _of_number(votes, step)) is not None:
+            return step_id, True
         wanted = str(step)
     if wanted:
         raise RestoreError(
@@ -412,10 +412,10 @@ def _allowed(
     excluded: Collection[StepId], limit: StepId | None, *, exact: bool
 ) -> Callable[[StepId], bool]:
     if limit is None:
-        return lambda id: id not in excluded
+        return lambda step_id: step_id not in excluded
     if exact:
-        return lambda id: id == limit and id not in excluded
-    return lambda id: id <= limit and id not in excluded
+        return lambda step_id: step_id == limit and step_id not in excluded
+    return lambda step_id: step_id <= limit and step_id not in excluded
 
 
 def _ways(vote: Candidates, running: int, allowed: Callable[[StepId], bool]) -> _Ways:
@@ -441,7 +441,7 @@ def _common(ways: Sequence[_Ways]) -> set[StepId]:
     if not ways:
         return set()
     ids = set(ways[0]).intersection(*ways[1:])
-    return {id for id in ids if len({each[id].world for each in ways}) == 1}
+    return {step_id for step_id in ids if len({each[step_id].world for each in ways}) == 1}
 
 
 def _shows(vote: Candidates) -> tuple[Offer, ...]:
@@ -464,14 +464,14 @@ def _lend(
         for offer in _shows(vote):
             if allowed(offer.id):
                 shown.setdefault(offer.id, []).append(offer)
-    wanting = [id for id in shown if any(id not in each for each in ways)]
-    for id in wanting:
-        dead = lineage.standing(id) is Standing.DEAD
-        if dead or (world := _covered(shown[id])) is None:
+    wanting = [step_id for step_id in shown if any(step_id not in each for each in ways)]
+    for step_id in wanting:
+        dead = lineage.standing(step_id) is Standing.DEAD
+        if dead or (world := _covered(shown[step_id])) is None:
             continue
-        tier = max((offer.tier for offer in shown[id]), key=NEAREST_FIRST.index)
+        tier = max((offer.tier for offer in shown[step_id]), key=NEAREST_FIRST.index)
         for each in ways:
-            each.setdefault(id, _Way(tier, world, direct=False, lent=True))
+            each.setdefault(step_id, _Way(tier, world, direct=False, lent=True))
 
 
 def _lineage(votes: Sequence[Candidates]) -> Lineage:
@@ -492,10 +492,10 @@ def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]
                 found.update((rank, offer.tier) for rank in offer.images)
     return [
         {
-            id: way._replace(tier=tiers[id][rank], lent=True, exact=True)
-            if not way.exact and rank in tiers.get(id, ())
+            step_id: way._replace(tier=tiers[step_id][rank], lent=True, exact=True)
+            if not way.exact and rank in tiers.get(step_id, ())
             else way
-            for id, way in each.items()
+            for step_id, way in each.items()
         }
         for rank, each in enumerate(ways)
     ]
@@ -513,7 +513,7 @@ def _covered(shown: Sequence[Offer]) -> int | None:
     return worlds.pop() if is_full(found, shown[0].world) else None
 
 
-def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> tuple[int, ...]:
+def _lenders(votes: Sequence[Candidates], step_id: StepId, ways: Sequence[_Way]) -> tuple[int, ...]:
     """As few ranks as have the images that ranks are lent as their own, and cover the step; the
     nearest tiers first."""
     own = sum(1 << rank for rank, way in enumerate(ways) if way.lent and way.exact)
@@ -521,7 +521,7 @@ def _lenders(votes: Sequence[Candidates], id: StepId, ways: Sequence[_Way]) -> t
         (NEAREST_FIRST.index(offer.tier), rank, offer)
         for rank, vote in enumerate(votes)
         for offer in _shows(vote)
-        if offer.id == id
+        if offer.id == step_id
     ]
     found, lenders = 0, []
     for _, rank, offer in sorted(shown, key=lambda each: each[:2]):
@@ -545,10 +545,12 @@ def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     """
     newest = max(common)
     by_twins = [each for each in ways if not each[newest].exact]
-    exact = max((id for id in common if all(each[id].exact for each in ways)), default=None)
+    exact = max(
+        (step_id for step_id in common if all(each[step_id].exact for each in ways)), default=None
+    )
     if exact is None or ways[0][newest].world != len(ways):
         return newest
-    if any(id > exact and ways[0][id].world != len(ways) for id in common):
+    if any(step_id > exact and ways[0][step_id].world != len(ways) for step_id in common):
         return newest  # the run was of another world since: the exact step is far back
     return exact if all(not each[exact].tier.shared for each in by_twins) else newest
 
@@ -567,10 +569,10 @@ def _check_world(
     )
     worlds = list(held)
     common = set(worlds[0]).intersection(*worlds[1:])
-    id = max(common, default=None)
-    if id is not None and id != newest:
-        saved = max({each[id] for each in worlds} - {len(votes)})
-        raise _world_changed(votes, id, saved=saved)
+    step_id = max(common, default=None)
+    if step_id is not None and step_id != newest:
+        saved = max({each[step_id] for each in worlds} - {len(votes)})
+        raise _world_changed(votes, step_id, saved=saved)
 
 
 def _doubt(votes: Sequence[Candidates]) -> Doubt:
@@ -578,7 +580,7 @@ def _doubt(votes: Sequence[Candidates]) -> Doubt:
     return Doubt.of(
         [failure for vote in votes for failure in vote.failures],
         {candidate.id for vote in votes for candidate in _found(vote)},
-        {id for vote in votes for id in vote.trusted},
+        {step_id for vote in votes for step_id in vote.trusted},
     )
 
 
@@ -674,14 +676,17 @@ def _way_out(votes: Sequence[Candidates]) -> str:
     return f", or begin again at step 0: {commands[0]}" if commands else ""
 
 
-def _world_changed(votes: Sequence[Candidates], id: StepId, *, saved: int) -> WorldChangedError:
+def _world_changed(
+    votes: Sequence[Candidates], step_id: StepId, *, saved: int
+) -> WorldChangedError:
     lacking = [
         f"rank {rank} offers {_listed(vote.offers, len(votes))}"
         for rank, vote in enumerate(votes)
-        if all(offer.id != id for offer in vote.offers)
+        if all(offer.id != step_id for offer in vote.offers)
     ]
     return WorldChangedError(
-        f"step {id} was saved by {saved} ranks, but {len(votes)} are running, and not every rank's "
+        f"step {step_id} was saved by {saved} ranks, but {len(votes)} are running, and not every"
+        " rank's "
         f"sidecar can bring all of it: {_few(lacking)}. Start {saved} ranks, bring back the "
         f"storage that is missing{_way_out(votes)}"
     )
@@ -712,7 +717,7 @@ def _unknown(votes: Sequence[Candidates]) -> str:
 
 
 def _named(ids: Collection[StepId]) -> str:
-    return ", ".join(str(id) for id in sorted(ids, reverse=True)[:_STEPS_NAMED])
+    return ", ".join(str(step_id) for step_id in sorted(ids, reverse=True)[:_STEPS_NAMED])
 
 
 def _held(votes: Sequence[Candidates], excluded: Collection[StepId]) -> str:

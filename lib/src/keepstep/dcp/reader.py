@@ -258,14 +258,14 @@ class StepReader:
     """One step, for one load of one rank. `where`: for messages. `foreign`: a `Checkpointer` saved
     the step, so it has no values that DCP could load."""
 
-    def __init__(self, images: Images | Folder, id: StepId, *, where: str, rank: int) -> None:
+    def __init__(self, images: Images | Folder, step_id: StepId, *, where: str, rank: int) -> None:
         """Choose the boxes to read.
 
         Of equal boxes, those of the nearest image are taken. Among equally near ones, each rank
         begins its search at another rank, so that the load is spread. Raises FormatError, and
         CoverageError, which names all boxes that are missing, overlap, or contradict each other.
         """
-        self.id, self.where = id, where
+        self.id, self.where = step_id, where
         self._images = images
         self._index: Index = images.index
         self._values: dict[int, dict[str, bytes]] = {}
@@ -358,11 +358,11 @@ class StepReader:
         return saved
 
     @classmethod
-    def reach(cls, link: Session, id: StepId, *, timeout_s: float) -> StepReader:
+    def reach(cls, link: Session, step_id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
-        images = Images.find(link, id, timeout_s, every=True)
-        return cls(images, id, where=f"step {id}", rank=link.rank)
+        images = Images.find(link, step_id, timeout_s, every=True)
+        return cls(images, step_id, where=f"step {step_id}", rank=link.rank)
 
     @classmethod
     def open(cls, folder: Folder) -> StepReader:
@@ -561,24 +561,24 @@ class StorageReader(storage.StorageReader):
         why: Exception | None = None
         while True:
             try:
-                id = choose([self._ballot])
+                step_id = choose([self._ballot])
             except RestoreError as error:
                 raise (type(error)(f"{error}. The last attempt: {why}") if why else error) from why
-            if id is None:
+            if step_id is None:
                 raise RestoreError(
                     "no committed step to load: keepstep.dcp.latest_step() is None when a run"
                     " begins, and `keepstep steps` lists what is there"
                 )
             try:
-                return _reach(session, id)
+                return _reach(session, step_id)
             except SidecarAbsent:
                 raise
             except (SidecarError, CoverageError, ImageError) as error:
                 log.warning(
-                    "keepstep: step %d is not used: %s [restore.step_refused]", id.step, error
+                    "keepstep: step %d is not used: %s [restore.step_refused]", step_id.step, error
                 )
                 why = error
-                self._ballot = replace(self._ballot, failed=self._ballot.failed | {id})
+                self._ballot = replace(self._ballot, failed=self._ballot.failed | {step_id})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -604,9 +604,9 @@ class StorageReader(storage.StorageReader):
         for rank, ballot in enumerate(ballots):
             if not isinstance(ballot, LoadBallot):
                 raise UsageError(_LOST.format(rank))
-        id = choose(ballots)
-        assert id is not None, "this rank has planned for one"
-        return [replace(plan, storage_data=id) for plan in plans]
+        step_id = choose(ballots)
+        assert step_id is not None, "this rank has planned for one"
+        return [replace(plan, storage_data=step_id) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load the agreed step into the planner's tensors. Raises ImageError, RestoreError."""
@@ -623,21 +623,22 @@ class StorageReader(storage.StorageReader):
     def _read_agreed(self, opened: StepReader, plan: LoadPlan, planner: LoadPlanner) -> None:
         if not isinstance(plan.storage_data, StepId):
             raise UsageError(_LOST.format("this one"))
-        session, id = sessions.session(), plan.storage_data
+        session, step_id = sessions.session(), plan.storage_data
         try:
-            if opened.id != id:
+            if opened.id != step_id:
                 opened, plan = self._again(session, opened, plan, planner)
             opened.load(plan, planner)
         except (SidecarError, CoverageError, ImageError) as error:
-            session.failed.add(id)
+            session.failed.add(step_id)
             raise RestoreError(
-                f"step {id} was not read to the end: {error}. Tensors may be changed in part: call"
+                f"step {step_id} was not read to the end: {error}. Tensors may be changed in"
+                " part: call"
                 " dcp.load again, which takes another step, or StorageReader(step=...) to try this"
                 " one again"
             ) from error
         finally:
             opened.close()
-        session.resume(id, opened.tier(plan))
+        session.resume(step_id, opened.tier(plan))
 
     def _again(
         self, session: sessions.Session, planned: StepReader, plan: LoadPlan, planner: LoadPlanner
@@ -645,8 +646,8 @@ class StorageReader(storage.StorageReader):
         """The agreed step, and a plan for it. The existing plan is used again if both steps look
         alike."""
         planned.close()
-        id = plan.storage_data
-        self._opened = opened = _reach(session, id)
+        step_id = plan.storage_data
+        self._opened = opened = _reach(session, step_id)
         metadata = opened.metadata()
         before = planned.metadata()
         if (metadata.state_dict_metadata, metadata.planner_data) == (
@@ -654,14 +655,15 @@ class StorageReader(storage.StorageReader):
             before.planner_data,
         ):
             return opened, plan
-        return opened, self._replanned(planner, metadata, id)
+        return opened, self._replanned(planner, metadata, step_id)
 
-    def _replanned(self, planner: LoadPlanner, metadata: Metadata, id: StepId) -> LoadPlan:
+    def _replanned(self, planner: LoadPlanner, metadata: Metadata, step_id: StepId) -> LoadPlan:
         if not isinstance(planner, DefaultLoadPlanner):
             raise UsageError(
-                f"all ranks have step {id}, this one planned for a newer step of other shapes or"
+                f"all ranks have step {step_id}, this one planned for a newer step of other"
+                " shapes or"
                 f" names, and {type(planner).__name__} cannot plan again: name the step,"
-                f" StorageReader(step={id.step})"
+                f" StorageReader(step={step_id.step})"
             )
         planner.set_up_planner(planner.original_state_dict, metadata, self._is_coordinator)
         plan = planner.finish_plan(planner.create_local_plan())
@@ -680,15 +682,15 @@ class StorageReader(storage.StorageReader):
         return is_directory(Path(checkpoint_id)) or names_step(checkpoint_id)
 
 
-def _reach(session: sessions.Session, id: StepId) -> StepReader:
+def _reach(session: sessions.Session, step_id: StepId) -> StepReader:
     link = session.agent.session
-    reached = StepReader.reach(link, id, timeout_s=restore_timeout_s())
+    reached = StepReader.reach(link, step_id, timeout_s=restore_timeout_s())
     if reached.foreign:
         log.warning(
             "keepstep: step %s was saved by keepstep.Checkpointer: its tensors can be loaded under"
             " its names (component.parameter), nothing else of it; keepstep.Checkpointer restores"
             " all [dcp.checkpointer_step_read]",
-            id,
+            step_id,
         )
     return reached
 

@@ -246,7 +246,7 @@ def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
             if limit is None and ballot.step is None and all(map(_is_empty, ballots)):
                 return None
             raise _nothing(rank, ballot, votes)
-    failed = {id for ballot in ballots for id in ballot.failed}
+    failed = {step_id for ballot in ballots for step_id in ballot.failed}
     return choose_step(votes, failed, limit=limit, exact=exact, lending=False).id
 
 
@@ -462,10 +462,10 @@ class Session:
         """What this rank's sidecar holds. Waits until the sidecar has looked at its volumes."""
         return ask_candidates(self.agent.session)
 
-    def resume(self, id: StepId, tier: Tier) -> None:
+    def resume(self, step_id: StepId, tier: Tier) -> None:
         """Note that this step was loaded from `tier` as the run's own step: the next save begins an
         epoch that follows it."""
-        self._loaded = (id, tier)
+        self._loaded = (step_id, tier)
         self.failed.clear()
         self._end_epoch()
 
@@ -551,7 +551,7 @@ class Session:
         Raises NotDurableError.
         """
         mapping, agent = taken.mapping, self.agent
-        id = StepId(agreed.epoch.id, agreed.step)
+        step_id = StepId(agreed.epoch.id, agreed.step)
         mapping.write_extras(extras)
         control = ControlPage.staged(
             mapping.layout,
@@ -568,13 +568,13 @@ class Session:
         agent.submit(pending)
         self._last_step = agreed.step
         if not agent.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:
-            raise NotDurableError(f"step {id} was not staged: {agent.stats.why_not()}")
-        agent.session.wait(id, State.DURABLE, timeout_s=_DURABLE_S)
-        self._saved = id
+            raise NotDurableError(f"step {step_id} was not staged: {agent.stats.why_not()}")
+        agent.session.wait(step_id, State.DURABLE, timeout_s=_DURABLE_S)
+        self._saved = step_id
 
-    def await_commit(self, id: StepId) -> None:
+    def await_commit(self, step_id: StepId) -> None:
         """Return when the step is committed and visible to readers. Raises NotDurableError."""
-        self.agent.session.wait(id, State.COMMITTED, timeout_s=_DURABLE_S)
+        self.agent.session.wait(step_id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
 _SESSION: Session | None = None

@@ -379,10 +379,11 @@ def check_control(
     layout: Layout,
     *,
     run: str | None = None,
-    id: StepId | None = None,
+    step_id: StepId | None = None,
     path: Path | str | None = None,
 ) -> None:
-    """Check that a control page belongs to this layout, and to `run` and `id` if they are given.
+    """Check that a control page belongs to this layout, and to `run` and `step_id` if they are
+    given.
 
     Raises ForeignError if not, and FormatError for extras longer than their region.
     """
@@ -391,7 +392,7 @@ def check_control(
         ("rank", control.rank, layout.rank),
         ("world", control.world, layout.world),
         ("run", control.run, control.run if run is None else run),
-        ("step", control.id, control.id if id is None else id),
+        ("step", control.id, control.id if step_id is None else step_id),
     ]
     for what, found, wanted in expected:
         if found != wanted:
@@ -470,7 +471,7 @@ class Manifest:
     ) -> Manifest:
         """The same of a known layout. Raises as `read`, but names no path."""
         control = ControlPage.from_bytes(closing[-PAGE_BYTES:])
-        check_control(control, layout, run=run, id=shard.step_id if shard else None)
+        check_control(control, layout, run=run, step_id=shard.step_id if shard else None)
         if shard is not None and (control.rank, control.world) != (shard.rank, shard.world):
             raise ForeignError(
                 f"holds rank {control.rank} of {control.world}, not rank {shard.rank} of"

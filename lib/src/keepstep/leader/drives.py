@@ -99,9 +99,9 @@ class Drives:
     def rows(self) -> list[Drive]:
         """What to write down, so that a later leader can go on."""
         return [
-            Drive(node_rank=node_rank, node=listing.node, volume=volume, id=id)
+            Drive(node_rank=node_rank, node=listing.node, volume=volume, id=drive_id)
             for node_rank, listing in sorted(self._held.items())
-            for volume, id in sorted(listing.volumes.items())
+            for volume, drive_id in sorted(listing.volumes.items())
         ]
 
     def resume(self, rows: Iterable[Drive]) -> None:

@@ -40,8 +40,8 @@ def least_left(newest_first: Iterable[tuple[StepId, Sole, Sole]]) -> StepId | No
     """
     with_twins: dict[StepId, Sole] = {}
     alone: dict[StepId, Sole] = {}
-    for id, with_twins[id], own in newest_first:
-        alone[id] = own
+    for step_id, with_twins[step_id], own in newest_first:
+        alone[step_id] = own
         if own == frozenset():
             break  # no older step decides
     nodes = _named(with_twins) | _named(alone) | {""}  # "": any node that no step needs
@@ -61,8 +61,8 @@ def _named(sole: Mapping[StepId, Sole]) -> frozenset[str]:
 def _left(sole: Mapping[StepId, Sole], unspared: frozenset[str]) -> dict[str, StepId]:
     """By node, the newest step that survives its loss, of those that have one."""
     found: dict[str, StepId] = {}
-    for id in sorted(sole, reverse=True):
-        if (nodes := sole[id]) is not None:
-            found |= dict.fromkeys(unspared - nodes, id)
+    for step_id in sorted(sole, reverse=True):
+        if (nodes := sole[step_id]) is not None:
+            found |= dict.fromkeys(unspared - nodes, step_id)
             unspared &= nodes
     return found

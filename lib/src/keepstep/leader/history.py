@@ -123,28 +123,32 @@ class RunHistory:
         self._committed(committed, policy, grid, at)
         self._alarmed(actions, at=at)
 
-    def _committed(self, id: StepId | None, policy: RunPolicy, grid: int, at: float) -> None:
+    def _committed(self, step_id: StepId | None, policy: RunPolicy, grid: int, at: float) -> None:
         """A lower watermark replaces a commit only when all ranks have reported: otherwise a copy
         may just be out of sight."""
         known = self.commit
-        if id is None or (known is not None and (id == known.id or not self._is_news(id, known))):
+        if step_id is None or (
+            known is not None and (step_id == known.id or not self._is_news(step_id, known))
+        ):
             return
         since = max(known.at, self.alive_since or known.at) if known is not None else None
-        if known is not None and self._stands_in(id, known.id, policy, grid):
-            self.stand_in = id
+        if known is not None and self._stands_in(step_id, known.id, policy, grid):
+            self.stand_in = step_id
         self.commit_lost = None
-        self.commit = Commit(id=id, at=at, interval_s=None if since is None else at - since)
+        self.commit = Commit(id=step_id, at=at, interval_s=None if since is None else at - since)
 
-    def _is_news(self, id: StepId, known: Commit) -> bool:
-        return id > known.id or self._ledger.settled
+    def _is_news(self, step_id: StepId, known: Commit) -> bool:
+        return step_id > known.id or self._ledger.settled
 
-    def _stands_in(self, id: StepId, before: StepId, policy: RunPolicy, grid: int) -> bool:
+    def _stands_in(self, step_id: StepId, before: StepId, policy: RunPolicy, grid: int) -> bool:
         """See `schedule.stands_in`. The grid is the one that the sidecars use."""
-        if policy.archive_every is None or id.epoch != before.epoch:
+        if policy.archive_every is None or step_id.epoch != before.epoch:
             return False
-        commits = {commit.step for commit in self._ledger.commits() if commit.epoch == id.epoch}
+        commits = {
+            commit.step for commit in self._ledger.commits() if commit.epoch == step_id.epoch
+        }
         every = on_grid(policy.archive_every, grid)
-        return stands_in(id.step, before=before.step, commits=commits, every=every)
+        return stands_in(step_id.step, before=before.step, commits=commits, every=every)
 
     def look_for_commit(self, left: LeftShards) -> None:
         """Note that the newest commit is lost: with a pod, and not only out of sight, because a

@@ -258,8 +258,8 @@ class Leader:
         if not self._members[owner].connected:
             return 0
         current, found = self.ledger.core.lineage.current, 0
-        for id, ranks in self.ledger.places[owner].staged.items():
-            found |= ranks if id.epoch == current else 0
+        for step_id, ranks in self.ledger.places[owner].staged.items():
+            found |= ranks if step_id.epoch == current else 0
         return found
 
     def left(self, node_rank: int) -> None:
@@ -398,8 +398,10 @@ class Leader:
             pins=self.pins,
             reply=replace(
                 advice.reply,
-                commits=tuple(id for id in held if is_among(id, advice.reply.commits)),
-                retire=tuple(id for id in held if is_among(id, advice.expendable)),
+                commits=tuple(
+                    step_id for step_id in held if is_among(step_id, advice.reply.commits)
+                ),
+                retire=tuple(step_id for step_id in held if is_among(step_id, advice.expendable)),
                 peers=() if peers.version == member.holds else peers.of(node_rank),
                 peers_version=peers.version,
                 agents=left.agents_of(node_rank),
@@ -422,7 +424,7 @@ class Leader:
             reply=ReportReply(
                 interval_s=INTERVAL_S,
                 least_gap_s=self._gap_s,
-                committed={str(tier): id for tier, id in ledger.watermarks().items()},
+                committed={str(tier): step_id for tier, step_id in ledger.watermarks().items()},
                 commits=ledger.commits(),
                 plan=None if paused else asked.wanted or ledger.plan(),
                 pinned=self._pinned,

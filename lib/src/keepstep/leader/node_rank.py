@@ -184,7 +184,11 @@ class Places(Mapping[int, Place]):
 
     def staged(self, epoch: EpochId) -> dict[int, int]:
         """For each newest staged step of this epoch, the ranks that staged it, as a bitmap."""
-        return {id.step: ranks.once for id, ranks in self._staged.items() if id.epoch == epoch}
+        return {
+            step_id.step: ranks.once
+            for step_id, ranks in self._staged.items()
+            if step_id.epoch == epoch
+        }
 
     def _count(self, place: Place | None, by: int) -> None:
         if place is not None:
@@ -194,12 +198,12 @@ class Places(Mapping[int, Place]):
 
     def _stage(self, node_rank: int, was: Place | None, place: Place | None) -> None:
         now = place.staged if place is not None else {}
-        left = (id for id in was.staged if id not in now) if was is not None else ()
-        for id, ranks in (*now.items(), *((id, 0) for id in left)):
-            at = self._staged.setdefault(id, RankUnion())
+        left = (step_id for step_id in was.staged if step_id not in now) if was is not None else ()
+        for step_id, ranks in (*now.items(), *((step_id, 0) for step_id in left)):
+            at = self._staged.setdefault(step_id, RankUnion())
             at.put(node_rank, ranks)
             if not at.once:
-                del self._staged[id]
+                del self._staged[step_id]
 
 
 def _there(place: Place | None) -> Place | None:

@@ -148,9 +148,9 @@ class Requests:
         """The operator is to learn of the shards that were left: see `LeftShards.asked`."""
         self._named = tuple(self._ledger.orphans)
 
-    def _happened(self, type: str, message: str, id: StepId | None, *, at: float) -> None:
-        step = id.step if id is not None else None
-        self._history.remember(Happened(time=utc(at), type=type, message=message, step=step))
+    def _happened(self, kind: str, message: str, step_id: StepId | None, *, at: float) -> None:
+        step = step_id.step if step_id is not None else None
+        self._history.remember(Happened(time=utc(at), type=kind, message=message, step=step))
 
     # --- asking --------------------------------------------------------------------------
 

@@ -91,7 +91,9 @@ class RestartHistory:
         """Go on from what an earlier leader counted, which members have reported again."""
         self.restarts, self.lost_steps, self.counted = restarts, lost_steps, counted
         after = counted.number if counted is not None else -1
-        self._told = {id: told for id, told in self._told.items() if id.number > after}
+        self._told = {
+            epoch_id: told for epoch_id, told in self._told.items() if epoch_id.number > after
+        }
 
     def take(
         self,
@@ -116,14 +118,14 @@ class RestartHistory:
         if epoch.id not in self._told and not self._is_counted(epoch.id, named):
             self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
 
-    def _is_counted(self, id: EpochId, named: set[EpochId]) -> bool:
+    def _is_counted(self, epoch_id: EpochId, named: set[EpochId]) -> bool:
         """Whether this epoch is counted already. An epoch with a lower number than the counted one
         is new only if its sidecar has no record of the counted one: then all records were lost, and
         the numbers began anew."""
-        if id in self._done or id == self.counted:
+        if epoch_id in self._done or epoch_id == self.counted:
             return True
         counted = self.counted
-        return counted is not None and id.number < counted.number and counted in named
+        return counted is not None and epoch_id.number < counted.number and counted in named
 
     def due(self, *, world: int | None, at: float) -> list[Restart]:
         """The restarts that are accounted for now, oldest first. Each is returned once."""

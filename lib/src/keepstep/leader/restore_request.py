@@ -38,7 +38,7 @@ def followed(asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]
         return asked
     named = _WANTED.fullmatch(asked.asked)
     if named is not None and not asked.step:
-        found = [id for id in held if _means(named, id)]
+        found = [step_id for step_id in held if _means(named, step_id)]
         asked = replace(asked, step=str(max(found, default="")))
     began = [
         epoch.id
@@ -53,8 +53,8 @@ def wanted(asked: RestoreFrom | None) -> StepId | None:
     return _parsed(asked.step) if asked is not None and not asked.epoch else None
 
 
-def _means(named: re.Match[str], id: StepId) -> bool:
-    return id.step == int(named[2]) if named[2] else id == _parsed(named[3])
+def _means(named: re.Match[str], step_id: StepId) -> bool:
+    return step_id.step == int(named[2]) if named[2] else step_id == _parsed(named[3])
 
 
 def _parsed(text: str) -> StepId | None:

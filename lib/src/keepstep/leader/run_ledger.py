@@ -173,7 +173,7 @@ class RunLedger:
         if archived.gone is not None or not named:
             return report.tiers
         there = self.core.archived_of(rank)
-        gone = tuple(id for id in there if id > min(named) and id not in named)
+        gone = tuple(step_id for step_id in there if step_id > min(named) and step_id not in named)
         return {**report.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
 
     def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
@@ -341,7 +341,7 @@ class RunLedger:
         of the others, there or on a stronger one."""
         shared = (tier for tier in Tier if tier.shared)  # it is there, whatever the policy says now
         marks = {tier: self.core.watermark(tier) for tier in (*self._config.tiers, *shared)}
-        return {tier: id for tier, id in marks.items() if id is not None}
+        return {tier: step_id for tier, step_id in marks.items() if step_id is not None}
 
     def archived(self) -> tuple[StepId, ...]:
         """Steps of which the archive has all shards, oldest first."""
@@ -378,11 +378,11 @@ class RunLedger:
         """The commits that are newer than the archive's, newest first, with `_sole`; down to the
         first that no loss harms, since the older ones decide nothing."""
         archived = self.newest_archived()
-        for id in reversed(self.commits()):
-            if archived is not None and id <= archived:
+        for step_id in reversed(self.commits()):
+            if archived is not None and step_id <= archived:
                 return
-            with_twins, own = self._sole(id, names)
-            yield id, with_twins, own
+            with_twins, own = self._sole(step_id, names)
+            yield step_id, with_twins, own
             if own == frozenset():
                 return
 
@@ -391,19 +391,20 @@ class RunLedger:
         serve. `twins`: whether it may be so by images of twins; what an agent serves is exact."""
         drives, lenders = self._drives(), None if twins else ()
         whole = (
-            id
-            for id in reversed(self.core.steps)
-            if self.core.lineage.restorable(id) and self._sole(id, drives, lenders)[0] is not None
+            step_id
+            for step_id in reversed(self.core.steps)
+            if self.core.lineage.restorable(step_id)
+            and self._sole(step_id, drives, lenders)[0] is not None
         )
         newest = next(whole, None), self.newest_archived()
-        return max((id for id in newest if id is not None), default=None)
+        return max((step_id for step_id in newest if step_id is not None), default=None)
 
     def _drives(self) -> dict[int, str]:
         """By node rank, the node of all drives that still exist, also of pods that are gone."""
         return {rank: place.node for rank, place in self.places.items() if not place.dropped}
 
     def _sole(
-        self, id: StepId, names: Mapping[int, str], lenders: Collection[int] | None = None
+        self, step_id: StepId, names: Mapping[int, str], lenders: Collection[int] | None = None
     ) -> tuple[Sole, Sole]:
         """`durability.sole_nodes` over what the node ranks are called that have a copy: where twins
         count, because ranks lend each other images, and where they do not. `lenders`: the node
@@ -411,7 +412,7 @@ class RunLedger:
         lent: dict[str, int] = {}
         own: dict[str, int] = {}
         world = 0
-        for held in self._on_drives(id):
+        for held in self._on_drives(step_id):
             node_rank, _, saved = held.place
             if (name := names.get(node_rank)) is not None:
                 world = world or saved
@@ -426,9 +427,11 @@ class RunLedger:
         by_twins = {name: ranks | lent.get(name, 0) for name, ranks in own.items()}
         return sole_nodes(by_twins, world=world), sole
 
-    def _on_drives(self, id: StepId) -> Iterator[Holding]:
+    def _on_drives(self, step_id: StepId) -> Iterator[Holding]:
         """Each copy of the step on a drive."""
-        return (held for held in self.core.copies(id) if held.place[1] in (Tier.LOCAL, Tier.PEER))
+        return (
+            held for held in self.core.copies(step_id) if held.place[1] in (Tier.LOCAL, Tier.PEER)
+        )
 
     def expendable(self) -> tuple[StepId, ...]:
         """Steps of which no copy on local is needed, oldest first.
@@ -437,21 +440,27 @@ class RunLedger:
         than the steps, this one is older than the steps that retention keeps.
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
-        kept = refuges({id: of for id, of, _ in self._judged(self._drives())}) if gone else ()
-        return tuple(id for id in gone if id not in kept)
+        kept = (
+            refuges({step_id: of for step_id, of, _ in self._judged(self._drives())})
+            if gone
+            else ()
+        )
+        return tuple(step_id for step_id in gone if step_id not in kept)
 
     def local(self, node_rank: int) -> set[StepId]:
         """Steps of which this node rank has a shard on its volumes."""
         place = self.places.get(node_rank)
         if place is None or place.gone:
             return set()
-        return {id for id, _ in self.core.of_node(node_rank, Tier.LOCAL)}
+        return {step_id for step_id, _ in self.core.of_node(node_rank, Tier.LOCAL)}
 
     def common(self, node_rank: int, tier: Tier) -> Iterator[StepId]:
         """Steps that all ranks of this place's own hold on this tier."""
         own = self.places[node_rank].own
         return (
-            id for id, held in self.core.of_node(node_rank, tier) if own and not own & ~held.ranks
+            step_id
+            for step_id, held in self.core.of_node(node_rank, tier)
+            if own and not own & ~held.ranks
         )
 
     def oldest_newest(self, node_rank: int) -> int:
@@ -459,10 +468,10 @@ class RunLedger:
         rank has none."""
         left = self.places[node_rank].ranks.all
         newest_first = sorted(self.core.of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True)
-        for id, held in newest_first:
+        for step_id, held in newest_first:
             left &= ~held.ranks
             if not left:
-                return id.step
+                return step_id.step
         return -1
 
     def alive(self) -> int:
@@ -472,7 +481,7 @@ class RunLedger:
     def drives(self, node_rank: int) -> Iterator[StepId]:
         """Steps of which this place's drives hold any image, its own or a copy."""
         for tier in (Tier.LOCAL, Tier.PEER):
-            yield from (id for id, _ in self.core.of_node(node_rank, tier))
+            yield from (step_id for step_id, _ in self.core.of_node(node_rank, tier))
 
 
 def _step_of(pair: tuple[StepId, object]) -> StepId:

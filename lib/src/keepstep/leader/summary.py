@@ -185,18 +185,20 @@ def _state(place: Place, silent: bool) -> MemberState:
 def _newest(ledger: RunLedger, node_rank: int, tier: Tier) -> int | None:
     """Steps that a later epoch left behind do not count."""
     held = ledger.common(node_rank, tier)
-    return max((id.step for id in held if not ledger.core.is_dead(id)), default=None)
+    return max((step_id.step for step_id in held if not ledger.core.is_dead(step_id)), default=None)
 
 
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def _holders_of(ledger: RunLedger, id: StepId | None) -> tuple[Tier, ...]:
+def _holders_of(ledger: RunLedger, step_id: StepId | None) -> tuple[Tier, ...]:
     """The tiers that hold this step of all ranks."""
-    if id is None or not ledger.world:
+    if step_id is None or not ledger.world:
         return ()
     return tuple(
-        tier for tier in NEAREST_FIRST if ledger.core.holders(id, tier).bit_count() >= ledger.world
+        tier
+        for tier in NEAREST_FIRST
+        if ledger.core.holders(step_id, tier).bit_count() >= ledger.world
     )
 
 
@@ -204,14 +206,14 @@ def _kept(leader: Leader) -> Iterator[Kept]:
     """The newest archived steps, and all pinned ones that are complete; newest first."""
     ledger, pins = leader.ledger, {*leader.pins.steps}
     archived = ledger.archived()[-_MOST_ARCHIVED:]
-    for id in sorted({*archived, *(pins & {*ledger.commits()})}, reverse=True):
-        held = {tier: ledger.core.holders(id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
+    for step_id in sorted({*archived, *(pins & {*ledger.commits()})}, reverse=True):
+        held = {tier: ledger.core.holders(step_id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
         world = max(held.values())
         yield Kept(
-            step=str(id),
+            step=str(step_id),
             ranks=max(1, world),
             tiers=tuple(tier for tier, count in held.items() if count >= world),
-            size_bytes=ledger.core.size_bytes(id),
+            size_bytes=ledger.core.size_bytes(step_id),
         )
 
 
@@ -262,7 +264,7 @@ def _holder(
     left: Iterable[OrphanedShard],
 ) -> Holder:
     """One node. `left`: the shards on it of places that are elsewhere now."""
-    steps = [id for rank in places for id in ledger.drives(rank)]
+    steps = [step_id for rank in places for step_id in ledger.drives(rank)]
     newest = max((*steps, *(shard.step for shard in left)), default=None)
     own = {
         rank

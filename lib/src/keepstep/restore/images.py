@@ -186,7 +186,7 @@ class Images:
     def find(
         cls,
         link: Session,
-        id: StepId,
+        step_id: StepId,
         timeout_s: float = CHUNKS_S,
         *,
         every: bool = False,
@@ -199,17 +199,17 @@ class Images:
         """
         bad: tuple[str, ...] = ()
         while True:
-            request = SourcesRequest(lease=link.lease, id=id, bad=bad, every=every)
+            request = SourcesRequest(lease=link.lease, id=step_id, bad=bad, every=every)
             found = link.call("/v1/sources", request, Sources, timeout_s=timeout_s)
             try:
                 return cls(link, found, timeout_s)
             except _UnusableError as error:
                 if error.path in bad:
-                    raise SidecarError(f"step {id}: {error}", code="not-verified") from error
+                    raise SidecarError(f"step {step_id}: {error}", code="not-verified") from error
                 log.warning(
                     "keepstep: rank %d: an image of step %s does not verify (%s): the next copy is"
                     " asked for [restore.copy_refused]",
-                    *(link.rank, id, error),
+                    *(link.rank, step_id, error),
                 )
                 bad = (*bad, error.path)
 
@@ -332,8 +332,8 @@ class Images:
             layout = Layout.parse(view, size_bytes=len(view))
             control = ControlPage.from_bytes(view[layout.control_begin :])
             # a base is of the step that first referred to it
-            id = None if layout.is_base else self._id
-            check_control(control, layout, id=id, path=source.path)
+            step_id = None if layout.is_base else self._id
+            check_control(control, layout, step_id=step_id, path=source.path)
             self._check_rank(layout, source.rank)
         except (ImageError, OSError) as error:
             raise _UnusableError(source.path, error) from error
@@ -359,10 +359,10 @@ class WindowReader:
     """Reads verified chunks through shared memory; half of the frames are filled ahead of the
     reader."""
 
-    def __init__(self, link: Session, id: StepId, *, timeout_s: float = CHUNKS_S) -> None:
+    def __init__(self, link: Session, step_id: StepId, *, timeout_s: float = CHUNKS_S) -> None:
         request = WindowRequest(lease=link.lease, frames=FRAMES)
         window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
-        self._link, self._id, self._timeout_s = link, id, timeout_s
+        self._link, self._id, self._timeout_s = link, step_id, timeout_s
         self._half = max(1, window.frames // 2)
         self._frame_bytes = window.frame_bytes
         self._flat, _ = map_image(window.path)
@@ -595,7 +595,7 @@ def show(images: Images) -> Shown:
 class LentImages(Images):
     """The images that the lenders showed. `wanted`: the chunks that this rank's plan needs."""
 
-    def __init__(self, link: Session, id: StepId, shown: Sequence[Shown | None]) -> None:
+    def __init__(self, link: Session, step_id: StepId, shown: Sequence[Shown | None]) -> None:
         """`shown`: by running rank. Of several lenders of an image, the first lends it."""
         self._shown = {
             source.rank: (source, header, extras)
@@ -605,7 +605,7 @@ class LentImages(Images):
         self._lent: Iterator[tuple[ChunkRun, Tensor]] = iter(())
         left_out = {rank for reply in shown if reply is not None for rank in reply.left_out}
         sources = Sources(
-            id=id,
+            id=step_id,
             world=max(reply.world for reply in shown if reply is not None),
             sources=tuple(self._shown[rank][0] for rank in sorted(self._shown)),
             left_out=tuple(sorted(left_out - self._shown.keys())),

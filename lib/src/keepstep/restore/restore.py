@@ -193,7 +193,7 @@ class Restore:
         """
         slot = SlotMapping(path)
         control = slot.control()
-        check_control(control, slot.layout, id=self._id, path=path)
+        check_control(control, slot.layout, step_id=self._id, path=path)
         if control.rank != self._rank:
             raise ForeignError(f"it holds rank {control.rank}", path=path)
         refuse_dcp(slot.layout.skeleton, self._id)
@@ -422,8 +422,8 @@ class PartialRestore:
         """Note that these tensors are being filled from now on."""
         self._begun.update({_place(target): target for target in targets if target.numel()})
 
-    def check(self, id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-        """Raise RestoreError if step `id` would leave a live tensor in the state in which an
+    def check(self, step_id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+        """Raise RestoreError if step `step_id` would leave a live tensor in the state in which an
         earlier attempt at another step left it. `targets`: the tensors that the step fills."""
         if not self._begun:
             return
@@ -432,7 +432,8 @@ class PartialRestore:
         if left:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in left[:4])
             raise RestoreError(
-                f"step {id} does not hold {len(left)} tensors (of shapes {shapes}) that a newer"
+                f"step {step_id} does not hold {len(left)} tensors (of shapes {shapes}) that a"
+                " newer"
                 " step, which failed while it was restored, has changed already; restart this job,"
                 " so that the model is built again"
             )
@@ -463,11 +464,11 @@ def _place(tensor: Tensor) -> _Place:
 _DCP = '{"dcp"'
 
 
-def refuse_dcp(skeleton: str, id: StepId) -> None:
+def refuse_dcp(skeleton: str, step_id: StepId) -> None:
     """Raise MismatchError for an image of `dcp.save`, which a `Checkpointer` cannot restore."""
     if skeleton.startswith(_DCP):
         raise MismatchError(
-            f"step {id} was saved by dcp.save (keepstep.dcp.StorageWriter), which keepstep."
+            f"step {step_id} was saved by dcp.save (keepstep.dcp.StorageWriter), which keepstep."
             "Checkpointer cannot restore; nothing was changed. Load it with dcp.load and"
             " keepstep.dcp.StorageReader(), or start a new run (keepstep run --run NAME)"
         )

@@ -102,13 +102,13 @@ class ReportedGoodput:
     badput: Badput
 
     @classmethod
-    def of(cls, goodput: Goodput, id: str) -> ReportedGoodput:
+    def of(cls, goodput: Goodput, history_id: str) -> ReportedGoodput:
         told = {
             attribute.name: getattr(goodput, attribute.name)
             for attribute in fields(cls)
             if attribute.name != "id"
         }
-        return cls(id=id, **told)
+        return cls(id=history_id, **told)
 
 
 @dataclass(frozen=True, kw_only=True)

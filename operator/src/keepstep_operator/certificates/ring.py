@@ -73,12 +73,12 @@ class Move(enum.Enum):
 
 def due(ring: Ring, *, now: datetime, overlap: timedelta) -> Move:
     """The one move that is due now."""
-    next = validity(ring.next.certificate) if ring.next is not None else None
+    successor = validity(ring.next.certificate) if ring.next is not None else None
     used = validity(ring.used.certificate) if ring.used is not None else None
     if used is None or now >= used.ends:
-        return Move.PROMOTE if next is not None and now < next.ends else Move.BEGIN
-    if next is not None:
-        return Move.PROMOTE if now >= next.begins + overlap else Move.NONE
+        return Move.PROMOTE if successor is not None and now < successor.ends else Move.BEGIN
+    if successor is not None:
+        return Move.PROMOTE if now >= successor.begins + overlap else Move.NONE
     if ring.previous:
         over = ring.since is None or now >= ring.since + overlap
         return Move.DROP_PREVIOUS if over else Move.NONE

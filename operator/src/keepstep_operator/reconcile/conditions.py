@@ -92,11 +92,11 @@ def verdicts(run: Run, cluster: Cluster, *, now: float) -> dict[str, Verdict]:
         _without_library(run, now),
         _silent(run, now),
         _doubted(run, PROTECTED),
-        *(_failing(found[type]) for type in (COMMITTING, REPLICATED, ARCHIVED)),
+        *(_failing(found[kind]) for kind in (COMMITTING, REPLICATED, ARCHIVED)),
     )
     said = Verdict("True", PROTECTED, _what_is_kept(run, cluster))
     protected = next((problem for problem in problems if problem is not None), said)
-    shown = {type: verdict for type, verdict in found.items() if verdict is not None}
+    shown = {kind: verdict for kind, verdict in found.items() if verdict is not None}
     return {PROTECTED: protected, **shown}
 
 
@@ -108,11 +108,11 @@ def _as_false(verdict: Verdict | None) -> Verdict | None:
     return None if verdict is None else replace(verdict, status="False")
 
 
-def _doubted(run: Run, type: str) -> Verdict | None:
+def _doubted(run: Run, kind: str) -> Verdict | None:
     """What the first doubt about this condition says; None: there is none."""
     for doubt in doubts(run):
         of, status, reason = _DOUBTS[doubt.kind]
-        if of == type:
+        if of == kind:
             return Verdict(status, reason, cut(doubt.text))
     return None
 

@@ -59,12 +59,12 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     ) -> None:
         key = RunKey(namespace or "", name)
         known = memo.operator.object(key) is not None
-        object = parse_run_object(dict(event["object"]), with_status=not known)
+        target = parse_run_object(dict(event["object"]), with_status=not known)
         if event["type"] == "DELETED":
-            memo.operator.object_gone(object.key)
+            memo.operator.object_gone(target.key)
         else:
-            memo.writer.shown(object.key, event["object"].get("status") or {})
-            memo.operator.object_seen(object)
+            memo.writer.shown(target.key, event["object"].get("status") or {})
+            memo.operator.object_seen(target)
 
     @kopf.on.event(*_OURS, "checkpointpolicies", registry=handlers)
     async def checkpoint_policy(

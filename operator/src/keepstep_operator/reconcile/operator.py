@@ -150,10 +150,10 @@ class Operator:
         if key in self.runs:
             self.runs[key] = replace(self.runs[key], status=status)
 
-    def object_seen(self, object: RunObject) -> None:
+    def object_seen(self, body: RunObject) -> None:
         """A CheckpointRun exists or has changed."""
-        self.change(object.key, lambda run: transitions.object_seen(run, object))
-        self.change(object.key, self._with_policy)
+        self.change(body.key, lambda run: transitions.object_seen(run, body))
+        self.change(body.key, self._with_policy)
 
     def object_gone(self, key: RunKey) -> None:
         """A CheckpointRun was deleted."""

@@ -159,21 +159,21 @@ def _conditions(run: Run, found: Mapping[str, Verdict], now: float) -> tuple[Con
     any more where its steps lie: what `Protected` and `Archived` said at its end stands."""
     before = {condition.type: condition for condition in run.status.conditions}
     made = {
-        type: Condition(
-            type=type,
+        kind: Condition(
+            type=kind,
             status=verdict.status,
             reason=verdict.reason,
             message=cut(verdict.message),
             observed_generation=run.object.generation if run.object is not None else 0,
-            last_transition_time=since(before.get(type), verdict.status, now),
+            last_transition_time=since(before.get(kind), verdict.status, now),
         )
-        for type, verdict in found.items()
+        for kind, verdict in found.items()
     }
     ended = run.finished_at is not None and run.status.phase == FINISHED and run.report is None
     stand = {
-        type: condition
-        for type, condition in before.items()
-        if ended and type in (PROTECTED, ARCHIVED)
+        kind: condition
+        for kind, condition in before.items()
+        if ended and kind in (PROTECTED, ARCHIVED)
     }
     return tuple({**made, **stand}.values())
 

@@ -220,15 +220,15 @@ def _finished(run: Run, how: str, at: float) -> Run:
 # --- objects -------------------------------------------------------------------------------------
 
 
-def object_seen(run: Run, object: RunObject) -> Run:
+def object_seen(run: Run, body: RunObject) -> Run:
     """The CheckpointRun exists or has changed. What an earlier process wrote there is taken over
     once."""
-    wanted = replace(object, status=RunStatus(), policy=None)
+    wanted = replace(body, status=RunStatus(), policy=None)
     if run.object == wanted:
         return run
     if run.object is not None or run.report is not None:
         return replace(run, object=wanted)
-    status, written = object.status, object.policy
+    status, written = body.status, body.policy
     if written is not None and _made_with(run, written.name) <= written.generation:
         run = replace(run, policy=written)
     run = replace(

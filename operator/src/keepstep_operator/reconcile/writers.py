@@ -175,10 +175,10 @@ class Writer:
 
     async def _write_acknowledged(self, run: Run) -> None:
         """Name the epoch that an acknowledgement means, so that it never means a later one."""
-        object, report = run.object, run.report
-        if object is None or report is None or not report.acknowledged:
+        body, report = run.object, run.report
+        if body is None or report is None or not report.acknowledged:
             return
-        if object.fresh_start in ("newest", names.FRESH_START_ALLOW):
+        if body.fresh_start in ("newest", names.FRESH_START_ALLOW):
             said = {names.FRESH_START_ANNOTATION: report.acknowledged}
             patch = {"metadata": {"annotations": said}}
             await self._client.patch(RUNS, run.key.name, patch, namespace=run.key.namespace)

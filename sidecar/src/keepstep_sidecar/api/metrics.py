@@ -118,8 +118,8 @@ def _number(value: Any) -> float:
 
 
 TABLE = tuple(
-    Row(f"keepstep_{name}", kind, of.partition(".")[0], of.partition(".")[2], help)
-    for name, kind, of, help in (line.split(maxsplit=3) for line in _TABLE.strip().splitlines())
+    Row(f"keepstep_{name}", kind, of.partition(".")[0], of.partition(".")[2], text)
+    for name, kind, of, text in (line.split(maxsplit=3) for line in _TABLE.strip().splitlines())
 )
 
 

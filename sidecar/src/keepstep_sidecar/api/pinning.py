@@ -26,13 +26,13 @@ class Pinning:
 
     async def pin(self, request: PinRequest) -> Pinned:
         """Pin or unpin a step. Raises SidecarError `pins`."""
-        node, id = self.committer.node, request.id
+        node, step_id = self.committer.node, request.id
         if self.operator:
             raise refuse("pins", "the operator says what is pinned: spec.pins of the CheckpointRun")
         known = {*self.committer.local_shards.shards, *self.committer.remotes.ids}
-        if request.pinned and id not in known:
-            raise refuse("pins", f"step {id} is not here, and in no archive")
-        now = node.heard.pinned | {id} if request.pinned else node.heard.pinned - {id}
+        if request.pinned and step_id not in known:
+            raise refuse("pins", f"step {step_id} is not here, and in no archive")
+        now = node.heard.pinned | {step_id} if request.pinned else node.heard.pinned - {step_id}
         self.share(now)
         if not await self.changes.until(lambda: node.heard.pinned == now, timeout_s=_SHARED_S):
             raise refuse("pins", "the leader of the run does not answer; try again")

@@ -176,8 +176,12 @@ class Restoring:
     def _lost_steps(self, rank: int, parent: StepId | None) -> int:
         """How many steps the rank had staged here after the step that it goes on from."""
         known = {*self.slots.rank(rank).sealed(), self.saving.of(rank).staged}
-        known |= {id for id, held in self._local_shards.shards.items() if rank in held}
+        known |= {step_id for step_id, held in self._local_shards.shards.items() if rank in held}
         if parent is None:
             return 0
-        later = [id.step for id in known if id is not None and id.epoch == parent.epoch]
+        later = [
+            step_id.step
+            for step_id in known
+            if step_id is not None and step_id.epoch == parent.epoch
+        ]
         return max(0, max(later, default=0) - parent.step)

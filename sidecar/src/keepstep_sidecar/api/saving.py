@@ -316,42 +316,42 @@ class Saving:
         lease = self.leases.require(request.lease)
         lease.training = True
         try:
-            slots, id = self.slots.rank(lease.rank), StepId(request.epoch.id, request.step)
+            slots, step_id = self.slots.rank(lease.rank), StepId(request.epoch.id, request.step)
         except ValueError as error:
             raise refuse("bad-request", str(error)) from None
-        slot = self._filled(slots, request, id)
+        slot = self._filled(slots, request, step_id)
         lease.saved = True
         if slot.assigned:
             self._seal(slots, request, slot)
         return self._next(slots)
 
-    def _filled(self, slots: RankSlots, request: StagedRequest, id: StepId) -> Slot:
+    def _filled(self, slots: RankSlots, request: StagedRequest, step_id: StepId) -> Slot:
         if (slot := slots.named(request.slot)) is None:
             raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
-        if not (slot.used(request.generation) and (slot.assigned or slot.live == id)):
+        if not (slot.used(request.generation) and (slot.assigned or slot.live == step_id)):
             raise refuse("stale-slot", f"{request.slot} was given to another lease since")
         control = slot.file.control()
-        if control is None or control.id != id or control.run != self.config.run:
-            raise refuse("bad-image", f"{request.slot} does not seal step {id} of this run")
+        if control is None or control.id != step_id or control.run != self.config.run:
+            raise refuse("bad-image", f"{request.slot} does not seal step {step_id} of this run")
         if not slots.refer(slot, control):
-            raise refuse("bad-image", f"the base that step {id} refers to is not here")
+            raise refuse("bad-image", f"the base that step {step_id} refers to is not here")
         return slot
 
     def _seal(self, slots: RankSlots, request: StagedRequest, slot: Slot) -> None:
-        id = StepId(request.epoch.id, request.step)
-        slot.seal(id)
+        step_id = StepId(request.epoch.id, request.step)
+        slot.seal(step_id)
         counters = self.of(slots.rank)
         counters.saves += 1
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
-        counters.staged = id
+        counters.staged = step_id
         counters.unkept = None
         self._epochs.see(request.epoch)
         self.uncaught = None
-        self.restarts.staged(slots.rank, id, blocked_s=request.blocked_s)
-        say("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(id))
-        self.committer.feed(Sealed(slots.rank, id))
-        self.unequal_steps.staged(slots.rank, id, time.monotonic())
+        self.restarts.staged(slots.rank, step_id, blocked_s=request.blocked_s)
+        say("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(step_id))
+        self.committer.feed(Sealed(slots.rank, step_id))
+        self.unequal_steps.staged(slots.rank, step_id, time.monotonic())
         self.compare_steps()
         self.slots.unlink(slots.free_bases())
         if self.slots.holds_old_layouts(slots):
@@ -547,21 +547,22 @@ class StepWaits:
             return Waited(reached=False, reason=reason, final=True)
         return Waited(reached=False, reason=self._missing(request.id))
 
-    async def _archived(self, id: StepId, left_s: float) -> Waited:
+    async def _archived(self, step_id: StepId, left_s: float) -> Waited:
         """Wait until the archive has all that it is to have of a committed step, which it was told
         of. This may not include the step: a step that is damaged here, or was deleted before its
         turn, is not sent."""
         deadline, tiers = time.monotonic() + max(0.0, left_s), self.remote_tiers
         if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
-            if not tiers.archived(id):
+            if not tiers.archived(step_id):
                 await tiers.look(anew=True)  # an earlier life may have brought it there
             if unknown := self._remotes.why_unknown(Tier.ARCHIVE):
                 left_s = deadline - time.monotonic()
-                await self.changes.until(lambda: tiers.archived(id), timeout_s=left_s)
-            if tiers.archived(id):
+                await self.changes.until(lambda: tiers.archived(step_id), timeout_s=left_s)
+            if tiers.archived(step_id):
                 return Waited(reached=True)
             reason = (
-                f"step {id} is not in the archive, and is not sent: a shard of it is damaged here,"
+                f"step {step_id} is not in the archive, and is not sent: a shard of it is damaged"
+                " here,"
                 " or was deleted before its turn (the sidecar's log tells); wait for a later step"
             )
             return Waited(reached=False, reason=unknown or reason, final=not unknown)
@@ -582,34 +583,34 @@ class StepWaits:
             self.awaited -= commits
 
     def _predicate(self, lease: Lease, request: WaitRequest) -> Callable[[], bool]:
-        rank, id = lease.rank, request.id
+        rank, step_id = lease.rank, request.id
         try:
             state = State(request.state)
         except ValueError as error:
             raise refuse("bad-request", str(error)) from error
         if state is State.STAGED:
-            return lambda: self._staged(rank, id)
+            return lambda: self._staged(rank, step_id)
         if state is State.DURABLE:
-            return lambda: self._local_shards.was_durable(rank, id)
+            return lambda: self._local_shards.was_durable(rank, step_id)
         if state is State.ARCHIVED and not self._remotes.has(Tier.ARCHIVE):
             raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
-        return lambda: self.committer.was_committed(id)
+        return lambda: self.committer.was_committed(step_id)
 
-    def _overtaken(self, rank: int, id: StepId) -> bool:
+    def _overtaken(self, rank: int, step_id: StepId) -> bool:
         """Whether the step is neither in memory nor on a volume, and never will be."""
         newest = self.saving.of(rank).staged
-        later = newest is not None and newest.epoch == id.epoch and newest > id
-        gone = later and not self._staged(rank, id) and not self._node.busy(id)
-        return gone and not self._local_shards.was_durable(rank, id)
+        later = newest is not None and newest.epoch == step_id.epoch and newest > step_id
+        gone = later and not self._staged(rank, step_id) and not self._node.busy(step_id)
+        return gone and not self._local_shards.was_durable(rank, step_id)
 
-    def _staged(self, rank: int, id: StepId) -> bool:
+    def _staged(self, rank: int, step_id: StepId) -> bool:
         return (
-            self.saving.of(rank).staged == id
-            or self.slots.rank(rank).find(id) is not None
-            or self._local_shards.holds(rank, id) is not None
+            self.saving.of(rank).staged == step_id
+            or self.slots.rank(rank).find(step_id) is not None
+            or self._local_shards.holds(rank, step_id) is not None
         )
 
-    def _missing(self, id: StepId) -> str:
+    def _missing(self, step_id: StepId) -> str:
         """Why the step has not reached the wanted state."""
         if self._images.trouble:
             return self._images.trouble
@@ -618,17 +619,18 @@ class StepWaits:
         unstaged: list[int] = []
         unwritten: list[int] = []
         for rank in sorted(self.slots.here()):
-            if self._local_shards.holds(rank, id) is None:
-                (unwritten if self._staged(rank, id) else unstaged).append(rank)
+            if self._local_shards.holds(rank, step_id) is None:
+                (unwritten if self._staged(rank, step_id) else unstaged).append(rank)
         if unstaged:
-            return f"step {id} was not staged, or not kept, by ranks {unstaged}"
+            return f"step {step_id} was not staged, or not kept, by ranks {unstaged}"
         if unwritten:
-            return f"step {id} is staged, but not yet durable for ranks {unwritten}"
+            return f"step {step_id} is staged, but not yet durable for ranks {unwritten}"
         if self.committer.silent:
             return (
-                f"step {id} is durable here; the leader, which knows the other machines, is silent"
+                f"step {step_id} is durable here; the leader, which knows the other machines,"
+                " is silent"
             )
-        return f"step {id} is durable here, but not committed: some rank of the run lacks it"
+        return f"step {step_id} is durable here, but not committed: some rank of the run lacks it"
 
     async def until_committed(
         self, steps: tuple[StepId, ...], *, timeout_s: float
@@ -656,8 +658,10 @@ class StepWaits:
         left_s = deadline - asyncio.get_running_loop().time()
         await self.changes.until(lambda: self.committer.idle, timeout_s=left_s)
         here, holds = self.slots.here(), self._local_shards.holds
-        durable = tuple(id for id in wanted if all(holds(rank, id) is not None for rank in here))
-        missing = [id for id in wanted if id not in durable]
+        durable = tuple(
+            step_id for step_id in wanted if all(holds(rank, step_id) is not None for rank in here)
+        )
+        missing = [step_id for step_id in wanted if step_id not in durable]
         return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
 
     async def drain(self, *, timeout_s: float) -> bool:

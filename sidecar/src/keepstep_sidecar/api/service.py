@@ -287,10 +287,10 @@ class Service:
     def _forget(self, *, even_unwritten: bool) -> None:
         """Free the memory, but not where a step lies there that no volume has taken: it stays for a
         successor, who may find room."""
-        if even_unwritten or (id := self.node.unwritten()) is None:
+        if even_unwritten or (step_id := self.node.unwritten()) is None:
             self.slots.forget_all()
         else:
-            warn("memory.kept", step=str(id), reason=self.committer.images.trouble)
+            warn("memory.kept", step=str(step_id), reason=self.committer.images.trouble)
 
     @property
     def ending(self) -> bool:
@@ -382,5 +382,9 @@ class Service:
         """Make the newest two steps durable that all ranks here have in common."""
         with self.volumes.pace.lifted():
             flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
-        say("flush.finished", steps=[str(id) for id in flushed.steps], reason=flushed.reason)
+        say(
+            "flush.finished",
+            steps=[str(step_id) for step_id in flushed.steps],
+            reason=flushed.reason,
+        )
         return flushed

@@ -52,7 +52,7 @@ async def status(service: Service) -> Status:
         hints=hints(service),
         epoch=committer.epochs.current
         or max(ledger.epochs, key=lambda epoch: epoch.id, default=None),
-        watermarks={str(tier): id for tier, id in marks.items() if id is not None},
+        watermarks={str(tier): step_id for tier, step_id in marks.items() if step_id is not None},
         committed_at=committer.local_shards.committed_at,
         reported_at=service.leader.heard_at,
         persist_every=node.persist_every(newest),
@@ -71,7 +71,8 @@ async def status(service: Service) -> Status:
         volumes=volumes,
         tiers=service.remote_tiers.statuses(),
         steps=tuple(
-            _step(service, id, doubt) for id in sorted(committer.copies.ids(), reverse=True)
+            _step(service, step_id, doubt)
+            for step_id in sorted(committer.copies.ids(), reverse=True)
         ),
         scanned=committer.local_shards.scanned,
         survives=survives(marks),
@@ -123,19 +124,19 @@ def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
 
     One machine without another tier never survives its own loss.
     """
-    beyond = newest_of(*(id for tier, id in marks.items() if not tier.in_pod))
+    beyond = newest_of(*(step_id for tier, step_id in marks.items() if not tier.in_pod))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,
         "PodRestart": local,
         "NodeLoss": beyond,
     }
-    return tuple(name for name, id in outlived.items() if id is not None)
+    return tuple(name for name, step_id in outlived.items() if step_id is not None)
 
 
 def newest_of(*ids: StepId | None) -> StepId | None:
     """The newest of the steps that are not None; None if there is none."""
-    return max((id for id in ids if id is not None), default=None)
+    return max((step_id for step_id in ids if step_id is not None), default=None)
 
 
 async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
@@ -174,7 +175,11 @@ def _rank(service: Service, slots: RankSlots) -> RankStatus:
         pid=lease.request.pid if lease else 0,
         staged=counters.staged or max(slots.sealed(), default=None),
         durable=max(
-            (id for id, held in service.local_shards.shards.items() if slots.rank in held),
+            (
+                step_id
+                for step_id, held in service.local_shards.shards.items()
+                if slots.rank in held
+            ),
             default=None,
         ),
         slot_bytes=slots.current.layout.size_bytes if slots.current else 0,
@@ -204,27 +209,27 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
     ]
 
 
-def _step(service: Service, id: StepId, doubt: Doubt) -> StepStatus:
+def _step(service: Service, step_id: StepId, doubt: Doubt) -> StepStatus:
     committer, published = service.committer, service.local_shards.published
-    memory, remotes = service.slots.images(id), committer.remotes
+    memory, remotes = service.slots.images(step_id), committer.remotes
     shards = [*(slot.shard for slot in memory.values())]
-    shards += [shard for _, shard in committer.copies.at_rest(id)]
+    shards += [shard for _, shard in committer.copies.at_rest(step_id)]
     held: dict[Tier, set[int]] = {tier: set() for tier in (Tier.MEMORY, Tier.LOCAL, *remotes.tiers)}
     held[Tier.MEMORY].update(memory)
-    held[Tier.LOCAL].update(service.local_shards.of(id))
-    for rank, places in remotes.of(id).items():
+    held[Tier.LOCAL].update(service.local_shards.of(step_id))
+    for rank, places in remotes.of(step_id).items():
         for place in places:
             held[place.tier].add(rank)
     return StepStatus(
-        id=id,
+        id=step_id,
         world=max(shard.world for shard in shards),
         ranks={tier: tuple(sorted(ranks)) for tier, ranks in held.items() if ranks},
         bytes=sum({shard.rank: shard.size_bytes for shard in reversed(shards)}.values()),
-        committed=id in published,
-        path=published.get(id, ""),
-        dead=(dead := committer.node.is_dead(id)),
-        suspect=not dead and doubt.is_suspect(id),
-        proven=not dead and doubt.is_proven(id),
+        committed=step_id in published,
+        path=published.get(step_id, ""),
+        dead=(dead := committer.node.is_dead(step_id)),
+        suspect=not dead and doubt.is_suspect(step_id),
+        proven=not dead and doubt.is_proven(step_id),
     )
 
 

@@ -55,9 +55,9 @@ def own(path: Path, pid: int) -> None:
     _call(path, "/v1/owner", OwnerRequest(pid=pid), dict)
 
 
-def pin(path: Path, id: StepId, *, pinned: bool) -> Pinned | None:
+def pin(path: Path, step_id: StepId, *, pinned: bool) -> Pinned | None:
     """Pin or unpin a step; None when no process listens. Raises SidecarError."""
-    return _call(path, "/v1/pin", PinRequest(id=id, pinned=pinned), Pinned)
+    return _call(path, "/v1/pin", PinRequest(id=step_id, pinned=pinned), Pinned)
 
 
 def stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:

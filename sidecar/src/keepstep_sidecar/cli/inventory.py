@@ -163,26 +163,28 @@ def of_shards(
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
     for shard in shards:
         by_step[shard.step_id].append(shard)
-    lineage = trace({epoch.id: epoch for epoch in epochs}, seen={id.epoch for id in by_step})
+    lineage = trace(
+        {epoch.id: epoch for epoch in epochs}, seen={step_id.epoch for step_id in by_step}
+    )
     parents = {epoch.id: epoch.parent for epoch in epochs}
-    alive = {id for id in by_step if lineage.standing(id) is not Standing.DEAD}
+    alive = {step_id for step_id in by_step if lineage.standing(step_id) is not Standing.DEAD}
 
-    def is_live(id: StepId) -> bool:
-        return lineage.standing(id) is Standing.LIVE
+    def is_live(step_id: StepId) -> bool:
+        return lineage.standing(step_id) is Standing.LIVE
 
     doubt = Doubt.of((Failure.of(at, parents.get, is_live) for at in failures), alive)
     return tuple(
         replace(
-            _of_found(id, found),
-            dead=id not in alive,
-            suspect=id in alive and doubt.is_suspect(id),
-            proven=id in alive and doubt.is_proven(id),
+            _of_found(step_id, found),
+            dead=step_id not in alive,
+            suspect=step_id in alive and doubt.is_suspect(step_id),
+            proven=step_id in alive and doubt.is_proven(step_id),
         )
-        for id, found in sorted(by_step.items())
+        for step_id, found in sorted(by_step.items())
     )
 
 
-def _of_found(id: StepId, found: Sequence[LocalShard]) -> StepStatus:
+def _of_found(step_id: StepId, found: Sequence[LocalShard]) -> StepStatus:
     worlds = {shard.world for shard in found}
     ranks = tuple(sorted({shard.rank for shard in found}))
     world = max(worlds)
@@ -192,7 +194,7 @@ def _of_found(id: StepId, found: Sequence[LocalShard]) -> StepStatus:
     committed = whole or any(shard.published for shard in found)
     shown = min(found, key=lambda shard: (not shard.published, shard.rank))
     return StepStatus(
-        id=id,
+        id=step_id,
         world=world,
         ranks={Tier.LOCAL: ranks},
         bytes=sum(shard.size_bytes for shard in found),
@@ -225,10 +227,10 @@ def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus
     by_id = {status.id: status for status in held}
     found = []
     for word in dict.fromkeys(words):
-        if (id := only(word, by_id)) is None:
+        if (step_id := only(word, by_id)) is None:
             there = ", ".join(str(status.id) for status in held[-5:]) or "none"
             raise UsageError(f"no step {word} on the volumes; the newest there: {there}")
-        found.append(by_id[id])
+        found.append(by_id[step_id])
     return tuple(found)
 
 

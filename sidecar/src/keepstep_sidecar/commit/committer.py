@@ -101,35 +101,37 @@ class StepDirectories:
             missing = size_bytes - await self.local.blocking(self.local.volumes.free_bytes)
             doomed = list(self.choose(Full(missing, self.local.sizes)))
             surplus = self.surplus()
-            early = [id for id in doomed if id not in surplus]
-            for id in early:
-                warn("step.evicted", step=str(id), reason="the volumes are full", keep=self.keep)
-            for id in doomed:
-                await self._retire(id)
-            for id in early:
-                self.history.evicted(id)
+            early = [step_id for step_id in doomed if step_id not in surplus]
+            for step_id in early:
+                warn(
+                    "step.evicted", step=str(step_id), reason="the volumes are full", keep=self.keep
+                )
+            for step_id in doomed:
+                await self._retire(step_id)
+            for step_id in early:
+                self.history.evicted(step_id)
             self.evicted += len(early)
             return bool(doomed)
 
-    async def _publish(self, id: StepId) -> None:
+    async def _publish(self, step_id: StepId) -> None:
         try:
-            published = await self.local.publish(id)
+            published = await self.local.publish(step_id)
         except KeepstepError as error:
-            warn("step.publish_failed", step=str(id), error=str(error))
+            warn("step.publish_failed", step=str(step_id), error=str(error))
             return
         if published:
-            self.history.committed(id)
+            self.history.committed(step_id)
             self.changes.ring()
 
-    async def _retire(self, id: StepId) -> None:
+    async def _retire(self, step_id: StepId) -> None:
         self.remotes.wake()
         try:
-            freed = await self.local.retire(id)
+            freed = await self.local.retire(step_id)
         except KeepstepError as error:
-            warn("step.delete_failed", step=str(id), error=str(error))
+            warn("step.delete_failed", step=str(step_id), error=str(error))
             return
         self.retired += 1  # not earlier: a write that found no room before this must still make it
-        say("step.deleted", level=logging.DEBUG, step=str(id), size_bytes=freed)
+        say("step.deleted", level=logging.DEBUG, step=str(step_id), size_bytes=freed)
 
 
 # --- images from slots -----------------------------------------------------------------------
@@ -282,8 +284,8 @@ class Committer:
             began=time.monotonic(),
             pacing=pacing,
             epochs=lambda: self.epochs.own(),
-            in_use=lambda id: self.rollback.names(id) or remotes.in_use(id),
-            may_write=lambda id: self.epochs.writes(id),
+            in_use=lambda step_id: self.rollback.names(step_id) or remotes.in_use(step_id),
+            may_write=lambda step_id: self.epochs.writes(step_id),
         )
         self.epochs = Epochs(self.node, remotes, local)
         self.restart = RestartStep(self.node, self.copies, self.rollback, local)
@@ -428,17 +430,17 @@ class Committer:
         self._changes.ring()
 
     async def reject(
-        self, source: ShardSource, error: Exception, *, id: StepId | None = None
+        self, source: ShardSource, error: Exception, *, step_id: StepId | None = None
     ) -> None:
         """This copy could not be used. If it was on a volume, it was quarantined, and the volumes
-        are scanned anew. `id`: of the step whose base it is; None if it is an image."""
-        rank, id = source.shard.rank, id or source.shard.step_id
+        are scanned anew. `step_id`: of the step whose base it is; None if it is an image."""
+        rank, step_id = source.shard.rank, step_id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
-            self.remotes.reject(source, error, id=id)
+            self.remotes.reject(source, error, step_id=step_id)
             self.feed(Reported(ranks=of_ranks({rank: self.remotes.report(rank)})))
             self._changes.ring()
-        elif self.local_shards.holds(rank, id) is not None:
-            self.local_shards.lose(rank, id)  # unless the scan finds it sound
+        elif self.local_shards.holds(rank, step_id) is not None:
+            self.local_shards.lose(rank, step_id)  # unless the scan finds it sound
             await self.scan()
 
     async def hear(self, reply: ReportReply) -> None:
@@ -493,13 +495,13 @@ class Committer:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def was_committed(self, id: StepId) -> bool:
+    def was_committed(self, step_id: StepId) -> bool:
         """Whether this very step is committed, and published if this machine holds it; or was,
         until it expired."""
-        if self.local_shards.was_published(id):
+        if self.local_shards.was_published(step_id):
             return True
         told = (self.node.leader_view.commit, *self.node.heard.commits)
-        return id not in self.local_shards.shards and id in told
+        return step_id not in self.local_shards.shards and step_id in told
 
     def facts(self, changed: Callable[[], None]) -> RunFacts:
         """What remote tiers ask. `changed`: to be called when they have something new."""
@@ -519,7 +521,7 @@ class Committer:
         """What remote tiers compare their lists with. A published step counts as a commit even if
         the leader's newest reply no longer names it."""
         shards, is_dead = self.local_shards.shards, self.node.is_dead
-        alive = {id: held for id, held in shards.items() if not is_dead(id)}
+        alive = {step_id: held for step_id, held in shards.items() if not is_dead(step_id)}
         commits = self.local_shards.ever_published().union(self.node.commits())
         return LocalInventory(shards=alive, commits=frozenset(alive) & commits)
 

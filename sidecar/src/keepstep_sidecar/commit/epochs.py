@@ -75,7 +75,7 @@ class Epochs:
         view, known = self.node.leader_view, set[EpochId]()
         if not view.alone:  # else the leader only says what was seen here
             heard = (view.commit, view.word.plan, *view.word.commits)
-            known = {id.epoch for id in heard if id is not None}
+            known = {step_id.epoch for step_id in heard if step_id is not None}
         known |= {epoch.id for epoch in (self.own() if life is None else self.own(life))}
         found = set(self.local.record.strangers - known)
         if life is not None:
@@ -101,30 +101,32 @@ class Epochs:
         return self._newest() is not None
 
     def _newest(self) -> StepId | None:
-        return max((id for id in self.node.commits() if not self.foreign(id)), default=None)
+        return max(
+            (step_id for step_id in self.node.commits() if not self.foreign(step_id)), default=None
+        )
 
-    def foreign(self, id: StepId) -> bool:
+    def foreign(self, step_id: StepId) -> bool:
         """Whether this step belongs to the other run."""
         if self._ancestor is None:
             return False
-        return id in self._ancestor.ids or any(
-            epoch.parent == id for epoch in self.own() if epoch.origin
+        return step_id in self._ancestor.ids or any(
+            epoch.parent == step_id for epoch in self.own() if epoch.origin
         )
 
-    def writes(self, id: StepId) -> bool:
+    def writes(self, step_id: StepId) -> bool:
         """Whether an image in memory may be written to the drives. It must certainly belong to this
         run: a new sidecar may find the other run's step in a slot before it knows whose it is."""
         if self._ancestor is None:
             return True
-        return not self.foreign(id) and any(epoch.id == id.epoch for epoch in self.own())
+        return not self.foreign(step_id) and any(epoch.id == step_id.epoch for epoch in self.own())
 
     def without_foreign(self, held: Iterable[Row]) -> tuple[Row, ...]:
         """`held` without the other run's steps: what may be reported as this run's own."""
         return tuple(group for group in held if not self.foreign(group.step_id))
 
-    def hides(self, id: StepId, *, in_doubt: bool) -> bool:
+    def hides(self, step_id: StepId, *, in_doubt: bool) -> bool:
         """Whether this step must not be offered. `in_doubt`: what this run has is not certain."""
-        return self.foreign(id) and (in_doubt or self.outgrown())
+        return self.foreign(step_id) and (in_doubt or self.outgrown())
 
     def refusal(self) -> str:
         """Why the run cannot begin although no step was found; '' when the run is not a fork."""
@@ -167,7 +169,7 @@ def line(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
         if (parent := by_id.get(epoch.parent.epoch)) is not None:
             found[parent.id] = parent
             waiting.append(parent)
-    return tuple(found[id] for id in sorted(found))
+    return tuple(found[epoch_id] for epoch_id in sorted(found))
 
 
 # --- the step of a restart -------------------------------------------------------------------
@@ -222,14 +224,18 @@ class Rollback:
         of number `asked`. A person may have named another one: then the script's is kept, too."""
         if asked is None:
             return None
-        known = (id for id in (parent, self.asked) if id is not None and id.step == asked)
+        known = (
+            step_id
+            for step_id in (parent, self.asked)
+            if step_id is not None and step_id.step == asked
+        )
         return next(known, None)
 
-    def names(self, id: StepId) -> bool:
+    def names(self, step_id: StepId) -> bool:
         """Whether this may be the wanted step, which must not be deleted."""
-        if id == self.asked:
+        if step_id == self.asked:
             return True
-        return (wish := self.wish) is not None and wish.names(id)
+        return (wish := self.wish) is not None and wish.names(step_id)
 
     def resolve(self, whole: Iterable[StepId], held: Collection[StepId]) -> StepId | None:
         """The wanted step; of several with its number, the newest. Prefers steps in `whole`."""
@@ -237,7 +243,9 @@ class Rollback:
             return None
         if wish.id is not None:
             return wish.id
-        found = [id for id in whole if wish.names(id)] or [id for id in held if wish.names(id)]
+        found = [step_id for step_id in whole if wish.names(step_id)] or [
+            step_id for step_id in held if wish.names(step_id)
+        ]
         return max(found, default=None)
 
 
@@ -276,8 +284,8 @@ class RestartStep:
         """All known failures, each with the steps that it casts doubt on."""
         ledger = self.node.ledger
 
-        def alive(id: StepId) -> bool:
-            return ledger.lineage.standing(id) is Standing.LIVE
+        def alive(step_id: StepId) -> bool:
+            return ledger.lineage.standing(step_id) is Standing.LIVE
 
         reported = (
             Failure(at=failure.at, after=tuple(filter(alive, failure.after)))
@@ -293,7 +301,7 @@ class RestartStep:
 
     def doubt(self) -> Doubt:
         """Which steps are suspect and which are proven, as far as this machine knows."""
-        kept = {id for id in self.copies.ids() if not self.node.is_dead(id)}
+        kept = {step_id for step_id in self.copies.ids() if not self.node.is_dead(step_id)}
         return Doubt.of(self.failures(), kept, self.trusted)
 
     def suspicion(self) -> str:
@@ -327,7 +335,7 @@ class RestartStep:
     def wanted(self) -> StepId | None:
         """The step that a person wants to go back to, if this machine knows it."""
         ledger = self.node.ledger
-        held = [id for id in self.copies.ids() if ledger.lineage.restorable(id)]
+        held = [step_id for step_id in self.copies.ids() if ledger.lineage.restorable(step_id)]
         return self.rollback.resolve(ledger.whole(), held)
 
     def plan(self) -> RestorePlan | None:
@@ -357,15 +365,15 @@ class RestartStep:
         restorable = told is not None and self.node.ledger.lineage.restorable(told)
         if told is not None and restorable and (found := self._plan_of(told)) is not None:
             return found
-        if (id := self.node.last_commit()) is None:
+        if (step_id := self.node.last_commit()) is None:
             return None
         newest_in_memory = self.copies.newest_in_memory
-        ranks = [rank for rank in self.copies.ranks() if id >= newest_in_memory(rank, id)]
-        return self._plan_of(id, ranks)
+        ranks = [rank for rank in self.copies.ranks() if step_id >= newest_in_memory(rank, step_id)]
+        return self._plan_of(step_id, ranks)
 
-    def _plan_of(self, id: StepId, ranks: Iterable[int] | None = None) -> RestorePlan | None:
+    def _plan_of(self, step_id: StepId, ranks: Iterable[int] | None = None) -> RestorePlan | None:
         """A plan of this step for those of `ranks` (None: all here) that hold it; None if none
         do."""
         asked = self.copies.ranks() if ranks is None else ranks
-        tiers = {rank: tier for rank in asked if (tier := self.copies.nearest(id, rank))}
-        return RestorePlan(id, tiers) if tiers else None
+        tiers = {rank: tier for rank in asked if (tier := self.copies.nearest(step_id, rank))}
+        return RestorePlan(step_id, tiers) if tiers else None

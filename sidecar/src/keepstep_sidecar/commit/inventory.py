@@ -125,44 +125,46 @@ class LocalShards:
         for key, shard in {**scanned, **newer}.items():
             if key not in gone or key in newer:
                 self.add(shard)
-        for id in self.published.keys() - self.shards.keys():
-            del self.published[id]
+        for step_id in self.published.keys() - self.shards.keys():
+            del self.published[step_id]
 
     def add(self, shard: LocalShard) -> None:
         self.shards.setdefault(shard.step_id, {})[shard.rank] = shard
 
-    async def publish(self, id: StepId) -> bool:
+    async def publish(self, step_id: StepId) -> bool:
         """Show the step to readers. False if nothing of it lies here. Raises KeepstepError."""
-        made_of = [shard.path for shard in self.of(id).values()]
+        made_of = [shard.path for shard in self.of(step_id).values()]
         if not made_of:  # a scan in between no longer found it
             return False
-        path = await self.blocking(lambda: self.volumes.publish(id, made_of=made_of))
+        path = await self.blocking(lambda: self.volumes.publish(step_id, made_of=made_of))
         if path is None:
             return False
-        self.published[id] = str(path)
+        self.published[step_id] = str(path)
         self.committed_at = path.stat().st_mtime  # when its last shard got its name
-        self.shards[id] = {rank: _as_published(found) for rank, found in self.of(id).items()}
+        self.shards[step_id] = {
+            rank: _as_published(found) for rank, found in self.of(step_id).items()
+        }
         return True
 
-    async def retire(self, id: StepId) -> int:
+    async def retire(self, step_id: StepId) -> int:
         """Delete the step. Returns the bytes freed. Raises KeepstepError."""
-        self.drop(id)
-        return await self.blocking(lambda: self.volumes.retire(id))
+        self.drop(step_id)
+        return await self.blocking(lambda: self.volumes.retire(step_id))
 
-    def lose(self, rank: int, id: StepId) -> None:
+    def lose(self, rank: int, step_id: StepId) -> None:
         """This rank's shard of the step is damaged. Until a scan is through nobody knows what is
         left, so it is lost, never merely absent."""
-        self.unreadable = f"step {id} is damaged; the volumes are scanned"
-        held = self.shards.get(id, {})
+        self.unreadable = f"step {step_id} is damaged; the volumes are scanned"
+        held = self.shards.get(step_id, {})
         held.pop(rank, None)
         if not held:
-            self.shards.pop(id, None)
-            self.published.pop(id, None)
+            self.shards.pop(step_id, None)
+            self.published.pop(step_id, None)
 
-    def drop(self, id: StepId) -> None:
+    def drop(self, step_id: StepId) -> None:
         """The step is about to be deleted. Remember what it was, for clients that ask later."""
-        self._past[id] = frozenset(self.shards.pop(id, ())), id in self.published
-        self.published.pop(id, None)
+        self._past[step_id] = frozenset(self.shards.pop(step_id, ())), step_id in self.published
+        self.published.pop(step_id, None)
         while len(self._past) > _PAST_STEPS:
             del self._past[next(iter(self._past))]
 
@@ -182,19 +184,20 @@ class LocalShards:
     def sizes(self) -> dict[StepId, int]:
         """The bytes that each step takes on the volumes."""
         return {
-            id: sum(shard.size_bytes for shard in held.values()) for id, held in self.shards.items()
+            step_id: sum(shard.size_bytes for shard in held.values())
+            for step_id, held in self.shards.items()
         }
 
     def all(self) -> list[LocalShard]:
         return [shard for held in self.shards.values() for shard in held.values()]
 
-    def of(self, id: StepId) -> Mapping[int, LocalShard]:
+    def of(self, step_id: StepId) -> Mapping[int, LocalShard]:
         """By rank, the durable shards of the step."""
-        return self.shards.get(id, {})
+        return self.shards.get(step_id, {})
 
-    def holds(self, rank: int, id: StepId) -> LocalShard | None:
+    def holds(self, rank: int, step_id: StepId) -> LocalShard | None:
         """This rank's durable shard of the step."""
-        return self.of(id).get(rank)
+        return self.of(step_id).get(rank)
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """The rank's shards for the ledger, oldest step first."""
@@ -202,20 +205,26 @@ class LocalShards:
 
     def world(self, rank: int) -> int:
         """The world size that the rank's newest shard names; 0 if there is no shard."""
-        newest = max((id for id, held in self.shards.items() if rank in held), default=None)
+        newest = max(
+            (step_id for step_id, held in self.shards.items() if rank in held), default=None
+        )
         return self.shards[newest][rank].world if newest is not None else 0
 
-    def was_durable(self, rank: int, id: StepId) -> bool:
+    def was_durable(self, rank: int, step_id: StepId) -> bool:
         """Whether this step is durable for the rank, or was until it was deleted."""
-        return rank in self.of(id) or rank in self._past.get(id, ((), False))[0]
+        return rank in self.of(step_id) or rank in self._past.get(step_id, ((), False))[0]
 
-    def was_published(self, id: StepId) -> bool:
+    def was_published(self, step_id: StepId) -> bool:
         """Whether this step is visible to readers, or was until it was deleted."""
-        return id in self.published or self._past.get(id, ((), False))[1]
+        return step_id in self.published or self._past.get(step_id, ((), False))[1]
 
     def ever_published(self) -> set[StepId]:
         """Steps that were committed, whether or not all of their shards are still there."""
-        return {id for id, held in self.shards.items() if any(f.published for f in held.values())}
+        return {
+            step_id
+            for step_id, held in self.shards.items()
+            if any(f.published for f in held.values())
+        }
 
 
 def _as_published(found: LocalShard) -> LocalShard:
@@ -313,8 +322,8 @@ class RemoteInventory:
             self._index()
         return changed
 
-    def reject(self, source: ShardSource, error: Exception, *, id: StepId) -> None:
-        """This copy, of step `id` or of its base, could not be used. A copy that failed
+    def reject(self, source: ShardSource, error: Exception, *, step_id: StepId) -> None:
+        """This copy, of step `step_id` or of its base, could not be used. A copy that failed
         verification is not offered any more. A copy that was out of reach may be reachable the next
         time."""
         damaged, shard = isinstance(error, ImageError), source.shard
@@ -323,14 +332,14 @@ class RemoteInventory:
             tier=str(source.tier),
             source=source.where,
             rank=shard.rank,
-            step=str(id),
+            step=str(step_id),
             error=str(error),
         )
         if damaged:
             self._refused.add(source)
             for remote_tier in self.remote_tiers:
                 if remote_tier.tier is source.tier:
-                    remote_tier.refuse(source, id)
+                    remote_tier.refuse(source, step_id)
             self._index()
 
     def _index(self) -> None:
@@ -351,19 +360,19 @@ class RemoteInventory:
 
     # --- what is sent there ------------------------------------------------------------------
 
-    def want(self, id: StepId) -> None:
+    def want(self, step_id: StepId) -> None:
         """Have this step archived, whether it is due or not."""
         if self.archive is not None:
-            self.archive.want(id)
+            self.archive.want(step_id)
 
     def wake(self) -> None:
         """Tell the remote tiers that what this machine holds has changed."""
         for remote_tier in self.remote_tiers:
             remote_tier.wake()
 
-    def in_use(self, id: StepId) -> bool:
+    def in_use(self, step_id: StepId) -> bool:
         """Whether some remote tier reads a local shard of this step."""
-        return any(tier.replicator.in_use(id) for tier in self.remote_tiers)
+        return any(tier.replicator.in_use(step_id) for tier in self.remote_tiers)
 
     async def make_room(self, size_bytes: int) -> bool:
         """Delete copies that are kept for other pods. False if there was nothing to delete."""
@@ -380,9 +389,9 @@ class RemoteInventory:
         """Every rank of which a remote tier holds something."""
         return self._of_rank.keys()
 
-    def of(self, id: StepId) -> dict[int, list[ShardSource]]:
+    def of(self, step_id: StepId) -> dict[int, list[ShardSource]]:
         """rank -> its copies of this step, nearest first."""
-        return self._at.get(id, {})
+        return self._at.get(step_id, {})
 
     @property
     def epochs(self) -> tuple[Epoch, ...]:
@@ -473,7 +482,7 @@ class Copies:
     def of_rank(self, rank: int) -> RankReport:
         """What is held of one rank, on all tiers."""
         slots = self._pool.ranks.get(rank)
-        sealed = [slots.find(id) for id in slots.sealed()] if slots is not None else []
+        sealed = [slots.find(step_id) for step_id in slots.sealed()] if slots is not None else []
         memory, local = tuple(at.shard for at in sealed if at), self._local.of_rank(rank)
         is_known = self._local.scanned and not self._local.unreadable
         nothing = Answer.NONE if is_known else Answer.UNKNOWN
@@ -514,48 +523,50 @@ class Copies:
 
     # --- where copies are --------------------------------------------------------------------
 
-    def origins(self, id: StepId, rank: int) -> list[ShardSource]:
+    def origins(self, step_id: StepId, rank: int) -> list[ShardSource]:
         """The copies of the saved rank's shard beyond memory, nearest first; for the number of a
         base (`Layout.number`), those of the base."""
-        world = self.world_of(id) or 0
+        world = self.world_of(step_id) or 0
         if 0 < world <= rank:
-            bases = (origin.beside for origin in self.origins(id, rank - world))
+            bases = (origin.beside for origin in self.origins(step_id, rank - world))
             return [base for base in bases if base is not None]
-        local, beyond = self._local.holds(rank, id), self._remotes.of(id).get(rank, ())
+        local, beyond = self._local.holds(rank, step_id), self._remotes.of(step_id).get(rank, ())
         if local is None:
             return list(beyond)
         return [local_source(self._local.volumes, local), *beyond]
 
-    def nearest(self, id: StepId, rank: int) -> Tier | None:
+    def nearest(self, step_id: StepId, rank: int) -> Tier | None:
         """The nearest tier that holds the image."""
-        if self._pool.find(rank, id) is not None:
+        if self._pool.find(rank, step_id) is not None:
             return Tier.MEMORY
-        origins = self.origins(id, rank)
+        origins = self.origins(step_id, rank)
         return origins[0].tier if origins else None
 
-    def at_rest(self, id: StepId) -> Iterator[tuple[Tier, Shard]]:
+    def at_rest(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
         """The copies beyond memory; of those beyond this machine each rank's nearest."""
-        yield from ((Tier.LOCAL, found) for found in self._local.of(id).values())
-        for places in self._remotes.of(id).values():
+        yield from ((Tier.LOCAL, found) for found in self._local.of(step_id).values())
+        for places in self._remotes.of(step_id).values():
             yield places[0].tier, places[0].shard
 
-    def _copies(self, id: StepId) -> Iterator[tuple[Tier, Shard]]:
+    def _copies(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
         """All of these, and those in memory: with the tier that they came from."""
-        yield from ((at.tier, at.shard) for at in self._pool.images(id).values())
-        yield from self.at_rest(id)
+        yield from ((at.tier, at.shard) for at in self._pool.images(step_id).values())
+        yield from self.at_rest(step_id)
 
-    def ranks_with(self, id: StepId) -> list[int]:
+    def ranks_with(self, step_id: StepId) -> list[int]:
         """Saved ranks of which some tier beyond memory holds a shard."""
-        return sorted({shard.rank for _, shard in self.at_rest(id)})
+        return sorted({shard.rank for _, shard in self.at_rest(step_id)})
 
-    def ranks_of(self, id: StepId) -> tuple[int, ...]:
+    def ranks_of(self, step_id: StepId) -> tuple[int, ...]:
         """Saved ranks of which any copy is within reach."""
-        return tuple(sorted({shard.rank for _, shard in self._copies(id)}))
+        return tuple(sorted({shard.rank for _, shard in self._copies(step_id)}))
 
-    def one_of_twins(self, id: StepId, ranks: Iterable[int], *, known: Iterable[int]) -> list[int]:
+    def one_of_twins(
+        self, step_id: StepId, ranks: Iterable[int], *, known: Iterable[int]
+    ) -> list[int]:
         """`ranks` in their order, without each rank that has a twin in `known` or earlier in the
         result. Considers images beyond memory only."""
-        alike = {shard.rank: shard.alike for _, shard in reversed(list(self.at_rest(id)))}
+        alike = {shard.rank: shard.alike for _, shard in reversed(list(self.at_rest(step_id)))}
         reading, needed = set(known), list[int]()
         for rank in ranks:
             if reading.isdisjoint(alike.get(rank, NOBODY)):
@@ -565,12 +576,12 @@ class Copies:
 
     def ids(self) -> set[StepId]:
         """Every step of which any copy is within reach."""
-        sealed = (id for slots in self._pool.ranks.values() for id in slots.sealed())
+        sealed = (step_id for slots in self._pool.ranks.values() for step_id in slots.sealed())
         return {*self._local.shards, *self._remotes.ids, *sealed}
 
-    def world_of(self, id: StepId) -> int | None:
+    def world_of(self, step_id: StepId) -> int | None:
         """How many ranks saved the step; None when that is unknown or copies disagree."""
-        worlds = {shard.world for _, shard in self._copies(id)}
+        worlds = {shard.world for _, shard in self._copies(step_id)}
         return worlds.pop() if len(worlds) == 1 else None
 
     def offers(self, whole: Iterable[StepId]) -> tuple[Offer, ...]:
@@ -579,38 +590,40 @@ class Copies:
 
         A rank whose own image is gone is covered by a twin, whose image has the very same boxes.
         """
-        found = [self._offer(id) for id in sorted(self.ids().intersection(whole))]
+        found = [self._offer(step_id) for step_id in sorted(self.ids().intersection(whole))]
         return tuple(offer for offer in found if offer is not None)
 
-    def _offer(self, id: StepId) -> Offer | None:
-        if (world := self.world_of(id)) is None:
+    def _offer(self, step_id: StepId) -> Offer | None:
+        if (world := self.world_of(step_id)) is None:
             return None
-        found, reached = 0, self._reached(id)
+        found, reached = 0, self._reached(step_id)
         for tier in NEAREST_FIRST:
             found |= reached.get(tier, 0)
             if is_full(found, world):
-                return Offer(id=id, tier=tier, world=world, images=self._images(id))
+                return Offer(id=step_id, tier=tier, world=world, images=self._images(step_id))
         return None
 
     def parts(self, ids: Iterable[StepId]) -> tuple[Offer, ...]:
         """What is within reach of each of these steps, oldest first."""
         found = []
-        for id in sorted(ids):
-            reached, world = self._reached(id), self.world_of(id)
+        for step_id in sorted(ids):
+            reached, world = self._reached(step_id), self.world_of(step_id)
             if reached and world is not None:
                 ranks, tier = 0, max(reached, key=NEAREST_FIRST.index)
                 for there in reached.values():
                     ranks |= there
-                covered, images = Ranks.of(bits(ranks)), self._images(id)
-                found.append(Offer(id=id, tier=tier, world=world, ranks=covered, images=images))
+                covered, images = Ranks.of(bits(ranks)), self._images(step_id)
+                found.append(
+                    Offer(id=step_id, tier=tier, world=world, ranks=covered, images=images)
+                )
         return tuple(found)
 
-    def _images(self, id: StepId) -> Ranks:
-        return Ranks.of(self.ranks_of(id))
+    def _images(self, step_id: StepId) -> Ranks:
+        return Ranks.of(self.ranks_of(step_id))
 
-    def _reached(self, id: StepId) -> dict[Tier, int]:
+    def _reached(self, step_id: StepId) -> dict[Tier, int]:
         """By tier, the ranks whose boxes are within reach there, as a bitmap."""
         reached: dict[Tier, int] = {}
-        for tier, shard in self._copies(id):
+        for tier, shard in self._copies(step_id):
             reached[tier] = reached.get(tier, 0) | 1 << shard.rank | shard.alike.bits
         return reached

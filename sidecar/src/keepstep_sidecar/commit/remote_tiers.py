@@ -125,9 +125,9 @@ class RemoteTiers:
 
     # --- waiting -----------------------------------------------------------------------------
 
-    def archived(self, id: StepId) -> bool:
+    def archived(self, step_id: StepId) -> bool:
         """Whether the whole step is in the archive, or was until it expired."""
-        return self._remotes.archive is not None and self._remotes.archive.had(id)
+        return self._remotes.archive is not None and self._remotes.archive.had(step_id)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True

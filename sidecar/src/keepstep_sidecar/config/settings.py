@@ -171,9 +171,9 @@ class Setting:
 REQUIRED: Final = dataclasses.MISSING
 
 
-def setting(kind: Kind, default: Any, help: str, **options: Any) -> Any:
+def setting(kind: Kind, default: Any, text: str, **options: Any) -> Any:
     """A field that is a setting. `options`: those of Setting."""
-    metadata = {"kind": kind, "help": help, "default": default, **options}
+    metadata = {"kind": kind, "help": text, "default": default, **options}
     return dataclasses.field(default=default, metadata=metadata)
 
 

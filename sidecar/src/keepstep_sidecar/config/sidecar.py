@@ -163,8 +163,8 @@ class Wish:
     id: StepId | None = None
     since: int = 0
 
-    def names(self, id: StepId) -> bool:
-        return id == self.id if self.id is not None else id.step == self.number
+    def names(self, step_id: StepId) -> bool:
+        return step_id == self.id if self.id is not None else step_id.step == self.number
 
     def __str__(self) -> str:
         return str(self.number if self.id is None else self.id)
@@ -187,15 +187,15 @@ class Fork:
         of this run. An epoch that began from the other run says which step it was.
         """
         began = {epoch.parent for epoch in epochs if epoch.origin == self.run}
-        meant = [id for id in archived if self._means(id, alive)]
+        meant = [step_id for step_id in archived if self._means(step_id, alive)]
         if self.number is not None:
             meant = [max(meant)] if meant else []
-        return [id for id in meant if id in began] if began else meant
+        return [step_id for step_id in meant if step_id in began] if began else meant
 
-    def _means(self, id: StepId, alive: Collection[StepId]) -> bool:
+    def _means(self, step_id: StepId, alive: Collection[StepId]) -> bool:
         if self.id is not None:
-            return id == self.id
-        return id in alive and self.number in (None, id.step)
+            return step_id == self.id
+        return step_id in alive and self.number in (None, step_id.step)
 
     def __str__(self) -> str:
         named = self.id if self.id is not None else self.number
@@ -212,20 +212,20 @@ def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
             " CheckpointRun)"
         )
     number: int | None = None
-    id: StepId | None = None
+    step_id: StepId | None = None
     try:
         if _NUMBER.fullmatch(step):
             number = int(step)
         elif not slash or step != NEWEST:
-            id = StepId.parse(step)
+            step_id = StepId.parse(step)
     except ValueError as error:
         raise UsageError(
             f"--restore-from {text}: give a step's number or its id, as `keepstep steps` shows"
             f" them, or RUN/STEP of another run, whose STEP may be {NEWEST}, too"
         ) from error
     if slash:
-        return Fork(run=run, number=number, id=id)
-    return Wish(number=number, id=id, since=since)
+        return Fork(run=run, number=number, id=step_id)
+    return Wish(number=number, id=step_id, since=since)
 
 
 # --- all settings ----------------------------------------------------------------------------

@@ -176,14 +176,14 @@ class SlotFile:
         hole = self.huge and found.st_blocks * 512 < self.layout.size_bytes
         return hole or found.st_size != self.layout.size_bytes
 
-    def ails(self, id: StepId, *, run: str) -> str:
-        """Why a trainer cannot restore from the image `id` in this slot; '' when it can."""
+    def ails(self, step_id: StepId, *, run: str) -> str:
+        """Why a trainer cannot restore from the image `step_id` in this slot; '' when it can."""
         if lacks := self.lacks():
             return f"the slot has lost {lacks}"
         control = self.control()
         if control is None:
             return "it has no valid seal any more"
-        if (control.id, control.run, control.layout) != (id, run, self.layout.id):
+        if (control.id, control.run, control.layout) != (step_id, run, self.layout.id):
             return f"its seal is that of step {control.id}"
         header = self.layout.header
         with contextlib.suppress(OSError):

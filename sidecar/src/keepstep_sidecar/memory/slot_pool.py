@@ -44,9 +44,9 @@ class RankSlots:
         """The tables of all slot sets, which say which slot is filled next."""
         return [slot_set.table for slot_set in self.slot_sets.values()]
 
-    def find(self, id: StepId) -> Slot | None:
+    def find(self, step_id: StepId) -> Slot | None:
         """The slot with this sealed, live image; None if there is none."""
-        return self._first(lambda slot_set: slot_set.table.holds(id))
+        return self._first(lambda slot_set: slot_set.table.holds(step_id))
 
     def named(self, name: str) -> Slot | None:
         """The slot with this name; None if there is none."""
@@ -63,7 +63,7 @@ class RankSlots:
     def sealed(self) -> list[StepId]:
         """Live images of all slot sets, oldest first."""
         return sorted(
-            {id for slot_set in self.slot_sets.values() for id in slot_set.table.sealed()}
+            {step_id for slot_set in self.slot_sets.values() for step_id in slot_set.table.sealed()}
         )
 
     @property
@@ -110,13 +110,13 @@ class SlotPool:
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
 
-    def find(self, rank: int, id: StepId) -> Slot | None:
+    def find(self, rank: int, step_id: StepId) -> Slot | None:
         """The slot with this image; None if there is none."""
-        return self.ranks[rank].find(id) if rank in self.ranks else None
+        return self.ranks[rank].find(step_id) if rank in self.ranks else None
 
-    def images(self, id: StepId) -> dict[int, Slot]:
+    def images(self, step_id: StepId) -> dict[int, Slot]:
         """By rank, the slots with an image of this step."""
-        return {rank: at for rank, slots in self.ranks.items() if (at := slots.find(id))}
+        return {rank: at for rank, slots in self.ranks.items() if (at := slots.find(step_id))}
 
     @property
     def made_bytes(self) -> int:
@@ -227,21 +227,23 @@ class SlotPool:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def sound(self, rank: int, id: StepId, *, bad: Collection[str] = ()) -> Slot | None:
+    def sound(self, rank: int, step_id: StepId, *, bad: Collection[str] = ()) -> Slot | None:
         """The slot with this image, if it still verifies. Otherwise the image is no candidate any
         more.
 
         `bad`: paths of slots that a trainer could not use.
         """
         slots = self.rank(rank)
-        while (slot := slots.find(id)) is not None:
+        while (slot := slots.find(step_id)) is not None:
             file = slot.file
             told = "a trainer could not use it" if str(file.path) in bad else ""
-            if not (why := told or file.ails(id, run=self._run) or self._base_ails(slot, bad)):
+            if not (why := told or file.ails(step_id, run=self._run) or self._base_ails(slot, bad)):
                 return slot
-            warn("slot.image_refused", rank=rank, step=str(id), path=str(file.path), reason=why)
+            warn(
+                "slot.image_refused", rank=rank, step=str(step_id), path=str(file.path), reason=why
+            )
             if not (file.lacks() and slot.slot_set.lose(slot.index)):
-                slot.slot_set.table.forget(lambda sealed: sealed == id)
+                slot.slot_set.table.forget(lambda sealed: sealed == step_id)
         return None
 
     def base_of(self, slot: Slot) -> Slot | None:
@@ -458,11 +460,11 @@ class Slot:
         """Whether `generation` is the slot's newest use."""
         return self.slot_set.uses[self.index].generation in (None, generation)
 
-    def seal(self, id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
+    def seal(self, step_id: StepId, *, tier: Tier = Tier.MEMORY) -> None:
         """The image is complete. `tier`: where the image came from."""
         uses = self.slot_set.uses
         uses[self.index] = replace(uses[self.index], tier=tier)
-        self.slot_set.table.seal(self.index, id)
+        self.slot_set.table.seal(self.index, step_id)
 
     def release(self, *, keep: StepId | None = None) -> None:
         """The slot is no longer filled; see `SlotTable.release`."""

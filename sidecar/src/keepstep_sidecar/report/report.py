@@ -204,18 +204,18 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
     if Tier.ARCHIVE not in committer.remotes.tiers:
         return told
     left = _MOST_COPIES
-    for id in sorted(committer.remotes.complete, reverse=True)[:_MOST_STEPS]:
-        if _speaks_for_all(service, id):
-            if (left := left - len(committer.remotes.of(id))) < 0:
+    for step_id in sorted(committer.remotes.complete, reverse=True)[:_MOST_STEPS]:
+        if _speaks_for_all(service, step_id):
+            if (left := left - len(committer.remotes.of(step_id))) < 0:
                 break
-            for rank, places in committer.remotes.of(id).items():
+            for rank, places in committer.remotes.of(step_id).items():
                 found = [source.shard for source in places if source.tier is Tier.ARCHIVE]
                 told.setdefault(rank, []).extend(committer.epochs.without_foreign(found[:1]))
     return {rank: found for rank, found in told.items() if found}
 
 
-def _speaks_for_all(service: Service, id: StepId) -> bool:
-    world = service.committer.copies.world_of(id)
+def _speaks_for_all(service: Service, step_id: StepId) -> bool:
+    world = service.committer.copies.world_of(step_id)
     return world is not None and not {0, world - 1}.isdisjoint(service.committer.copies.ranks())
 
 
@@ -269,7 +269,9 @@ def _changed(before: ReportedRanks | None, now: ReportedRanks) -> ReportedRanks 
             min(shard.step_id for shard in now.shards(Tier.ARCHIVE)),
             {shard.step_id for shard in archived.shards},
         )
-        gone = tuple(id for id in archived.gone or () if id > oldest or id in replaced)
+        gone = tuple(
+            step_id for step_id in archived.gone or () if step_id > oldest or step_id in replaced
+        )
         tiers[Tier.ARCHIVE] = replace(archived, gone=gone)
     if before is not None and not tiers and replace(before, tiers={}) == replace(now, tiers={}):
         return None

@@ -56,8 +56,8 @@ Read = Callable[[Sequence[Shared]], Awaitable[Tier]]
 class _Announced:
     """The chunks for which a rank still has to ask."""
 
-    def __init__(self, id: StepId, runs: Iterable[ChunkRun]) -> None:
-        self.id = id
+    def __init__(self, step_id: StepId, runs: Iterable[ChunkRun]) -> None:
+        self.id = step_id
         self.late = False
         self.until: Key = (-1, -1)
         self._runs = sorted(((run.rank, run.first), (run.rank, run.end)) for run in runs)
@@ -78,9 +78,9 @@ class Broadcast:
         self._waiting: dict[tuple[StepId, Key], Shared] = {}
         self._reads: dict[asyncio.Task[None], Sequence[Shared]] = {}
 
-    def announce(self, rank: int, id: StepId, runs: Iterable[ChunkRun]) -> None:
+    def announce(self, rank: int, step_id: StepId, runs: Iterable[ChunkRun]) -> None:
         """All chunks of this step that the rank will ask for. Replaces its former announcement."""
-        self._announced[rank] = _Announced(id, runs)
+        self._announced[rank] = _Announced(step_id, runs)
         self._settle()
 
     def leave(self, rank: int) -> None:
@@ -94,11 +94,11 @@ class Broadcast:
         self._settle()
 
     async def fill(
-        self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
+        self, rank: int, step_id: StepId, wanted: Sequence[tuple[Key, memoryview]]
     ) -> list[Tier]:
         """Return when every frame has its chunk. Raises what `Read` raises, once the frames are no
         longer written to. If this is cancelled, the rank must `leave`."""
-        mine = self._join(rank, id, wanted)
+        mine = self._join(rank, step_id, wanted)
         timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, mine)
         try:
             for chunk in mine:  # wait for all before the first error is raised
@@ -108,19 +108,19 @@ class Broadcast:
             timer.cancel()
 
     def _join(
-        self, rank: int, id: StepId, wanted: Sequence[tuple[Key, memoryview]]
+        self, rank: int, step_id: StepId, wanted: Sequence[tuple[Key, memoryview]]
     ) -> list[Shared]:
         """Join the rank to shared chunks. Chunks that it has not announced are read for it
         alone."""
         said = self._announced.get(rank)
-        if said is None or said.id != id:
-            said = _Announced(id, ())
+        if said is None or said.id != step_id:
+            said = _Announced(step_id, ())
         said.late = False
         loop, alone, together = asyncio.get_running_loop(), list[Shared](), list[Shared]()
         for key, frame in wanted:
-            new = Shared(id, key, loop.create_future())
+            new = Shared(step_id, key, loop.create_future())
             shared = said.will_ask(key)
-            chunk = self._waiting.setdefault((id, key), new) if shared else new
+            chunk = self._waiting.setdefault((step_id, key), new) if shared else new
             chunk.frames.append((rank, frame))
             (together if shared else alone).append(chunk)
         said.until = max([said.until, *(chunk.key for chunk in together)])

@@ -207,11 +207,11 @@ class ChunkBuffers:
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
-        id, saved = chunks[0].id, chunks[0].key[0]
+        step_id, saved = chunks[0].id, chunks[0].key[0]
         frames = [chunk.frames[0][1] for chunk in chunks]
-        layout = await self.fetcher.layout(id, saved)
+        layout = await self.fetcher.layout(step_id, saved)
         keys = [chunk.key[1] for chunk in chunks]
-        tier = await self._bring(id, layout, list(zip(keys, frames, strict=True)))
+        tier = await self._bring(step_id, layout, list(zip(keys, frames, strict=True)))
         self.read_bytes[tier] += sum(map(len, frames))
         await all_of(
             [
@@ -228,7 +228,7 @@ class ChunkBuffers:
         return tier
 
     async def _bring(
-        self, id: StepId, layout: Layout, wanted: Sequence[tuple[int, memoryview]]
+        self, step_id: StepId, layout: Layout, wanted: Sequence[tuple[int, memoryview]]
     ) -> Tier:
         def fill(opened: transfer.Opened) -> None:
             if opened.manifest.layout.id != layout.id:
@@ -240,7 +240,7 @@ class ChunkBuffers:
         async def read(source: ShardSource) -> None:
             await self.fetcher.read(source, fill)
 
-        return (await self.fetcher.ask(id, layout.number, read))[0].tier
+        return (await self.fetcher.ask(step_id, layout.number, read))[0].tier
 
 
 def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:

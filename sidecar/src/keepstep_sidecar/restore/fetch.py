@@ -39,31 +39,35 @@ class Fetcher:
         self._copies, self._remotes = self.committer.copies, self.committer.remotes
 
     async def ask(
-        self, id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
+        self, step_id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
     ) -> tuple[ShardSource, T]:
         """The first place that can answer, and its answer. A copy that fails is not asked again.
 
         Raises the last place's error, or StorageError when there is no place.
         """
-        failure: KeepstepError = StorageError(f"step {id}: no copy of rank {saved} is in reach")
+        failure: KeepstepError = StorageError(
+            f"step {step_id}: no copy of rank {saved} is in reach"
+        )
         tried: list[ShardSource] = []
-        while (source := await self._next(id, saved, tried)) is not None:
+        while (source := await self._next(step_id, saved, tried)) is not None:
             tried.append(source)
             try:
                 return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self.committer.reject(source, error, id=id)
+                await self.committer.reject(source, error, step_id=step_id)
         raise failure
 
     async def _next(
-        self, id: StepId, saved: int, tried: Collection[ShardSource]
+        self, step_id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
-        left = [origin for origin in self._copies.origins(id, saved) if origin not in tried]
+        left = [origin for origin in self._copies.origins(step_id, saved) if origin not in tried]
         if not left and not self._remotes.looked:
             await self.committer.look_beyond()
-            left = [origin for origin in self._copies.origins(id, saved) if origin not in tried]
+            left = [
+                origin for origin in self._copies.origins(step_id, saved) if origin not in tried
+            ]
         return left[0] if left else None
 
     async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
@@ -89,18 +93,18 @@ class Fetcher:
             return known
         return await self.read(source, lambda opened: opened.manifest)
 
-    async def layout(self, id: StepId, saved: int) -> Layout:
+    async def layout(self, step_id: StepId, saved: int) -> Layout:
         """The layout of the saved rank's image, or of a base by its number. Raises as `ask`
         does."""
-        if (at := self._in_memory(id, saved)) is not None:
+        if (at := self._in_memory(step_id, saved)) is not None:
             return at.layout
-        return (await self.ask(id, saved, self.manifest))[1].layout
+        return (await self.ask(step_id, saved, self.manifest))[1].layout
 
-    def _in_memory(self, id: StepId, number: int) -> Slot | None:
-        world = self._copies.world_of(id) or 0
+    def _in_memory(self, step_id: StepId, number: int) -> Slot | None:
+        world = self._copies.world_of(step_id) or 0
         if not 0 < world <= number:
-            return self.pool.find(number, id)
-        at = self.pool.find(number - world, id)
+            return self.pool.find(number, step_id)
+        at = self.pool.find(number - world, step_id)
         return None if at is None else self.pool.base_of(at)
 
 
@@ -126,32 +130,32 @@ class Prefetcher:
     def __post_init__(self) -> None:
         self._restart = self.committer.restart
 
-    async def bring(self, id: StepId, rank: int) -> None:
+    async def bring(self, step_id: StepId, rank: int) -> None:
         """Return when the image is in a slot of its rank. A copy that fails is no candidate any
         more.
 
         Raises ImageError or StorageError (from the last place), NoMemoryError.
         """
-        key = (rank, id)
+        key = (rank, step_id)
         if (task := self._loading.get(key)) is None:
-            task = asyncio.create_task(self._bring(id, rank), name=f"load {id} {rank}")
+            task = asyncio.create_task(self._bring(step_id, rank), name=f"load {step_id} {rank}")
             self._loading[key] = task
             task.add_done_callback(lambda _: self._loading.pop(key, None))
         await asyncio.shield(task)
 
-    async def _bring(self, id: StepId, rank: int) -> None:
-        if self.pool.rank(rank).find(id) is None:
-            await self.fetcher.ask(id, rank, self._load)
+    async def _bring(self, step_id: StepId, rank: int) -> None:
+        if self.pool.rank(rank).find(step_id) is None:
+            await self.fetcher.ask(step_id, rank, self._load)
 
     async def _load(self, source: ShardSource) -> None:
         slots = self.pool.rank(source.shard.rank)
-        id, layout = source.shard.step_id, (await self.fetcher.manifest(source)).layout
-        slot = await self._reserve(slots, layout, id)
+        step_id, layout = source.shard.step_id, (await self.fetcher.manifest(source)).layout
+        slot = await self._reserve(slots, layout, step_id)
         while slot.file.lacks():  # removed by others meanwhile
             slot.release()
             slot.slot_set.lose(slot.index)
-            slot = await self._reserve(slots, layout, id)
-        self.committer.feed(Reading(id, begins=True))
+            slot = await self._reserve(slots, layout, step_id)
+        self.committer.feed(Reading(step_id, begins=True))
         started = time.monotonic()
         try:
             control = await self.fetcher.load(source, slot.file.view)
@@ -162,13 +166,13 @@ class Prefetcher:
             slot.release()
             raise
         finally:
-            self.committer.feed(Reading(id, begins=False))
+            self.committer.feed(Reading(step_id, begins=False))
         slot.seal(control.id, tier=source.tier)
         slots.refer(slot, control)
         say(
             "restore.shard_loaded",
             rank=source.shard.rank,
-            step=str(id),
+            step=str(step_id),
             tier=str(source.tier),
             size_bytes=layout.size_bytes,
             duration_s=round(time.monotonic() - started, 4),
@@ -182,9 +186,11 @@ class Prefetcher:
                 await self._read_base(slots, source, ref)
 
     async def _read_base(self, slots: RankSlots, source: ShardSource, ref: BaseRef) -> None:
-        id, beside = source.shard.step_id, source.beside
+        step_id, beside = source.shard.step_id, source.beside
         if beside is None:
-            raise StorageError(f"step {id}, rank {source.shard.rank}: its base is not in reach")
+            raise StorageError(
+                f"step {step_id}, rank {source.shard.rank}: its base is not in reach"
+            )
         manifest = await self.fetcher.manifest(beside)
         if manifest.layout.id != ref.layout:
             raise ForeignError("another base than the step refers to", path=beside.where)
@@ -197,7 +203,7 @@ class Prefetcher:
             raise
         slot.seal(ref.step, tier=beside.tier)
 
-    async def _reserve(self, slots: RankSlots, layout: Layout, id: StepId) -> Slot:
+    async def _reserve(self, slots: RankSlots, layout: Layout, step_id: StepId) -> Slot:
         """A slot of the shard's layout that holds no candidate. Waits while one is being made."""
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slots.world = slots.world or layout.world
@@ -213,16 +219,17 @@ class Prefetcher:
 
         def overtaken() -> bool:
             """Whether this is a prefetch and the ranks have agreed on another step meanwhile."""
-            return self.agreed.get(slots.rank, id) != id
+            return self.agreed.get(slots.rank, step_id) != step_id
 
         await self.changes.until(reserved, timeout_s=600.0)
         if index is None and overtaken():
-            text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {id}"
+            text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {step_id}"
             raise NoMemoryError(text, code="no-slot")
         if index is None:
             why = slot_set.failure or f"{layout.size_bytes} bytes do not fit beside what is there"
             raise NoMemoryError(
-                f"rank {slots.rank}: no slot to read step {id} into: {why}; raise --memory-limit",
+                f"rank {slots.rank}: no slot to read step {step_id} into: {why}; raise"
+                " --memory-limit",
                 code="no-slot",
             )
         return Slot(slot_set, index)
@@ -235,11 +242,13 @@ class Prefetcher:
         """
         sealed = slots.sealed()
         agreed = self.agreed.get(slots.rank)
-        beyond = {id for id in sealed if agreed is not None and id > agreed}
+        beyond = {step_id for step_id in sealed if agreed is not None and step_id > agreed}
         ledger = self.committer.look()
         if (planned := self._restart.plan()) is None:
             return beyond
         whole = set(ledger.whole())
-        unlike = {id for id in sealed if id not in whole and planned.id in whole}
+        unlike = {step_id for step_id in sealed if step_id not in whole and planned.id in whole}
         # The agreed step counts, not the plan: a prefetch may still wait for a slot.
-        return ({id for id in sealed if id < planned.id} | unlike | beyond) - {agreed}
+        return ({step_id for step_id in sealed if step_id < planned.id} | unlike | beyond) - {
+            agreed
+        }

@@ -57,34 +57,36 @@ class Restorer:
         steps, the answer is NONE. But if a step *was* committed and is no longer whole, the answer
         is UNKNOWN, so that the run does not silently start over.
         """
-        for id in self.pool.rank(lease.rank).sealed():
-            self.pool.sound(lease.rank, id)
+        for step_id in self.pool.rank(lease.rank).sealed():
+            self.pool.sound(lease.rank, step_id)
         ledger = self.committer.look()
         hidden = self._hidden()
         offers = self._copies.offers(set(ledger.whole()) - hidden)
         held = {
-            id: candidate for id, candidate in self.held(lease.rank).items() if id not in hidden
+            step_id: candidate
+            for step_id, candidate in self.held(lease.rank).items()
+            if step_id not in hidden
         }
         if sees_all(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(offer.id for offer in offers)}
             # A step of another world size stays on the list: the vote reports the difference.
             held = {
-                id: candidate
-                for id, candidate in held.items()
-                if id in whole or candidate.world != lease.world
+                step_id: candidate
+                for step_id, candidate in held.items()
+                if step_id in whole or candidate.world != lease.world
             }
             parts: tuple[Offer, ...] = ()
         else:
             # what this sidecar can add to steps that only several sidecars together have
             left = self._copies.ids().difference(hidden, (offer.id for offer in offers))
-            parts = self._copies.parts(id for id in left if not ledger.is_dead(id))
+            parts = self._copies.parts(step_id for step_id in left if not ledger.is_dead(step_id))
         planned = self._restart.plan()
         answer, reason = (Answer.STEPS, "")
         if not held and not offers:
             answer, reason = self._why_nothing(lease, parts)
         return Candidates(
             answer=answer,
-            candidates=tuple(held[id] for id in sorted(held)),
+            candidates=tuple(held[step_id] for step_id in sorted(held)),
             highest_epoch=ledger.highest_epoch(),
             plan=planned.id if planned else None,
             reason=reason,
@@ -103,9 +105,9 @@ class Restorer:
     def _never_whole(self) -> str:
         """The steps that a fresh start leaves behind, as text."""
         by_ranks = dict[tuple[int, ...], list[int]]()
-        for id in sorted(self._copies.ids()):
-            if not self._ledger.is_dead(id):
-                by_ranks.setdefault(self._copies.ranks_of(id), []).append(id.step)
+        for step_id in sorted(self._copies.ids()):
+            if not self._ledger.is_dead(step_id):
+                by_ranks.setdefault(self._copies.ranks_of(step_id), []).append(step_id.step)
         return "; ".join(
             f"{_span(steps)} of rank{'s' * (len(ranks) > 1)} {few(list(map(str, ranks)), 8)} alone"
             for ranks, steps in by_ranks.items()
@@ -114,7 +116,11 @@ class Restorer:
     def _hidden(self) -> set[StepId]:
         """Steps of another run from which this run must not begin, or no longer may."""
         in_doubt = bool(self._local_shards.unreadable or self._failed())
-        return {id for id in self._copies.ids() if self._epochs.hides(id, in_doubt=in_doubt)}
+        return {
+            step_id
+            for step_id in self._copies.ids()
+            if self._epochs.hides(step_id, in_doubt=in_doubt)
+        }
 
     def _failed(self) -> list[Volume]:
         """Volumes whose content could not be determined."""
@@ -132,16 +138,16 @@ class Restorer:
         """The rank's own images, each on its nearest tier, without dead steps."""
         slots = self.pool.rank(rank)
         dead, found = self._ledger.is_dead, {}
-        for id in self._copies.ids():
-            if not dead(id) and (candidate := self._candidate(slots, id)) is not None:
-                found[id] = candidate
+        for step_id in self._copies.ids():
+            if not dead(step_id) and (candidate := self._candidate(slots, step_id)) is not None:
+                found[step_id] = candidate
         return found
 
-    def _candidate(self, slots: RankSlots, id: StepId) -> Candidate | None:
-        if (at := slots.find(id)) is not None:
-            return Candidate(id=id, tier=at.tier, world=at.layout.world)
-        for origin in self._copies.origins(id, slots.rank):
-            return Candidate(id=id, tier=origin.tier, world=origin.shard.world)
+    def _candidate(self, slots: RankSlots, step_id: StepId) -> Candidate | None:
+        if (at := slots.find(step_id)) is not None:
+            return Candidate(id=step_id, tier=at.tier, world=at.layout.world)
+        for origin in self._copies.origins(step_id, slots.rank):
+            return Candidate(id=step_id, tier=origin.tier, world=origin.shard.world)
         return None
 
     def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:
@@ -155,7 +161,7 @@ class Restorer:
             return Answer.UNKNOWN, refusal
         if parts:
             return Answer.STEPS, ""
-        kept = {id for id in self._remotes.complete if not self._ledger.is_dead(id)}
+        kept = {step_id for step_id in self._remotes.complete if not self._ledger.is_dead(step_id)}
         if committed := self._local_shards.ever_published() | kept:
             newest = max(committed)
             return Answer.UNKNOWN, (
@@ -168,8 +174,8 @@ class Restorer:
         """Steps that another number of ranks saved may be all that is left of a long run, committed
         or not. This rank must not claim that they were never kept."""
         copies, ledger = self._copies, self._ledger
-        left = [id for id in copies.ids() if not ledger.is_dead(id)]
-        others = [id for id in left if copies.world_of(id) != lease.world]
+        left = [step_id for step_id in copies.ids() if not ledger.is_dead(step_id)]
+        others = [step_id for step_id in left if copies.world_of(step_id) != lease.world]
         if not others:
             return Answer.NONE, ""
         newest = max(others)
@@ -193,15 +199,17 @@ class Restorer:
                 if own and tier is not Tier.MEMORY and self.leases.restores(rank):
                     group.create_task(self._prefetch(planned.id, rank), name=f"prefetch {rank}")
 
-    async def _prefetch(self, id: StepId, rank: int) -> None:
+    async def _prefetch(self, step_id: StepId, rank: int) -> None:
         try:
-            await self.prefetcher.bring(id, rank)
+            await self.prefetcher.bring(step_id, rank)
         except (ImageError, StorageError, NoMemoryError) as error:
-            warn("restore.prefetch_failed", rank=rank, step=str(id), error=str(error))
+            warn("restore.prefetch_failed", rank=rank, step=str(step_id), error=str(error))
 
     # --- open --------------------------------------------------------------------------------
 
-    async def open(self, lease: Lease, id: StepId, *, timeout_s: float, bad: str = "") -> Opened:
+    async def open(
+        self, lease: Lease, step_id: StepId, *, timeout_s: float, bad: str = ""
+    ) -> Opened:
         """Put the verified image of this step into a slot, pinned until `release`.
 
         `bad`: path of a slot that was opened before, but that the trainer could not use. Raises
@@ -210,12 +218,12 @@ class Restorer:
         """
         self.release(lease.rank)
         slots = self.pool.rank(lease.rank)
-        if self.pool.sound(lease.rank, id, bad={bad}) is None:
-            self.prefetcher.agreed[lease.rank] = id
+        if self.pool.sound(lease.rank, step_id, bad={bad}) is None:
+            self.prefetcher.agreed[lease.rank] = step_id
             self.changes.ring()
-            await self._fetch(lease, id, timeout_s=timeout_s)
-        slot = slots.find(id)
-        assert slot is not None, f"step {id} of rank {slots.rank} is gone"
+            await self._fetch(lease, step_id, timeout_s=timeout_s)
+        slot = slots.find(step_id)
+        assert slot is not None, f"step {step_id} of rank {slots.rank} is gone"
         slot.pin()
         self._pins[lease.rank] = slot
         base = self.pool.base_of(slot)
@@ -223,18 +231,20 @@ class Restorer:
             path=str(slot.file.path), tier=slot.tier, base=str(base.file.path) if base else ""
         )
 
-    async def _fetch(self, lease: Lease, id: StepId, *, timeout_s: float) -> None:
-        if not self._copies.origins(id, lease.rank):
-            raise refuse("unknown-step", f"rank {lease.rank} does not hold step {id} here")
+    async def _fetch(self, lease: Lease, step_id: StepId, *, timeout_s: float) -> None:
+        if not self._copies.origins(step_id, lease.rank):
+            raise refuse("unknown-step", f"rank {lease.rank} does not hold step {step_id} here")
         try:
             async with asyncio.timeout(timeout_s):
-                await self.prefetcher.bring(id, lease.rank)
+                await self.prefetcher.bring(step_id, lease.rank)
         except (ImageError, StorageError) as error:
-            raise refuse("not-verified", f"step {id}: {error}") from error
+            raise refuse("not-verified", f"step {step_id}: {error}") from error
         except NoMemoryError as error:
             raise refuse("no-slot", str(error)) from error
         except TimeoutError as error:
-            text = f"step {id} could not be read in {timeout_s:g} s; raise {RESTORE_TIMEOUT_ENV}"
+            text = (
+                f"step {step_id} could not be read in {timeout_s:g} s; raise {RESTORE_TIMEOUT_ENV}"
+            )
             raise refuse("no-slot", f"{text} in the training process's environment") from error
 
     def release(self, rank: int) -> None:

@@ -68,29 +68,36 @@ class ImageSources:
         Raises SidecarError `unknown-step` when there is no source at all, `starting` before the
         scan.
         """
-        rank, id = self.leases.require(request.lease).rank, request.id
+        rank, step_id = self.leases.require(request.lease).rank, request.id
         if not self._local_shards.scanned:
             raise refuse(
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         self.release(rank)  # from now on the rank reads this step, and no other
-        self.committer.feed(Reading(id, begins=True))
-        reading = self._readings[rank] = _Reading(id)
-        found = self._mapped(reading, id, bad=request.bad)
+        self.committer.feed(Reading(step_id, begins=True))
+        reading = self._readings[rank] = _Reading(step_id)
+        found = self._mapped(reading, step_id, bad=request.bad)
         async with self._asking:
-            left = await self._find_beyond(found, id, own=rank, every=request.every)
-        world = self._copies.world_of(id)
+            left = await self._find_beyond(found, step_id, own=rank, every=request.every)
+        world = self._copies.world_of(step_id)
         if not found or world is None:
-            raise refuse("unknown-step", f"no image of step {id} is within reach of rank {rank}")
+            raise refuse(
+                "unknown-step", f"no image of step {step_id} is within reach of rank {rank}"
+            )
         return Sources(
-            id=id, world=world, sources=tuple(found[rank] for rank in sorted(found)), left_out=left
+            id=step_id,
+            world=world,
+            sources=tuple(found[rank] for rank in sorted(found)),
+            left_out=left,
         )
 
-    def _mapped(self, reading: _Reading, id: StepId, *, bad: Collection[str]) -> dict[int, Source]:
+    def _mapped(
+        self, reading: _Reading, step_id: StepId, *, bad: Collection[str]
+    ) -> dict[int, Source]:
         """Images in slots. They are pinned before anything else can run."""
         found = {}
         for saved in list(self.pool.ranks):
-            slot = self.pool.sound(saved, id, bad=bad)
+            slot = self.pool.sound(saved, step_id, bad=bad)
             if slot is None or (control := slot.file.control()) is None:
                 continue  # no image, or a straggler has begun to fill the slot
             slot.pin()
@@ -115,51 +122,51 @@ class ImageSources:
         return found
 
     async def _find_beyond(
-        self, found: dict[int, Source], id: StepId, *, own: int, every: bool
+        self, found: dict[int, Source], step_id: StepId, *, own: int, every: bool
     ) -> tuple[int, ...]:
         """Add the sources that are needed besides `found`. If a copy turns out to be unusable, its
         twins are tried. Returns the ranks that were left out."""
         copies = self._copies
-        world = copies.world_of(id) or 1
+        world = copies.world_of(step_id) or 1
         # Each node begins its search at its first rank. So different nodes do not all read the same
         # copies, but all ranks of one node do.
         here = min(self.leases.ranks)
-        left = [rank for rank in copies.ranks_with(id) if rank not in found]
-        left.sort(key=lambda rank: (_far(copies.nearest(id, rank)), (rank - here) % world))
+        left = [rank for rank in copies.ranks_with(step_id) if rank not in found]
+        left.sort(key=lambda rank: (_far(copies.nearest(step_id, rank)), (rank - here) % world))
         while left:
-            asked = left if every else copies.one_of_twins(id, left, known=found)
+            asked = left if every else copies.one_of_twins(step_id, left, known=found)
             if own % world in left and own % world not in asked:
                 asked.append(own % world)
             if not asked:
                 break
             told = await few_at_once(
-                [partial(self._told, id, rank) for rank in asked], most=_AT_ONCE
+                [partial(self._told, step_id, rank) for rank in asked], most=_AT_ONCE
             )
             tried = set(asked)
             found.update((source.rank, source) for some in told for source in some)
             left = [rank for rank in left if rank not in tried]
         return tuple(sorted(left))
 
-    async def _told(self, id: StepId, saved: int) -> tuple[Source, ...]:
+    async def _told(self, step_id: StepId, saved: int) -> tuple[Source, ...]:
         """The source at the nearest place that can show the shard's control page, and that of its
         base if it has one; else none."""
-        if (known := self._beyond_memory.get((id, saved))) is not None:
+        if (known := self._beyond_memory.get((step_id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):
-            source, manifest = await self.fetcher.ask(id, saved, self.fetcher.manifest)
-            told: tuple[Source, ...] = (await self._seen(id, saved, source, manifest),)
+            source, manifest = await self.fetcher.ask(step_id, saved, self.fetcher.manifest)
+            told: tuple[Source, ...] = (await self._seen(step_id, saved, source, manifest),)
             if manifest.control.base is not None:
                 number = saved + manifest.layout.world
-                at, base = await self.fetcher.ask(id, number, self.fetcher.manifest)
-                told = (*told, await self._seen(id, number, at, base))
-            self._beyond_memory[id, saved] = told
+                at, base = await self.fetcher.ask(step_id, number, self.fetcher.manifest)
+                told = (*told, await self._seen(step_id, number, at, base))
+            self._beyond_memory[step_id, saved] = told
             return told
         return ()
 
     async def _seen(
-        self, id: StepId, number: int, source: ShardSource, manifest: Manifest
+        self, step_id: StepId, number: int, source: ShardSource, manifest: Manifest
     ) -> Source:
-        self._headers[id, number] = await _packed(manifest.layout)
+        self._headers[step_id, number] = await _packed(manifest.layout)
         return Source(
             rank=number,
             tier=source.tier,
@@ -180,10 +187,10 @@ class ImageSources:
             raise refuse("not-verified", f"step {request.id}: {error}") from error
         return Headers(headers=tuple(texts))
 
-    async def _header(self, id: StepId, saved: int) -> str:
-        if (text := self._headers.get((id, saved))) is None:
-            text = await _packed(await self.fetcher.layout(id, saved))
-            self._headers[id, saved] = text
+    async def _header(self, step_id: StepId, saved: int) -> str:
+        if (text := self._headers.get((step_id, saved))) is None:
+            text = await _packed(await self.fetcher.layout(step_id, saved))
+            self._headers[step_id, saved] = text
         return text
 
     def release(self, rank: int) -> None:

@@ -154,10 +154,10 @@ class Replicator:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def in_use(self, id: StepId) -> bool:
+    def in_use(self, step_id: StepId) -> bool:
         """Whether the step is being sent somewhere or is among the next to be sent: it must not be
         retired then. A place that fails holds up no deletion."""
-        return any(lane.needs(id) for lane in self._lanes.values())
+        return any(lane.needs(step_id) for lane in self._lanes.values())
 
     @property
     def trouble(self) -> str:
@@ -203,7 +203,7 @@ class Replicator:
 
 
 def _keys(due: Due) -> Iterator[Key]:
-    return ((id, rank) for id, held in due.shards.items() for rank in held)
+    return ((step_id, rank) for step_id, held in due.shards.items() for rank in held)
 
 
 class _Lane:
@@ -239,17 +239,17 @@ class _Lane:
 
     def _next(self) -> StepId | None:
         due = self._replicator.due
-        missing = {id for id, _ in self._missing()}
+        missing = {step_id for step_id, _ in self._missing()}
         return chosen(due, missing, after=self._newest, outage=self._failures > 0)
 
-    def needs(self, id: StepId) -> bool:
+    def needs(self, step_id: StepId) -> bool:
         """Whether the step is being sent, comes next, or is the oldest that was not passed over: of
         two steps that become due together, the first may be retired by then."""
         due = self._replicator.due
         waiting = {step for step, _ in self._missing() if step in due.owed & due.settled}
         newer = [step_id for step_id in waiting if self._newest is None or step_id > self._newest]
         oldest = min(newer, default=None)
-        return not self._failures and id in (self.sending, self._next(), oldest)
+        return not self._failures and step_id in (self.sending, self._next(), oldest)
 
     # --- working -----------------------------------------------------------------------------
 
@@ -305,17 +305,17 @@ class _Lane:
         self._refused &= here
         self._rejected &= here
 
-    async def _send(self, id: StepId | None) -> list[LocalShard]:
+    async def _send(self, step_id: StepId | None) -> list[LocalShard]:
         """Send the shards of this step that are missing there. Returns all of its shards, if they
         are there now."""
-        if id is None:
+        if step_id is None:
             return []
-        held = self._replicator.due.shards[id]
-        for rank in sorted(rank for step, rank in self._missing() if step == id):
+        held = self._replicator.due.shards[step_id]
+        for rank in sorted(rank for step, rank in self._missing() if step == step_id):
             await self._send_shard(held[rank])
-        self._newest = id if self._newest is None else max(id, self._newest)
+        self._newest = step_id if self._newest is None else max(step_id, self._newest)
         self._polls = 0
-        return list(held.values()) if all((id, rank) in self._there for rank in held) else []
+        return list(held.values()) if all((step_id, rank) in self._there for rank in held) else []
 
     async def _send_shard(self, shard: LocalShard) -> None:
         key, began = (shard.step_id, shard.rank), time.monotonic()
@@ -377,12 +377,16 @@ def chosen(
     grid: of the later epoch, then with the most trailing zeros in binary, then the newer one. Only
     when there is no newer step are older ones sent, oldest first.
     """
-    newer = [id for id in missing if id in due.settled and (after is None or id > after)]
+    newer = [
+        step_id
+        for step_id in missing
+        if step_id in due.settled and (after is None or step_id > after)
+    ]
     if newer:
         return max(newer) if outage else max(newer, key=_merit)
-    return min((id for id in missing if id in due.owed), default=None)
+    return min((step_id for step_id in missing if step_id in due.owed), default=None)
 
 
-def _merit(id: StepId) -> tuple[int, int, StepId]:
-    zeros = (id.step & -id.step).bit_length() if id.step else 64
-    return id.epoch.number, zeros, id
+def _merit(step_id: StepId) -> tuple[int, int, StepId]:
+    zeros = (step_id.step & -step_id.step).bit_length() if step_id.step else 64
+    return step_id.epoch.number, zeros, step_id

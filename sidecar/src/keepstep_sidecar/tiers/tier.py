@@ -137,8 +137,8 @@ class RemoteTier:
         answer."""
         return True
 
-    def refuse(self, source: ShardSource, id: StepId) -> None:
-        """This source of step `id`, or of its base, gave wrong bytes."""
+    def refuse(self, source: ShardSource, step_id: StepId) -> None:
+        """This source of step `step_id`, or of its base, gave wrong bytes."""
 
     def status(self) -> TierStatus:
         """The state of the tier and its transfers."""

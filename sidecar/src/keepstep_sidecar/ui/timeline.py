@@ -215,15 +215,22 @@ def _reached(view: RunPage) -> dict[str, Line]:
     lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
     for tier in NEAREST_FIRST[len(IN_POD) :]:
         held = [step.id for step in view.steps if tier in step.ranks]
-        found = [(at, id) for id in held if (at := _staged_at(id, staged)) is not None]
-        lines[tier.value] = [_s(at) for at, _ in found], [float(id.step) for _, id in found]
+        found = [
+            (at, step_id) for step_id in held if (at := _staged_at(step_id, staged)) is not None
+        ]
+        lines[tier.value] = (
+            [_s(at) for at, _ in found],
+            [float(step_id.step) for _, step_id in found],
+        )
     return lines
 
 
-def _staged_at(id: StepId, staged: Sequence[Event]) -> float | None:
+def _staged_at(step_id: StepId, staged: Sequence[Event]) -> float | None:
     """When the step was staged. `staged` ascends: a step counts when the first rank has it."""
-    at = bisect.bisect_left(staged, id, key=_step)
-    return staged[at].until if at < len(staged) and _step(staged[at]).epoch == id.epoch else None
+    at = bisect.bisect_left(staged, step_id, key=_step)
+    return (
+        staged[at].until if at < len(staged) and _step(staged[at]).epoch == step_id.epoch else None
+    )
 
 
 def _step(event: Event) -> StepId:

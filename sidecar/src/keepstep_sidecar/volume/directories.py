@@ -110,11 +110,11 @@ class Tree:
         self.pending, self.quarantine = root / "pending", root / "quarantine"
         self.retired, self.spare = root / "retired", root / "spare"
 
-    def pending_step(self, id: StepId) -> Path:
-        return self.pending / str(id)
+    def pending_step(self, step_id: StepId) -> Path:
+        return self.pending / str(step_id)
 
-    def published_step(self, id: StepId) -> Path:
-        return self.root / str(id)
+    def published_step(self, step_id: StepId) -> Path:
+        return self.root / str(step_id)
 
     def is_published(self, path: Path) -> bool:
         """Does `path` lie in a directory that readers see?"""
@@ -381,9 +381,9 @@ class Directories:
 
     # --- looking -----------------------------------------------------------------------------
 
-    def find(self, id: StepId, shard: str) -> Path | None:
+    def find(self, step_id: StepId, shard: str) -> Path | None:
         """The path of a shard, published or pending; None when it is neither."""
-        places = (self.tree.published_step(id), self.tree.pending_step(id))
+        places = (self.tree.published_step(step_id), self.tree.pending_step(step_id))
         found = (place / shard for place in places)
         return next(filter(self.filesystem.is_file, found), None)
 
@@ -393,14 +393,14 @@ class Directories:
             return path
         return self.find(StepId.parse(path.parent.name), path.name) or path
 
-    def published_paths(self, id: StepId) -> tuple[Path, ...]:
+    def published_paths(self, step_id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         names: set[str] = set()
-        for place in (self.tree.published_step(id), self.tree.pending_step(id)):
+        for place in (self.tree.published_step(step_id), self.tree.pending_step(step_id)):
             names.update(path.name for path in self.shards_in(place))
             bases = (path for path in self.entries(place) if is_base(path.name))
             names.update(path.name for path in bases if self.filesystem.is_file(path))
-        return tuple(self.tree.published_step(id) / name for name in sorted(names))
+        return tuple(self.tree.published_step(step_id) / name for name in sorted(names))
 
     def used_bytes(self, *, besides: Collection[Path]) -> int:
         """Blocks of all files below the root except `besides`, in bytes; of one with several names,
@@ -445,22 +445,22 @@ class Directories:
             if self.filesystem.is_file(path):
                 yield path
 
-    def make_pending(self, id: StepId) -> Path:
+    def make_pending(self, step_id: StepId) -> Path:
         """Make the directory for a step's new shards. Its name survives a power cut."""
-        for path in (self.tree.pending, self.tree.pending_step(id)):
+        for path in (self.tree.pending, self.tree.pending_step(step_id)):
             self.make(path)
-        return self.tree.pending_step(id)
+        return self.tree.pending_step(step_id)
 
-    def publish(self, id: StepId, elsewhere: Sequence[Path]) -> Path | None:
+    def publish(self, step_id: StepId, elsewhere: Sequence[Path]) -> Path | None:
         """Show a step to readers by one rename of its whole directory. Returns that directory, or
         None if there are no shards. `elsewhere`: shards on other volumes, shown as links."""
-        pending, published = self.tree.pending_step(id), self.tree.published_step(id)
+        pending, published = self.tree.pending_step(step_id), self.tree.published_step(step_id)
         if not self.shards_in(pending):
             return published if self.filesystem.is_directory(published) else None
         if self.filesystem.is_directory(published):
             # A shard was written again after the step had been hidden and shown. Join the two
             # first.
-            self.unpublish(id)
+            self.unpublish(step_id)
         self._link(pending, elsewhere)
         self._move(pending, published, "publish")
         return published
@@ -473,9 +473,9 @@ class Directories:
         if missing:
             self.filesystem.sync_directory(directory)
 
-    def unpublish(self, id: StepId) -> None:
+    def unpublish(self, step_id: StepId) -> None:
         """Hide a step by one rename. Shards that are already pending join it first."""
-        pending, published = self.tree.pending_step(id), self.tree.published_step(id)
+        pending, published = self.tree.pending_step(step_id), self.tree.published_step(step_id)
         if not self.filesystem.is_directory(published):
             return
         self.make(self.tree.pending)
@@ -489,10 +489,10 @@ class Directories:
             self.filesystem.remove_directory(pending)
         self._move(published, pending, "unpublish")
 
-    def retire(self, id: StepId) -> tuple[Path, ...]:
+    def retire(self, step_id: StepId) -> tuple[Path, ...]:
         """Take a step out of sight. Returns the directories that are left of it in `retired/`."""
         doomed = []
-        for place in (self.tree.published_step(id), self.tree.pending_step(id)):
+        for place in (self.tree.published_step(step_id), self.tree.pending_step(step_id)):
             if self.filesystem.is_directory(place):
                 self.make(self.tree.retired)
                 target = self._unused(self.tree.retired, place.name)
@@ -528,9 +528,9 @@ class Directories:
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one file to quarantine; hides its step if published. Returns the new path."""
         if self.tree.is_published(path):
-            id = StepId.parse(path.parent.name)
-            self.unpublish(id)
-            path = self.tree.pending_step(id) / path.name
+            step_id = StepId.parse(path.parent.name)
+            self.unpublish(step_id)
+            path = self.tree.pending_step(step_id) / path.name
         self.make(self.tree.quarantine)
         names = (quarantine_name(path, reason, number) for number in count(1))
         targets = (self.tree.quarantine / name for name in names)

@@ -80,7 +80,7 @@ class HistoryFile:
         if self.path is None:
             return [], Tally()
         try:
-            id, events, before = self._read(self.path, now)
+            history_id, events, before = self._read(self.path, now)
         except FileNotFoundError:
             return [], Tally()
         except (ImageError, OSError) as error:
@@ -90,7 +90,7 @@ class HistoryFile:
             else:
                 self.written = -1
             return [], Tally()
-        self.id, self.written = id, events[-1].sequence if events else 0
+        self.id, self.written = history_id, events[-1].sequence if events else 0
         return events, before
 
     def _read(self, path: Path, now: float) -> tuple[str, list[Event], Tally]:

@@ -136,9 +136,9 @@ def epoch_json(epoch: Epoch) -> dict[str, str | None]:
 def read_epoch(value: object) -> Epoch:
     """Inverse of `epoch_json`. Raises FormatError."""
     epoch = strictjson.mapping(value, "epoch")
-    parent, id = epoch.get("parent"), _epoch_id(epoch.get("id"))
+    parent, epoch_id = epoch.get("parent"), _epoch_id(epoch.get("id"))
     origin = strictjson.text(epoch.get("origin", ""), "the origin of an epoch")
-    return Epoch(id, None if parent is None else read_step(parent), origin)
+    return Epoch(epoch_id, None if parent is None else read_step(parent), origin)
 
 
 def _epoch_id(value: object) -> EpochId:

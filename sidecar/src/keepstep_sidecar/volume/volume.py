@@ -320,32 +320,32 @@ class Volume:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def publish(self, id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
+    def publish(self, step_id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
         """Make a committed step visible to readers; returns its directory. Idempotent.
 
         Returns None when this volume holds nothing of the step. `elsewhere`: shards on other
         volumes, which the directory then shows as links. Call it only when the step is committed.
         Raises UsageError while a shard of the step is being written.
         """
-        with self._changing(f"cannot publish step {id} below {self.root}"):
-            self._refuse_while_writing(id)
-            return self._directories.publish(id, elsewhere)
+        with self._changing(f"cannot publish step {step_id} below {self.root}"):
+            self._refuse_while_writing(step_id)
+            return self._directories.publish(step_id, elsewhere)
 
-    def unpublish(self, id: StepId) -> None:
+    def unpublish(self, step_id: StepId) -> None:
         """Hide a step again because one of its shards is lost. Idempotent."""
-        with self._changing(f"cannot hide step {id} below {self.root}"):
-            self._directories.unpublish(id)
+        with self._changing(f"cannot hide step {step_id} below {self.root}"):
+            self._directories.unpublish(step_id)
 
-    def retire(self, id: StepId, *, reuse: bool = True) -> int:
+    def retire(self, step_id: StepId, *, reuse: bool = True) -> int:
         """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent.
 
         `reuse`: its shards may stay until the next images are written over them; they count as
         free. Raises UsageError while a shard of the step is being written.
         """
-        with self._changing(f"cannot retire step {id} below {self.root}"):
-            self._refuse_while_writing(id)
-            doomed = self._directories.retire(id)
-        with self._translated(f"cannot delete step {id} below {self.root}"):
+        with self._changing(f"cannot retire step {step_id} below {self.root}"):
+            self._refuse_while_writing(step_id)
+            doomed = self._directories.retire(step_id)
+        with self._translated(f"cannot delete step {step_id} below {self.root}"):
             spared = self._writer.spares.keep(doomed) if reuse else 0
             return spared + sum(map(self._directories.delete, doomed))
 
@@ -356,9 +356,9 @@ class Volume:
         self._writer.keep_to_capacity()
         return made
 
-    def _refuse_while_writing(self, id: StepId) -> None:
-        if any(temporary.parent.name == str(id) for temporary in self._writer.in_progress):
-            raise UsageError(f"step {id} is being written; wait for that")
+    def _refuse_while_writing(self, step_id: StepId) -> None:
+        if any(temporary.parent.name == str(step_id) for temporary in self._writer.in_progress):
+            raise UsageError(f"step {step_id} is being written; wait for that")
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move a file to quarantine, where it is kept and never read again. Returns its new path.
@@ -371,10 +371,10 @@ class Volume:
         with self._changing(f"cannot quarantine {path}"):
             return self._directories.quarantine(self._directories.locate(path), reason)
 
-    def shards(self, id: StepId) -> tuple[Path, ...]:
+    def shards(self, step_id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         with self._translated(f"cannot list {self.root}"):
-            return self._directories.published_paths(id)
+            return self._directories.published_paths(step_id)
 
     def save_record(self, record: RunRecord) -> None:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
@@ -603,12 +603,12 @@ class Writer:
                 self._filesystem.unlink(path)
             self._filesystem.link(known, path)
 
-    def _write(self, path: Path, image: SealedImage, id: StepId, pace: RateLimit) -> Manifest:
-        """Write one file of step `id`, durable on return. Raises KeepstepError."""
+    def _write(self, path: Path, image: SealedImage, step_id: StepId, pace: RateLimit) -> Manifest:
+        """Write one file of step `step_id`, durable on return. Raises KeepstepError."""
         view, layout, control = image.view, image.layout, image.control
         with self._reserved(path, control, layout.size_bytes) as temporary:
             try:
-                with contextlib.closing(self._create(temporary, path, id, layout)) as file:
+                with contextlib.closing(self._create(temporary, path, step_id, layout)) as file:
                     self.with_room(lambda: file.allocate(layout.size_bytes))
                     manifest = file.write_image(
                         view, layout, control, pace=pace, threads=self.threads
@@ -667,10 +667,10 @@ class Writer:
             name = temporary_name(path.name, pid=os.getpid(), number=self._files_made)
             return path.with_name(name)
 
-    def _create(self, temporary: Path, path: Path, id: StepId, layout: Layout) -> DurableFile:
+    def _create(self, temporary: Path, path: Path, step_id: StepId, layout: Layout) -> DurableFile:
         """The file to write: a new one, or a spare file of this size."""
         with self._lock:
-            self.directories.make_pending(id)
+            self.directories.make_pending(step_id)
         file = DurableFile(
             path,
             temporary=temporary,
@@ -897,32 +897,32 @@ class VolumeSet:
         and none was mended."""
         return bool(self._of_each(Volume.mend))
 
-    def publish(self, id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
+    def publish(self, step_id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
         """Make a committed step visible. Returns the directory that shows all its shards.
 
         `made_of`: the step's shards on this machine. A volume that cannot be listed is left out,
         unless one of `made_of` lies on it: a step is never shown in part.
         """
-        parts = [(volume, self._part(volume, id, made_of)) for volume in self._writable]
+        parts = [(volume, self._part(volume, step_id, made_of)) for volume in self._writable]
         shown = [
-            volume.publish(id, elsewhere=[path for _, paths in parts for path in paths])
+            volume.publish(step_id, elsewhere=[path for _, paths in parts for path in paths])
             for volume, own in parts
             if own
         ]
         return shown[0] if shown else None
 
-    def _part(self, volume: Volume, id: StepId, made_of: Collection[Path]) -> tuple[Path, ...]:
+    def _part(self, volume: Volume, step_id: StepId, made_of: Collection[Path]) -> tuple[Path, ...]:
         try:
-            return volume.shards(id)
+            return volume.shards(step_id)
         except StorageError:
             if any(path.is_relative_to(volume.root) for path in made_of):
                 raise
             return ()
 
-    def retire(self, id: StepId) -> int:
+    def retire(self, step_id: StepId) -> int:
         """Delete a step, except on volumes that fail. Returns the bytes freed. Raises StorageError
         when a volume fails and nothing was freed on the others."""
-        return self._of_each(lambda volume: volume.retire(id))
+        return self._of_each(lambda volume: volume.retire(step_id))
 
     def _of_each(self, work: Callable[[Volume], int]) -> int:
         """The sum of `work` over all volumes. A volume that fails does not stop the others. Raises

@@ -112,7 +112,7 @@ def export(
     def work(step: _Step, cancel: Cancel) -> Exported:
         with step.opened(cancel) as images:
             layouts = (image.manifest.layout for image in images.values())
-            made = library.Export(layouts, run=step.run, id=step.id, **wishes)
+            made = library.Export(layouts, run=step.run, step_id=step.id, **wishes)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
                 told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
@@ -120,11 +120,11 @@ def export(
 
     source = click.get_current_context().get_parameter_source("archive")
     alone = source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    id, told = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
+    step_id, told = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
     if as_json:
-        output.print_json({"step": id, **vars(told)})
+        output.print_json({"step": step_id, **vars(told)})
         return
-    _print(id, told, dtype)
+    _print(step_id, told, dtype)
 
 
 def _library() -> Any:
@@ -141,10 +141,10 @@ def _library() -> Any:
     return library
 
 
-def _print(id: StepId, told: Exported, dtype: str | None) -> None:
+def _print(step_id: StepId, told: Exported, dtype: str | None) -> None:
     files = "1 file" if len(told.files) == 1 else f"{len(told.files)} files"
     output.echo(
-        f"{told.path}: step {id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
+        f"{told.path}: step {step_id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
         + (f", as {dtype}" if dtype else "")
     )
     if told.files == ("adapter_model.safetensors",):
@@ -261,17 +261,17 @@ async def _with_step(
     # A restore passes over them, because the script failed by itself twice after one of them.
     known = (await asyncio.to_thread(inventory.read, kept)).steps
     suspects = frozenset(status.id for status in known if status.suspect)
-    id = _committed(held, epochs, word, suspects)
-    if peers and (id is None or word == _NEWEST):
+    step_id = _committed(held, epochs, word, suspects)
+    if peers and (step_id is None or word == _NEWEST):
         silent = await _add_peers(kept, peers, held, values.get("secret_file"))
-        id = _committed(held, epochs, word, suspects)
-    if id is not None:
-        for doubt in _doubts(id, epochs, suspects):
-            output.echo(f"warning: step {id} {doubt}", err=True)
+        step_id = _committed(held, epochs, word, suspects)
+    if step_id is not None:
+        for doubt in _doubts(step_id, epochs, suspects):
+            output.echo(f"warning: step {step_id} {doubt}", err=True)
         if silent:
             output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
-        sources = tuple(held[id][rank] for rank in sorted(held[id]))
-        return await finish(_Step(run=kept.run, id=id, sources=sources))
+        sources = tuple(held[step_id][rank] for rank in sorted(held[step_id]))
+        return await finish(_Step(run=kept.run, id=step_id, sources=sources))
     if archive is None:
         raise _incomplete(kept, word, held, silent)
     return await _from_archive(archive, kept.run, word, held, finish)
@@ -315,11 +315,11 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
     return alive[-1]
 
 
-def _dead(id: StepId, epochs: Sequence[Epoch]) -> bool:
+def _dead(step_id: StepId, epochs: Sequence[Epoch]) -> bool:
     from keepstep.core.commit_rule import Standing, trace
 
-    lineage = trace({epoch.id: epoch for epoch in epochs}, seen={id.epoch})
-    return lineage.standing(id) is Standing.DEAD
+    lineage = trace({epoch.id: epoch for epoch in epochs}, seen={step_id.epoch})
+    return lineage.standing(step_id) is Standing.DEAD
 
 
 def _on_volumes(kept: RunDir) -> _Held:
@@ -350,10 +350,12 @@ async def _add_peers(
     return silent
 
 
-def _doubts(id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]) -> Iterator[str]:
-    if id in suspects:
+def _doubts(
+    step_id: StepId, epochs: Sequence[Epoch], suspects: Collection[StepId]
+) -> Iterator[str]:
+    if step_id in suspects:
         yield "is suspect: the script failed twice soon after it"
-    if _dead(id, epochs):
+    if _dead(step_id, epochs):
         yield "is dead: the run went back to an older step and on from there"
 
 
@@ -367,28 +369,28 @@ def _committed(
     """
     # the commit rule: sealed shards cover the whole world
     whole = sorted(
-        id
-        for id, ranks in held.items()
+        step_id
+        for step_id, ranks in held.items()
         if {rank.shard.world for rank in ranks.values()} == {len(ranks)}
     )
     if word == _NEWEST:
-        alive = [id for id in whole if not _dead(id, epochs)]
-        return max([id for id in alive if id not in suspects] or alive, default=None)
+        alive = [step_id for step_id in whole if not _dead(step_id, epochs)]
+        return max([step_id for step_id in alive if step_id not in suspects] or alive, default=None)
     return inventory.only(word, whole)
 
 
 def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
     """The error for a step that is not whole: what is missing of it, and what to do."""
     away = f"; away: {'; '.join(silent)}" if silent else ""
-    for id in named(word, held):
-        world = next(iter(held[id].values())).shard.world
-        missing = [str(rank) for rank in range(world) if rank not in held[id]]
+    for step_id in named(word, held):
+        world = next(iter(held[step_id].values())).shard.world
+        missing = [str(rank) for rank in range(world) if rank not in held[step_id]]
         return UsageError(
-            f"step {id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
+            f"step {step_id}: of {world} shards, those of rank {few(missing, 8)} are not on this"
             " machine's volumes; name an archive that has them with --archive, or take archive"
             f" and peers from the run's record with --config {kept.record}{away}"
         )
-    there = few([str(id) for id in sorted(held)][-5:], 5) or "none"
+    there = few([str(step_id) for step_id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
     return UsageError(
         f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}. --archive names"

@@ -119,8 +119,8 @@ class Survey:
         return tuple(step.fault for step in self.steps if step.fault)
 
 
-def step_prefix(run: str, id: StepId) -> str:
-    return f"{run}/{id}"
+def step_prefix(run: str, step_id: StepId) -> str:
+    return f"{run}/{step_id}"
 
 
 def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
@@ -235,7 +235,9 @@ class Surveyor:
         ]
         # Only from this listing: another survey with an older listing may be under way.
         found = self._known = dict(await few_at_once(reads, most=IN_FLIGHT))
-        steps = tuple(self._judge(id, files, found) for id, files in sorted(by_step.items()))
+        steps = tuple(
+            self._judge(step_id, files, found) for step_id, files in sorted(by_step.items())
+        )
         conflict = self._conflict(steps, own)
         return Survey(steps=steps, conflict=conflict, lives=lives.found(of_lives))
 
@@ -258,20 +260,20 @@ class Surveyor:
             return key, str(error)
 
     def _judge(
-        self, id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
+        self, step_id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
     ) -> ArchivedStep:
         """Describe a directory whose record, if it has one, was read."""
         if (stored := files.get(records.NAME)) is None:
-            return ArchivedStep(id=id, files=files)
+            return ArchivedStep(id=step_id, files=files)
         found = known[stored.name, stored.etag]
         if isinstance(found, str):
-            return ArchivedStep(id=id, files=files, fault=found)
-        fault = self._fault(id, files, found)
-        return ArchivedStep(id=id, files=files, record=found, fault=fault)
+            return ArchivedStep(id=step_id, files=files, fault=found)
+        fault = self._fault(step_id, files, found)
+        return ArchivedStep(id=step_id, files=files, record=found, fault=fault)
 
-    def _fault(self, id: StepId, files: Mapping[str, Stored], record: StepRecord) -> str:
-        place = f"{self.store.where}/{step_prefix(self.run, id)}"
-        if (record.run, record.id) != (self.run, id):
+    def _fault(self, step_id: StepId, files: Mapping[str, Stored], record: StepRecord) -> str:
+        place = f"{self.store.where}/{step_prefix(self.run, step_id)}"
+        if (record.run, record.id) != (self.run, step_id):
             return f"{place}/{records.NAME} is of run {record.run!r}, step {record.id}"
         listed = record.files
         for name, size_bytes in listed.items():
@@ -314,7 +316,7 @@ def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     """The families among these records (one per step, and one for the run itself), oldest first."""
     found: list[set[EpochId]] = []
     for record in records:
-        kin = {id for epoch in record for id in _mentioned(epoch)}
+        kin = {epoch_id for epoch in record for epoch_id in _mentioned(epoch)}
         if not kin:
             continue
         related = [family for family in found if family & kin]
@@ -369,7 +371,7 @@ def expired(
     if not live:
         return ()
     complete = {step.id for step in survey.complete}
-    dead = {id for id in complete if standing[id] is Standing.DEAD}
+    dead = {step_id for step_id in complete if standing[step_id] is Standing.DEAD}
     abandoned = [step.id for step in survey.steps if _abandoned(step, now)]
     doomed = {
         *retired(live, policy, written_at=_written_at(survey)),
@@ -385,7 +387,11 @@ def unkept(
     standing = _standing(survey, epochs)
     live = [step.id for step in survey.complete if standing[step.id] is Standing.LIVE]
     written = _written_at(survey)
-    return {id for id in ids if id in retired([*live, id], policy, written_at=written)}
+    return {
+        step_id
+        for step_id in ids
+        if step_id in retired([*live, step_id], policy, written_at=written)
+    }
 
 
 def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, Standing]:

@@ -99,15 +99,18 @@ class Lives:
         """`lives`: those that a new listing names. `known`: the epochs of this run."""
         now, before = time.monotonic(), self._seen
         self._seen = {
-            id: before[id] if id in before and before[id][0] == stored else (stored, now)
-            for id, stored in lives.items()
+            epoch_id: before[epoch_id]
+            if epoch_id in before and before[epoch_id][0] == stored
+            else (stored, now)
+            for epoch_id, stored in lives.items()
         }
-        for id, (stored, since) in sorted(self._seen.items()):
+        for epoch_id, (stored, since) in sorted(self._seen.items()):
             young = time.time() - stored.modified_at < _LEFT_S
-            if id not in known and young and now - since < WATCH_S:
+            if epoch_id not in known and young and now - since < WATCH_S:
                 host = await self._host(stored)
                 self.unknown = (
-                    f"another run named {self.run!r} trains{host} in epoch {id}, and archives to"
+                    f"another run named {self.run!r} trains{host} in epoch {epoch_id}, and"
+                    " archives to"
                     f" {self.store.where}/{self.run}. End it first, or give this one another"
                     " name (keepstep run --run NAME): with --restore-from"
                     f" {self.run}/latest it begins from the other's newest step"

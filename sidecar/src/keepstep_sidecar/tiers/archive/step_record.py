@@ -168,12 +168,15 @@ def _read(reader: strictjson.Reader) -> StepRecord:
             reader.value()
     if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
-    id, world = read_step(told["step"]), strictjson.integer(told["world"], "world", 1, _MAX_WORLD)
+    step_id, world = (
+        read_step(told["step"]),
+        strictjson.integer(told["world"], "world", 1, _MAX_WORLD),
+    )
     rows: list[_Row] = told["shards"]
-    shards = tuple(row.shard(id, world) for row in rows)
+    shards = tuple(row.shard(step_id, world) for row in rows)
     record = StepRecord(
         run=strictjson.text(told["run"], "run"),
-        id=id,
+        id=step_id,
         world=world,
         epochs=told["epochs"],
         shards=shards,
@@ -223,15 +226,15 @@ class _Row:
     step: StepId | None = None
     base: _Row | None = None
 
-    def shard(self, id: StepId, world: int) -> Shard:
+    def shard(self, step_id: StepId, world: int) -> Shard:
         return Shard(
-            step_id=self.step or id,
+            step_id=self.step or step_id,
             rank=self.rank,
             world=world,
             size_bytes=self.size_bytes,
             root=self.root,
             params_digest=self.params,
-            base=None if self.base is None else self.base.shard(id, world),
+            base=None if self.base is None else self.base.shard(step_id, world),
         )
 
 

@@ -159,14 +159,14 @@ class ArchiveTier(RemoteTier):
         received = self.replicator.traffic.count_received
         return [source(self._sender.store, shard, run=self._sender.run, received=received)]
 
-    def refuse(self, source: ShardSource, id: StepId) -> None:
+    def refuse(self, source: ShardSource, step_id: StepId) -> None:
         """See `RemoteTier.refuse`."""
         base = source.shard.base  # it may be this that is damaged
         self._damaged.add(source.shard.root if base is None else base.root)
 
-    def had(self, id: StepId) -> bool:
+    def had(self, step_id: StepId) -> bool:
         """Whether the whole step is there, or was until it expired."""
-        return id in self._had
+        return step_id in self._had
 
     # --- what is due -------------------------------------------------------------------------
 
@@ -179,10 +179,12 @@ class ArchiveTier(RemoteTier):
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
         self._wanted -= self._held_before - held.keys()
         self._held_before = set(held)
-        steps = {id for id in held.keys() - self._complete if id.step % self._base == 0}
+        steps = {
+            step_id for step_id in held.keys() - self._complete if step_id.step % self._base == 0
+        }
         steps -= unkept(self._listed, self._retention(), steps, epochs=self._epochs())
         owed = frozenset(steps | (self._wanted & held.keys()))
-        return Due(shards={id: held[id] for id in owed}, owed=owed, settled=owed)
+        return Due(shards={step_id: held[step_id] for step_id in owed}, owed=owed, settled=owed)
 
     def _settled_here(self, local: LocalInventory) -> dict[StepId, Mapping[int, LocalShard]]:
         """Steps that are committed, or that lie before the run's newest commit. A machine that
@@ -191,21 +193,21 @@ class ArchiveTier(RemoteTier):
         the archive until retention removes it."""
         newest = self.facts.commit()
         return {
-            id: shards
-            for id, shards in local.shards.items()
-            if id in local.commits
-            or (newest is not None and id.epoch == newest.epoch and id < newest)
+            step_id: shards
+            for step_id, shards in local.shards.items()
+            if step_id in local.commits
+            or (newest is not None and step_id.epoch == newest.epoch and step_id < newest)
         }
 
     def _retention(self) -> Retention:
         kept = self.config.retention
         return replace(kept, pinned=kept.pinned.union(self.facts.pinned() or ()))
 
-    def want(self, id: StepId) -> None:
+    def want(self, step_id: StepId) -> None:
         """Archive this step although it is not due: it is the last one of a run, or a client waits
         for it. Every sidecar of the run must be told, because each sends its own ranks' shards."""
-        if id not in self._complete:
-            self._wanted.add(id)
+        if step_id not in self._complete:
+            self._wanted.add(step_id)
             self.wake()
 
     # --- sending -----------------------------------------------------------------------------
@@ -240,26 +242,28 @@ class ArchiveTier(RemoteTier):
         """Complete the steps that wait for shards of other sidecars, or for their record."""
         for shard in sent:
             self._unsettled[shard.step_id] = _Unsettled(shard.world)
-        for id, pending in sorted(self._unsettled.items()):
+        for step_id, pending in sorted(self._unsettled.items()):
             try:
                 settled = await self._sender.complete(
-                    id, world=pending.world, epochs=self._epochs()
+                    step_id, world=pending.world, epochs=self._epochs()
                 )
             except ImageError:
-                del self._unsettled[id]
+                del self._unsettled[step_id]
                 raise
             pending.asked = True
             if settled:
-                await self._archived(id)
+                await self._archived(step_id)
         return not self._unsettled
 
-    async def _archived(self, id: StepId) -> None:
-        say("archive.step_uploaded", step=str(id), target=self.where)
-        del self._unsettled[id]
-        for older in [at for at, pending in self._unsettled.items() if at < id and pending.asked]:
+    async def _archived(self, step_id: StepId) -> None:
+        say("archive.step_uploaded", step=str(step_id), target=self.where)
+        del self._unsettled[step_id]
+        for older in [
+            at for at, pending in self._unsettled.items() if at < step_id and pending.asked
+        ]:
             del self._unsettled[older]  # the sidecar that sends what is missing completes it
-        self._complete |= {id}
-        self._had.add(id)
+        self._complete |= {step_id}
+        self._had.add(step_id)
         self.facts.changed()
         if self._first_rank:
             await self.expire()
@@ -387,10 +391,10 @@ class AncestorTier(RemoteTier):
         """The chosen step, of those that no later life of the other run left behind."""
         whole = {step.id: step for step in survey.complete}
         lineage = trace(
-            {epoch.id: epoch for epoch in survey.epochs}, seen={id.epoch for id in whole}
+            {epoch.id: epoch for epoch in survey.epochs}, seen={step_id.epoch for step_id in whole}
         )
-        alive = {id for id in whole if lineage.standing(id) is Standing.LIVE}
-        return [whole[id] for id in self._fork.chosen(whole, alive, self._epochs())]
+        alive = {step_id for step_id in whole if lineage.standing(step_id) is Standing.LIVE}
+        return [whole[step_id] for step_id in self._fork.chosen(whole, alive, self._epochs())]
 
     def _why_not(self, survey: Survey) -> str:
         if not survey.steps:

@@ -223,23 +223,23 @@ class Sender:
 
     # --- the record --------------------------------------------------------------------------
 
-    async def complete(self, id: StepId, *, world: int, epochs: Iterable[Epoch]) -> bool:
+    async def complete(self, step_id: StepId, *, world: int, epochs: Iterable[Epoch]) -> bool:
         """Write the step's record, or check it, once the shards of all ranks are there. Returns
         False before that.
 
         Raises ForeignError when another writer archived other shards as this step, ImageError when
         a file is not what its name says, StorageError.
         """
-        prefix = step_prefix(self.run, id)
+        prefix = step_prefix(self.run, step_id)
         listed = await self.store.list_below(prefix)
         files = {entry.name.rpartition("/")[2]: entry for entry in listed}
         if records.NAME in files:
-            await self._compare(id, files)
+            await self._compare(step_id, files)
             return True
         there, bases = (found_in(files, world=world, is_base=is_base) for is_base in (False, True))
         if len(there) < world:
             return False
-        shards = await self._described(id, world, there)
+        shards = await self._described(step_id, world, there)
         if any(shard.base is not None and shard.rank not in bases for shard, _ in shards):
             return False
         await self._check_bases(
@@ -247,7 +247,7 @@ class Sender:
         )
         record = StepRecord(
             run=self.run,
-            id=id,
+            id=step_id,
             world=world,
             epochs=merged((*(epoch for _, epoch in shards), *epochs)),
             shards=tuple(shard for shard, _ in shards),
@@ -260,7 +260,7 @@ class Sender:
         return True
 
     async def _described(
-        self, id: StepId, world: int, there: Mapping[int, Found]
+        self, step_id: StepId, world: int, there: Mapping[int, Found]
     ) -> list[tuple[Shard, Epoch]]:
         """The shards as their own control pages describe them. All must be of this step and run."""
 
@@ -270,7 +270,7 @@ class Sender:
             size_bytes = (
                 await image_bytes(self.store, file.stored) if differs else file.stored.bytes
             )
-            shard = Shard(step_id=id, rank=rank, world=world, size_bytes=size_bytes)
+            shard = Shard(step_id=step_id, rank=rank, world=world, size_bytes=size_bytes)
             control = await control_page(self.store, file.stored, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
             told = replace(shard, root=control.root, params_digest=params, base=control.base_shard)
@@ -293,14 +293,14 @@ class Sender:
 
         await few_at_once([functools.partial(check, base) for base in bases], most=16)
 
-    async def _compare(self, id: StepId, files: dict[str, Stored]) -> None:
-        record = await self._record(id, files[records.NAME].bytes)
+    async def _compare(self, step_id: StepId, files: dict[str, Stored]) -> None:
+        record = await self._record(step_id, files[records.NAME].bytes)
         sizes = record.files
         wrong = [at for at, size in sizes.items() if at not in files or files[at].bytes != size]
         if wrong:
             raise ForeignError(
                 f"names {wrong[0]} with {sizes[wrong[0]]} bytes, which is not there",
-                path=f"{self.store.where}/{step_prefix(self.run, id)}/{records.NAME}",
+                path=f"{self.store.where}/{step_prefix(self.run, step_id)}/{records.NAME}",
             )
 
     async def _agree(self, ours: StepRecord) -> None:
@@ -315,8 +315,8 @@ class Sender:
                 path=f"{self.store.where}/{name}",
             )
 
-    async def _record(self, id: StepId, size: int) -> StepRecord:
-        name = f"{step_prefix(self.run, id)}/{records.NAME}"
+    async def _record(self, step_id: StepId, size: int) -> StepRecord:
+        name = f"{step_prefix(self.run, step_id)}/{records.NAME}"
         data = await self._read(name, 0, min(size, records.LIMIT_BYTES))
         path = f"{self.store.where}/{name}"
         return await blocking(None, lambda: StepRecord.from_json(data, path=path))

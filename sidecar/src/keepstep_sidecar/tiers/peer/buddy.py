@@ -184,8 +184,10 @@ def due(local: LocalInventory) -> Due:
     commit = max(local.commits, default=None)
     return Due(
         shards=local.shards,
-        owed=frozenset(id for id in local.shards if commit is None or id >= commit),
-        settled=frozenset(id for id in local.shards if commit is None or id <= commit),
+        owed=frozenset(step_id for step_id in local.shards if commit is None or step_id >= commit),
+        settled=frozenset(
+            step_id for step_id in local.shards if commit is None or step_id <= commit
+        ),
         commit=commit,
     )
 
@@ -193,7 +195,7 @@ def due(local: LocalInventory) -> Due:
 def wanted(local: LocalInventory) -> Wanted:
     """What buddies should keep: what they should hold."""
     ranks: dict[int, tuple[StepId, ...]] = {}
-    for id in sorted(due(local).owed):
-        for rank in local.shards[id]:
-            ranks[rank] = (*ranks.get(rank, ()), id)
+    for step_id in sorted(due(local).owed):
+        for rank in local.shards[step_id]:
+            ranks[rank] = (*ranks.get(rank, ()), step_id)
     return Wanted(committed=max(local.commits, default=None), ranks=ranks)

@@ -145,9 +145,9 @@ class Copies:
         held = dict(self._held)
         return tuple(held[key] for key in sorted(held))
 
-    def find(self, id: StepId, rank: int) -> LocalShard | None:
+    def find(self, step_id: StepId, rank: int) -> LocalShard | None:
         """The sealed copy of this rank's shard; None if there is none. Takes no lock."""
-        return self._held.get((id, rank))
+        return self._held.get((step_id, rank))
 
     # --- coming in ---------------------------------------------------------------------------
 
@@ -228,12 +228,12 @@ class Copies:
         told = {
             rank: request.committed for request in self._told.values() for rank in request.ranks
         }
-        known = {rank: id for rank, id in told.items() if id is not None}
+        known = {rank: step_id for rank, step_id in told.items() if step_id is not None}
         committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
-        for id, rank in crowded_out(held, committed):
+        for step_id, rank in crowded_out(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
-            self._drop(id, rank, why="no space")
+            self._drop(step_id, rank, why="no space")
 
     def take_from(self, part: IncomingCopy, other: FileSource) -> None:
         """`IncomingCopy.take_from` an image of the same step, if that can be read."""
@@ -314,8 +314,8 @@ class Copies:
             while sum(len(request.ranks) for request in self._told.values()) > MOST_RANKS:
                 self._told.pop(next(iter(self._told)))
             doomed = superseded(self._by_rank(), wanted.ranks, committed=wanted.committed)
-            for id, rank in doomed:
-                self._drop(id, rank, why=_SUPERSEDED)
+            for step_id, rank in doomed:
+                self._drop(step_id, rank, why=_SUPERSEDED)
             self._drop_parts(wanted)
         return len(doomed)
 
@@ -341,8 +341,8 @@ class Copies:
                 volume.filesystem.unlink(path)
                 volume.filesystem.remove_directory(path.parent)
 
-    def _drop(self, id: StepId, rank: int, *, why: str) -> None:
-        copy = self._held.pop((id, rank), None)
+    def _drop(self, step_id: StepId, rank: int, *, why: str) -> None:
+        copy = self._held.pop((step_id, rank), None)
         if copy is None:
             return
         try:
@@ -358,12 +358,12 @@ class Copies:
             return
         usual = why == _SUPERSEDED
         level = logging.DEBUG if usual else logging.INFO
-        say("peer.copy_deleted", level=level, step=str(id), rank=rank, reason=why)
+        say("peer.copy_deleted", level=level, step=str(step_id), rank=rank, reason=why)
 
     def _by_rank(self) -> dict[int, list[StepId]]:
         found: dict[int, list[StepId]] = {}
-        for id, rank in self._held:
-            found.setdefault(rank, []).append(id)
+        for step_id, rank in self._held:
+            found.setdefault(rank, []).append(step_id)
         return found
 
     def close(self) -> None:

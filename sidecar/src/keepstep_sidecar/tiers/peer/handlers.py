@@ -269,7 +269,7 @@ class Handler(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, text: str, *args: Any) -> None:
         """Logs nothing: what matters is in the journal."""
 
     def version_string(self) -> str:

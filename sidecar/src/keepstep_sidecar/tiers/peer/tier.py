@@ -201,10 +201,10 @@ class PeerTier(RemoteTier):
         """See `RemoteTier`."""
         return any(map(self._directory.may_hold, shard.key or ()))
 
-    def refuse(self, source: ShardSource, id: StepId) -> None:
+    def refuse(self, source: ShardSource, step_id: StepId) -> None:
         """See `RemoteTier.refuse`. The step is not named there again."""
         address = source.address if isinstance(source, PeerSource) else OWN
-        self._directory.liars.add((address, id, source.shard.rank))
+        self._directory.liars.add((address, step_id, source.shard.rank))
 
     # --- what happens here -------------------------------------------------------------------
 
