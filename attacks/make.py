@@ -215,7 +215,7 @@ def truncations() -> Iterator[Attack]:
 
 def lengths() -> Iterator[Attack]:
     rest = image()[8:]
-    for name, length, says in [
+    for name, length, message in [
         ("2-63", 1 << 63, "at most"),
         ("2-64", (1 << 64) - 1, "at most"),
         ("100-mb", 99_999_736, "truncated|whole number of pages"),
@@ -223,7 +223,7 @@ def lengths() -> Iterator[Attack]:
         ("unaligned", 4000, "whole number of pages"),
     ]:
         error = TornError if name == "100-mb" else FormatError
-        yield Attack(f"length-{name}", error, says, length.to_bytes(8, "little") + rest)
+        yield Attack(f"length-{name}", error, message, length.to_bytes(8, "little") + rest)
 
 
 def places() -> Iterator[Attack]:
@@ -257,7 +257,7 @@ def places() -> Iterator[Attack]:
 def texts() -> Iterator[Attack]:
     honest = json.dumps(json.loads(image()[8 : len(layout().header)]))
     twice = honest[:-1] + ', "mask": {"dtype": "BOOL", "shape": [7], "data_offsets": [0, 7]}}'
-    for name, text, says in [
+    for name, text, message in [
         ("duplicate-key", twice, "comes twice"),
         ("deep", '{"a":' + "[" * 20_000 + "]" * 20_000 + "}", "too deeply"),
         ("array", "[" + honest + "]", "not a JSON object"),
@@ -266,7 +266,7 @@ def texts() -> Iterator[Attack]:
         ("endless-number", '{"a": ' + "9" * 20_000 + "}", "not JSON"),
         ("plain-safetensors", '{"__metadata__": {"format": "pt"}}', "not written by keepstep"),
     ]:
-        yield Attack(f"json-{name}", FormatError, says, with_header_text(text.encode()))
+        yield Attack(f"json-{name}", FormatError, message, with_header_text(text.encode()))
     latin = with_header_text(honest.replace("mask", "m\xe4sk").encode("latin-1"))
     yield Attack("json-not-utf8", FormatError, "not JSON", latin)
     surrogate = with_header_text(honest.replace("mask", "\\ud800").encode())
@@ -279,7 +279,7 @@ MANY = [1, 1, 1, 1, 1, 5]
 
 
 def metadata() -> Iterator[Attack]:
-    for name, edit, says in [
+    for name, edit, message in [
         ("future-version", lambda ours: ours.update(format_version=2), "newer one"),
         ("version-word", lambda ours: ours.update(format_version="1"), "not an integer"),
         ("rank-beyond-world", lambda ours: ours.update(rank=2), "not an integer from 0 to 1"),
@@ -287,8 +287,8 @@ def metadata() -> Iterator[Attack]:
         ("alias-of-itself", lambda ours: ours.update(aliases={"mask": "mask"}), "and a tensor"),
     ]:
         error = VersionError if name == "future-version" else FormatError
-        yield Attack(f"metadata-{name}", error, says, with_ours(edit))
-    for name, tensor, row, says in [
+        yield Attack(f"metadata-{name}", error, message, with_ours(edit))
+    for name, tensor, row, message in [
         ("section-unknown", "mask", {"section": "heads"}, "not a section"),
         ("section-unhashable", "mask", {"section": ["params"]}, "not a section"),
         ("device-unknown", "mask", {"device": "cuda:12345"}, "not a device"),
@@ -302,7 +302,7 @@ def metadata() -> Iterator[Attack]:
         ("flat-box-of-many-dimensions", "exp_avg", {"flat_box": [[0] * 6, MANY, MANY]}, "no box"),
     ]:
         data = with_boxes(lambda boxes, tensor=tensor, row=row: boxes[tensor].update(row))
-        yield Attack(f"metadata-{name}", FormatError, says, data)
+        yield Attack(f"metadata-{name}", FormatError, message, data)
     swapped = with_boxes(lambda boxes: boxes.update(exp_avg=boxes.pop("exp_avg")))
     yield Attack("metadata-box-order", FormatError, "in order", swapped)
     number = with_header(lambda tree: tree["__metadata__"].update(version=1))
@@ -330,7 +330,7 @@ def seals() -> Iterator[Attack]:
     honest = data[place.control_begin : -32]
     future = honest.replace(b'"format_version":1', b'"format_version":2')
     yield Attack("control-future-version", VersionError, "newer one", with_control(future))
-    for name, text, says in [
+    for name, text, message in [
         ("not-json", b"x", "not JSON"),
         ("array", b"[]", "not a JSON object"),
         ("deep", b"[" * 4000, "too deeply|not JSON"),
@@ -346,7 +346,7 @@ def seals() -> Iterator[Attack]:
         ("run-path", honest.replace(b'"demo"', b'"../../x"'), "not the name of a run"),
         ("run-line", honest.replace(b'"demo"', b'"a\\nb"'), "not the name of a run"),
     ]:
-        yield Attack(f"control-{name}", FormatError, says, with_control(text))
+        yield Attack(f"control-{name}", FormatError, message, with_control(text))
     long = image(extras_bytes=1 << 40)
     yield Attack("control-extras-too-long", FormatError, "of extras in", long)
     yield Attack("foreign-run", ForeignError, "of run other", image(run="other"))
@@ -374,7 +374,7 @@ def control_page(place: Layout) -> bytes:
 def kept() -> Iterator[Attack]:
     """Valid images whose extras are hostile."""
     numbers = b'[{"!numbers":["d",1]},{"!numbers":["d",1]}'
-    for name, text, says in [
+    for name, text, message in [
         ("pickle", extras.encode(print, trusted=True), "trusted=True"),
         ("deep", b'{"a":' + b"[" * 1500, "too deeply"),
         ("duplicate-key", b'{"a":1,"a":2}', "comes twice"),
@@ -417,7 +417,7 @@ def kept() -> Iterator[Attack]:
             "no seed",
         ),
     ]:
-        yield Attack(f"extras-{name}", FormatError, says, image(text))
+        yield Attack(f"extras-{name}", FormatError, message, image(text))
 
 
 # --- files --------------------------------------------------------------------------------------

@@ -151,8 +151,8 @@ def _begun(
         extra |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     program = f"from bench.adapters import train; train({script!r}, {steps}, bare={bare})"
     words = [sys.executable, "-c", program, str(home), json.dumps({"bare": bare, **settings})]
-    with (home / "said").open("wb") as said:
-        return subprocess.Popen(words, env=environment(**extra), stdout=said, stderr=said)
+    with (home / "said").open("wb") as output:
+        return subprocess.Popen(words, env=environment(**extra), stdout=output, stderr=output)
 
 
 # --- in the process that trains: `tests.frameworks.script` reads sys.argv ------------------------

@@ -81,14 +81,14 @@ def peak(directory: Path, slots: int) -> float:
     state = gpt(_PEAK_BYTES)
     saver, highest, ended = KeepstepLazy(state, directory, slots=slots), 0, threading.Event()
 
-    def look() -> None:
+    def sample() -> None:
         nonlocal highest
         while not ended.wait(0.005):
             with contextlib.suppress(FileNotFoundError, KeyError):  # as it ends
                 highest = max(highest, saver.held_bytes())
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
     try:
         for steps in (range(_PEAK_STEPS), range(_PEAK_STEPS, 2 * _PEAK_STEPS)):
             for step in steps:
@@ -99,7 +99,7 @@ def peak(directory: Path, slots: int) -> float:
             saver.restore_again("local")
     finally:
         ended.set()
-        looking.join()
+        sampler.join()
         saver.close()
     return highest / state.size_bytes
 

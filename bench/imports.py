@@ -25,8 +25,8 @@ print(json.dumps([torch_s, package_s, time.perf_counter() - begun]))
 def measure(*_: object, repeats: int = 5) -> dict[str, float]:
     """Seconds to import torch alone, keepstep after it, and keepstep with its `Checkpointer`."""
     command = [sys.executable, "-c", _PROGRAM]
-    told = [subprocess.check_output(command, env=environment()) for _ in range(repeats + 1)]
-    rows = [json.loads(chunk) for chunk in told]
+    outputs = [subprocess.check_output(command, env=environment()) for _ in range(repeats + 1)]
+    rows = [json.loads(chunk) for chunk in outputs]
     torch_s, package_s, whole_s = (
         statistics.median(column) for column in zip(*rows[1:], strict=True)
     )

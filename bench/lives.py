@@ -59,9 +59,9 @@ class Trainer:
         """The next line with this event. Raises RuntimeError if the process ends without it."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            said = json.loads(line)
-            if said["event"] == event:
-                return dict(said)
+            record = json.loads(line)
+            if record["event"] == event:
+                return dict(record)
         raise RuntimeError(f"the trainer ended ({self.process.wait()}) before {event!r}")
 
     def end(self) -> None:

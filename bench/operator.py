@@ -91,7 +91,7 @@ class Leader:
         """As long as is accepted, and new in each part."""
         text = f"{self.hostile:03} " + "x" * 450
         doubts = tuple(Doubt(kind=kind, text=text) for kind in DoubtKind)[: wire.MOST_SAID]
-        told = replace(
+        run_report = replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(
                 node(rank, pod=f"pod-{self.run}-{rank}", warnings=(f"{self.hostile} " + "w" * 150,))
@@ -111,7 +111,7 @@ class Leader:
                 for _ in range(wire.MOST_RECENT)
             ),
         )  # fmt: skip
-        return fitted(told, lambda run_report: len(msgspec.json.encode(run_report)))
+        return fitted(run_report, lambda run_report: len(msgspec.json.encode(run_report)))
 
     def report(self) -> RunReport:
         self.sequence += 1

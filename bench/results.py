@@ -33,12 +33,12 @@ class Results:
 
     def of(self, **fields: Any) -> Results:
         """The samples whose fields have these values."""
-        wanted = fields.items()
+        conditions = fields.items()
         return Results(
             [
                 sample
                 for sample in self.samples
-                if all(getattr(sample, name) == it for name, it in wanted)
+                if all(getattr(sample, name) == it for name, it in conditions)
             ]
         )
 

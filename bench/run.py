@@ -189,19 +189,19 @@ class Machine:
             peer_address=f"10.{self._node_rank >> 8}.{self._node_rank & 255}.1:9465",
             peers_version=self._peers_version,
         )
-        told = MemberReport(
+        report_ = MemberReport(
             life=self._life, nodes=self._clock.machines, report=report, heard=self._heard
         )
         self._sequence += 1
         self._said_version = self._peers_version
-        if not self.send(told):
+        if not self.send(report_):
             self._answered = self._sequence
 
     def _rank(
         self, rank: int, whole: bool, *, alive: bool, tiers: tuple[Tier, ...]
     ) -> ReportedRanks:
         world = self._clock.machines * RANKS
-        told = {}
+        reported = {}
         for tier in tiers:
             before = set() if whole else self._told[tier]
             if whole or before != self._held[tier]:
@@ -217,22 +217,22 @@ class Machine:
                 )
                 gone = tuple(StepId(EPOCH, step) for step in sorted(before - self._held[tier]))
                 answer = Answer.STEPS if self._held[tier] else Answer.NONE
-                told[tier] = replace(held, answer=answer, gone=None if whole else gone)
+                reported[tier] = replace(held, answer=answer, gone=None if whole else gone)
         newest = max(self._held[Tier.MEMORY], default=None) if alive else None
         staged = None if newest is None else StepId(EPOCH, newest)
         return ReportedRanks(
-            ranks=Ranks.of((rank,)), world=world, alive=alive, staged=staged, tiers=told
+            ranks=Ranks.of((rank,)), world=world, alive=alive, staged=staged, tiers=reported
         )
 
-    def take(self, told: LeaderReply) -> None:
+    def take(self, leader_reply: LeaderReply) -> None:
         """A reply of the leader."""
-        now, reply = time.monotonic(), told.reply
+        now, reply = time.monotonic(), leader_reply.reply
         newest = reply.committed.get(str(Tier.LOCAL))
         for step_id in reply.commits if newest is None else (*reply.commits, newest):
             self.seen.setdefault(step_id.step, now)
-        self._heard, self._peers_version = told.number, reply.peers_version
+        self._heard, self._peers_version = leader_reply.number, reply.peers_version
         self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
-        if told.answers == self._sequence > self._answered:
+        if leader_reply.answers == self._sequence > self._answered:
             self._answered, self._follows = self._sequence, 0
             if reply.changes_since == self._sequence:
                 self._follows, self._told = self._sequence, self._sent
@@ -273,13 +273,14 @@ class _Link(Link):
 # --- the leader's process ------------------------------------------------------------------------
 
 
-def lead(clock: Clock, port: int, told: Connection) -> None:
-    """Lead until killed. Each message on `told` is answered with the figures since the last."""
+def lead(clock: Clock, port: int, connection: Connection) -> None:
+    """Lead until killed. Each message on `connection` is answered with the figures since the
+    last."""
     logging.disable(logging.CRITICAL)
-    asyncio.run(_lead(clock, port, told))
+    asyncio.run(_lead(clock, port, connection))
 
 
-async def _lead(clock: Clock, port: int, told: Connection) -> None:
+async def _lead(clock: Clock, port: int, connection: Connection) -> None:
     began, life = time.monotonic(), os.urandom(8).hex()
     alone_mib = _rss_mib()
     policy = RunPolicy(keep=Retention(last=2), outlives_pod=False, replicas=1, restarts=False)
@@ -304,7 +305,7 @@ async def _lead(clock: Clock, port: int, told: Connection) -> None:
     machine.connected()
     living = asyncio.create_task(machine.live())
     asked = asyncio.Event()
-    loop.add_reader(told.fileno(), asked.set)
+    loop.add_reader(connection.fileno(), asked.set)
     known_at = 0.0
     cpu_s, since = time.process_time(), time.monotonic()
     while not living.done():
@@ -314,7 +315,7 @@ async def _lead(clock: Clock, port: int, told: Connection) -> None:
             known_at = time.monotonic()
         if asked.is_set():
             asked.clear()
-            told.recv()
+            connection.recv()
             now = time.monotonic()
             figures = {
                 "cores": (time.process_time() - cpu_s) / (now - since),
@@ -322,7 +323,7 @@ async def _lead(clock: Clock, port: int, told: Connection) -> None:
                 "known_s": known_at - began if known_at else -1.0,
                 "connected": len(leader.connected),
             }
-            told.send((figures, machine.seen))
+            connection.send((figures, machine.seen))
             cpu_s, since = time.process_time(), now
     living.result()
 

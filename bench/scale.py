@@ -207,7 +207,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
 
     with measured.timed("restore_s"):
         found = everyone.restore(
-            lambda: granted, lambda _: restoring, meet=meet, begin_anew=lambda _: None
+            lambda: granted, lambda _: restoring, meet=meet, begin_fresh=lambda _: None
         )
     assert isinstance(found, Agreed)
     assert found.epoch.parent == NEWEST
@@ -222,8 +222,8 @@ def plan(kind: str, world: int) -> dict[str, float]:
     with measured.timed("own_plan_s"):
         own = IndexBuilder(world)
         own.add(Layout.parse(header))
-        wants = [Want(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)]
-        make(wants, own.build(), rank=1, nearness=[0] * world, reader=0)
+        requests = [Want(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)]
+        make(requests, own.build(), rank=1, nearness=[0] * world, reader=0)
     # a node's trainers are offered one of twins
     needed = range(NODE if kind == "ddp" else world)
     builder = IndexBuilder(world)
@@ -242,12 +242,12 @@ def plan(kind: str, world: int) -> dict[str, float]:
     measured.found |= {"headers_bytes": headers_bytes, "headers_s": read_s, "index_s": made_s}
     measured.found["index_mib"] = (_rss_bytes() - before) / (1 << 20)
     after = Model(kind, world // 2)
-    wants = [
+    requests = [
         Want(name, Box((0,) * len(shape), shape) if kind == "ddp" else after.box(number, 1))
         for number, (name, shape, _) in enumerate(model.tensors)
     ]
     with measured.timed("plan_s"):
-        made = make(wants, index, rank=1, nearness=[3] * world, reader=0)
+        made = make(requests, index, rank=1, nearness=[3] * world, reader=0)
     measured.found["pieces"] = sum(1 for _ in made.pieces())
     return measured.found
 
@@ -298,11 +298,11 @@ def gossip(kind: str, world: int) -> dict[str, float]:
     """One sidecar receives what all others hold, and finds what it can offer to its ranks."""
     measured, directory = Measured(), Directory(complete=True)
     decode = msgspec.json.Decoder(Listing).decode
-    heard_bytes, read_s, pods = 0, 0.0, world // NODE
+    received_bytes, read_s, pods = 0, 0.0, world // NODE
     for node in range(1, pods):
         text, address = _listing(kind, node, world), f"10.0.{node >> 8}.{node & 255}:9443"
         directory.known[address] = Known(address=address, node_rank=node)
-        heard_bytes += len(text)
+        received_bytes += len(text)
         began = time.process_time()
         directory.heard(address, decode(text))
         read_s += time.process_time() - began
@@ -311,15 +311,15 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         asyncio.run(remotes.look())
     ledger = Ledger()
     with measured.timed("ledger_s"):
-        told = {rank: remotes.report(rank) for rank in sorted(remotes.ranks)}
-        ledger.apply(Reported(node_rank=0, ranks=told, epochs=remotes.epochs, sequence=1))
+        reports = {rank: remotes.report(rank) for rank in sorted(remotes.ranks)}
+        ledger.apply(Reported(node_rank=0, ranks=reports, epochs=remotes.epochs, sequence=1))
         whole = ledger.whole()
     pool: Any = SimpleNamespace(ranks={}, images=lambda step_id: {})
     locator = Copies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):
         offers = locator.offers(whole)
     assert len(offers) == len(_LOCAL)
-    return measured.found | {"listings_bytes": heard_bytes, "listings_read_s": read_s}
+    return measured.found | {"listings_bytes": received_bytes, "listings_read_s": read_s}
 
 
 # --- all of it -----------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Household:
 
     def members(self, variable: str = "") -> list[int]:
         """The ids of all processes, or of those whose environment has `variable` (NAME=value)."""
-        wanted = {f"KEEPSTEP_DEMO={self._mark}".encode(), variable.encode()} - {b""}
-        return [pid for pid in _process_ids() if wanted <= _environment_of(pid)]
+        markers = {f"KEEPSTEP_DEMO={self._mark}".encode(), variable.encode()} - {b""}
+        return [pid for pid in _process_ids() if markers <= _environment_of(pid)]
 
     def kill_all(self) -> None:
         """Send SIGKILL to every member until none is left, because a supervisor may start another

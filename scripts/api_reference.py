@@ -63,8 +63,8 @@ def _table(name: str, schema: dict[str, Any]) -> str:
     rows = ["| field | type | limits | default | |", "| --- | --- | --- | --- | --- |"]
     rows += [_row(field) for field in fields(part, "")]
     rules = [f"- {rule['message']}" for rule in _rules(part)]
-    told = ["\nRules:\n", *dict.fromkeys(rules)] if rules else []
-    return "\n".join([f"### {name}\n", f"{part['description']}\n", *rows, *told, ""])
+    lines = ["\nRules:\n", *dict.fromkeys(rules)] if rules else []
+    return "\n".join([f"### {name}\n", f"{part['description']}\n", *rows, *lines, ""])
 
 
 def _row(field: Field) -> str:
@@ -101,20 +101,20 @@ def _type(schema: dict[str, Any]) -> str:
 def _limits(schema: dict[str, Any]) -> str:
     """The limits of a field, in words."""
     inner = schema.get("items", {})
-    told = []
+    limits = []
     if choices := schema.get("enum") or inner.get("enum"):
-        told.append(", ".join(f"`{choice}`" for choice in choices))
+        limits.append(", ".join(f"`{choice}`" for choice in choices))
     if "minimum" in schema and "maximum" in schema:
-        told.append(f"{schema['minimum']} to {schema['maximum']}")
+        limits.append(f"{schema['minimum']} to {schema['maximum']}")
     elif "minimum" in schema:
-        told.append(f"at least {schema['minimum']}")
+        limits.append(f"at least {schema['minimum']}")
     if "maxItems" in schema:
-        told.append(f"{schema.get('minItems', 0)} to {schema['maxItems']} items")
+        limits.append(f"{schema.get('minItems', 0)} to {schema['maxItems']} items")
     if keys := schema.get("x-kubernetes-list-map-keys"):
-        told.append(f"unique by {keys[0]}")
+        limits.append(f"unique by {keys[0]}")
     if schema.get("x-kubernetes-list-type") == "set":
-        told.append("unique")
-    return "; ".join(told)
+        limits.append("unique")
+    return "; ".join(limits)
 
 
 def _short(value: Any) -> str:

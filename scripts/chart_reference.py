@@ -48,15 +48,15 @@ def rights() -> str:
 
 def undescribed() -> list[str]:
     """The values that need a description and have none."""
-    said = _said((CHART / "values.yaml").read_text())
+    comments = _said((CHART / "values.yaml").read_text())
     leaves = (path for path, _ in _leaves(_values(), ()))
-    return [".".join(path) for path in leaves if path[-1] not in USUAL and not said.get(path)]
+    return [".".join(path) for path in leaves if path[-1] not in USUAL and not comments.get(path)]
 
 
 def table() -> str:
-    said = _said((CHART / "values.yaml").read_text())
+    comments = _said((CHART / "values.yaml").read_text())
     rows = [
-        f"| `{'.'.join(path)}` | `{json.dumps(value)}` | {_cell(said.get(path, ''))} |"
+        f"| `{'.'.join(path)}` | `{json.dumps(value)}` | {_cell(comments.get(path, ''))} |"
         for path, value in _leaves(_values(), ())
     ]
     return "\n".join(["| value | default | |", "| --- | --- | --- |", *rows]) + "\n"
@@ -86,9 +86,11 @@ def _said(text: str) -> dict[tuple[str, ...], str]:
         match = _LINE.fullmatch(line)
         if match is None or not line.strip():
             words = []
-        elif (said := match["said"]) is not None:
+        elif (comment := match["said"]) is not None:
             words = (
-                [said.removeprefix("-- ")] if said.startswith("-- ") else words and [*words, said]
+                [comment.removeprefix("-- ")]
+                if comment.startswith("-- ")
+                else words and [*words, comment]
             )
         else:
             path = [*path[: len(match["indent"]) // 2], match["key"]]

@@ -55,12 +55,12 @@ def check_contents(dist: Path) -> dict[str, Path]:
     for part, package in PARTS.items():
         (wheel,) = dist.glob(f"{package}-*.whl")
         (sdist,) = dist.glob(f"{package}-*.tar.gz")
-        wanted = _source(ROOT / part / "src")
+        expected = _source(ROOT / part / "src")
         with zipfile.ZipFile(wheel) as archive:
-            _compare(wheel, wanted, set(archive.namelist()), "/licenses/LICENSE")
+            _compare(wheel, expected, set(archive.namelist()), "/licenses/LICENSE")
         with tarfile.open(sdist) as packed:
             inside = {name.partition("/src/")[2] or name for name in packed.getnames()}
-            _compare(sdist, wanted, inside, "/LICENSE")
+            _compare(sdist, expected, inside, "/LICENSE")
         wheels[part] = wheel
     return wheels
 
@@ -70,11 +70,11 @@ def _source(place: Path) -> set[str]:
     return {str(file.relative_to(place)) for file in files if ".egg-info" not in str(file)}
 
 
-def _compare(packed: Path, wanted: set[str], inside: set[str], licence: str) -> None:
-    if missing := sorted(wanted - inside):
+def _compare(packed: Path, expected: set[str], inside: set[str], licence: str) -> None:
+    if missing := sorted(expected - inside):
         sys.exit(f"{packed.name} lacks {', '.join(missing)}")
     code = {name for name in inside if name.endswith(".py") and name.startswith("keepstep")}
-    if extra := sorted(code - wanted):
+    if extra := sorted(code - expected):
         sys.exit(f"{packed.name} has what is not in the source: {', '.join(extra)}")
     if not any(name.endswith(licence) for name in inside):
         sys.exit(f"{packed.name} has no LICENSE")
@@ -99,11 +99,11 @@ def train(bin_dir: Path, scratch: Path) -> None:
         _run(bin_dir / program, "--help", cwd=scratch)
     _run(bin_dir / "python", "-c", "import keepstep", cwd=scratch)
     command = (bin_dir / "python", "train.py")
-    said = _run(bin_dir / "keepstep", "run", "--restarts", "1", "--", *command, cwd=scratch)
-    told = re.search(r"went on from step 0 in (\S+)", said)
-    if told is None or not told[1].startswith(str(bin_dir.parent)):
-        sys.exit(f"the training did not go on from the wheels' own step 0: {said}")
-    print(told[0])
+    output = _run(bin_dir / "keepstep", "run", "--restarts", "1", "--", *command, cwd=scratch)
+    match = re.search(r"went on from step 0 in (\S+)", output)
+    if match is None or not match[1].startswith(str(bin_dir.parent)):
+        sys.exit(f"the training did not go on from the wheels' own step 0: {output}")
+    print(match[0])
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
@@ -119,8 +119,8 @@ def _run(*command: str | Path, cwd: Path) -> str:
         timeout=1200,
     )
     if done.returncode:
-        said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        sys.exit(f"{' '.join(map(str, command))}: exit {done.returncode}\n{said}")
+        output = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        sys.exit(f"{' '.join(map(str, command))}: exit {done.returncode}\n{output}")
     return done.stdout
 
 

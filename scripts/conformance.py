@@ -28,8 +28,8 @@ def render() -> str:
         _table(kind, [row for row in rows if row.kind == kind and not _is_above(row)])
         for kind in dict.fromkeys(row.kind for row in rows)
     ]
-    said = f"{len(rows)} rows: {words}. In {better} of the equal ones `torch.save` is not equal."
-    return "\n".join([said, "", _optimizers(rows), *tables])
+    summary = f"{len(rows)} rows: {words}. In {better} of the equal ones `torch.save` is not equal."
+    return "\n".join([summary, "", _optimizers(rows), *tables])
 
 
 def _table(kind: str, rows: list[Row]) -> str:

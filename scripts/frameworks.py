@@ -57,10 +57,10 @@ def _table() -> str:
 
 def _found(row: dict[str, Any], results: Results) -> list[dict[str, Any]]:
     """What each test of a row found."""
-    wanted = [test.partition("::") for test in row["tests"]]
+    selected = [test.partition("::") for test in row["tests"]]
     return [
         found
-        for file, _, begin in wanted
+        for file, _, begin in selected
         for test, found in results[file]["tests"].items()
         if test.startswith(begin)
     ]

@@ -68,10 +68,10 @@ def states(module: ModuleType, table: Any) -> str:
         way.append(following)
         after = (row.after for row in table if following in row.states.split(", "))
         following = next((state for state in after if not {*way} & {*state.split(", ")}), "")
-    said = (module.__doc__ or "").partition("\n\n")[2]
+    text = (module.__doc__ or "").partition("\n\n")[2]
     rows = (f"| {row.states} | {row.event} | {row.after} | `{row.where}` |" for row in table)
     head = "| state | event | next | in the code |\n| --- | --- | --- | --- |"
-    return "\n".join([f"**{' → '.join(way)}**\n", said, head, *rows, ""])
+    return "\n".join([f"**{' → '.join(way)}**\n", text, head, *rows, ""])
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

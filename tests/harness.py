@@ -54,8 +54,8 @@ def eventually(
         if value:
             return value
         if time.monotonic() > deadline:
-            said = what() if callable(what) else what
-            pytest.fail(f"not within {within_s} s: {said or condition}")
+            text = what() if callable(what) else what
+            pytest.fail(f"not within {within_s} s: {text or condition}")
         time.sleep(every_s)
 
 

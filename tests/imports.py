@@ -63,11 +63,11 @@ def missing(path: Path) -> Iterator[str]:
             module = modules.get(node.value.id, "")
             if module.split(".")[0] in OURS and names(module) and node.attr[:2] != "__":
                 taken.append((node.lineno, module, [node.attr]))
-    for line, module, wanted in taken:
+    for line, module, names_ in taken:
         if module.split(".")[0] not in OURS:
             continue
         has = names(module)
-        lost = [name for name in wanted if has is not None and not has & {name, "__getattr__"}]
+        lost = [name for name in names_ if has is not None and not has & {name, "__getattr__"}]
         if has is None or lost:
             yield f"{path.relative_to(ROOT)}:{line}: {module} has no {lost or 'file'}"
 

@@ -29,8 +29,8 @@ def _program() -> str | None:
     """versitygw where it is installed, else the rclone that `requirements-dev.txt` brings; or what
     S3_GATEWAY names."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    wanted = os.environ.get("S3_GATEWAY")
-    names = (wanted,) if wanted else ("versitygw", "rclone")
+    program = os.environ.get("S3_GATEWAY")
+    names = (program,) if program else ("versitygw", "rclone")
     return next(filter(None, (shutil.which(name, path=beside) for name in names)), None)
 
 

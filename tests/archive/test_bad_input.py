@@ -80,7 +80,7 @@ async def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda step: (step / "model.safetensors").write_bytes(b"x"), "model.safetensors does not"),
         (
@@ -102,7 +102,7 @@ async def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
 )
 async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_deleted(
     damage: Callable[[Path], object],
-    said: str,
+    message: str,
     archived: ArchiveConfig,
     local: Volume,
     archive_dir: Path,
@@ -114,7 +114,7 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
     async with running(archived) as remote_tier:
         held = await remote_tier.look()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
-        assert said in held.reason
+        assert message in held.reason
         assert held.reason.encode(), "a status and a report can tell it"
         for later in (200, 300, 400, 500):
             commit(remote_tier, write_step(local, later))

@@ -171,8 +171,8 @@ def test_a_step_whose_base_is_lost_is_not_restored_and_an_older_one_is(
     place.empty()
     model, step = restored()
     assert (step, equal(older, model)) == (1, True)
-    said = place.sidecar.text() if how == "changed" else listed(place, keepstep)
-    assert f"{base.parent.name}/{base.name}" in said
+    output = place.sidecar.text() if how == "changed" else listed(place, keepstep)
+    assert f"{base.parent.name}/{base.name}" in output
 
 
 def listed(place: Place, keepstep: Keepstep) -> str:

@@ -64,9 +64,9 @@ def test_verify_reads_every_byte_and_names_the_damaged_chunk(
     where = ("--archive", str(archived))
     assert "every digest is right" in keepstep("archive", "verify", *where).stdout
     flip(archived / RUN / str(step_id(20)) / "rank-00000-of-00002.safetensors", 3 * 4096)
-    said = keepstep("archive", "verify", "20", *where, code=1).stderr
-    assert "rank-00000-of-00002.safetensors" in said
-    assert "chunk 0" in said
+    output = keepstep("archive", "verify", "20", *where, code=1).stderr
+    assert "rank-00000-of-00002.safetensors" in output
+    assert "chunk 0" in output
     assert keepstep.json("archive", "verify", *where, code=1)["verified"] is False
     assert "every digest is right" in keepstep("archive", "verify", "10", *where).stdout
 
@@ -79,8 +79,8 @@ def test_pull_goes_on_after_an_interruption_and_keeps_no_wrong_byte(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     target = keepstep.home / "restored"
     bucket.proxy.faults.flip = 1 << 20  # every chunk comes damaged
-    said = keepstep("archive", "pull", "20", str(target), *where, code=1).stderr
-    assert "is damaged" in said
+    output = keepstep("archive", "pull", "20", str(target), *where, code=1).stderr
+    assert "is damaged" in output
     growing = target / f".{step_id(20)}.pulling"
     assert not (target / str(step_id(20))).exists()
     shutil.copy(shard(local, 20, 0), growing / "rank-00000-of-00002.safetensors")
@@ -100,7 +100,7 @@ def shard(local: Volume, step: int, rank: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (("ls",), 2, "no run is kept"),
         (("ls", "--archive", "s3://"), 2, "names no bucket"),
@@ -109,10 +109,10 @@ def shard(local: Volume, step: int, rank: int) -> Path:
     ],
 )
 def test_wrong_uses_say_what_to_do(
-    words: tuple[str, ...], code: int, said: str, keepstep: Keepstep, archived: Path
+    words: tuple[str, ...], code: int, message: str, keepstep: Keepstep, archived: Path
 ) -> None:
     words = tuple(word.format(dir=archived) for word in words)
-    assert said in keepstep("archive", *words, code=code).stderr
+    assert message in keepstep("archive", *words, code=code).stderr
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

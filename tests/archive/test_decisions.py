@@ -133,9 +133,9 @@ def test_the_record_is_deleted_first_and_strangers_files_never() -> None:
 
 def test_epochs_are_kin_through_parents_and_through_a_common_record() -> None:
     child = Epoch(EpochId(2, "bbbbbbbb"), at(5))
-    anew = Epoch(EpochId(3, "cccccccc"))  # began anew, knowingly, beside the others
+    fresh = Epoch(EpochId(3, "cccccccc"))  # began anew, knowingly, beside the others
     stranger = Epoch(EpochId(1, "99999999"))
-    assert len(families([[FIRST], [child], [child, anew]])) == 1
+    assert len(families([[FIRST], [child], [child, fresh]])) == 1
     assert families([[FIRST], [stranger], [child]]) == [
         {stranger.id},
         {FIRST.id, child.id},
@@ -176,11 +176,11 @@ def test_noise_is_no_record(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [("ftp://host/x", "not one of"), ("s3:///x", "no bucket"), ("file://x/y", "file:///mnt")],
 )
-def test_an_address_that_means_nothing_is_refused(url: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_an_address_that_means_nothing_is_refused(url: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         ArchiveConfig(url=url)
 
 

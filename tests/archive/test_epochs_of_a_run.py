@@ -34,14 +34,14 @@ def archived(root: Path, step_id: StepId, *epochs: Epoch) -> None:
 
 
 def survey(root: Path, *own: Epoch) -> Survey:
-    async def look() -> Survey:
+    async def scan() -> Survey:
         store = open_store(ArchiveConfig(url=str(root)))
         try:
             return await Surveyor(store, "run").survey(own)
         finally:
             await store.close()
 
-    return asyncio.run(look())
+    return asyncio.run(scan())
 
 
 def test_a_pod_that_knows_only_the_newest_epoch_is_of_the_same_run(tmp_path: Path) -> None:

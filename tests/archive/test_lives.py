@@ -96,7 +96,7 @@ def test_who_knows_the_epoch_has_an_operator_does_not_lead_or_trains_itself_does
             ((OLD,), RunFacts(operated=True)),
             ((OLD,), RunFacts(leads=False)),
             ((OLD,), RunFacts(life=lambda: OLD)),
-            ((OLD,), RunFacts(strangers=lambda told: frozenset({OTHER.id}))),
+            ((OLD,), RunFacts(strangers=lambda epochs: frozenset({OTHER.id}))),
         ):
             async with running(config, run=RUN, epochs=epochs, facts=facts) as start:
                 assert (await start.look()).answer is Answer.NONE
@@ -130,12 +130,12 @@ def written(archive_dir: Path, content: bytes) -> Path:
 
 
 def contested(archive_dir: Path) -> str:
-    async def look() -> str:
+    async def check() -> str:
         async with running(ArchiveConfig(url=str(archive_dir)), run=RUN, epochs=(OLD,)) as start:
             await start.look()
             return start.contested
 
-    return asyncio.run(look())
+    return asyncio.run(check())
 
 
 def test_lives_in_a_bucket(bucket: Bucket) -> None:

@@ -94,14 +94,14 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
     """Else each attempt of a long outage would be news: a line in the log, a report."""
 
     async def scenario() -> set[str]:
-        told: set[str] = set()
-        nobody = replace(bucket.config(), endpoint=f"http://127.0.0.1:{free_port()}")
-        async with running(nobody) as remote_tier:
+        reasons: set[str] = set()
+        unreachable = replace(bucket.config(), endpoint=f"http://127.0.0.1:{free_port()}")
+        async with running(unreachable) as remote_tier:
             commit(remote_tier, write_step(local, 10))
             for failures in (1, 2):
                 await until(lambda n=failures: remote_tier.status().failures >= n)
-                told.add(remote_tier.status().trouble)
-        return told
+                reasons.add(remote_tier.status().trouble)
+        return reasons
 
     (trouble,) = asyncio.run(scenario())
     assert "error sending request" in trouble
@@ -159,9 +159,9 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     )
     assert "create the bucket" in asyncio.run(reason(absent))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    said = asyncio.run(reason(bucket.config()))
-    assert "check the credentials" in said
-    assert "wrong" not in said
+    message = asyncio.run(reason(bucket.config()))
+    assert "check the credentials" in message
+    assert "wrong" not in message
 
 
 async def test_a_connection_that_leads_elsewhere_by_now_is_not_used_again(bucket: Bucket) -> None:

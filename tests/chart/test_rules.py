@@ -94,7 +94,10 @@ ONLY_HERE: list[Object] = [
 
 @pytest.mark.parametrize(
     "change",
-    [*ONLY_HERE, *(spec for spec, told in WRONG if not any(word in told for word in BEYOND_CEL))],
+    [
+        *ONLY_HERE,
+        *(spec for spec, message in WRONG if not any(word in message for word in BEYOND_CEL)),
+    ],
     ids=str,
 )
 def test_a_policy_that_cannot_work_is_refused(change: Object) -> None:

@@ -15,7 +15,7 @@ VALUES: Object = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"hostPath": ["/mnt"]}, "hostPath"),
         ({"admission": {"replica": 3}}, "replica"),
@@ -28,10 +28,10 @@ VALUES: Object = yaml.safe_load((CHART / "values.yaml").read_text())
         ({"nameOverride": "123"}, "123"),
     ],
 )
-def test_a_typo_is_refused_by_name(chart: Chart, values: Object, told: str) -> None:
-    with pytest.raises(jsonschema.ValidationError, match=told):
+def test_a_typo_is_refused_by_name(chart: Chart, values: Object, message: str) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=message):
         jsonschema.validate(_over(VALUES, values), SCHEMA)
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(Refused, match=message):
         chart.render(values)
 
 

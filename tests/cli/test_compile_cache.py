@@ -137,11 +137,11 @@ def test_ranks_that_compile_at_once_and_are_killed_leave_caches_that_are_right(
         assert process.wait(240) == 0
     assert not list(keepstep.home.glob("told-?-0-*")), "the first life died while it compiled"
     for rank in range(2):
-        told = [json.loads(path.read_text()) for path in keepstep.home.glob(f"told-{rank}-*")]
-        losses = {(line["life"], line["step"]): line["loss"] for line in told}
+        records = [json.loads(path.read_text()) for path in keepstep.home.glob(f"told-{rank}-*")]
+        losses = {(line["life"], line["step"]): line["loss"] for line in records}
         assert sorted(losses) == [(1, 0), (1, 1), (2, 2), (2, 3)]
         assert [losses[at] for at in sorted(losses)] == undisturbed(rank)
-        last = next(line for line in told if (line["life"], line["step"]) == (2, 3))
+        last = next(line for line in records if (line["life"], line["step"]) == (2, 3))
         assert last["fxgraph_cache_hit"] > 0
         assert "fxgraph_cache_miss" not in last
 

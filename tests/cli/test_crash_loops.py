@@ -45,8 +45,8 @@ checkpointer.close()
 
 
 def lives(text: str) -> list[int | None]:
-    said = [line.removeprefix("from ") for line in text.splitlines() if line.startswith("from ")]
-    return [None if word == "None" else int(word) for word in said]
+    starts = [line.removeprefix("from ") for line in text.splitlines() if line.startswith("from ")]
+    return [None if word == "None" else int(word) for word in starts]
 
 
 @pytest.mark.parametrize("how", ["nan", "error"])

@@ -44,9 +44,9 @@ def test_a_machine_that_is_well_passes_and_nothing_is_left(
     place = tmp_path / "drive"
     place.mkdir()
     words = ("doctor", "--volume", str(place), "--state", "1Mi", "--probe-size", "16Mi")
-    told = keepstep.json(*words)
-    assert told["ok"]
-    names = {check["name"].partition(" ")[0] for check in told["checks"]}
+    answer = keepstep.json(*words)
+    assert answer["ok"]
+    names = {check["name"].partition(" ")[0] for check in answer["checks"]}
     memory = {"shared", "huge", "memlock", "RemoveIPC"}
     assert names == {"python", "torch", "keepstep", "space", "O_DIRECT", "speed", *memory}
     assert not list(place.iterdir())

@@ -40,8 +40,8 @@ def launch(keepstep: Keepstep, words: list[str], ranks: int, *options: str) -> N
         env={**os.environ, **environment, **mark},
         stderr=subprocess.STDOUT,
     ) as process:
-        said, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, said[-3000:]
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output[-3000:]
 
 
 def trained(keepstep: Keepstep) -> dict[str, torch.Tensor]:
@@ -95,9 +95,9 @@ def test_any_world_and_layout_is_one_model(
 ) -> None:
     for number, (layout, ranks) in enumerate(lives, start=1):
         train(keepstep, layout, ranks, 3 * number)
-    told = keepstep.json("export", "latest", "--to", "out")
+    answer = keepstep.json("export", "latest", "--to", "out")
     assert_equal(load(keepstep.home / "out"), trained(keepstep))
-    assert told["tied"] == {"head.weight": "embedding.weight"}
+    assert answer["tied"] == {"head.weight": "embedding.weight"}
     keepstep("export", str(3 * len(lives) - 1), "--to", "cut", "--shard-size", "8KB")
     assert len(list((keepstep.home / "cut").glob("model-*-of-*.safetensors"))) > 2
     assert_equal(load(keepstep.home / "cut"), trained(keepstep))
@@ -146,8 +146,8 @@ def test_a_step_of_dcp_save_is_exported_too(keepstep: Keepstep) -> None:
     keepstep("run", "--", python, keepstep.script("save.py", DCP))
     keepstep("export", "latest", "--to", "out")
     assert_equal(load(keepstep.home / "out"), torch.load(keepstep.home / "trained.pt"))
-    said = keepstep("export", "5", "--to", "state", "--only", "optimizer").stdout
-    assert "param_groups.0.betas" in said
+    output = keepstep("export", "5", "--to", "state", "--only", "optimizer").stdout
+    assert "param_groups.0.betas" in output
     assert "state.0.exp_avg" in load(keepstep.home / "state")
 
 
@@ -182,16 +182,16 @@ def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_a
     launch(keepstep, [str(keepstep.script("slices.py", SLICES))], 2)
     slices, alike = torch.load(keepstep.home / "trained.pt")
 
-    said = keepstep("export", "0", "--to", "out", code=2).stderr
-    assert "ranks have values of their own in bias, long, uneven;" in said
-    assert "--lowest-rank" in said
+    output = keepstep("export", "0", "--to", "out", code=2).stderr
+    assert "ranks have values of their own in bias, long, uneven;" in output
+    assert "--lowest-rank" in output
     assert not [path for path in keepstep.home.iterdir() if "out" in path.name]
 
-    told = keepstep.json("export", "0", "--to", "out", "--lowest-rank")
-    assert told["own"] == ["bias", "long", "uneven"]
+    answer = keepstep.json("export", "0", "--to", "out", "--lowest-rank")
+    assert answer["own"] == ["bias", "long", "uneven"]
     assert_equal(load(keepstep.home / "out"), slices)
-    said = keepstep("export", "0", "--to", "again", "--lowest-rank").stderr
-    assert "values of their own, the lowest rank's are written" in said
+    output = keepstep("export", "0", "--to", "again", "--lowest-rank").stderr
+    assert "values of their own, the lowest rank's are written" in output
     assert keepstep.json("export", "0", "--to", "same", "--only", "alike")["own"] == []
     assert_equal(load(keepstep.home / "same"), alike)
 
@@ -199,9 +199,9 @@ def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_a
 def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:
     (shard,) = copied_alone.directory.glob("*/*-000000005/rank-*")
     flip(shard, at=shard.stat().st_size // 3)
-    said = copied_alone("export", "5", "--to", "out", code=1).stderr
-    assert "is damaged" in said
-    assert shard.name in said
+    output = copied_alone("export", "5", "--to", "out", code=1).stderr
+    assert "is damaged" in output
+    assert shard.name in output
     assert not [path for path in copied_alone.home.iterdir() if "out" in path.name]
 
 
@@ -227,7 +227,7 @@ def test_nobody_s_directory_is_touched(alone: Keepstep, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("9999",), "no step 9999 of run"),
         (("5", "--only", "nothing"), "it has: model, optimizer"),
@@ -236,11 +236,11 @@ def test_nobody_s_directory_is_touched(alone: Keepstep, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_uses_say_what_to_do(
-    words: tuple[str, ...], said: str, alone: Keepstep, tmp_path: Path
+    words: tuple[str, ...], message: str, alone: Keepstep, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    told = alone("export", *words, "--to", str(out), code=2).stderr
-    assert said in told or "does not hold step 9999" in told
+    output = alone("export", *words, "--to", str(out), code=2).stderr
+    assert message in output or "does not hold step 9999" in output
     assert not out.exists()
 
 
@@ -252,8 +252,8 @@ def test_a_full_disk_is_refused_before_anything_is_read(alone: Keepstep, tmp_pat
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
-        said = alone("export", "5", "--to", str(small / "out"), code=1).stderr
-        assert "no space for" in said
+        output = alone("export", "5", "--to", str(small / "out"), code=1).stderr
+        assert "no space for" in output
         assert not list(small.iterdir())
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -40,10 +40,10 @@ def test_a_fork_begins_once_and_then_goes_on_from_its_own_steps(
     assert shown.stdout == "from 2\nfrom 4\n"
     assert train(keepstep, archive, "second", *fork, last=8).stdout == "from 5\n"
     assert train(keepstep, archive, "first", last=5).stdout == "from 3\n"
-    told = keepstep.json("archive", "ls", "--archive", str(archive), "--run", "second")
+    answer = keepstep.json("archive", "ls", "--archive", str(archive), "--run", "second")
     first = keepstep.json("archive", "ls", "--archive", str(archive), "--run", "first")
     began = next(step["id"] for step in first["steps"] if step["step"] == 2)
-    assert (told["origin"], first["origin"]) == (f"first/{began}", "")
+    assert (answer["origin"], first["origin"]) == (f"first/{began}", "")
     table = keepstep("archive", "ls", "--archive", str(archive), "--run", "second").stdout
     assert f"run second began from first/{began}" in " ".join(table.split())
 

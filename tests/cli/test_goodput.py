@@ -16,15 +16,15 @@ def test_goodput_is_shown_over_restarts_and_after_the_end(keepstep: Keepstep) ->
     done = keepstep("run", "--restarts", "1", *command, "60", "30")
     last = done.stderr.splitlines()[-1]
     (share,) = re.findall(r"; goodput ([0-9.]+) % of [0-9.]+", last)
-    told = keepstep.json("status")["goodput"]
-    assert told["interruptions"] == 1
-    assert told["steps"] == 60
-    assert abs(100 * told["ratio"] - float(share)) < 0.06
-    assert told["wall_s"] == pytest.approx(sum(told["seconds"].values()))
-    assert told["seconds"]["training_prep"] > 0
+    answer = keepstep.json("status")["goodput"]
+    assert answer["interruptions"] == 1
+    assert answer["steps"] == 60
+    assert abs(100 * answer["ratio"] - float(share)) < 0.06
+    assert answer["wall_s"] == pytest.approx(sum(answer["seconds"].values()))
+    assert answer["seconds"]["training_prep"] > 0
     shown = keepstep("status").stdout
     assert re.search(rf"goodput +{share} % of .* interrupted once; lost: .*0\.[0-9]s", shown)
     keepstep("run", *command, "70", "-1")  # another sidecar
     again = keepstep.json("status")["goodput"]
     assert (again["interruptions"], again["steps"]) == (2, 70)
-    assert again["wall_s"] > told["wall_s"]
+    assert again["wall_s"] > answer["wall_s"]

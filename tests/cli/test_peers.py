@@ -65,7 +65,7 @@ def secret(tmp_path: Path, machines: tuple[Keepstep, Keepstep]) -> Path:
 
 def train(
     machines: tuple[Keepstep, Keepstep],
-    told: list[list[str]],
+    options_: list[list[str]],
     last: int,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -79,7 +79,7 @@ def train(
     started = []
     for rank, machine in enumerate(machines):
         monkeypatch.setenv("RANK", str(rank))
-        words = ("run", *told[rank], "--", warm.python(), "train.py", str(last))
+        words = ("run", *options_[rank], "--", warm.python(), "train.py", str(last))
         started.append(machine.start(*words))
     ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
     assert [ended_with for _, _, ended_with in ended] == [code, code], ended
@@ -109,16 +109,16 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]
-    told = [options(secret, rank, ports) for rank in (0, 1)]
+    options_ = [options(secret, rank, ports) for rank in (0, 1)]
 
-    first = train(machines, told, 4, monkeypatch)
+    first = train(machines, options_, 4, monkeypatch)
     assert [line.split(" sum")[0] for line in first] == ["from None"] * 2
 
     await_copies(machines)
     lost = machines[1]
     lost("stop")
     shutil.rmtree(lost.directory)
-    again = train(machines, told, 5, monkeypatch)
+    again = train(machines, options_, 5, monkeypatch)
     assert [line.split(" sum")[0] for line in again] == ["from 3"] * 2
     sums = [(float(a.split()[-1]), float(b.split()[-1])) for a, b in zip(first, again, strict=True)]
     for before, after in sums:
@@ -130,7 +130,7 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]
-    said = train(machines, [options(secret, rank, ports) for rank in (0, 1)], 4, monkeypatch)
+    lines = train(machines, [options(secret, rank, ports) for rank in (0, 1)], 4, monkeypatch)
     await_copies(machines)
     here, other = machines
     settings = ("--secret-file", str(secret), "--peer", f"127.0.0.1:{ports[1]}")
@@ -141,7 +141,7 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
         return round(float(weight.sum()), 5)
 
     # what is said is the sum at the start
-    sums = [float(line.split()[-1]) + 4 * 64 * 64 for line in said]
+    sums = [float(line.split()[-1]) + 4 * 64 * 64 for line in lines]
     for rank in (0, 1):
         assert exported(rank, f"copies{rank}") == pytest.approx(sums[rank], abs=0.1)
     here("stop", code=None)
@@ -149,9 +149,9 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
     assert exported(1, "from-peer") == pytest.approx(sums[1], abs=0.1)
     other("stop", code=None)
     words = ("export", "3", "--only", "model1", "--to", "none", *settings)
-    said_now = here(*words, code=2).stderr
-    assert "those of rank 1 are not on this machine's volumes" in " ".join(said_now.split())
-    assert f"away: 127.0.0.1:{ports[1]}" in said_now
+    refusal = here(*words, code=2).stderr
+    assert "those of rank 1 are not on this machine's volumes" in " ".join(refusal.split())
+    assert f"away: 127.0.0.1:{ports[1]}" in refusal
     assert not (here.home / "none").exists()
 
 

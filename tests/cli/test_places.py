@@ -94,8 +94,8 @@ def test_a_record_that_was_unpacked_leads_to_no_place_outside_its_directory(
     monkeypatch.chdir(tmp_path)
     kept = _keep(tmp_path, "a", tmp_path.parent / "private")
     head = kept.record.read_text().partition("[home]")[0]
-    told = toml_value(path.format(home=kept.home))
-    kept.record.write_text(f"{head}[home]\npath = {told}\ndevice = 1\ninode = 1\n")
+    value = toml_value(path.format(home=kept.home))
+    kept.record.write_text(f"{head}[home]\npath = {value}\ndevice = 1\ninode = 1\n")
     with pytest.raises(UsageError, match="is not touched from here"):
         find(tmp_path, "a")
 
@@ -267,12 +267,12 @@ def _toml(value: object) -> str:
 
 
 def _read_or_refused(kept: RunDir) -> None:
-    told = ""
+    value = ""
     try:
         find(kept.home.parent, "a")
     except UsageError as error:
-        told = str(error)
-    assert not told or str(kept.home) in told
+        value = str(error)
+    assert not value or str(kept.home) in value
 
 
 def test_a_run_cannot_be_a_path(tmp_path: Path) -> None:

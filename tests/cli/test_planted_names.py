@@ -132,10 +132,10 @@ def test_no_command_follows_what_stands_in_the_place_of_a_name(
             ("stop",),
         ):
             ended = keepstep.start(*words)
-            told = ended.communicate(timeout=_LIMIT_S)
-            assert ended.returncode in (0, 1, 2, 125), (name, words, told)
+            output = ended.communicate(timeout=_LIMIT_S)
+            assert ended.returncode in (0, 1, 2, 125), (name, words, output)
             if ended.returncode not in (0, 1) and words[0] != "rm":
-                assert ".keepstep" in told[1], (name, words, told)
+                assert ".keepstep" in output[1], (name, words, output)
         elsewhere.check()
         _remove(keepstep.directory / name)
 
@@ -214,8 +214,8 @@ def test_a_run_whose_directory_is_no_directory_is_refused_by_name(
     keepstep.directory.mkdir()
     plant(keepstep.directory / "train", elsewhere)
     script = keepstep.script("train.py", _TRAIN)
-    told = keepstep("run", "--", "python", script, code=2).stderr
-    assert str(keepstep.directory / "train") in told
+    output = keepstep("run", "--", "python", script, code=2).stderr
+    assert str(keepstep.directory / "train") in output
     elsewhere.check()
 
 
@@ -238,8 +238,8 @@ def test_a_projects_own_modules_neither_run_in_the_sidecar_nor_stop_the_training
         ended = keepstep.start(
             *words, "--", sys.executable, str(script), via=("-P", "-m", "keepstep_sidecar.cli")
         )
-        told = ended.communicate(timeout=_LIMIT_S)
-        assert ended.returncode == 0, told
+        output = ended.communicate(timeout=_LIMIT_S)
+        assert ended.returncode == 0, output
     embedded = _TRAIN.replace("n={", 'dir="kept", n={')
     (script.parent / "embedded.py").write_text(embedded)
     done = subprocess.run(

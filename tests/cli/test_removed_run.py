@@ -81,8 +81,8 @@ def test_stop_frees_what_a_removed_run_left(keepstep: Keepstep) -> None:
     keepstep.sidecar().send_signal(signal.SIGKILL)
     eventually(lambda: not keepstep.sidecars())
     shutil.rmtree(keepstep.directory)
-    said = keepstep("stop", "--dir", str(keepstep.directory)).stdout
-    assert "run 'train': its directory was removed; its memory is freed now" in said
+    output = keepstep("stop", "--dir", str(keepstep.directory)).stdout
+    assert "run 'train': its directory was removed; its memory is freed now" in output
     assert not keepstep.memory("train").exists()
     assert "no run is kept" in keepstep("stop", "--dir", str(keepstep.directory), code=2).stderr
 

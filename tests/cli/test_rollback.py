@@ -45,8 +45,8 @@ def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
     train = ("--", warm.python(), "train.py")
     keepstep("run", "--persist-every", "1000", *train, "9", "5", code=137)
     steps = keepstep.json("steps")["steps"]
-    wanted = next(step for step in steps if step["step"] == 3)
-    assert wanted["tiers"] == ["memory"], "only the newest two are flushed"
+    target = next(step for step in steps if step["step"] == 3)
+    assert target["tiers"] == ["memory"], "only the newest two are flushed"
     shown = keepstep("run", "--persist-every", "1000", "--restore-from", "3", *train, "7", "-1")
     assert shown.stdout == "from 3\n"
     newest = keepstep.json("status")["committed"]["id"]

@@ -42,13 +42,13 @@ def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
     monkeypatch.setenv("KEEPSTEP_SLOTS", "3")
     monkeypatch.setenv("KEEPSTEP_KEEP", "4")
     options = ("--run", "a", "--config", "keepstep.toml", "--keep", "9", "--keep-every", "3")
-    said = keepstep("run", *options, "--", "false", code=1).stderr
-    assert "every 7th step is made durable, the newest 9 committed steps and one every 3" in said
+    output = keepstep("run", *options, "--", "false", code=1).stderr
+    assert "every 7th step is made durable, the newest 9 committed steps and one every 3" in output
     written = tomllib.loads((keepstep.directory / "a" / "sidecar.toml").read_text())
-    told = {"keep": 9, "keep_every": "3", "persist_every": 7, "slots": 3}
-    assert told.items() <= written.items()
+    expected = {"keep": 9, "keep_every": "3", "persist_every": 7, "slots": 3}
+    assert expected.items() <= written.items()
     read = json.loads((keepstep.memory("a") / "sidecar.json").read_text())["config"]
-    assert told.items() <= read.items()
+    assert expected.items() <= read.items()
 
 
 def test_a_script_that_makes_no_checkpointer_is_told_so_before_it_is_started_again(
@@ -72,20 +72,20 @@ def test_what_the_sidecar_warns_of_is_told_while_the_command_runs_and_once(
     options = ("--run", "a", "--archive", "nowhere")
     with keepstep.start("run", *options, "--", "sh", "-c", wait) as process:
         assert process.stderr is not None
-        said = next(line for line in process.stderr if "warning" in line)
+        line = next(line for line in process.stderr if "warning" in line)
         (keepstep.home / "end").touch()
         _, rest = process.communicate(timeout=60)
-    assert "nowhere is not there; mount it, or make it if it is new" in said
+    assert "nowhere is not there; mount it, or make it if it is new" in line
     assert "warning" not in rest
 
 
 def test_what_can_never_be_made_durable_is_refused(keepstep: Keepstep) -> None:
     options = ("--stage-every", "3", "--persist-every", "10")
-    said = keepstep("run", "--run", "a", *options, "--", "true", code=2).stderr
-    assert "10 is no multiple of --stage-every 3" in said
-    assert "for example --persist-every 12" in said
-    said = keepstep("run", "--run", "a", *options[:3], "21", "--", "true").stderr
-    assert "every 3rd step is staged, every 21st step is made durable" in said
+    output = keepstep("run", "--run", "a", *options, "--", "true", code=2).stderr
+    assert "10 is no multiple of --stage-every 3" in output
+    assert "for example --persist-every 12" in output
+    output = keepstep("run", "--run", "a", *options[:3], "21", "--", "true").stderr
+    assert "every 3rd step is staged, every 21st step is made durable" in output
 
 
 def test_a_clean_end_leaves_no_process_and_no_memory(keepstep: Keepstep) -> None:
@@ -124,12 +124,12 @@ def test_what_is_left_behind_a_process_that_looks_dead_is_ended(keepstep: Keepst
 
 
 def test_a_process_that_the_first_look_misses_is_ended() -> None:
-    looks = iter([()])
+    checks = iter([()])
     with subprocess.Popen(["sleep", "600"]) as child:
 
         def find() -> tuple[Process, ...]:
             process = Process.of(child.pid)
-            return next(looks, () if process is None else (process,))
+            return next(checks, () if process is None else (process,))
 
         processes.end_all(find, grace_s=60.0)
         try:
@@ -266,9 +266,9 @@ def test_the_command_of_a_killed_run_trains_on_and_is_ended_as_the_next_one_says
         running.kill()
     pids = f"{_text(keepstep.home / 'launcher').strip()} {_text(keepstep.home / 'there')}"
     words = ("run", "--run", "train", "--", warm.python(), "train.py", "6", "-1")
-    said = keepstep(*words, code=2).stderr
-    assert f"is training (pid {pids}, whose `keepstep run` was killed); end that first" in said
-    asked = re.search(r"with `(kill [0-9 ]+)`", said)
+    output = keepstep(*words, code=2).stderr
+    assert f"is training (pid {pids}, whose `keepstep run` was killed); end that first" in output
+    asked = re.search(r"with `(kill [0-9 ]+)`", output)
     assert asked
     subprocess.run(asked[1].split(), check=True)
     killed = {int(pid) for pid in pids.split()}
@@ -317,10 +317,10 @@ def test_an_end_that_waits_for_the_archive_says_so(keepstep: Keepstep) -> None:
     command = ("run", *options, "--", warm.python(), "train.py", "3", "-1")
     with keepstep.start(*command) as process:
         assert process.stderr is not None
-        said = next(line for line in process.stderr if "waiting until" in line)
+        line = next(line for line in process.stderr if "waiting until" in line)
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=60)
-    assert "shards are in archive" in said
-    assert "is not there" in said
+    assert "shards are in archive" in line
+    assert "is not there" in line
     assert "newest committed: step 2" in rest
     assert process.returncode == 0

@@ -115,8 +115,8 @@ def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
     words = (*(torchrun if ranks == 2 else ()), keepstep.script("train.py", UNTIL_STOPPED))
     variables = {**os.environ, MARK: str(keepstep.home), "OMP_NUM_THREADS": "1"}
     variables |= {"PYTHON_EXEC": warm.python()}
-    said = keepstep.home / "said"
-    with said.open("w") as file:  # not a pipe: others may hold its end when this test fails
+    output_path = keepstep.home / "said"
+    with output_path.open("w") as file:  # not a pipe: others may hold its end when this test fails
         training = subprocess.Popen(
             [warm.python(), *words], cwd=keepstep.home, env=variables, stdout=file, stderr=file
         )
@@ -130,7 +130,7 @@ def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
             os.kill(before, 9)
             eventually(functools.partial(commits, keepstep, step), within_s=60, what="it goes on")
             assert keepstep.sidecar().pid != before
-            eventually(functools.partial(says, said, times), what="it says so")
+            eventually(functools.partial(says, output_path, times), what="it says so")
         assert slots.items() <= inodes(keepstep).items(), "the same memory"
         assert (keepstep.directory / "train" / "sidecar.toml").read_text() == record
         (keepstep.home / "stop").touch()
@@ -138,7 +138,7 @@ def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
     finally:
         training.kill()
         training.wait()
-    log = said.read_text()
+    log = output_path.read_text()
     (newest,) = {line.split()[1] for line in log.splitlines() if line.startswith("staged ")}
     again = plain(keepstep, *words, code=1 if ranks == 2 else -9, **variables)
     assert again.stdout.count(f"from {newest}\n") == ranks, again.stdout
@@ -204,13 +204,13 @@ def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -
     try:
         assert process.stderr is not None
         pid = next(line for line in process.stderr if line.strip().isdigit()).strip()
-        said = keepstep("start", "--keep", "9", "--", "train.py", code=2).stderr
-        assert f"run 'train' is training with other options (pid {pid})" in said
-        said = keepstep("stop", code=2).stderr
-        assert f"is training (pid {pid}); end that first" in said
+        output = keepstep("start", "--keep", "9", "--", "train.py", code=2).stderr
+        assert f"run 'train' is training with other options (pid {pid})" in output
+        output = keepstep("stop", code=2).stderr
+        assert f"is training (pid {pid}); end that first" in output
         assert keepstep("start", "--", "train.py").stdout
-        said = keepstep("run", "--", warm.python(), "train.py", "2", "-1", code=2).stderr
-        assert f"is training (pid {pid})" in said
+        output = keepstep("run", "--", warm.python(), "train.py", "2", "-1", code=2).stderr
+        assert f"is training (pid {pid})" in output
     finally:
         process.kill()
         process.communicate()
@@ -220,16 +220,16 @@ def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -
 def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
     keepstep.script("train.py", OWN)
     (keepstep.home / ".keepstep").write_text("a file")
-    said = plain(keepstep, "train.py", "2", "-1", code=1).stderr
-    assert "UsageError: dir='.keepstep': Invalid value for '--dir'" in said
+    output = plain(keepstep, "train.py", "2", "-1", code=1).stderr
+    assert "UsageError: dir='.keepstep': Invalid value for '--dir'" in output
     (keepstep.home / ".keepstep").unlink()
     (keepstep.home / "lacking").mkdir()
     (keepstep.home / "lacking" / "keepstep_sidecar.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'keepstep_sidecar'\")"
     )
     path = os.pathsep.join(filter(None, ["lacking", os.environ.get("PYTHONPATH")]))
-    said = plain(keepstep, "train.py", "2", "-1", code=1, PYTHONPATH=path).stderr
-    assert "pip install ./sidecar of keepstep's source" in said
+    output = plain(keepstep, "train.py", "2", "-1", code=1, PYTHONPATH=path).stderr
+    assert "pip install ./sidecar of keepstep's source" in output
     assert "give it one with --run NAME" in keepstep("start", code=2).stderr
 
 

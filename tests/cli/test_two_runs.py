@@ -93,8 +93,8 @@ def test_a_second_run_is_refused_while_the_first_trains_and_goes_on_once_it_has_
     assert "another run named 'gpt' trains on " in err
     assert "--run NAME" in err
     assert out == ""
-    told = runs.status("k1")
-    assert not any("another run" in warning for warning in told["warnings"])
+    answer = runs.status("k1")
+    assert not any("another run" in warning for warning in answer["warnings"])
     runs.end("k1", first)
     eventually(lambda: not runs.lives(), within_s=10)
     assert {name[:5] for name in runs.archived()} == {"0001."}, "the second one wrote nothing"

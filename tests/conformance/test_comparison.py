@@ -27,12 +27,12 @@ def test_a_restart_that_is_wrong_in_one_way_is_seen(row: Any, tmp_path: Path) ->
     assert of_keepstep(row, undisturbed, control, kept) is expected
 
 
-def _outcome(record: dict[str, str], *, codes: Any = (-9, 0), said: Any = ("", "")) -> Outcome:
-    return Outcome(record=record, said=said, codes=codes, steps=len(record))
+def _outcome(record: dict[str, str], *, codes: Any = (-9, 0), outputs: Any = ("", "")) -> Outcome:
+    return Outcome(record=record, said=outputs, codes=codes, steps=len(record))
 
 
 ROW = replace(every_row()[0], says="the layer")
-PLAIN = _outcome({"a": "1", "b": "2"}, codes=(0,), said=("",))
+PLAIN = _outcome({"a": "1", "b": "2"}, codes=(0,), outputs=("",))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_differs_as_the_control_does_is_no_worse(
 
 
 @pytest.mark.parametrize(
-    ("codes", "said", "steps", "expected"),
+    ("codes", "outputs", "steps", "expected"),
     [
         ((1,), ("keepstep.errors.UsageError: the layer",), 0, Result.REFUSED_AT_START),
         ((1,), ("keepstep.errors.UsageError: the layer",), 1, Result.REFUSED_AT_FIRST_SAVE),
@@ -68,14 +68,14 @@ def test_what_differs_as_the_control_does_is_no_worse(
     ],
 )
 def test_a_refusal_counts_only_where_it_is_early_and_names_its_cause(
-    codes: tuple[int, ...], said: tuple[str, ...], steps: int, expected: Result
+    codes: tuple[int, ...], outputs: tuple[str, ...], steps: int, expected: Result
 ) -> None:
-    kept = Outcome(record={}, said=said, codes=codes, steps=steps)
+    kept = Outcome(record={}, said=outputs, codes=codes, steps=steps)
     assert of_keepstep(ROW, PLAIN, _outcome({"a": "1"}), kept) is expected
 
 
 def test_silence_beside_a_control_that_raises_is_worse() -> None:
-    control = _outcome({}, codes=(-9, 1), said=("", "ValueError"))
+    control = _outcome({}, codes=(-9, 1), outputs=("", "ValueError"))
     assert of_control(PLAIN, control) is Result.RAISES
     assert of_keepstep(ROW, PLAIN, control, _outcome({"a": "1"})) is Result.DIFFERS
 

@@ -67,7 +67,7 @@ class Trial:
             return self._lives("keepstep", {"KEEPSTEP_SOCKET": str(sidecar.socket)})
 
     def _lives(self, how: str, environment: dict[str, str]) -> Outcome:
-        codes, said = [], []
+        codes, outputs = [], []
         lives = 1 if how == "undisturbed" else len(self.row.kills) + 1
         while len(codes) < lives and set(codes) <= {_KILLED}:
             log = self.directory / f"{how}-{len(codes)}.log"
@@ -76,13 +76,13 @@ class Trial:
             with log.open("wb") as file:
                 life = warm.Process(words, modules=self._modules, stdout=file, env=variables)
                 codes.append(life.wait(_LONGEST_S))
-            said.append(log.read_text(errors="replace"))
+            outputs.append(log.read_text(errors="replace"))
         record: Description = {}
         written = self.directory / f"{how}.jsonl"
         for line in written.read_text().splitlines() if written.exists() else ():
             record |= json.loads(line)
         steps = {key.partition(":")[0] for key in record if re.match(r"step \d+: ", key)}
-        return Outcome(record, tuple(said), tuple(codes), len(steps))
+        return Outcome(record, tuple(outputs), tuple(codes), len(steps))
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
         less = set(differs) < set(differences(undisturbed.record, control.record))
         return Result.DIFFERS_LESS if less else Result.DIFFERS
     if len(kept.codes) > 1:
-        warned = [line for said in kept.said[:-1] for line in _warnings(said)]
+        warned = [line for output in kept.said[:-1] for line in _warnings(output)]
         named = bool(row.says) and any(row.says in line for line in warned)
         return Result.NAMED_AT_SAVE if named else Result.RAISES
     if not kept.refusal or row.says not in kept.refusal or kept.steps > 1:
@@ -124,23 +124,23 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
     return Result.REFUSED_AT_FIRST_SAVE if kept.steps else Result.REFUSED_AT_START
 
 
-def _warnings(said: str) -> list[str]:
-    return [line for line in said.splitlines() if "keepstep: " in line]
+def _warnings(output: str) -> list[str]:
+    return [line for line in output.splitlines() if "keepstep: " in line]
 
 
 def report(undisturbed: Outcome, other: Outcome) -> str:
     """What differs, and what was said, in some lines."""
     lines = []
     if not other.ended_well:
-        said = [line for line in other.said[-1].splitlines() if line.strip()]
-        lines += [f"lives ended with {other.codes}", *(line[:600] for line in said[-5:])]
+        last_lines = [line for line in other.said[-1].splitlines() if line.strip()]
+        lines += [f"lives ended with {other.codes}", *(line[:600] for line in last_lines[-5:])]
     else:
         differs = differences(undisturbed.record, other.record)
         lines.append(f"{len(differs)} of {len(undisturbed.record)} places differ")
         for path in differs[:3]:
             lines.append(f"  {path}: undisturbed {undisturbed.record.get(path, 'missing')[:200]}")
             lines.append(f"  {path}:   restarted {other.record.get(path, 'missing')[:200]}")
-    for number, said_then in enumerate(other.said):
-        warned = [line for line in _warnings(said_then) if "restored step" not in line]
+    for number, output in enumerate(other.said):
+        warned = [line for line in _warnings(output) if "restored step" not in line]
         lines += [f"  life {number} said {line[:400]}" for line in warned[:3]]
     return "\n".join(lines)

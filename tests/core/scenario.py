@@ -123,10 +123,10 @@ class Scenario:
 
     def _apply(self, event: Event) -> list[str]:
         """The ledger's actions, and what may be retired then."""
-        said = self.ledger.apply(event)
-        alarms = [_action(action) for action in said if isinstance(action, Alarm)]
+        actions = self.ledger.apply(event)
+        alarms = [_action(action) for action in actions if isinstance(action, Alarm)]
         return [
-            *(_action(action) for action in said if not isinstance(action, Alarm)),
+            *(_action(action) for action in actions if not isinstance(action, Alarm)),
             *self._retirements(),
             *alarms,
         ]
@@ -237,8 +237,8 @@ class Scenario:
         return _writes(self.planner.forget(lambda step: step.epoch == epoch_id(epoch)))
 
     def _do_flush(self, *ids: str, newest: str = "2") -> Iterable[str]:
-        wanted = [step_id(step) for step in ids] or None
-        return _writes(self.planner.flush(wanted, newest=int(newest)))
+        steps = [step_id(step) for step in ids] or None
+        return _writes(self.planner.flush(steps, newest=int(newest)))
 
     def _do_counts(self) -> Iterable[str]:
         counts, planner = self.planner.counts, self.planner

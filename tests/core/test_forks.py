@@ -30,7 +30,7 @@ def test_a_fork_names_a_run_and_a_step(text: str, fork: Fork) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("team/gpt/1200", "cannot name a run"),
         ("../1200", "cannot name a run"),
@@ -40,8 +40,8 @@ def test_a_fork_names_a_run_and_a_step(text: str, fork: Fork) -> None:
         ("gpt/newest", "RUN/STEP of another run"),
     ],
 )
-def test_anything_else_is_refused(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_anything_else_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse_restore_from(text)
 
 

@@ -17,9 +17,9 @@ def step(number: int, epoch: EpochId = FIRST) -> StepId:
     return StepId(epoch, number)
 
 
-def vote(*numbers: int, **told: object) -> Candidates:
+def vote(*numbers: int, **fields: object) -> Candidates:
     held = tuple(Candidate(id=step(number), tier=Tier.LOCAL, world=2) for number in numbers)
-    return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **told)  # type: ignore[arg-type]
+    return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **fields)  # type: ignore[arg-type]
 
 
 def wants(number: int) -> dict[str, object]:

@@ -56,7 +56,7 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
     now, newest = began, -1
     parent: StepId | None = None
 
-    def say(kind: Kind, until: float | None = None, **fields: object) -> None:
+    def record(kind: Kind, until: float | None = None, **fields: object) -> None:
         at = now if until is None else until
         events.append(
             Event(sequence=len(events) + 1, kind=kind, until=now, at=min(at, now), **fields)
@@ -79,12 +79,12 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
         born = now
         now += life.prep / 2
         for rank in range(2):
-            say(Kind.CAME, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
+            record(Kind.CAME, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
         now += life.prep / 2 + life.restore
         truth.add("training_prep", life.prep)
-        say(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=life.restore)
+        record(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=life.restore)
         now += life.lag
-        say(Kind.RESTORED, rank=1, epoch=Epoch(epoch, parent), seconds=life.restore)
+        record(Kind.RESTORED, rank=1, epoch=Epoch(epoch, parent), seconds=life.restore)
         truth.add("checkpoint_restore", life.restore + life.lag)
         bundle: list[tuple[int, float]] = []
         for count in range(life.steps):
@@ -99,7 +99,7 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
                 truth.steps[newest] += startup
             bundle.append((newest, now))
             if len(bundle) == life.bundle or count == life.steps - 1:
-                say(
+                record(
                     Kind.STAGED, until=bundle[0][1], first=bundle[0][0], step=StepId(epoch, newest),
                     count=len(bundle), seconds=life.blocked * len(bundle),
                 )  # fmt: skip
@@ -107,8 +107,8 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
         now += life.torn
         truth.add("wasted_progress" if life.known_end else "infrastructure_recovery", life.torn)
         if life.known_end:
-            say(Kind.ENDED, rank=1, text="gone")
-            say(Kind.ENDED, rank=0, text="gone")
+            record(Kind.ENDED, rank=1, text="gone")
+            record(Kind.ENDED, rank=0, text="gone")
     if not lives[-1].known_end:  # no event shows the torn step yet
         truth.add("infrastructure_recovery", -lives[-1].torn)
     truth.parts["productive"] = sum(truth.steps.values())

@@ -73,8 +73,8 @@ def test_steps_go_only_while_all_machines_are_connected(run: Run) -> None:
     run.reports(1, rank(1, 1, 2))
     assert run.reports(0, rank(0, 1, 2)).reply.retire == (at(1),)
     run.leader.left(1)
-    told = run.reports(0, rank(0, 1, 2)).reply
-    assert (told.retire, told.commits) == ((), (at(1), at(2)))
+    reply = run.reports(0, rank(0, 1, 2)).reply
+    assert (reply.retire, reply.commits) == ((), (at(1), at(2)))
 
 
 @pytest.mark.parametrize("tier", [Tier.LOCAL, Tier.MEMORY, Tier.PEER])
@@ -84,9 +84,9 @@ def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))
     lie = rank(0, 2, tier=tier, alive=False)
-    told = run.reports(1, rank(1, 1, 2), lie)
-    assert told.reply.committed[str(Tier.LOCAL)] == at(1)
-    assert told.reply.changes_since == 0, "it is to say so again, as its owner may say so later"
+    reply = run.reports(1, rank(1, 1, 2), lie)
+    assert reply.reply.committed[str(Tier.LOCAL)] == at(1)
+    assert reply.reply.changes_since == 0, "it is to say so again, as its owner may say so later"
     run.reports(0, rank(0, 1, 2))
     assert run.reports(1, rank(1, 1, 2), lie).reply.committed[str(Tier.LOCAL)] == at(2)
 
@@ -172,10 +172,10 @@ def test_an_image_that_cannot_be_changes_nothing(run: Run, wrong: dict[str, obje
 
 def test_machines_are_named_to_each_other_once_all_are_known(run: Run) -> None:
     assert run.reports(0, rank(0)).reply.peers == ()
-    told = run.reports(1, rank(1)).reply
-    (peer,) = told.peers
+    reply = run.reports(1, rank(1)).reply
+    (peer,) = reply.peers
     assert (peer.node_rank, peer.address, peer.buddy) == (0, "10.0.0.0:9465", True)
-    assert (told.all_peers, run.reports(0, rank(0)).reply.peers[0].buddy) == (True, True)
+    assert (reply.all_peers, run.reports(0, rank(0)).reply.peers[0].buddy) == (True, True)
 
 
 def test_a_machine_that_has_said_changes_alone_is_not_known_yet(run: Run) -> None:
@@ -183,16 +183,16 @@ def test_a_machine_that_has_said_changes_alone_is_not_known_yet(run: Run) -> Non
     run.reports(0, rank(0))
     changes = replace(run.report(rank(1), node_rank=1), since=run.sequence - 1)
     run.leader.take(1, MemberReport(life="1", nodes=2, report=changes), at=0.0)
-    told = run.reports(0, rank(0), rank(1, alive=False)).reply
-    assert not told.all_peers, "what it holds is not known"
+    reply = run.reports(0, rank(0), rank(1, alive=False)).reply
+    assert not reply.all_peers, "what it holds is not known"
     run.reports(1, rank(1))
     assert run.reports(0, rank(0)).reply.all_peers
 
 
 def test_the_pins_that_were_changed_last_count(run: Run) -> None:
     run.reports(0, rank(0, 1))
-    told = run.reports(1, rank(1, 1), pins=Pins(version=2, steps=(at(1),)))
-    assert (told.reply.pinned, told.pins.version) == ((at(1),), 2)
+    reply = run.reports(1, rank(1, 1), pins=Pins(version=2, steps=(at(1),)))
+    assert (reply.reply.pinned, reply.pins.version) == ((at(1),), 2)
     assert run.reports(0, rank(0, 1), pins=Pins(version=1)).reply.pinned == (at(1),)
 
 
@@ -200,11 +200,11 @@ def test_a_leader_that_ends_waits_until_its_members_have_acted_on_that(run: Run)
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))
     run.leader.closing = True
-    told = run.leader.news(1)
-    assert told is not None
-    assert told.closing
+    reply = run.leader.news(1)
+    assert reply is not None
+    assert reply.closing
     assert not run.leader.heard_all()
-    run.reports(1, rank(1, 1), heard=told.number)
+    run.reports(1, rank(1, 1), heard=reply.number)
     assert run.leader.heard_all()
 
 
@@ -216,8 +216,8 @@ def test_a_machine_may_keep_any_number_of_steps() -> None:
     local = tuple(replace(held, world=1) for held in member.shards(Tier.LOCAL))
     member = replace(member, tiers={**member.tiers, Tier.LOCAL: replace(LISTED, shards=local)})
     report = Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(member,))
-    told = MemberReport(life="0", nodes=1, report=replace(report, epochs=(EPOCH,)))
-    leader.take(0, told, at=0.0)
+    report_ = MemberReport(life="0", nodes=1, report=replace(report, epochs=(EPOCH,)))
+    leader.take(0, report_, at=0.0)
     reply = leader.news(0)
     assert reply is not None
     assert reply.reply.retire == (at(0), at(1))
@@ -241,9 +241,9 @@ def test_a_machine_is_told_of_a_commit_at_once_and_of_the_rest_with_its_next_ans
     assert run.leader.news(0) is None, "step 1 is gone elsewhere, so it is no commit any more"
     run.reports(0, rank(0, 1, 2, 3))
     run.reports(1, rank(1, 2, 3))
-    told = run.leader.news(0)
-    assert told is not None
-    assert told.reply.committed[str(Tier.LOCAL)] == at(3)
+    reply = run.leader.news(0)
+    assert reply is not None
+    assert reply.reply.committed[str(Tier.LOCAL)] == at(3)
 
 
 def wrote(run: Run, node_rank: int, *steps: int) -> None:

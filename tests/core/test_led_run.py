@@ -172,7 +172,7 @@ class LedRun(RuleBasedStateMachine):
         link = Link(_NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None)
         machine.channel = LinkChannel(
             link,
-            told=self._frame(machine, Report(sidecar="", started_at=0.0, sequence=0)),
+            frame=self._frame(machine, Report(sidecar="", started_at=0.0, sequence=0)),
             changes=Changes(),
             epoch=lambda: machine.epochs[-1].id if machine.epochs else None,
             leaves=lambda: False,
@@ -366,10 +366,10 @@ class LedRun(RuleBasedStateMachine):
         if machine.to is None:
             return
         report = self._report(machine)
-        said = {lie.ranks for lie in lies}
-        true = (each for each in report.ranks if each.ranks not in said)
+        lied_ranks = {lie.ranks for lie in lies}
+        true = (each for each in report.ranks if each.ranks not in lied_ranks)
         report = replace(report, ranks=(*true, *lies))
-        told, machine.known = changes(machine.known, report), None
+        news, machine.known = changes(machine.known, report), None
         word = Word(
             machine=machine,
             life=machine.life,
@@ -378,7 +378,7 @@ class LedRun(RuleBasedStateMachine):
             shards=frozenset(machine.shards if machine.scanned else ()),
             copies=frozenset(machine.copies if machine.scanned else ()),
         )
-        frame = self._frame(machine, told)
+        frame = self._frame(machine, news)
         machine.frames = [*machine.frames[-3:], (machine.to, frame, word)]
         if not self._take(machine, machine.to, frame, word):
             return
@@ -404,8 +404,10 @@ class LedRun(RuleBasedStateMachine):
             return True  # it is old
         if not since or goes_on:
             host.words[machine.number], host.live[machine.number] = word, machine.life
-        for number, said in host.words.items():
-            assert host.leader.ledger.local(number) == said.shards, "it takes each at its last word"
+        for number, latest in host.words.items():
+            assert host.leader.ledger.local(number) == latest.shards, (
+                "it takes each at its last word"
+            )
         return True
 
     def _reply(self, machine: Machine) -> LeaderReply | None:
@@ -416,12 +418,12 @@ class LedRun(RuleBasedStateMachine):
         reply = host.leader.news(machine.number)
         if reply is None:
             return None
-        told = reply.reply
-        commits = {*told.commits, *filter(None, [told.committed.get(str(Tier.LOCAL))])}
-        named = {*commits, *filter(None, [told.plan])}
+        reply_ = reply.reply
+        commits = {*reply_.commits, *filter(None, [reply_.committed.get(str(Tier.LOCAL))])}
+        named = {*commits, *filter(None, [reply_.plan])}
         assert named <= self._whole() | self.ever_whole, "named, but never whole"
         self.named |= commits
-        if told.retire:
+        if reply_.retire:
             assert len(host.live) == self.nodes, "it names what may go, and does not know all"
             words = {number: host.words[number] for number in host.live}
             assert all(host.live[number] == word.life for number, word in words.items())
@@ -430,7 +432,7 @@ class LedRun(RuleBasedStateMachine):
                 for number, word in words.items()
             ]
             newest = max(set.intersection(*whole))
-            assert all(step_id < newest for step_id in told.retire), (
+            assert all(step_id < newest for step_id in reply_.retire), (
                 "no newer step is whole by their words"
             )
         return reply
@@ -582,9 +584,9 @@ class LedRun(RuleBasedStateMachine):
         ours = set.intersection(*(machine.shards for machine in self.machines)) & self.alive
         for machine in self.machines:
             self._speak(machine)
-            told = host.leader.news(machine.number)
+            news = host.leader.news(machine.number)
             sent = host.leader._members[machine.number].sent
-            assert told is None
+            assert news is None
             assert sent is not None
             assert ours & machine.shards <= set(sent.reply.commits) <= whole
             assert not self._trains() or sent.reply.plan == max(whole, default=None)

@@ -186,24 +186,24 @@ def search(
     """(states visited, the shortest way to a state that would lose more finished steps than
     `rules.lost`, or None). Calls `each` for each state."""
     start = _relative(_start(rules, ranks))
-    came_from: dict[State, tuple[str, State] | None] = {start: None}
+    previous: dict[State, tuple[str, State] | None] = {start: None}
     queue = deque([start])
     while queue:
         state = queue.popleft()
         each(state)
         finished = min(rank.saved for rank in state)
         if max(_common(state), default=_NONE) < finished - rules.lost:
-            return len(came_from), _way(state, came_from)
+            return len(previous), _way(state, previous)
         for name, moved in _moves(state, rules):
-            if (known := _relative(moved)) not in came_from:
-                came_from[known] = (name, state)
+            if (known := _relative(moved)) not in previous:
+                previous[known] = (name, state)
                 queue.append(known)
-    return len(came_from), None
+    return len(previous), None
 
 
-def _way(state: State, came_from: dict[State, tuple[str, State] | None]) -> list[str]:
+def _way(state: State, previous: dict[State, tuple[str, State] | None]) -> list[str]:
     names: list[str] = []
-    while (step := came_from[state]) is not None:
+    while (step := previous[state]) is not None:
         name, state = step
         names.append(name)
     return names[::-1]

@@ -26,8 +26,8 @@ from tests.volume.points import FAULT_POINTS
 )
 def test_states_are_explained_and_functions_and_named_tests_exist(module, table):
     states = {word for row in table for word in f"{row.states}, {row.after}".split(", ")}
-    said, _, never = module.__doc__.partition("What may never happen")
-    heads = re.findall(r"^- (.+?):", said, re.MULTILINE)
+    text, _, never = module.__doc__.partition("What may never happen")
+    heads = re.findall(r"^- (.+?):", text, re.MULTILINE)
     assert set(re.findall("`(.+?)`", " ".join(heads))) == states - {"any"}
     for place in (place for row in table for place in row.where.split(", ")):
         of_class, _, function = place.partition(".")

@@ -26,9 +26,9 @@ def failure(at: int, life: int, *after: StepId) -> Failure:
     return Failure(at=step(at, life), after=after)
 
 
-def vote(*held: StepId, failures: tuple[Failure, ...] = (), **told: object) -> Candidates:
+def vote(*held: StepId, failures: tuple[Failure, ...] = (), **fields: object) -> Candidates:
     found = tuple(Candidate(id=step_id, tier=Tier.LOCAL, world=1) for step_id in held)
-    return Candidates(answer=Answer.STEPS, candidates=found, failures=failures, **told)  # type: ignore[arg-type]
+    return Candidates(answer=Answer.STEPS, candidates=found, failures=failures, **fields)  # type: ignore[arg-type]
 
 
 HELD = tuple(step(number) for number in (60, 80, 99, 100))
@@ -50,8 +50,8 @@ def test_a_loop_that_creeps_on_is_one_and_one_that_gets_far_is_none() -> None:
 
 
 def test_two_errors_of_one_life_are_one_failure() -> None:
-    told = (failure(100, 2, step(100)), failure(104, 2, step(100)))
-    assert choose([vote(*HELD, failures=told)]).id == step(100)
+    failures = (failure(100, 2, step(100)), failure(104, 2, step(100)))
+    assert choose([vote(*HELD, failures=failures)]).id == step(100)
 
 
 def test_what_the_run_has_left_behind_is_forgiven() -> None:
@@ -74,12 +74,12 @@ def _of_two(vote: Candidates) -> Candidates:
 
 
 def test_a_young_run_goes_back_to_its_oldest_step_and_never_to_none() -> None:
-    held, told = (
+    held, failures = (
         [step(number) for number in (3, 4, 5)],
         (failure(5, 2, step(5)), failure(5, 3, step(5))),
     )
-    assert choose([vote(*held, failures=told)]).id == step(3)
-    assert choose([vote(held[-1], failures=told)]).id == step(5), "there is no other"
+    assert choose([vote(*held, failures=failures)]).id == step(3)
+    assert choose([vote(held[-1], failures=failures)]).id == step(5), "there is no other"
 
 
 def test_a_person_has_the_last_word() -> None:
@@ -143,8 +143,8 @@ class Run:
 
         parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []
-        told = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
-        found = choose([vote(*held, failures=told)]).id if held else None
+        failures = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
+        found = choose([vote(*held, failures=failures)]).id if held else None
         self.epochs.append(Epoch(EpochId(len(self.epochs) + 1, "0" * 8), found))
         self.memory = [step_id for step_id in self.memory if found is not None and step_id <= found]
         self.local = {step_id for step_id in self.local if found is not None and step_id <= found}

@@ -334,16 +334,16 @@ class Tiers(RuleBasedStateMachine):
         self._rebuild()
         votes = [self._vote(rank) for rank in range(self.world)]
         exact, covered = self._expected()
-        told = outlook(self.ledger, world=self.world, fleeting=self.fleeting)
+        outlook_ = outlook(self.ledger, world=self.world, fleeting=self.fleeting)
         try:
             decision = choose(votes)
         except RestoreError:
             assert not covered, "there was a step that all could restore"
             assert not self.fleeting, "what is missing cannot come back"
-            assert told.restart is Restart.WAITS
+            assert outlook_.restart is Restart.WAITS
             self._remove_the_run()
             return
-        self._check_outlook(told, decision)
+        self._check_outlook(outlook_, decision)
         self._check(decision, exact, covered)
         self._go_on(decision)
 
@@ -403,8 +403,8 @@ class Tiers(RuleBasedStateMachine):
             ledger.apply(EpochStarted(epoch))
         ranks = {rank for shelf in reach.values() for _, rank in shelf}
         shelves = {tier: reach[tier] for tier in self.config.tiers}
-        told = {rank: self._rank_report(shelves, rank) for rank in ranks}
-        ledger.apply(Reported(ranks=of_ranks(told)))
+        reports = {rank: self._rank_report(shelves, rank) for rank in ranks}
+        ledger.apply(Reported(ranks=of_ranks(reports)))
         return ledger, reach
 
     def _expected(self) -> tuple[set[StepId], set[StepId]]:
@@ -451,14 +451,14 @@ class Tiers(RuleBasedStateMachine):
             assert plan.id >= decision.id, "the operator sees all that a sidecar sees"
             assert not self.ledger.is_dead(plan.id)
 
-    def _check_outlook(self, told: Outlook, decision: Decision) -> None:
+    def _check_outlook(self, outlook_: Outlook, decision: Decision) -> None:
         """What people are told before a restart is what the restart does."""
         if decision.id is not None:
-            assert told == Outlook(Restart.GOES_ON, decision.id), (told, decision)
+            assert outlook_ == Outlook(Restart.GOES_ON, decision.id), (outlook_, decision)
         elif decision.lost is not None:
-            assert told == Outlook(Restart.BEGINS_AGAIN, decision.lost)
+            assert outlook_ == Outlook(Restart.BEGINS_AGAIN, decision.lost)
         else:
-            assert told.restart in (Restart.BEGINS, Restart.BEGINS_AGAIN)
+            assert outlook_.restart in (Restart.BEGINS, Restart.BEGINS_AGAIN)
 
     def _go_on(self, decision: Decision) -> None:
         self.lives += 1

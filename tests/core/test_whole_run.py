@@ -211,15 +211,15 @@ class WholeRun(RuleBasedStateMachine):
         )
         self.leader.take(0, MemberReport(life="", nodes=1, report=report), at=0.0)
         self.leader.settle(at=0.0)
-        told = self.leader.news(0)
-        assert told is not None
-        heard = Heard(
-            commit=told.reply.committed.get(str(Tier.LOCAL)),
-            commits=frozenset(told.reply.commits),
-            plan=told.reply.plan,
-            retire=frozenset(told.reply.retire),
+        reply = self.leader.news(0)
+        assert reply is not None
+        leader_answer = Heard(
+            commit=reply.reply.committed.get(str(Tier.LOCAL)),
+            commits=frozenset(reply.reply.commits),
+            plan=reply.reply.plan,
+            retire=frozenset(reply.reply.retire),
         )
-        answer, self.late = (self.late, heard) if self.slow else (heard, None)
+        answer, self.late = (self.late, leader_answer) if self.slow else (leader_answer, None)
         if answer is not None:
             self._feed(answer)
 

@@ -51,13 +51,13 @@ def ranks(tmp_path: Path) -> Callable[..., list[str]]:
             with log.open("w") as out:
                 processes.append(warm.Process([str(WORKER), *words], env=variables, stdout=out))
         codes = _wait(processes)
-        said = [log.read_text() for log in logs]
-        text = "\n".join(output[-3000:] for output in said)
+        outputs = [log.read_text() for log in logs]
+        text = "\n".join(output[-3000:] for output in outputs)
         if killed is None:
             assert not any(codes), text
         else:
             assert codes[killed] == -signal.SIGKILL, text
-        return said
+        return outputs
 
     return run
 

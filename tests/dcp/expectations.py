@@ -145,13 +145,15 @@ def partial_load() -> None:
     target = {"model": {"w": torch.zeros_like(w)}}
     dcp.load(target, storage_reader=StorageReader("step-1"))
     assert torch.equal(target["model"]["w"].full_tensor(), w.full_tensor())
-    wanted = {"model": {"b": torch.zeros(3)}, "new": torch.full((2,), 7.0)}
-    assert "new" in failure_of(lambda: dcp.load(wanted, storage_reader=StorageReader("step-1")))
-    assert not wanted["model"]["b"].any()
+    loaded_into = {"model": {"b": torch.zeros(3)}, "new": torch.full((2,), 7.0)}
+    assert "new" in failure_of(
+        lambda: dcp.load(loaded_into, storage_reader=StorageReader("step-1"))
+    )
+    assert not loaded_into["model"]["b"].any()
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(wanted, storage_reader=StorageReader("step-1"), planner=planner)
-    assert wanted["model"]["b"].eq(1).all()
-    assert wanted["new"].eq(7).all()
+    dcp.load(loaded_into, storage_reader=StorageReader("step-1"), planner=planner)
+    assert loaded_into["model"]["b"].eq(1).all()
+    assert loaded_into["new"].eq(7).all()
     for keys in ("optim", {"optim.lr", "optim.m"}):
         found = _load_state_dict_from_keys(keys, storage_reader=StorageReader("step-1"))
         assert found.keys() == {"optim"}
@@ -222,11 +224,11 @@ def sharded() -> None:
         target = {"s": sharded_tensor.zeros(spec, 5, 6), "t": torch.zeros(2)}
         dcp.load(target, storage_reader=StorageReader("step-1"))
         assert torch.equal(gathered(target["s"]), gathered(saved))
-    wanted = {
+    loaded_into = {
         "s": distribute_tensor(torch.zeros(5, 6), init_device_mesh("cpu", (world,)), [Replicate()])
     }
-    dcp.load(wanted, storage_reader=StorageReader("step-1"))
-    assert torch.equal(wanted["s"].to_local(), gathered(saved))
+    dcp.load(loaded_into, storage_reader=StorageReader("step-1"))
+    assert torch.equal(loaded_into["s"].to_local(), gathered(saved))
 
 
 def gathered(value: Any) -> torch.Tensor:

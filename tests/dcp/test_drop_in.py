@@ -85,9 +85,9 @@ def test_what_a_file_system_writer_left_is_told_apart(sidecar, tmp_path: Path) -
 def test_an_async_save_on_the_group_of_the_training_is_warned_of(
     sidecar, ranks: Callable[..., list[str]], group: str
 ) -> None:
-    said = ranks(2, "async_on", group)
-    warnings = [output.count('process_group=dist.new_group(backend="gloo")') for output in said]
-    assert warnings == [1 if group == "default" else 0, 0], said
+    outputs = ranks(2, "async_on", group)
+    warnings = [output.count('process_group=dist.new_group(backend="gloo")') for output in outputs]
+    assert warnings == [1 if group == "default" else 0, 0], outputs
 
 
 def test_a_rank_that_a_parent_took_is_named_with_the_way_out(sidecar) -> None:

@@ -67,7 +67,7 @@ class Api:
             try:
                 connection.request("GET", f"{path}{asked}", headers={"Accept": accept})
                 answer = connection.getresponse()
-                said = answer.read().decode(errors="replace")
+                body_text = answer.read().decode(errors="replace")
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if kept is None or isinstance(error, TimeoutError):  # else it was closed long ago
@@ -80,8 +80,8 @@ class Api:
         if answer.status == 404:
             return None
         if answer.status >= 400:
-            raise RuntimeError(f"{path}: {answer.status} {said[-1000:]}")
-        return said
+            raise RuntimeError(f"{path}: {answer.status} {body_text[-1000:]}")
+        return body_text
 
     def path(self, kind: str, namespace: str) -> str:
         """Of all objects of a kind, by any of the names that kubectl takes."""

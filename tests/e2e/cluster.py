@@ -51,8 +51,8 @@ def run(*command: str, timeout_s: float = 600.0, input: str | None = None) -> st
         command, cwd=ROOT, text=True, capture_output=True, timeout=timeout_s, input=input
     )
     if done.returncode:
-        said = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
-        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{said}")
+        output = f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{output}")
     return done.stdout
 
 
@@ -214,7 +214,7 @@ class Cluster:
         """The reconciler's pod, as soon as it runs: a test before may have killed the last one."""
         system = self.kubectl.namespaced(NAMESPACE)
 
-        def look() -> Object | None:
+        def probe() -> Object | None:
             pods = [
                 pod
                 for pod in system.list("pods", RECONCILE)
@@ -222,7 +222,7 @@ class Cluster:
             ]
             return pods[0] if len(pods) == 1 else None
 
-        found: Object = system.eventually(look, what="the reconciler runs")
+        found: Object = system.eventually(probe, what="the reconciler runs")
         return found
 
     def on_node(self, node: str, *command: str) -> str:

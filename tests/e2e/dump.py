@@ -26,10 +26,10 @@ def namespace(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
 def summary(kubectl: Kubectl) -> str:
     """What may be all that is left of a failure where nobody keeps files: pods, runs, the ends of
     all logs. Best effort."""
-    said = [kubectl.attempt("get", "pods", "-o", "wide", timeout_s=60).stdout]
+    sections = [kubectl.attempt("get", "pods", "-o", "wide", timeout_s=60).stdout]
     for run in _listed(kubectl, "ckrun"):
         status = run.get("status", {})
-        said += [
+        sections += [
             f"{run['metadata']['name']}: epoch {status.get('epoch')}, {status.get('watermarks')}",
             *(
                 f"  {condition['type']}={condition['status']} {condition['reason']}:"
@@ -42,8 +42,8 @@ def summary(kubectl: Kubectl) -> str:
         for previous in ((), ("--previous",)):
             command = ("logs", name, "--all-containers", "--prefix", "--tail=12", *previous)
             lines = kubectl.attempt(*command, timeout_s=60).stdout.splitlines()
-            said += [f"{'before: ' if previous else ''}{line[:300]}" for line in lines]
-    return "\n".join(said)
+            sections += [f"{'before: ' if previous else ''}{line[:300]}" for line in lines]
+    return "\n".join(sections)
 
 
 def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
@@ -60,22 +60,22 @@ def stacks(cluster: Cluster, kubectl: Kubectl, place: Path) -> None:
     for pod in pods:
         name = pod["metadata"]["name"]
         try:
-            said = _stacks(cluster, *cluster.process(pod, "pytorch", within_s=2.0))
+            output = _stacks(cluster, *cluster.process(pod, "pytorch", within_s=2.0))
         except (RuntimeError, KeyError, pytest.fail.Exception) as error:
-            said = f"no process of the trainer: {error}"
-        (place / f"{name}.stacks.txt").write_text(said)
+            output = f"no process of the trainer: {error}"
+        (place / f"{name}.stacks.txt").write_text(output)
 
 
 def _stacks(cluster: Cluster, node: str, first: str) -> str:
     """Of a container's first process, and of those that it started: a warm trainer is a child."""
     found = cluster.on_node(node, "sh", "-c", _PYTHONS.format(pid=first)).split()
     pids = [first, *(pid for pid in found if pid != first)]
-    said = [cluster.on_node(node, "sh", "-c", _CONNECTIONS.format(pid=first))]
-    said += [cluster.on_node(node, "sh", "-c", _THREADS.format(pid=pid)) for pid in pids]
+    sections = [cluster.on_node(node, "sh", "-c", _CONNECTIONS.format(pid=first))]
+    sections += [cluster.on_node(node, "sh", "-c", _THREADS.format(pid=pid)) for pid in pids]
     for pid in pids:
         # the first of a container lives on; it goes first, before it notices that others end
         cluster.on_node(node, "sh", "-c", f"kill -ABRT {pid} || true")
-    return "\n".join(said)
+    return "\n".join(sections)
 
 
 _PYTHONS = """cd /proc; space=$(readlink {pid}/ns/pid); for one in [0-9]*; do

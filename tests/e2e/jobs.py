@@ -244,12 +244,14 @@ def owned_pod(name: str, owner: Object) -> Object:
 def admitted(kubectl: Kubectl, *pods: Object) -> list[Object]:
     """What these pods would be, after all webhooks; nothing is made."""
     body = json.dumps({"apiVersion": "v1", "kind": "List", "items": pods})
-    said = kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", input=body, timeout_s=240)
+    output = kubectl(
+        "create", "--dry-run=server", "-o", "json", "-f", "-", input=body, timeout_s=240
+    )
     decoder, found, at = json.JSONDecoder(), [], 0
-    while at < len(said):
-        decoded, at = decoder.raw_decode(said, at)
+    while at < len(output):
+        decoded, at = decoder.raw_decode(output, at)
         found.append(decoded)
-        at += len(said[at:]) - len(said[at:].lstrip())
+        at += len(output[at:]) - len(output[at:].lstrip())
     return found
 
 

@@ -69,14 +69,14 @@ class Kubectl:
 
     def get(self, kind: str, name: str) -> Object | None:
         """One object, or None."""
-        said = self._api.get(f"{self._api.path(kind, self.namespace)}/{name}")
-        return json.loads(said) if said else None
+        output = self._api.get(f"{self._api.path(kind, self.namespace)}/{name}")
+        return json.loads(output) if output else None
 
     def list(self, kind: str, *selector: str) -> list[Object]:
         """Objects of a kind, those with these labels."""
         query = {"labelSelector": ",".join(selector)} if selector else {}
-        said = self._api.get(self._api.path(kind, self.namespace), **query)
-        items: list[Object] = json.loads(said or "{}").get("items", [])
+        output = self._api.get(self._api.path(kind, self.namespace), **query)
+        items: list[Object] = json.loads(output or "{}").get("items", [])
         return items
 
     def logs(self, pod: str, container: str, *, previous: bool = False) -> str:
@@ -84,10 +84,10 @@ class Kubectl:
         RuntimeError where there is none."""
         path = f"{self._api.path('pods', self.namespace)}/{pod}/log"
         before = {"previous": "true"} if previous else {}
-        said = self._api.get(path, container=container, **before)
-        if said is None:
+        output = self._api.get(path, container=container, **before)
+        if output is None:
             raise RuntimeError(f"no logs of {container} of pod {pod}")
-        return said
+        return output
 
     def events(self, reason: str) -> list[Object]:
         """Events of the namespace with this reason, oldest first."""
@@ -107,22 +107,22 @@ class Kubectl:
             yield versions
         finally:
             process.terminate()
-            said, _ = process.communicate(timeout=30)
-            versions += said.split()
+            output, _ = process.communicate(timeout=30)
+            versions += output.split()
 
     def eventually(
         self,
-        look: Callable[[], Any],
+        probe: Callable[[], Any],
         *,
         within_s: float = 120.0,
         what: str | Callable[[], str] = "",
     ) -> Any:
-        """The first true answer of `look`, which may fail while the API server is away. In
+        """The first true answer of `probe`, which may fail while the API server is away. In
         `within_s` where nothing else runs, in `_PATIENCE` times that anywhere."""
 
         def answer() -> Any:
             try:
-                return look()
+                return probe()
             except (RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError):
                 return None
 

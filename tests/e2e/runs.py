@@ -56,7 +56,7 @@ def becomes(
     """Wait until a condition of the run has this status, and `words` in its message."""
     found: Object = {}
 
-    def look() -> bool:
+    def probe() -> bool:
         nonlocal found
         found = condition(kubectl, kind, job)
         return found["status"] == status and words in found["message"]
@@ -64,18 +64,18 @@ def becomes(
     def what() -> str:
         return f"{kind}={status} {words!r}; it is {found or 'not there'}"
 
-    kubectl.eventually(look, within_s=within_s, what=what)
+    kubectl.eventually(probe, within_s=within_s, what=what)
     return found
 
 
 def committed_beyond(kubectl: Kubectl, step: int, *, within_s: float = 150.0) -> int:
     """Wait until a step beyond `step` is committed; the step."""
 
-    def look() -> Any:
+    def probe() -> Any:
         found = status(kubectl).get("committed", {}).get("step", -1)
         return found > step and found
 
-    found: int = kubectl.eventually(look, within_s=within_s, what=f"a commit beyond step {step}")
+    found: int = kubectl.eventually(probe, within_s=within_s, what=f"a commit beyond step {step}")
     return found
 
 
@@ -83,12 +83,12 @@ def goodput(kubectl: Kubectl, *, beyond: int, within_s: float = 180.0) -> Object
     """Wait until what is counted of the run goes beyond this step, and check that it adds up. It is
     written once a minute."""
 
-    def look() -> Any:
+    def probe() -> Any:
         found = status(kubectl).get("goodput", {})
         return found.get("step", -1) > beyond and found
 
     found: Object = kubectl.eventually(
-        look, within_s=within_s, what=f"goodput that counts steps beyond {beyond}"
+        probe, within_s=within_s, what=f"goodput that counts steps beyond {beyond}"
     )
     badput = found.get("badputSeconds", {})
     wall = found["wallSeconds"]
@@ -109,11 +109,11 @@ def training_beyond(
 ) -> jobs.Life:
     """Wait until rank 0 has finished a step beyond `step`; its present life."""
 
-    def look() -> Any:
+    def probe() -> Any:
         life = jobs.life(kubectl, pod, container=container)
         return life and life.last > step and life
 
-    found: jobs.Life = kubectl.eventually(look, within_s=within_s, what=f"a step beyond {step}")
+    found: jobs.Life = kubectl.eventually(probe, within_s=within_s, what=f"a step beyond {step}")
     return found
 
 
@@ -126,11 +126,11 @@ def restarted(
 ) -> jobs.Life:
     """Wait until rank 0 trains again in a life that began behind step 0, with five steps done."""
 
-    def look() -> Any:
+    def probe() -> Any:
         life = jobs.life(kubectl, pod, container=container)
         return life and life.first > 0 and life.last >= life.first + 5 and life
 
-    found: jobs.Life = kubectl.eventually(look, within_s=within_s, what="a life behind step 0")
+    found: jobs.Life = kubectl.eventually(probe, within_s=within_s, what="a life behind step 0")
     return found
 
 
@@ -138,11 +138,11 @@ def ended(kubectl: Kubectl, before: jobs.Life, *, pod: str = "gpt-master-0") -> 
     """The life of rank 0 that `before` was read of, to its end. To be asked for before `restarted`:
     only one life is kept beside the present one, and a restore that fails is one, too."""
 
-    def look() -> Any:
+    def probe() -> Any:
         life = jobs.life(kubectl, pod, previous=True)
         return life and life.began_at == before.began_at and life
 
-    found: jobs.Life = kubectl.eventually(look, what="the end of the life that was killed")
+    found: jobs.Life = kubectl.eventually(probe, what="the end of the life that was killed")
     return found
 
 

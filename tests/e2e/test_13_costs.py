@@ -68,10 +68,10 @@ def _start_s(kubectl: Kubectl, pod: Object) -> float:
     name = pod["metadata"]["name"]
     asked = time.time()
     kubectl.apply(pod)
-    said = kubectl.eventually(
+    status = kubectl.eventually(
         lambda: kubectl.logs(name, "pytorch").strip(), within_s=90, what=f"{name} ran"
     )
-    return float(said) - asked
+    return float(status) - asked
 
 
 def _ticks(cluster: Cluster, node: str, pid: str) -> int:

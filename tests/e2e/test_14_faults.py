@@ -205,9 +205,9 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
         namespace.apply(tiers.policy(path), tiers.job(first, two, run=run))
         tiers.beyond(namespace, "peer", 10)
         tiers.fill(cluster, two, path)
-        said = namespace.eventually(lambda: _no_room(namespace), within_s=120, what="it is said")
-        assert "node rank 1" in said or WORKER in said
-        assert run in said, "the directory"
+        reason = namespace.eventually(lambda: _no_room(namespace), within_s=120, what="it is said")
+        assert "node rank 1" in reason or WORKER in reason
+        assert run in reason, "the directory"
         full_at = runs.training_beyond(namespace, 0)
         assert full_at.first == 0, "the trainers never ended"
         # what it keeps for others went first, which leaves room for its own
@@ -222,14 +222,14 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
 def _no_room(kubectl: Kubectl) -> str:
     """What is said of a drive that is full; '' while nothing is. A condition says it only as long
     as it is so: what retention frees may be enough for a while."""
-    said = [
+    reasons = [
         str(condition["message"])
         for kind in ("Committing", "Replicated")
         if (condition := runs.condition(kubectl, kind))["status"] == "False"
     ]
-    said += [
+    reasons += [
         str(line["error"])
         for line in tiers.said(kubectl, MASTER)
         if line["event"] == "tier.send_failed"
     ]
-    return next((line for line in said if " free" in line or "no space" in line.lower()), "")
+    return next((line for line in reasons if " free" in line or "no space" in line.lower()), "")

@@ -54,7 +54,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     with _cordoned(cluster, left):
         namespace("delete", "pod", "gpt-worker-0", "--wait=false")
         killed = runs.ended(namespace, before)
-        (said, *_) = namespace.eventually(
+        (event, *_) = namespace.eventually(
             lambda: namespace.events("LeftShardsServed"), what="an event that says what is served"
         )
     life = runs.restarted(namespace, within_s=240)
@@ -65,7 +65,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     assert life.first - 1 >= committed
     runs.same_losses(life, reference)
     record_property("lost_steps", runs.lost(killed, life))
-    assert left in said["message"]
+    assert left in event["message"]
 
     runs.committed_beyond(namespace, life.first)
     namespace.eventually(lambda: not _serving(namespace), what="the agent is not needed any more")

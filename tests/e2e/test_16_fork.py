@@ -51,10 +51,10 @@ def _listing(kubectl: Kubectl, run: str) -> list[str]:
     data = _DATA.format(uid=pod["metadata"]["uid"], bucket=stores.BUCKET)
     place = f"{data}/runs/{kubectl.namespace}/{run}"
     command = ["docker", "exec", pod["spec"]["nodeName"], "find", place, "-type", "f"]
-    said = subprocess.run(
+    done = subprocess.run(
         [*command, "-printf", "%P %s %T@\\n"], check=False, capture_output=True, text=True
     )
-    return sorted(said.stdout.splitlines())
+    return sorted(done.stdout.splitlines())
 
 
 def _steps(kubectl: Kubectl, run: str) -> set[int]:

@@ -75,8 +75,8 @@ def test_the_page_of_a_run_is_shown_by_the_right_to_forward_a_port(
         "try: r.urlopen('http://127.0.0.1:26742/')\n"
         "except e.HTTPError as error: print(error.code)\n"
     )
-    said = training("exec", "gpt-master-0", "-c", "pytorch", "--", "python", "-c", probe)
-    assert said.strip() == "403"
+    output = training("exec", "gpt-master-0", "-c", "pytorch", "--", "python", "-c", probe)
+    assert output.strip() == "403"
 
 
 def _kubeconfig(cluster: Cluster, token: str, directory: Path) -> Path:

@@ -88,8 +88,8 @@ def test_another_drive_in_place_of_the_one_with_the_steps_has_the_run_begin_agai
         committed = _committed_on(namespace, node, path)
         with tiers.small_drive(cluster, node, path, mib=320, number=1):
             began = _delete(namespace, "gpt-worker-0")  # the other pod has the former drive
-            said = namespace.eventually(lambda: namespace.events("OtherDrive"), what="an Event")
-            assert "lies on another file system than its steps did" in said[-1]["message"]
+            events = namespace.eventually(lambda: namespace.events("OtherDrive"), what="an Event")
+            assert "lies on another file system than its steps did" in events[-1]["message"]
             life = _begun_again(namespace, began)
             assert life.ended_at[0] - began < 90
             fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
@@ -170,13 +170,13 @@ def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
 
 
 def _begun_again(namespace: Kubectl, began: float, *, within_s: float = 120.0) -> jobs.Life:
-    def look() -> jobs.Life | None:
+    def probe() -> jobs.Life | None:
         life = jobs.life(namespace, "gpt-master-0")
         return (
             life if life and life.first == 0 and life.began_at > began and life.last > 3 else None
         )
 
-    found: jobs.Life = namespace.eventually(look, within_s=within_s, what="a life from step 0")
+    found: jobs.Life = namespace.eventually(probe, within_s=within_s, what="a life from step 0")
     return found
 
 

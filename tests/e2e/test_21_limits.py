@@ -102,9 +102,9 @@ def test_limits_and_quotas_keep_no_pod_from_existing(cluster: Cluster) -> None:
         for reason, found in _BY_REASON.items():
             for name, (_, _, job) in found.items():
                 pods = _made(places[name], job["spec"]["completions"])
-                said = [pod["metadata"]["annotations"]["keepstep.dev/status"] for pod in pods]
-                reasons = {json.loads(line).get("reason", "") for line in said}
-                assert reasons == {reason}, (name, said)
+                statuses = [pod["metadata"]["annotations"]["keepstep.dev/status"] for pod in pods]
+                reasons = {json.loads(line).get("reason", "") for line in statuses}
+                assert reasons == {reason}, (name, statuses)
         for name in _TOO_SMALL:
             _is_told(places[name])
 

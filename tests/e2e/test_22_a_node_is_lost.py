@@ -43,7 +43,7 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
         lambda: "NodeLoss" in runs.status(plain)["survives"], what="the replica is enough"
     )
     before = {kubectl: runs.training_beyond(kubectl, 10) for kubectl in (copied, plain, there)}
-    said = int(runs.status(copied)["watermarks"]["peer"].rpartition("-")[2])
+    step = int(runs.status(copied)["watermarks"]["peer"].rpartition("-")[2])
     there_too = {copied: "gpt-master-0", plain: "gpt-worker-0"}
     for namespace, pod in there_too.items():
         assert _node(namespace, pod) == doomed
@@ -59,7 +59,7 @@ def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
     _pods_leave(cluster, doomed, there_too)
     killed = runs.ended(plain, before[plain])
     life = runs.restarted(copied, within_s=300)
-    assert life.first - 1 >= said > 0, "the peers' watermark"
+    assert life.first - 1 >= step > 0, "the peers' watermark"
     if "random generators is out of reach" not in copied.logs("gpt-master-0", "pytorch"):
         runs.same_losses(life, reference)  # else it goes on from the other replica's newer step
     record_property("lost_steps", max(0, before[copied].last - (life.first - 1)))

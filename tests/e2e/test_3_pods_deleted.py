@@ -79,8 +79,8 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     tiers.went(namespace)
     # without the label: another run, from step 0, and the old steps are kept
     namespace.apply(jobs.pytorch_job(**_HOST, spec=_on(node)))
-    anew = runs.training_beyond(namespace, 5)
-    assert anew.first == 0
+    fresh = runs.training_beyond(namespace, 5)
+    assert fresh.first == 0
     kept = namespace.get("ckrun", _RUN)
     assert kept is not None
     assert kept["status"]["committed"]["step"] >= committed

@@ -37,11 +37,11 @@ def test_forged_reports_are_refused(cluster: Cluster, namespace: Kubectl) -> Non
 
     def post(token: str) -> int:
         url = f"https://keepstep-reports.{NAMESPACE}.svc"
-        said = namespace(
+        output = namespace(
             "exec", "-i", "gpt-master-0", "-c", "pytorch", "--", "python3", "-c", _POST,
             url, token, body, input=ca,
         )  # fmt: skip
-        return int(said.strip().splitlines()[-1])
+        return int(output.strip().splitlines()[-1])
 
     other_audience = namespace("create", "token", "default").strip()
     no_pod = namespace("create", "token", "default", "--audience=reports.keepstep.dev").strip()

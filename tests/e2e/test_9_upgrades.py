@@ -86,5 +86,5 @@ def _run_without_job() -> dict[str, object]:
 
 
 def test_helm_test_passes(cluster: Cluster) -> None:
-    said = cluster.helm("test", RELEASE, "-n", NAMESPACE, "--timeout", "360s")
-    assert "Succeeded" in said
+    output = cluster.helm("test", RELEASE, "-n", NAMESPACE, "--timeout", "360s")
+    assert "Succeeded" in output

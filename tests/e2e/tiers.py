@@ -50,12 +50,12 @@ def beyond(
 ) -> int:
     """Wait until this tier's watermark is beyond `step`; the step."""
 
-    def look() -> Any:
+    def probe() -> Any:
         found = watermark(kubectl, tier, job)
         return found > step and found
 
     what = f"{tier} beyond step {step}"
-    found: int = kubectl.eventually(look, within_s=within_s, what=what)
+    found: int = kubectl.eventually(probe, within_s=within_s, what=what)
     return found
 
 

@@ -78,8 +78,8 @@ def _let_end(soak: Soak, life: Life) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
         assert process.poll() == 0, f"rank {rank}: {process.poll()}\n{life.dump()}"
-        said = life.events(rank)[-1]
-        assert said["event"] == "closed", f"rank {rank} made its last step: {said}"
+        event = life.events(rank)[-1]
+        assert event["event"] == "closed", f"rank {rank} made its last step: {event}"
 
 
 def _kill_sidecar(soak: Soak, life: Life) -> None:

@@ -60,9 +60,9 @@ class Life:
 
     def news(self, rank: int) -> list[dict[str, Any]]:
         """What a rank said since this was last asked."""
-        said = self.events(rank)[self._told[rank] :]
-        self._told[rank] += len(said)
-        return said
+        events = self.events(rank)[self._told[rank] :]
+        self._told[rank] += len(events)
+        return events
 
     def restored(self) -> list[dict[str, Any]]:
         """What each rank that came so far said of its restore."""

@@ -342,11 +342,11 @@ def test_an_error_at_whatever_line_of_save_costs_that_step_and_no_other(kind, la
         run.recovers()
         places: list[injection.Place] = []
 
-        def look(work: Any) -> bool:
+        def probe(work: Any) -> bool:
             places.extend(injection.lines_of(work))
             return True
 
-        run.save(look)
+        run.save(probe)
         assert len(places) > 60, "the lines of save, and of what it calls"
         for place in places:
             run.save(lambda work, at=place: injection.raising_at(at, kind("injected"), work))

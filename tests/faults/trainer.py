@@ -47,7 +47,7 @@ def train(rank: int, order: Order, log: str) -> None:
     checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def say(**what: Any) -> None:
+    def emit(**what: Any) -> None:
         os.write(out, (json.dumps({"time": time.time(), **what}) + "\n").encode())
 
     def state() -> list[Any]:
@@ -58,7 +58,7 @@ def train(rank: int, order: Order, log: str) -> None:
 
     at = checkpointer.restore()
     epoch = checkpointer.epoch
-    say(
+    emit(
         event="restored",
         step=at.step if at else -1,
         epoch=str(epoch.id if epoch else None),
@@ -77,28 +77,28 @@ def train(rank: int, order: Order, log: str) -> None:
             for parameter in model.parameters():
                 torch.distributed.all_reduce(parameter.grad)
             optimizer.step()
-            say(event="step", step=step, digest=digest(state()))
+            emit(event="step", step=step, digest=digest(state()))
             kept = checkpointer.save(step)
-            say(event="saved", step=step, kept=kept, stats=_counted(checkpointer.stats))
+            emit(event="saved", step=step, kept=kept, stats=_counted(checkpointer.stats))
             if kept and dice.random() < order.waiting:
-                _wait(checkpointer, step, dice.choice(["staged", "committed"]), say)
+                _wait(checkpointer, step, dice.choice(["staged", "committed"]), emit)
     except SystemExit:
         # the other rank may have stopped at another step, which then is never committed
         timeout_s = 2.0
     try:
         checkpointer.close(timeout=timeout_s)
-        say(event="closed")
+        emit(event="closed")
     except NotDurableError as error:
-        say(event="not closed", why=str(error))
+        emit(event="not closed", why=str(error))
 
 
-def _wait(checkpointer: Any, step: int, reached: str, say: Any) -> None:
+def _wait(checkpointer: Any, step: int, reached: str, emit: Any) -> None:
     try:
         checkpointer.wait(step, reached, timeout=5.0)
     except NotDurableError as error:
-        say(event="not reached", step=step, state=reached, why=str(error))
+        emit(event="not reached", step=step, state=reached, why=str(error))
     else:
-        say(event="reached", step=step, state=reached)
+        emit(event="reached", step=step, state=reached)
 
 
 def _counted(stats: Any) -> tuple[int, int]:

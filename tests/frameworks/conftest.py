@@ -82,9 +82,9 @@ class Lives:
             ) as process,
         ):
             process.wait(200)
-        said = log.read_text()
-        assert process.returncode == code, said[-5000:]
-        return self._home / out, said
+        text = log.read_text()
+        assert process.returncode == code, text[-5000:]
+        return self._home / out, text
 
     def variables(self) -> dict[str, str]:
         mark = {"KEEPSTEP_TEST_CLI": str(self._home)}

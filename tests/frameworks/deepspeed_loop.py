@@ -187,8 +187,8 @@ def refusals() -> None:
         "pipeline": {**plain, "model": pipeline},
         "no optimizer": {"model": nn.Linear(8, 8), "config": {"train_batch_size": 4}},
     }
-    said = {name: refusal(options) for name, options in engines.items()}
-    (OUT / "refusals").write_text(json.dumps(said))
+    messages = {name: refusal(options) for name, options in engines.items()}
+    (OUT / "refusals").write_text(json.dumps(messages))
 
 
 def refusal(options: dict[str, Any]) -> str:

@@ -333,7 +333,7 @@ class AsBridge:
 def refusals() -> None:
     """What components() says of trainings that keepstep cannot keep; it goes into OUT."""
     model, optimizer, _ = parts = made()
-    config, said = unwrap_model(model).config, {}
+    config, messages = unwrap_model(model).config, {}
     for name, place, attribute, value in (
         ("fsdp", model.ddp_config, "use_megatron_fsdp", True),
         ("fp8", config, "fp8", "hybrid"),
@@ -344,18 +344,18 @@ def refusals() -> None:
             delattr(place, attribute)
         else:
             setattr(place, attribute, value)
-        said[name] = refusal([model], optimizer)
+        messages[name] = refusal([model], optimizer)
         setattr(place, attribute, before)
-    said["bare model"] = refusal([unwrap_model(model)], optimizer)
+    messages["bare model"] = refusal([unwrap_model(model)], optimizer)
     for name in ("decentralized", "peft"):
         SETTINGS[name] = True
         try:
             AsBridge(parts, {"iteration": 1, "samples": 0, "skipped": 0}).save(1)
         except keepstep.UsageError as error:
-            said[name] = str(error)
+            messages[name] = str(error)
         del SETTINGS[name]
         destroy_num_microbatches_calculator()
-    (OUT / "refusals").write_text(json.dumps(said))
+    (OUT / "refusals").write_text(json.dumps(messages))
 
 
 def refusal(chunks: Any, optimizer: Any) -> str:

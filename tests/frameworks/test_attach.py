@@ -187,11 +187,13 @@ def test_arguments_that_changed_since_the_kept_step_are_named_once(
     lives()
     changed = {"learning_rate": 0.5, "max_steps": 5, "seed": 7, "logging_steps": 1}
     assert trained(tmp_path / "elsewhere", rows=9, **changed).state.global_step == 5
-    (said,) = (message for message in caplog.messages if "settings differ from step 3" in message)
+    (message,) = (
+        message for message in caplog.messages if "settings differ from step 3" in message
+    )
     names = ("learning_rate 5e-05 -> 0.5", "max_steps 3 -> 5", "rows 8 -> 9", "seed 42 -> 7")
-    assert all(name in said for name in names)
-    assert "logging" not in said
-    assert "output_dir" not in said
+    assert all(name in message for name in names)
+    assert "logging" not in message
+    assert "output_dir" not in message
 
 
 class Interrupt(transformers.TrainerCallback):
@@ -344,8 +346,8 @@ class Counted(transformers.TrainerCallback, transformers.trainer_callback.Export
 
 def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog):
     trained(tmp_path, Curriculum, callbacks=[Average(), Counted()], max_steps=9)
-    (said,) = (message for message in caplog.messages if "is in no step" in message)
-    names, _, _ = said.removeprefix("keepstep: ").partition(": changes")
+    (message,) = (message for message in caplog.messages if "is in no step" in message)
+    names, _, _ = message.removeprefix("keepstep: ").partition(": changes")
     assert names.split(", ") == [
         "Average.weight", "Curriculum.hardness", "Curriculum.level", "Curriculum.teacher",
     ]  # fmt: skip

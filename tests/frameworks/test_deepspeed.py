@@ -31,8 +31,8 @@ def kill_within(steps: int) -> list[int]:
 def test_zero_1_in_float16_with_an_overflow(loop):
     options = {"stage": 1, "precision": "fp16", "overflow": 11}
     plain = loop.undisturbed(ranks=2, **options)
-    kept, said = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 2))
-    assert "restored step" in said
+    kept, output = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 2))
+    assert "restored step" in output
     assert_same(plain, kept, kills=2, ranks=2)
     _, _, skipped, _ = result(plain)["progress"]
     assert skipped >= 2, "one an epoch"
@@ -121,15 +121,15 @@ def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
 def test_without_zero_a_save_within_accumulation_is_left_out(loop):
     options = {"stage": 0, "accumulation": 2}
     plain = loop.undisturbed(**options)
-    kept, said = loop.kept(**options, always=True, kill=kill_within(BATCHES // 2))
+    kept, output = loop.kept(**options, always=True, kill=kill_within(BATCHES // 2))
     assert_same(plain, kept, kills=2)
-    assert "gradients are being accumulated, which no step holds" in said
+    assert "gradients are being accumulated, which no step holds" in output
 
 
 def test_what_cannot_be_followed_is_refused_by_name(loop):
     out = loop.undisturbed(stage=1, refusals=True, config=OFFLOADS)
-    said = json.loads((out / "refusals").read_text())
-    assert "zero_optimization.offload_param: leave offload_param out" in said["offload"]
-    assert "data_efficiency: leave it out of the configuration" in said["data"]
-    assert "a PipelineEngine was never tried" in said["pipeline"]
-    assert "this engine has no optimizer" in said["no optimizer"]
+    refusals = json.loads((out / "refusals").read_text())
+    assert "zero_optimization.offload_param: leave offload_param out" in refusals["offload"]
+    assert "data_efficiency: leave it out of the configuration" in refusals["data"]
+    assert "a PipelineEngine was never tried" in refusals["pipeline"]
+    assert "this engine has no optimizer" in refusals["no optimizer"]

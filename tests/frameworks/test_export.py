@@ -58,10 +58,10 @@ def test_from_pretrained_loads_the_model_that_was_trained(name: str, keepstep: K
         keepstep("export", "latest", "--to", str(out), *options)
         CONFIGS[name].save_pretrained(out)
         dtype = torch.bfloat16 if "bf16" in options else torch.float32
-        loaded, said = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
             out, dtype=dtype, output_loading_info=True
         )
-        assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         expected = stock.to(dtype).state_dict() if "bf16" in options else stock.state_dict()
         assert loaded.state_dict().keys() == expected.keys()
         for key, tensor in loaded.state_dict().items():
@@ -107,5 +107,5 @@ def test_peft_loads_the_adapter_that_was_trained(kind: str, keepstep: Keepstep) 
     loaded = peft.PeftModel.from_pretrained(base, out)
     rows = torch.arange(8).reshape(1, 8)
     again = transformers.AutoModelForCausalLM.from_pretrained(keepstep.home / "base")
-    wanted = peft.PeftModel.from_pretrained(again, stock)
-    assert torch.equal(loaded(input_ids=rows).logits, wanted(input_ids=rows).logits)
+    reference = peft.PeftModel.from_pretrained(again, stock)
+    assert torch.equal(loaded(input_ids=rows).logits, reference(input_ids=rows).logits)

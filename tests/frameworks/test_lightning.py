@@ -31,11 +31,11 @@ def assert_same_log(plain: Path, kept: Path, *, kills: int, ranks: int = 1) -> N
 
 def test_two_kills_in_two_epochs_change_nothing(fit):
     plain = fit.undisturbed()
-    kept, said = fit.kept(kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
-    assert "restored step" in said
-    assert "ended before the epoch ended" not in said
+    kept, output = fit.kept(kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
+    assert "restored step" in output
+    assert "ended before the epoch ended" not in output
     assert_same_log(plain, kept, kills=2)
-    again, said = fit.kept(out="again")
+    again, output = fit.kept(out="again")
     assert not (again / "losses-0").exists(), "what is over is not trained again"
     over, expected = result(again), result(plain)
     assert {**over, "metrics": 0} == {**expected, "metrics": 0}
@@ -118,23 +118,23 @@ def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit)
     seed = fit.undisturbed(arguments={"max_epochs": 1}, checkpoint=True, out="seed")
     resume = seed / "lightning.ckpt"
     plain = fit.undisturbed(resume=str(resume))
-    kept, said = fit.kept(resume=str(resume), kill=[18, 25])
-    assert said.count("lightning.ckpt' is ignored, as this run holds a step") == 2
+    kept, output = fit.kept(resume=str(resume), kill=[18, 25])
+    assert output.count("lightning.ckpt' is ignored, as this run holds a step") == 2
     assert min(losses(kept)) == EPOCH
     assert_same_log(plain, kept, kills=2)
 
 
 def test_a_loader_that_begins_anew_within_the_epoch_is_told_of(fit):
     plain = fit.undisturbed(second=4)
-    kept, said = fit.kept(second=4, kill=[2, 9])
-    assert said.count("is shorter than the epoch restarted within it") == 1, "after one of two"
+    kept, output = fit.kept(second=4, kill=[2, 9])
+    assert output.count("is shorter than the epoch restarted within it") == 1, "after one of two"
     done = losses(plain)
     assert all(done[step] == runs for step, runs in losses(kept).items() if step < 9)
 
 
 def test_what_cannot_be_followed_is_refused(fit):
-    _, said = fit.kept(tuned=True, code=1)
-    assert "LearningRateFinder trains within a training" in said
+    _, output = fit.kept(tuned=True, code=1)
+    assert "LearningRateFinder trains within a training" in output
 
 
 def test_an_average_of_the_weights(fit):

@@ -193,11 +193,11 @@ def test_what_is_logged_lies_in_the_same_tensors_at_each_save(tmp_path, sidecar)
             self.log("loss", loss, on_step=True, on_epoch=True)
             return loss
 
-    class Look(lightning.Callback):
+    class Observer(lightning.Callback):
         def on_train_batch_end(self, *_):
             misses.append(keeper.checkpointer._taking._misses)
 
-    made(tmp_path, keeper, Look(), max_epochs=2).fit(Logging())
+    made(tmp_path, keeper, Observer(), max_epochs=2).fit(Logging())
     assert misses[3] == misses[7] == 0
 
 

@@ -36,22 +36,22 @@ LAYOUTS = {
 
 def test_names_what_it_cannot_keep(loop):
     out = loop.undisturbed(refusals=True, distributed=True)
-    said = json.loads((out / "refusals").read_text())
-    assert "use_megatron_fsdp: take use_distributed_optimizer" in said["fsdp"]
-    assert "weights in FP8 or FP4: take bf16" in said["fp8"]
-    assert "no _get_model_param_range_map in its DistributedOptimizer" in said["hook"]
-    assert "wrap it in Megatron's DistributedDataParallel" in said["bare model"]
-    assert "cannot keep use_decentralized_pg under Megatron-Bridge" in said["decentralized"]
-    assert "Megatron-Bridge did not call load()" in said["peft"]
+    refusals = json.loads((out / "refusals").read_text())
+    assert "use_megatron_fsdp: take use_distributed_optimizer" in refusals["fsdp"]
+    assert "weights in FP8 or FP4: take bf16" in refusals["fp8"]
+    assert "no _get_model_param_range_map in its DistributedOptimizer" in refusals["hook"]
+    assert "wrap it in Megatron's DistributedDataParallel" in refusals["bare model"]
+    assert "cannot keep use_decentralized_pg under Megatron-Bridge" in refusals["decentralized"]
+    assert "Megatron-Bridge did not call load()" in refusals["peft"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_and_gone_on_with_bit_by_bit(loop, layout):
     options = LAYOUTS[layout]
     plain = loop.undisturbed(ranks=2, **options)
-    kept, said = loop.kept(ranks=2, **options, kill=kills())
-    assert "restored step" in said
-    assert "discarded" not in said
+    kept, output = loop.kept(ranks=2, **options, kill=kills())
+    assert "restored step" in output
+    assert "discarded" not in output
     assert_same(plain, kept, kills=2, ranks=2)
     if "overflow" in options:
         assert result(plain)["progress"]["skipped"] == 1
@@ -61,9 +61,9 @@ def test_megatron_bridges_manager_is_replaced_bit_by_bit(loop):
     """By its interface: no CPU runs Megatron-Bridge itself."""
     options = {"distributed": True, "ranks": 2}
     plain = loop.undisturbed(**options)
-    kept, said = loop.kept(**options, bridge=True, kill=kills())
-    assert "restored step" in said
-    assert "discarded" not in said
+    kept, output = loop.kept(**options, bridge=True, kill=kills())
+    assert "restored step" in output
+    assert "discarded" not in output
     assert_same(plain, kept, kills=2, ranks=2)
 
 
@@ -157,8 +157,8 @@ def test_losses_go_on_in_another_tensor_parallel_size(loop):
 def test_a_vocabulary_that_was_padded_to_another_size_is_refused(loop):
     loop.kept(ranks=2, tp=2, distributed=True, steps=2)
     kept, _ = loop.kept(ranks=2, distributed=True, vocabulary=48, steps=2, out="other")
-    said = (kept / "refused-0").read_text()
-    assert "embedding.word_embeddings.weight: float32[32, 16] in the checkpoint" in said
-    assert "nothing was changed" in said
+    text = (kept / "refused-0").read_text()
+    assert "embedding.word_embeddings.weight: float32[32, 16] in the checkpoint" in text
+    assert "nothing was changed" in text
     same, _ = loop.kept(ranks=2, distributed=True, steps=2, out="same")
     assert result(same)["progress"]["iteration"] == 2

@@ -29,8 +29,8 @@ def loop(lives) -> Lives:
 def assert_bit_equal(loop: Lives, kill: list[int], **options: Any) -> Path:
     """Undisturbed, and killed before three steps. Returns the folder of the former."""
     plain = loop.undisturbed(**options)
-    kept, said = loop.kept(**options, kill=kill)
-    assert "restored step" in said
+    kept, output = loop.kept(**options, kill=kill)
+    assert "restored step" in output
     assert_same(plain, kept, kills=3)
     return plain
 
@@ -134,26 +134,26 @@ def test_accelerates_deepspeed_plugin(lives, monkeypatch, stage):
     loop = lives("own_loop.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
     plain = loop.undisturbed(ranks=2, on="accelerate", zero=stage)
     kill = drawn(range(1, 4), range(5, 8))
-    kept, said = loop.kept(ranks=2, on="accelerate", zero=stage, kill=kill)
-    assert "restored step" in said
+    kept, output = loop.kept(ranks=2, on="accelerate", zero=stage, kill=kill)
+    assert "restored step" in output
     assert_same(plain, kept, kills=2, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (DistributedType.MEGATRON_LM, "accelerate's Megatron-LM plugin: use FSDP2"),
         (DistributedType.FSDP, "set fsdp_version: 2"),
     ],
 )
-def test_what_accelerate_divides_a_model_by_is_refused_by_name(monkeypatch, kind, said):
+def test_what_accelerate_divides_a_model_by_is_refused_by_name(monkeypatch, kind, message):
     """Accelerate itself has none of them on a CPU: there it says what it would elsewhere."""
     loading = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=2))
     monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
-    with pytest.raises(keepstep.UsageError, match=said):
+    with pytest.raises(keepstep.UsageError, match=message):
         Batches(loading)
     monkeypatch.setattr(plugin, "fsdp_version", 2)
     if kind is DistributedType.FSDP:

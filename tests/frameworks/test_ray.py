@@ -39,20 +39,20 @@ def test_a_worker_is_killed_and_then_a_node_has_no_shared_memory(lives, tmp_path
     plain = training.undisturbed(ranks=2)
     kill = drawn(range(5, 25))
     with TemporaryDirectory(dir="/dev/shm") as another_filesystem:
-        said = _done(training, tmp_path, kill=kill, storage=another_filesystem)
+        message = _done(training, tmp_path, kill=kill, storage=another_filesystem)
     # the step before may still be on its way into memory
     restored = rf"keepstep: restored step ({kill[0] - 1}|{kill[0] - 2}) of epoch 1"
-    assert re.search(restored, said), said[-5000:]
+    assert re.search(restored, message), message[-5000:]
     assert_same(plain, tmp_path / "kept", kills=1, ranks=2)
-    assert said.count("run 'two-nodes' stopped") == 2, "sidecars outlive the workers"
-    assert "Ray gets no checkpoint" in said
+    assert message.count("run 'two-nodes' stopped") == 2, "sidecars outlive the workers"
+    assert "Ray gets no checkpoint" in message
     assert not (tmp_path / "kept" / "reported").exists()
 
     before = _steps_on_drives(tmp_path / "kept")
-    said = _done(training, tmp_path, code=1, shm=0)
+    message = _done(training, tmp_path, code=1, shm=0)
     node = re.escape(nodes(tmp_path / "kept")[1])
     refused = rf"UsageError: on node {node}: .*no slots can be kept in shared memory \(/dev/shm/"
-    assert re.search(refused, said), said[-5000:]
+    assert re.search(refused, message), message[-5000:]
     assert _steps_on_drives(tmp_path / "kept") == before, "nothing is lost"
 
 
@@ -60,7 +60,7 @@ def test_a_node_is_lost_and_comes_back_and_the_world_follows(lives, tmp_path):
     """Bit by bit as a training whose worlds change at the same steps, handed over by torch.save."""
     training = lives("ray_train.py")
     (lose,) = drawn(range(8, 25))
-    said = _done(training, tmp_path, lose=lose)
+    message = _done(training, tmp_path, lose=lose)
     kept = tmp_path / "kept"
     begun = [json.loads(line) for line in (kept / "lives").read_text().splitlines()]
     assert [world for world, _ in begun] == [2, 1, 2]
@@ -70,7 +70,7 @@ def test_a_node_is_lost_and_comes_back_and_the_world_follows(lives, tmp_path):
     parts = [(2, 0, first), (1, first, second), (2, second, second + 15)]
     for number, (world, begin, end) in enumerate(parts):
         lost = f"rank 0 goes on from what other ranks saved of step {number:04d}"
-        plain = training.undisturbed(ranks=world, part=[begin, end], random=lost not in said)
+        plain = training.undisturbed(ranks=world, part=[begin, end], random=lost not in message)
     for rank in (0, 1):
         where = [(begin, end) for world, begin, end in parts if world > rank]
         for (begin, end), life, same in zip(

@@ -20,8 +20,8 @@ VISION = (
 def test_nanogpt(lives, ranks):
     loop = lives("recipe.py", "lightning.fabric", "accelerate", "torchdata.stateful_dataloader")
     plain = loop.undisturbed(ranks=ranks, page="nanogpt")
-    kept, said = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
-    assert "restored step" in said
+    kept, output = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
+    assert "restored step" in output
     assert_same(plain, kept, kills=2, ranks=ranks)
     assert len(next(iter(losses(kept)[0]))) == 2, "two micro-batches a step"
 
@@ -31,8 +31,8 @@ def test_diffusers(lives, lora):
     loop = lives("recipe.py", "diffusers", "diffusers.training_utils", "accelerate", "peft")
     plain = loop.undisturbed(page="diffusers", lora=lora)
     kill = [*drawn(range(1, 5)), 5, *drawn(range(6, 10))]
-    kept, said = loop.kept(page="diffusers", lora=lora, kill=kill)
-    assert "restored step" in said
+    kept, output = loop.kept(page="diffusers", lora=lora, kill=kill)
+    assert "restored step" in output
     assert_same(plain, kept, kills=3)
 
 
@@ -42,8 +42,8 @@ def test_timm(lives, prefetch):
     loop = lives("recipe.py", *VISION)
     plain = loop.undisturbed(page="timm", prefetch=prefetch)
     kill = [*drawn(range(1, 6)), -1, *drawn(range(7, 17))]
-    kept, said = loop.kept(page="timm", prefetch=prefetch, kill=kill)
-    assert "restored step" in said
+    kept, output = loop.kept(page="timm", prefetch=prefetch, kill=kill)
+    assert "restored step" in output
     assert_same(plain, kept, kills=3)
 
 
@@ -52,10 +52,10 @@ def test_ultralytics(lives, yolo):
     """Beside the same lines undisturbed: the page says why. The loss of YOLO26 counts epochs."""
     loop = lives("recipe.py", *VISION)
     plain = loop.undisturbed(page="ultralytics", bare=False, yolo=yolo)
-    kept, said = loop.kept(page="ultralytics", yolo=yolo, kill=drawn(range(3, 6), range(6, 9)))
-    assert "restored step" in said
+    kept, output = loop.kept(page="ultralytics", yolo=yolo, kill=drawn(range(3, 6), range(6, 9)))
+    assert "restored step" in output
     assert_same(plain, kept, kills=2)
-    assert "was never tested" not in said
+    assert "was never tested" not in output
 
 
 REFUSALS = """

@@ -18,9 +18,9 @@ def test_a_loss_with_weights_and_sums_of_its_own(lives, loss, arguments):
     modules = ("datasets", "trl.trainer.sft_trainer", "peft")
     trainer = lives("sentence.py", "sentence_transformers", *modules)
     plain = trainer.undisturbed(loss=loss, arguments=arguments)
-    kept, said = trainer.kept(
+    kept, output = trainer.kept(
         loss=loss, arguments=arguments, kill=drawn(range(2, 10), range(11, 19))
     )
-    assert "restored step" in said
-    assert "is in no step" not in said
+    assert "restored step" in output
+    assert "is in no step" not in output
     assert_same(plain, kept, kills=2)

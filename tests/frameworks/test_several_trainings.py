@@ -29,9 +29,9 @@ def lines(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_second_fold_without_a_name_is_refused_in_every_life(folds, framework):
-    kept, said = folds.kept(framework=framework, code=1)
-    assert "a run keeps one training, and this process would train" in said
-    assert 'run="dpo", dir="ckpt"' in said
+    kept, output = folds.kept(framework=framework, code=1)
+    assert "a run keeps one training, and this process would train" in output
+    assert 'run="dpo", dir="ckpt"' in output
     ended = lines(kept)
     assert [fold["fold"] for fold in ended] == [0] * len(ended)
     assert [fold["done"] for fold in ended] == [STEPS] + [0] * (len(ended) - 1)
@@ -40,14 +40,14 @@ def test_a_second_fold_without_a_name_is_refused_in_every_life(folds, framework)
 
 @pytest.mark.parametrize("mixed", [FRAMEWORKS, FRAMEWORKS[::-1]])
 def test_a_training_of_another_framework_in_the_same_process_is_refused(folds, mixed):
-    _, said = folds.kept(mixed=mixed, code=1)
-    assert "a run keeps one training, and this process would train" in said
+    _, output = folds.kept(mixed=mixed, code=1)
+    assert "a run keeps one training, and this process would train" in output
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_folds_with_names_go_on_after_a_kill_in_the_middle_of_the_second(folds, framework):
     plain = lines(folds.undisturbed(framework=framework))
-    kept, said = folds.kept(framework=framework, named=True, kill=[STEPS + 3])
+    kept, output = folds.kept(framework=framework, named=True, kill=[STEPS + 3])
     first, *rest = lines(kept)
     assert first == plain[0]
     complete, second, third = rest
@@ -56,7 +56,7 @@ def test_folds_with_names_go_on_after_a_kill_in_the_middle_of_the_second(folds, 
     assert second["done"] < STEPS
     assert {**second, "done": STEPS} == plain[1]
     assert third == plain[2]
-    assert said.count("this run is complete (step 6") == 1
+    assert output.count("this run is complete (step 6") == 1
     end_runs(folds, kept)
 
 

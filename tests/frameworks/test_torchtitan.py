@@ -15,15 +15,15 @@ def titan(lives) -> Lives:
 
 def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
     plain = titan.undisturbed(ranks=2)
-    kept, said = titan.kept(ranks=2, kill=drawn(range(2, 10), range(10, 21)))
-    assert "restored step" in said
+    kept, output = titan.kept(ranks=2, kill=drawn(range(2, 10), range(10, 21)))
+    assert "restored step" in output
     assert_same(plain, kept, kills=2, ranks=2)
     written = [path.name for path in (kept / "titan" / "checkpoint").iterdir()]
     assert written == ["step-20"], "by torchtitan, for others to read"
-    again, said = titan.kept(ranks=2, out="again", checkpoint={"load_step": 3})
+    again, output = titan.kept(ranks=2, out="again", checkpoint={"load_step": 3})
     assert not (again / "losses-0").exists()
     assert result(again)["weights"] == result(plain)["weights"]
-    assert "load_step=3 and exclude_from_loading=[] are ignored: this run holds step 20" in said
+    assert "load_step=3 and exclude_from_loading=[] are ignored: this run holds step 20" in output
 
 
 def test_accumulation_and_a_loader_with_workers(titan):
@@ -49,5 +49,5 @@ def test_a_run_without_a_step_begins_with_what_torchtitan_itself_would_load(tita
 
 
 def test_an_async_mode_is_refused(titan):
-    _, said = titan.kept(ranks=2, checkpoint={"async_mode": "async"}, code=1)
-    assert "checkpoint.async_mode=async: keepstep copies beside the training" in said
+    _, output = titan.kept(ranks=2, checkpoint={"async_mode": "async"}, code=1)
+    assert "checkpoint.async_mode=async: keepstep copies beside the training" in output

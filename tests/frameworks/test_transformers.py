@@ -17,10 +17,10 @@ def trainer(lives) -> Lives:
 
 def test_two_kills_in_two_epochs_change_nothing(trainer):
     plain = trainer.undisturbed()
-    kept, said = trainer.kept(kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
-    assert "restored step" in said
+    kept, output = trainer.kept(kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
+    assert "restored step" in output
     assert_same(plain, kept, kills=2)
-    again, said = trainer.kept(out="again")
+    again, output = trainer.kept(out="again")
     assert not (again / "losses-0").exists(), "what is over is not trained again"
     over, expected = result(again), result(plain)
     assert over["log"] == expected["log"]
@@ -171,15 +171,15 @@ def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(traine
     folder = trainer.undisturbed(arguments={**arguments, "max_steps": 10}, out="seed") / "hf"
     resume = folder / "checkpoint-10"
     plain = trainer.undisturbed(arguments=arguments, resume=str(resume))
-    kept, said = trainer.kept(
+    kept, output = trainer.kept(
         arguments={**arguments, "output_dir": str(folder)}, resume=str(resume), kill=[13, 25]
     )
-    assert said.count("checkpoint-10' is ignored, as this run holds a step") == 2
+    assert output.count("checkpoint-10' is ignored, as this run holds a step") == 2
     assert min(losses(kept)) == 10
     assert not resume.exists(), "the last life could not have read it"
     assert_same(plain, kept, kills=2)
 
 
 def test_what_cannot_be_followed_is_refused(trainer):
-    _, said = trainer.kept(arguments={"auto_find_batch_size": True}, code=1)
-    assert "Trainer then begins the training again with half the batch" in said
+    _, output = trainer.kept(arguments={"auto_find_batch_size": True}, code=1)
+    assert "Trainer then begins the training again with half the batch" in output

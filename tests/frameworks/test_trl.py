@@ -16,9 +16,9 @@ def trainer(lives) -> Lives:
 
 def check(trainer, *, ranks=1, **options):
     plain = trainer.undisturbed(ranks=ranks, **options)
-    kept, said = trainer.kept(ranks=ranks, **options, kill=drawn(range(1, 6), range(6, 12)))
-    assert "restored step" in said
-    assert "changes from step to step, and is in no step" not in said
+    kept, output = trainer.kept(ranks=ranks, **options, kill=drawn(range(1, 6), range(6, 12)))
+    assert "restored step" in output
+    assert "changes from step to step, and is in no step" not in output
     assert_same(plain, kept, kills=2, ranks=ranks)
 
 
@@ -66,9 +66,9 @@ def test_an_adapter_on_a_base_that_is_quantised(trainer, bits):
 def test_a_base_that_is_quantised_otherwise_is_refused_before_anything_changes(trainer):
     options = {"kind": "SFT", "lora": True, "bits": "4"}
     trainer.kept(**options, arguments={"max_steps": 3})
-    _, said = trainer.kept(**options, arguments={"max_steps": 6}, other=True, code=1)
-    assert "step 3 was trained on another frozen base" in said
-    assert "hold NaN" not in said
+    _, output = trainer.kept(**options, arguments={"max_steps": 6}, other=True, code=1)
+    assert "step 3 was trained on another frozen base" in output
+    assert "hold NaN" not in output
 
 
 def test_rollouts_that_are_trained_twice_with_accumulation(trainer):

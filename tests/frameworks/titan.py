@@ -146,7 +146,7 @@ def made() -> Any:
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
-    wanted = {"enable": not SETTINGS.get("bare"), **SETTINGS.get("checkpoint", {})}
+    options = {"enable": not SETTINGS.get("bare"), **SETTINGS.get("checkpoint", {})}
     manager: Any = CheckpointManager
     if not SETTINGS.get("bare"):
         manager = importlib.import_module("keepstep.integrations.torchtitan")
@@ -168,7 +168,7 @@ def made() -> Any:
         ),
         parallelism=ParallelismConfig(**SETTINGS.get("parallelism", {})),
         metrics=metrics.MetricsProcessor.Config(log_freq=1),
-        checkpoint=manager.Config(**wanted),
+        checkpoint=manager.Config(**options),
     ).build()
 
 

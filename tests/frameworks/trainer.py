@@ -162,7 +162,7 @@ def divided_at_load() -> Any:
 
 def made() -> Any:
     torch.manual_seed(0)
-    wanted = SETTINGS.get("arguments", {})
+    arguments = SETTINGS.get("arguments", {})
     options: dict[str, Any] = {
         "output_dir": str(OUT / "hf"),
         "num_train_epochs": 2,
@@ -174,7 +174,7 @@ def made() -> Any:
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
-        **wanted,
+        **arguments,
     }
     rows: Any = Stream() if SETTINGS.get("stream") else Rows()
     callbacks: list[Any] = [Losses()]

@@ -110,9 +110,9 @@ def test_a_second_life_that_begins_with_another_base_is_told_so(sidecar, caplog)
     lives(sidecar, 0)
     assert "another base" not in caplog.text
     lives(sidecar, 1, 1)  # neither began with what the run has
-    told = [message for message in caplog.messages if "another base than before" in message]
-    assert len(told) == 2
-    assert all("model.layers.0.base.bias" in run for run in told)
+    messages = [message for message in caplog.messages if "another base than before" in message]
+    assert len(messages) == 2
+    assert all("model.layers.0.base.bias" in run for run in messages)
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
@@ -401,9 +401,11 @@ def test_a_sparse_change_past_the_version_is_found_some_saves_later(sidecar, cap
     other, fresh = made(1)
     with begun(components(other, fresh), strict=True, frozen_once=True):
         assert equal(model, other)
-    said = [message for message in caplog.messages if "past torch's version counters" in message]
-    assert len(said) == 1
-    assert "layers.2.base.weight" in said[0]
+    messages = [
+        message for message in caplog.messages if "past torch's version counters" in message
+    ]
+    assert len(messages) == 1
+    assert "layers.2.base.weight" in messages[0]
 
 
 def test_changes_that_are_found_one_after_the_other_end_the_bases_of_a_life(sidecar):

@@ -66,8 +66,8 @@ class Run:
         """What each rank left."""
         machines = machines or self.machines
         out, done = self.live(kind, last, machines)
-        said = "".join(machine.text()[-2000:] for machine in self.machines)
-        assert done.returncode == 0, done.stderr[-3000:] + said
+        text = "".join(machine.text()[-2000:] for machine in self.machines)
+        assert done.returncode == 0, done.stderr[-3000:] + text
         return [torch.load(f"{out}.{rank}") for rank in range(len(machines))]
 
     def lose(self, number: int, *options: str, drive: bool = True) -> None:

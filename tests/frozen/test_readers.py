@@ -120,8 +120,8 @@ def trained(tmp_path, monkeypatch):
 
 
 def test_the_command_exports_the_adapter_alone(trained):
-    said = trained("export", "latest", "--to", "lora", "--only", "adapter").stdout
-    assert "adapter_config.json" in said
+    output = trained("export", "latest", "--to", "lora", "--only", "adapter").stdout
+    assert "adapter_config.json" in output
     (path,) = (trained.home / "lora").iterdir()
     assert path.name == "adapter_model.safetensors"
     model = torch.load(trained.home / "model.pt")
@@ -140,14 +140,14 @@ def test_a_model_without_an_adapter_has_none_to_export(keepstep):
         "    checkpointer.save(0)\n",
     )
     keepstep("run", "--", sys.executable, "whole.py")
-    said = keepstep("export", "0", "--to", "out", "--only", "adapter", code=2).stderr
-    assert "has no adapter" in said
+    output = keepstep("export", "0", "--to", "out", "--only", "adapter", code=2).stderr
+    assert "has no adapter" in output
     assert not (keepstep.home / "out").exists()
 
 
 def test_the_command_exports_and_verifies_base_and_step(trained):
-    said = trained("verify").stdout
-    assert "every digest is right" in said
+    output = trained("verify").stdout
+    assert "every digest is right" in output
     trained("export", "latest", "--to", "out")
     found = load_file(next((trained.home / "out").glob("*.safetensors")))
     assert same(found, torch.load(trained.home / "model.pt"))

@@ -35,22 +35,24 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--only", default="", help="part of a target's name")
-    wanted = parser.parse_args()
+    options = parser.parse_args()
     # what takes memory without end shall fail here, and not take the machine with it
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
-    chosen = [target for target in targets() if wanted.only in target.name]
-    campaign = Campaign(seed=wanted.seed, targets=chosen)
-    print(f"seed {wanted.seed}: {len(chosen)} parsers for {wanted.minutes:g} minutes", flush=True)
-    began, said = time.monotonic(), time.monotonic()
+    chosen = [target for target in targets() if options.only in target.name]
+    campaign = Campaign(seed=options.seed, targets=chosen)
+    print(f"seed {options.seed}: {len(chosen)} parsers for {options.minutes:g} minutes", flush=True)
+    began, printed = time.monotonic(), time.monotonic()
 
     def goes_on() -> bool:
-        nonlocal said
-        if time.monotonic() - said >= _SAY_EVERY_S:
-            said = time.monotonic()
-            print(f"{said - began:6.0f} s  {campaign.mutations:8d} mutations, {campaign.bad} bad")
+        nonlocal printed
+        if time.monotonic() - printed >= _SAY_EVERY_S:
+            printed = time.monotonic()
+            print(
+                f"{printed - began:6.0f} s  {campaign.mutations:8d} mutations, {campaign.bad} bad"
+            )
             for target, what, _ in campaign.found[-3:]:
                 print(f"          {target.name}: {what[:150]}", flush=True)
-        return time.monotonic() - began < wanted.minutes * 60
+        return time.monotonic() - began < options.minutes * 60
 
     campaign.run(goes_on)
     for target, what, data in campaign.found[:_MOST_FILES]:
@@ -58,17 +60,17 @@ def main() -> int:
     for name, tally in sorted(campaign.tallies.items()):
         print(f"{name:24} {tally.mutations:8d}, {tally.accepted} accepted, {tally.bad} bad,"
               f" {tally.slowest_ms} ms, {tally.most_mib} MiB")  # fmt: skip
-    if not wanted.only:
-        _add(campaign, minutes=wanted.minutes)
-    print(f"seed {wanted.seed}: {campaign.mutations} mutations, {campaign.bad} bad")
+    if not options.only:
+        _add(campaign, minutes=options.minutes)
+    print(f"seed {options.seed}: {campaign.mutations} mutations, {campaign.bad} bad")
     return 1 if campaign.bad else 0
 
 
 def _add(campaign: Campaign, *, minutes: float) -> None:
     """Put this run's counts to those of the runs before; of one that found something, what that
     was, and no counts: they are of code that was changed since."""
-    told: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    tallies = {name: Tally(**parser) for name, parser in told.get("parsers", {}).items()}
+    counts: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    tallies = {name: Tally(**parser) for name, parser in counts.get("parsers", {}).items()}
     for name, tally in () if campaign.bad else campaign.tallies.items():
         tallies.setdefault(name, Tally()).add(tally)
     run: dict[str, Any] = {
@@ -88,7 +90,7 @@ def _add(campaign: Campaign, *, minutes: float) -> None:
         "command": COMMAND,
         "total": asdict(total),
         "parsers": {name: asdict(tally) for name, tally in sorted(tallies.items())},
-        "runs": [*told.get("runs", []), run],
+        "runs": [*counts.get("runs", []), run],
     }
     RESULTS.write_text(json.dumps(body, indent=1) + "\n")
 

@@ -73,8 +73,8 @@ def train(variant: str, log: Path, *before: str, **variables: str) -> str:
     paths = [str(ROOT / "lib/src"), str(ROOT / "sidecar/src"), str(ROOT)]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TRAIN_ON": ON, **variables}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-    said = Path(f"{log}.out")
-    with said.open("w") as out:  # a pipe would be held open by whatever outlives the command
+    log_path = Path(f"{log}.out")
+    with log_path.open("w") as out:  # a pipe would be held open by whatever outlives the command
         process = subprocess.Popen(
             command, env=environment, cwd=log.parent, stdout=out, stderr=out, start_new_session=True
         )
@@ -84,7 +84,7 @@ def train(variant: str, log: Path, *before: str, **variables: str) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    text = said.read_text()
+    text = log_path.read_text()
     assert code == 0, text[-6000:]
     return text
 
@@ -94,22 +94,22 @@ def test_every_life_goes_on_from_the_newest_step(variant: str, tmp_path: Path) -
     train(variant, tmp_path / "plain")
     keepstep = [sys.executable, "-m", "keepstep_sidecar.cli", "run", "--warm"]
     keepstep += ["--restarts", str(len(LIVES))]
-    said = train(variant, tmp_path / "kept", *keepstep, "--", LIVES=json.dumps(LIVES))
-    assert "cudaHostRegister failed" not in said
+    output = train(variant, tmp_path / "kept", *keepstep, "--", LIVES=json.dumps(LIVES))
+    assert "cudaHostRegister failed" not in output
     for rank in range(WORLDS.get(variant, 1)):
         plain, kept = Lives(tmp_path / f"plain-{rank}"), Lives(tmp_path / f"kept-{rank}")
         right = {
             event["step"]: event["digest"] for event in plain.lives[0] if event["event"] == "step"
         }
-        assert len(kept.lives) == len(LIVES) + 1, said
+        assert len(kept.lives) == len(LIVES) + 1, output
         for number, life in enumerate(kept.lives[1:]):
             began, before = life[0], kept.kept(number)
             restored = began["first"] - 1
             print(variant, rank, "kept", before[-2:], "restored", restored, began["tier"])
             assert began["digest"] == right[restored], f"step {restored} is not what it was"
-            assert len(before) > 1, f"too few steps were kept to tell: {before}\n{said}"
-            assert restored >= before[-2], said
-            assert began["tier"] == "memory", said
+            assert len(before) > 1, f"too few steps were kept to tell: {before}\n{output}"
+            assert restored >= before[-2], output
+            assert began["tier"] == "memory", output
         assert kept.last("ended")["digest"] == plain.last("ended")["digest"]
         closed = kept.last("closed")
         print(variant, rank, closed)

@@ -188,7 +188,7 @@ def main(variant: str, log: str) -> None:
     earlier = path.read_text().count('"began"') if path.exists() else 0
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def say(event: str, **what: Any) -> None:
+    def emit(event: str, **what: Any) -> None:
         os.write(out, (json.dumps({"event": event, **what}) + "\n").encode())
 
     torch.manual_seed(8)
@@ -197,7 +197,7 @@ def main(variant: str, log: str) -> None:
         checkpointer = keepstep.Checkpointer(training.components(), lazy=variant != "eager")
     at = checkpointer.restore() if checkpointer else None
     first = at.step + 1 if at else 0
-    say("began", first=first, tier=str(at.tier) if at else "", digest=training.digest())
+    emit("began", first=first, tier=str(at.tier) if at else "", digest=training.digest())
     lives = json.loads(os.environ.get("LIVES", "[]"))
     last = first + lives[earlier] if earlier < len(lives) else STEPS
     mutating = checkpointer.mutating if checkpointer else contextlib.nullcontext
@@ -209,10 +209,10 @@ def main(variant: str, log: str) -> None:
                 _die_within(0.02)
         training.step(step, mutating)
         if checkpointer is None:
-            say("step", step=step, digest=training.digest())
+            emit("step", step=step, digest=training.digest())
             continue
         kept = checkpointer.save(step)
-        say("saved", step=step, kept=kept)
+        emit("saved", step=step, kept=kept)
         if step < first + _PACED:
             time.sleep(0.05)
     if checkpointer is not None:
@@ -223,8 +223,8 @@ def main(variant: str, log: str) -> None:
         checkpointer.close()
         stats = checkpointer.stats
         counts = {"discarded": stats.discarded, "skipped": stats.skipped, "saves": stats.saves}
-        say("closed", pinned=pinned, reasons=stats.reasons, **counts)
-    say("ended", digest=training.digest())
+        emit("closed", pinned=pinned, reasons=stats.reasons, **counts)
+    emit("ended", digest=training.digest())
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

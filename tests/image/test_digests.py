@@ -12,9 +12,9 @@ from keepstep.image import xxh3
 
 def test_any_contiguous_buffer_is_digested_as_bytes() -> None:
     data = bytes(range(256)) * 2
-    wanted = xxhash.xxh3_128_digest(data)
+    expected = xxhash.xxh3_128_digest(data)
     for buffer in (data, bytearray(data), memoryview(data), memoryview(data).cast("I")):
-        assert xxh3.xxh3_128(buffer) == wanted
+        assert xxh3.xxh3_128(buffer) == expected
 
 
 def test_other_threads_run_while_a_chunk_is_digested() -> None:

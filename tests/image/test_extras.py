@@ -262,7 +262,7 @@ def test_enums_and_dataclasses_come_back_and_run_no_code(monkeypatch: pytest.Mon
 def test_a_class_that_this_program_does_not_have_is_named() -> None:
     data = extras.encode({"p": Phase.WARM, "b": Best(1.5, [3])})
     assert "antigravity" not in sys.modules
-    for old, new, says in [
+    for old, new, message in [
         (b'"Phase"', b'"Phrase"', "no class tests.image.test_extras.Phrase; import it"),
         (b'"Phase"', b'"Best"', "is no enum"),
         (b'"Best"', b'"Phase"', "is no plain dataclass"),
@@ -271,7 +271,7 @@ def test_a_class_that_this_program_does_not_have_is_named() -> None:
         (b"tests.image.test_extras", b"antigravity", "no class antigravity"),
     ]:
         assert data != data.replace(old, new)
-        with pytest.raises(FormatError, match=says):
+        with pytest.raises(FormatError, match=message):
             extras.decode(data.replace(old, new))
     assert "antigravity" not in sys.modules
 
@@ -281,7 +281,7 @@ def test_what_only_looks_like_data_is_refused_by_name() -> None:
     class Here:
         x: int = 1
 
-    for value, says in [
+    for value, message in [
         (Here(), "Here is not found by its name; define it at the top of a module"),
         (Keeps(), "Keeps is more than its fields"),
         (Ends(), "Ends is more than its fields"),
@@ -290,7 +290,9 @@ def test_what_only_looks_like_data_is_refused_by_name() -> None:
         (datetime.datetime(2026, 1, 1, tzinfo=OwnZone()), "OwnZone cannot be kept as data"),
         (zoneinfo.ZoneInfo.from_file(io.BytesIO(TZIF)), "time zone without a key"),
     ]:
-        with pytest.raises(FormatError, match=rf"extras: \['a'\]\[0\].*: .*{says}.*trusted=True"):
+        with pytest.raises(
+            FormatError, match=rf"extras: \['a'\]\[0\].*: .*{message}.*trusted=True"
+        ):
             extras.encode({"a": [value]})
 
 

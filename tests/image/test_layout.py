@@ -115,7 +115,7 @@ def test_what_readers_do_not_know_in_our_metadata_does_not_disturb_them() -> Non
 
 
 @pytest.mark.parametrize(
-    ("specs", "options", "says"),
+    ("specs", "options", "message"),
     [
         ([WEIGHT, WEIGHT], {}, "two tensors are named 'weight'"),
         ([WEIGHT._replace(name="keepstep.extras.0")], {}, "reserved"),
@@ -128,8 +128,8 @@ def test_what_readers_do_not_know_in_our_metadata_does_not_disturb_them() -> Non
         ([WEIGHT], {"rank": 1}, "rank: 1 is not an integer from 0 to 0"),
     ],
 )
-def test_what_cannot_be_read_cannot_be_built(specs, options, says) -> None:
-    with pytest.raises(FormatError, match=says):
+def test_what_cannot_be_read_cannot_be_built(specs, options, message) -> None:
+    with pytest.raises(FormatError, match=message):
         build(*specs, **options)
 
 

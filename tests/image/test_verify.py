@@ -129,11 +129,11 @@ def _sections(content: dict[str, bytes]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("expected", "says"),
+    ("expected", "message"),
     [({"run": "other"}, "of run demo, not of other"), ({"id": StepId(EPOCH.id, 7)}, "of step")],
 )
-def test_an_image_of_something_else_is_foreign(small: bytes, expected, says) -> None:
-    with pytest.raises(ForeignError, match=says):
+def test_an_image_of_something_else_is_foreign(small: bytes, expected, message) -> None:
+    with pytest.raises(ForeignError, match=message):
         verify_image(memoryview(small), SMALL, **expected)
 
 

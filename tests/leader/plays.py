@@ -95,8 +95,8 @@ class Sidecar:
             },
         )
         life = f"{self.pod}-{self.started_at}"
-        told = {"life": life, "pod": self.pod, "node": self.node, "heard": self.heard}
-        return MemberReport(nodes=0, report=report, leaving=self.leaving, **told)
+        frame = {"life": life, "pod": self.pod, "node": self.node, "heard": self.heard}
+        return MemberReport(nodes=0, report=report, leaving=self.leaving, **frame)
 
     def _rank(self) -> ReportedRanks:
         local = ReportedTier.of(self._held(self.local, root=True))

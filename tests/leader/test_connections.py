@@ -316,7 +316,7 @@ async def test_an_error_of_the_user_ends_one_connection_and_not_the_hub(
 ) -> None:
     leader = Leader(credentials(0))
     errors: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, told: errors.append(told))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     leader.hub.take = lambda member, frame: (
         1 / 0 if frame == b"bad" else leader._take(member, frame)
     )

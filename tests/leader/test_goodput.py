@@ -64,12 +64,12 @@ any_count = st.builds(
 
 
 @settings(max_examples=200, deadline=None)
-@given(all_told=st.lists(any_count, max_size=20))
+@given(reports=st.lists(any_count, max_size=20))
 def test_whatever_pods_count_every_second_is_in_one_bucket(
-    all_told: list[ReportedGoodput],
+    reports: list[ReportedGoodput],
 ) -> None:
     sum_: Sum | None = None
-    for goodput in all_told:
+    for goodput in reports:
         sum_ = added(sum_, whole(goodput))
         assert is_whole(sum_)
         assert resumed(sum_) == sum_

@@ -72,13 +72,13 @@ async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothi
 ) -> None:
     async with leading() as leader:
         host, errors = hosting(leader), list[Any]()
-        asyncio.get_running_loop().set_exception_handler(lambda _, told: errors.append(told))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         take = host.leader.take
 
-        def fails_for_one(node_rank: int, told: Any, **how: Any) -> Any:
+        def fails_for_one(node_rank: int, report: Any, **how: Any) -> Any:
             if node_rank == 1:
                 raise KeyError("an error")
-            return take(node_rank, told, **how)
+            return take(node_rank, report, **how)
 
         monkeypatch.setattr(host.leader, "take", fails_for_one)
         linked = [Linked(leader.address, node_rank=rank) for rank in (1, 2)]
@@ -107,10 +107,10 @@ async def test_a_commit_costs_each_member_one_frame() -> None:
             await asyncio.sleep(2 * _ANSWER_S)  # all that follows from their coming is told
             before = [len(link.frames) for link in linked]
             for link, member, report in zip(linked, members, known, strict=True):
-                told = member.saved(8).report()
-                told = replace(told, report=changes(report.report, told.report))
-                assert told.report.since
-                link.link.send(msgspec.json.encode(told))
+                context = member.saved(8).report()
+                context = replace(context, report=changes(report.report, context.report))
+                assert context.report.since
+                link.link.send(msgspec.json.encode(context))
                 await until(lambda rank=member.rank: step(8) in host.leader.ledger.local(rank))
             await until(lambda: all(answered(link) == 2 for link in linked))
             await asyncio.sleep(2 * _ANSWER_S)  # nothing more comes

@@ -49,9 +49,9 @@ async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
             await refused_there(leader, because="our certificate is refused there")
             assert same in leader.server.refusals()["127.0.0.1"]
             await asyncio.sleep(2.0)  # a dozen attempts
-        told = [record.message for record in caplog.records]
-        assert told.count("peer.connection_refused") == 1
-        assert told.count("leader.disconnected") == 1
+        messages = [record.message for record in caplog.records]
+        assert messages.count("peer.connection_refused") == 1
+        assert messages.count("leader.disconnected") == 1
         async with running(now := Linked(leader.address)):
             await until(lambda: now.link.connected)
         assert leader.server.refusals() == {}, "it is served now"
@@ -74,8 +74,8 @@ async def test_another_run_of_the_same_authority_is_said_on_both_sides(
         with await asyncio.to_thread(
             Raw, leader.address, own=of(authority.files(1, run="bert"))
         ) as raw:
-            told = await asyncio.to_thread(raw.refusal)
-        assert told == "this is node rank 1 of run team/bert; here is another run"
+            refusal = await asyncio.to_thread(raw.refusal)
+        assert refusal == "this is node rank 1 of run team/bert; here is another run"
         await refused_there(leader, because="node rank 1 of run team/bert")
 
 

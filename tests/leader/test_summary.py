@@ -177,7 +177,7 @@ def lacks_ranks(play: Play, a: Sidecar, b: Sidecar) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "kind", "said"),
+    ("happens", "kind", "doubt_text"),
     [
         (never_saved, DoubtKind.NOTHING_KEPT, "does the script call checkpointer.save(step)"),
         (stalls, DoubtKind.COMMIT_STALLED, "The volumes of pod worker-1 hold the oldest step"),
@@ -193,17 +193,17 @@ def lacks_ranks(play: Play, a: Sidecar, b: Sidecar) -> None:
     ],
 )
 def test_a_doubt_says_what_is_wrong_and_where(
-    happens: Callable[[Play, Sidecar, Sidecar], None], kind: DoubtKind, said: str | None
+    happens: Callable[[Play, Sidecar, Sidecar], None], kind: DoubtKind, doubt_text: str | None
 ) -> None:
     a, b = two()
     play = Play(a, b)
     play.post()
     happens(play, a, b)
     report = play.look()
-    if said is None:
+    if doubt_text is None:
         assert kind not in kinds(report)
     else:
-        assert said in text(report, kind)
+        assert doubt_text in text(report, kind)
 
 
 def test_a_run_that_is_well_gives_no_reason_for_doubt() -> None:
@@ -401,8 +401,8 @@ def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_no
     assert text(report, DoubtKind.LEFT_SERVED) == (
         "shards of node ranks 1 are served by the agent of node node-1"
     )
-    told = [event for event in play.post().recent if event.type == "LeftShardsServed"]
-    assert [event.message for event in told] == [text(report, DoubtKind.LEFT_SERVED)], "once"
+    events = [event for event in play.post().recent if event.type == "LeftShardsServed"]
+    assert [event.message for event in events] == [text(report, DoubtKind.LEFT_SERVED)], "once"
     assert [(holder.node, holder.node_ranks) for holder in report.record.holders] == [
         ("node-1", "1"),
         ("node-0", "0"),
@@ -510,16 +510,16 @@ def test_a_run_goes_back_once_to_the_step_that_a_person_asks_for() -> None:
     assert report.record.restore_from == RestoreFrom(asked="1", step=str(step(1)), since=1)
     assert not report.restore_known
     for sidecar in (a, b):
-        told = play.replies(sidecar)
-        assert (told.restore_from, told.plan, step(1) in told.pinned) == (step(1), step(1), True)
-        assert told.retire == ()
+        reply = play.replies(sidecar)
+        assert (reply.restore_from, reply.plan, step(1) in reply.pinned) == (step(1), step(1), True)
+        assert reply.retire == ()
     play.hear(a, b)
     assert play.post().restore_known
     epoch = later(2, 1)
     play.hear(a.restored(epoch), b.restored(epoch))
     report = play.look()
-    said = f"epoch {epoch.id} went on from step 1, as spec.restoreFrom asked"
-    assert [event.message for event in report.recent if event.type == "RolledBack"] == [said]
+    message = f"epoch {epoch.id} went on from step 1, as spec.restoreFrom asked"
+    assert [event.message for event in report.recent if event.type == "RolledBack"] == [message]
     assert play.replies(a).restore_from is None
     play.lead()
     play.hear(a, b)
@@ -597,8 +597,8 @@ def test_a_start_at_step_0_is_right_once_a_person_says_so() -> None:
     begun_anew(play, a, b)
     fresh = play.look()
     assert (fresh.fresh, fresh.acknowledged) == ("0002.bbbbbbbb", "")
-    told = play.post(fresh_start="newest")
-    assert (told.fresh, told.acknowledged) == ("", "0002.bbbbbbbb")
+    report = play.post(fresh_start="newest")
+    assert (report.fresh, report.acknowledged) == ("", "0002.bbbbbbbb")
 
 
 def test_a_person_may_allow_one_start_at_step_0() -> None:

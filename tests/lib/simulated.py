@@ -291,9 +291,9 @@ class Simulated(Accelerator):
         with _disable_current_modes():
             return torch.zeros(value.shape, dtype=value.dtype)
 
-    def await_told(self, told: Tensor, give_up: Callable[[], bool]) -> int:
-        self.device.turns.wait_for(lambda: bool(told) or give_up(), None)
-        return int(told)
+    def await_told(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
+        self.device.turns.wait_for(lambda: bool(flag) or give_up(), None)
+        return int(flag)
 
     def copy_batch(self, batch: Batch, place: torch.device) -> bool:
         """A driver may have no such call, or fail in the middle of it."""

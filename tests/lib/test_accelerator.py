@@ -475,9 +475,11 @@ def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, eage
             getattr(trainer, action)()
         assert "model.frozen.2" not in trainer.checkpointer._frozen.base.names
     assert trainer.slots.staged == [1, 2, 4], "the image with the former value is given up"
-    said = [message for message in caplog.messages if "past torch's version counters" in message]
-    assert len(said) == 1
-    assert "model.frozen.2" in said[0]
+    messages = [
+        message for message in caplog.messages if "past torch's version counters" in message
+    ]
+    assert len(messages) == 1
+    assert "model.frozen.2" in messages[0]
 
 
 @pytest.mark.parametrize("lazy", [True, False])

@@ -57,9 +57,11 @@ def test_an_archive_that_is_away_is_said_and_does_not_fail_a_run_that_is_committ
 ):
     with caplog.at_level(logging.WARNING, logger="keepstep"):
         train(4, timeout=5.0, unmount=archive)
-    (said,) = [record.getMessage() for record in caplog.records if "archive" in record.getMessage()]
+    (message,) = [
+        record.getMessage() for record in caplog.records if "archive" in record.getMessage()
+    ]
     for part in ("step 3 is committed", "goes on uploading", "the archive is behind"):
-        assert part in said
+        assert part in message
     assert max(int(path.name.rpartition("-")[2]) for path in archiving.root.glob("0*")) == 3
 
 

@@ -126,10 +126,10 @@ def test_threads_that_list_one_directory_all_see_all_of_it(place: Path) -> None:
         (place / name).touch()
     ours, found = Directory.opened(place), list[bool]()
 
-    def look() -> None:
+    def list_all() -> None:
         found.extend(ours.names() == names for _ in range(20))
 
-    threads = [threading.Thread(target=look) for _ in range(4)]
+    threads = [threading.Thread(target=list_all) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -160,19 +160,19 @@ def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept
     checkpointer = begun({"model": model})
     checkpointer.save(0)
     checkpointer.wait(0)
-    begin, said = Snapshots.begin, []
+    begin, events = Snapshots.begin, []
 
     def then_the_handler_closes(self, *arguments, **options):
         pending = begin(self, *arguments, **options)
         with pytest.raises(keepstep.NotDurableError) as error:
             checkpointer.close(timeout=1.0)
-        said.append(str(error.value))
+        events.append(str(error.value))
         return pending
 
     monkeypatch.setattr(Snapshots, "begin", then_the_handler_closes)
     assert checkpointer.save(1) is False
-    assert "step 1 was not staged" in said[0]
-    assert "close() was called inside its save()" in said[0]
+    assert "step 1 was not staged" in events[0]
+    assert "close() was called inside its save()" in events[0]
     assert "step 1 is not kept" in caplog.text
     with pytest.raises(keepstep.NotDurableError, match="step 1 was not staged"):
         checkpointer.close()
@@ -247,9 +247,9 @@ def test_a_save_after_close_says_why_it_is_not_kept_once(sidecar, caplog):
     checkpointer.close()
     assert checkpointer.save(1) is False
     assert checkpointer.save(2) is False
-    said = [message for message in caplog.messages if "close() was called" in message]
-    assert len(said) == 1
-    assert "step 1" in said[0]
+    messages = [message for message in caplog.messages if "close() was called" in message]
+    assert len(messages) == 1
+    assert "step 1" in messages[0]
     assert checkpointer.stats.staged == 1
 
 
@@ -347,8 +347,8 @@ def test_a_forked_child_is_no_trainer(sidecar, capfd):
         print("problems:", problems, flush=True)
         os._exit(len(problems))
     assert os.waitpid(child, 0)[1] == 0
-    said = capfd.readouterr()
-    assert (said.out + said.err).count("forked from the trainer") <= 1
+    output = capfd.readouterr()
+    assert (output.out + output.err).count("forked from the trainer") <= 1
     checkpointer.wait(1)
     assert checkpointer.save(2)
     checkpointer.wait(2)

@@ -336,15 +336,15 @@ def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, 
         components["ema"] = nn.Linear(2, 2)
         assert checkpointer.save(1)
         assert checkpointer.save(2)
-    said = [
+    messages = [
         record.getMessage()
         for record in caplog.records
         if "a restart must build" in record.getMessage()
     ]
-    assert len(said) == 1
-    assert "m.1.weight is new (torch.float32(2, 2))" in said[0]
-    assert "ema is new (a component)" in said[0]
-    assert "latest_step()" in said[0]
+    assert len(messages) == 1
+    assert "m.1.weight is new (torch.float32(2, 2))" in messages[0]
+    assert "ema is new (a component)" in messages[0]
+    assert "latest_step()" in messages[0]
 
 
 def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar, caplog):

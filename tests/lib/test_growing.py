@@ -86,8 +86,8 @@ def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
         assert checkpointer.save(step)
         checkpointer._agent.drain(timeout_s=20)
     checkpointer.close()
-    (said,) = [message for message in caplog.messages if "layout of the state" in message]
-    assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in said
+    (message,) = [message for message in caplog.messages if "layout of the state" in message]
+    assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in message
 
 
 def test_memory_for_one_of_several_layouts_is_free_for_the_next_one(sidecars, monkeypatch):

@@ -68,9 +68,9 @@ def test_a_version_that_was_never_tested_is_tried_with_one_warning(needed, caplo
     for version in ("5.18.9", "5.24.0.dev0", "6.0"):
         for _ in range(2):
             needed(version, *hooks)
-        (said,) = caplog.messages
-        assert f" {version} was never tested" in said
-        assert "tested with 5.19 to 5.23: it has all that keepstep needs of it" in said
+        (message,) = caplog.messages
+        assert f" {version} was never tested" in message
+        assert "tested with 5.19 to 5.23: it has all that keepstep needs of it" in message
         caplog.clear()
 
 

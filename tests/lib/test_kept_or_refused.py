@@ -128,8 +128,8 @@ def refusal(components):
 
 
 def test_what_cannot_be_kept_is_refused_at_restore_by_name(sidecar):
-    said = {kind: refusal({"st": make()}) for kind, (make, _) in REFUSED.items()}
-    wrong = {kind: text for kind, text in said.items() if not re.search(REFUSED[kind][1], text)}
+    refusals = {kind: refusal({"st": make()}) for kind, (make, _) in REFUSED.items()}
+    wrong = {kind: text for kind, text in refusals.items() if not re.search(REFUSED[kind][1], text)}
     assert not wrong
 
 
@@ -179,11 +179,11 @@ def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(side
         state["t"] = quantized()
         with caplog.at_level(logging.WARNING, logger="keepstep"):
             assert [checkpointer.save(step) for step in (1, 2, 3)] == [False] * 3
-        said = [
+        messages = [
             record.getMessage() for record in caplog.records if "is not kept" in record.getMessage()
         ]
-        assert len(said) == 1
-        assert "st.t: a quantized tensor" in said[0]
+        assert len(messages) == 1
+        assert "st.t: a quantized tensor" in messages[0]
         assert checkpointer.stats.skipped == 3
         state["t"] = torch.ones(2)
         assert checkpointer.save(4)

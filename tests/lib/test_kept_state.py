@@ -180,10 +180,10 @@ def test_a_buffer_that_changes_and_is_in_no_checkpoint_is_named_once(sidecar, ca
         for step in range(4):
             model.bias += 1
             checkpointer.save(step)
-    said = [message for message in caplog.messages if "persistent" in message]
-    assert len(said) == 1
-    assert "model.0.bias: changes while training" in said[0]
-    assert not any(name in said[0] for name in ("constant", "cache"))
+    messages = [message for message in caplog.messages if "persistent" in message]
+    assert len(messages) == 1
+    assert "model.0.bias: changes while training" in messages[0]
+    assert not any(name in messages[0] for name in ("constant", "cache"))
 
 
 def test_a_buffer_that_a_dict_keeps_or_that_does_not_change_is_not_named(sidecar, caplog):
@@ -207,8 +207,8 @@ class StatefulLoader(torch.utils.data.DataLoader):
 def test_a_loader_is_named_where_the_random_states_are_set_at_once(sidecar, caplog, later):
     checkpointer = keepstep.Checkpointer({"loader": StatefulLoader([1, 2])})
     checkpointer.restore(rng="later" if later else "now")
-    said = [message for message in caplog.messages if "loader draws random numbers" in message]
-    assert len(said) == (0 if later else 1)
+    messages = [message for message in caplog.messages if "loader draws random numbers" in message]
+    assert len(messages) == (0 if later else 1)
     if later:
         checkpointer.restore_rng()
     checkpointer.save(0)
@@ -220,9 +220,9 @@ def test_values_that_take_long_are_named_once_by_the_largest(sidecar, caplog):
     with begun({"p": progress}, strict=True) as checkpointer:
         for step in range(3):
             checkpointer.save(step)
-    said = [message for message in caplog.messages if "values that are no tensors" in message]
-    assert len(said) == 1
-    assert "p.words (" in said[0] or "most of it for p (" in said[0]
+    messages = [message for message in caplog.messages if "values that are no tensors" in message]
+    assert len(messages) == 1
+    assert "p.words (" in messages[0] or "most of it for p (" in messages[0]
 
 
 def test_the_default_generator_and_the_random_states_agree(sidecar):

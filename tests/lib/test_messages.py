@@ -11,8 +11,8 @@ from keepstep.wire.trainer import Chunk, ChunksRequest, from_json, to_json
 
 
 def test_a_map_by_tier_is_read_with_tiers_as_its_keys():
-    told = StepStatus(id=StepId(EpochId(3, "1f9c2d7a"), 12), world=2, ranks={Tier.PEER: (0, 1)})
-    (tier,) = from_json(StepStatus, msgspec.json.encode(told)).ranks
+    status = StepStatus(id=StepId(EpochId(3, "1f9c2d7a"), 12), world=2, ranks={Tier.PEER: (0, 1)})
+    (tier,) = from_json(StepStatus, msgspec.json.encode(status)).ranks
     assert tier is Tier.PEER
 
 

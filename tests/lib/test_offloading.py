@@ -79,8 +79,10 @@ def test_no_step_is_lost(
     copies.set()
     checkpointer.close()
     assert (checkpointer.stats.staged, checkpointer.stats.discarded) == (STEPS, 0)
-    said = sum("was given other memory between two steps" in message for message in caplog.messages)
-    assert said == (move is not kept_where_it_is and when == "after the save")
+    count = sum(
+        "was given other memory between two steps" in message for message in caplog.messages
+    )
+    assert count == (move is not kept_where_it_is and when == "after the save")
     other, its = trained()
     with keepstep.Checkpointer({"model": other, "optimizer": its}) as again:
         assert again.restore().step == STEPS - 1

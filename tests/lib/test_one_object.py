@@ -181,14 +181,14 @@ class OwnRandom(random.Random):
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         (random.SystemRandom(), "SystemRandom"),
         (OwnRandom(1), "OwnRandom"),
     ],
 )
-def test_a_generator_that_has_no_state_of_its_own_is_refused_by_name(again, value, says):
-    with pytest.raises(UsageError, match=says) as raised:
+def test_a_generator_that_has_no_state_of_its_own_is_refused_by_name(again, value, message):
+    with pytest.raises(UsageError, match=message) as raised:
         again({"p": {"g": value}}, {"p": {}})
     assert "trusted=True" not in str(raised.value)
 
@@ -236,14 +236,14 @@ def test_tensors_over_one_memory_are_so_again(again, kind, live, where):
     again(components(saved), target)
     rest = target["q"].rest if where == "foreign" else target.get("q", {}).get("rest", [])
     got = target["p"]["all"] if where == "list" else [target["p"]["first"], *rest]
-    for value, wanted, before in zip(got, expected, saved, strict=True):
-        assert torch.equal(value, wanted)
+    for value, expected_value, before in zip(got, expected, saved, strict=True):
+        assert torch.equal(value, expected_value)
         assert value.stride() == before.stride()
     assert all(share(got[0], value) for value in got[1:])
     saved[0].zero_()
     got[0].zero_()
-    for value, wanted in zip(got, saved, strict=True):
-        assert torch.equal(value, wanted)
+    for value, expected_value in zip(got, saved, strict=True):
+        assert torch.equal(value, expected_value)
 
 
 class Holder:

@@ -71,9 +71,9 @@ def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
     assert "random generators" not in done.stderr
     done = torchrun(3, SCRIPT, 5, -1, tmp_path / "log")
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "random generators" in line]
-    assert len(said) == 1
-    assert "keepstep: rank 2 goes on from what other ranks saved of step 0001." in said[0]
+    output = [line for line in done.stderr.splitlines() if "random generators" in line]
+    assert len(output) == 1
+    assert "keepstep: rank 2 goes on from what other ranks saved of step 0001." in output[0]
 
 
 def test_a_rank_without_a_sidecar_keeps_no_run_from_its_beginning(sidecar, tmp_path):
@@ -81,9 +81,9 @@ def test_a_rank_without_a_sidecar_keeps_no_run_from_its_beginning(sidecar, tmp_p
     done = torchrun(2, SCRIPT, 3, -1, log, WITHOUT_SIDECAR="1")
     assert done.returncode == 0, done.stderr
     assert [sorted(losses(log, rank)) for rank in (0, 1)] == [[0, 1, 2]] * 2
-    said = [line for line in done.stderr.splitlines() if "step 0 is not kept" in line]
-    assert len(said) == 2
-    assert all("rank 1 (" in line and "Delete the pods without" in line for line in said)
+    output = [line for line in done.stderr.splitlines() if "step 0 is not kept" in line]
+    assert len(output) == 2
+    assert all("rank 1 (" in line and "Delete the pods without" in line for line in output)
     assert sidecar.published() == []
 
 
@@ -92,8 +92,8 @@ def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
     assert torchrun(2, SCRIPT, 3, -1, log).returncode == 0
     done = torchrun(2, SCRIPT, 6, -1, log, WITHOUT_SIDECAR="1")
     assert done.returncode != 0
-    said = done.stderr.count("RestoreError: this run may have steps, so it does not begin again")
-    assert said >= 2, "both ranks say so"
+    count = done.stderr.count("RestoreError: this run may have steps, so it does not begin again")
+    assert count >= 2, "both ranks say so"
     assert sorted(losses(log, 0)) == [0, 1, 2], "and none trained"
     done = torchrun(2, SCRIPT, 4, -1, log)
     assert done.returncode == 0, done.stderr
@@ -142,15 +142,15 @@ def test_ranks_that_save_different_steps_are_told_while_they_train(
 ):
     done = torchrun(2, UNEQUAL, 20, seconds, SAVES=saves)
     for rank in (0, 1):
-        said = [
+        lines = [
             line for line in done.stderr.splitlines() if f"keepstep: rank {rank}: rank 1" in line
         ]
-        assert len(said) == 1, done.stderr
-        assert f"saves none of the steps that rank 0 saves ({why})" in said[0]
-        assert "call save(step) on every rank, with the same steps" in said[0]
+        assert len(lines) == 1, done.stderr
+        assert f"saves none of the steps that rank 0 saves ({why})" in lines[0]
+        assert "call save(step) on every rank, with the same steps" in lines[0]
     assert len(matching(sidecar.root, "pending/*/rank-*")) <= 8
     done = torchrun(2, UNEQUAL, 4, 0.0, SAVES="True")
     assert "rank 0 begins at None" in done.stdout
-    [said] = [line for line in done.stderr.splitlines() if "the run begins at step 0" in line]
-    assert "of rank 0 alone" in said
-    assert "which were never whole" in said
+    [lines] = [line for line in done.stderr.splitlines() if "the run begins at step 0" in line]
+    assert "of rank 0 alone" in lines
+    assert "which were never whole" in lines

@@ -31,8 +31,8 @@ def test_replicas_that_train_apart_are_named_on_every_rank_and_at_the_restore(si
     assert len(warned(done.stdout)) == 1, "and it stands in the status"
     done = torchrun(2, SCRIPT, "no_sync", 13, 0.0)
     assert "rank 0 begins at 11" in done.stdout
-    [said] = [line for line in done.stderr.splitlines() if "was saved while its replicas" in line]
-    assert "step 11 was saved while its replicas differed, so what is restored mixes them" in said
+    [line] = [line for line in done.stderr.splitlines() if "was saved while its replicas" in line]
+    assert "step 11 was saved while its replicas differed, so what is restored mixes them" in line
 
 
 def test_a_rank_that_computes_wrongly_is_named(sidecar):

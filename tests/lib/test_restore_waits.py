@@ -56,9 +56,9 @@ def test_what_a_vote_waits_for_is_said_by_its_rank(sidecars, tmp_path, monkeypat
     ):
         checkpointer.restore()
     checkpointer.close()
-    said = next(text for text in caplog.messages if "restore() goes on after" in text)
-    assert "rank 0 waits: " in said
-    assert "away is not there; mount it" in said
+    message = next(text for text in caplog.messages if "restore() goes on after" in text)
+    assert "rank 0 waits: " in message
+    assert "away is not there; mount it" in message
 
 
 def test_a_quick_restore_says_nothing_of_waiting(sidecar, caplog, monkeypatch):

@@ -430,7 +430,7 @@ def test_arrays_are_copied_each_time():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda extra: extra["more"]["list"].__setitem__(0, torch.zeros(2).to_sparse()),
@@ -443,11 +443,11 @@ def test_arrays_are_copied_each_time():
         (lambda extra: extra.update({object(): extra.pop(1)}), r"extra: the key <object object"),
     ],
 )
-def test_what_cannot_be_kept_is_named_by_its_place(change, said):
+def test_what_cannot_be_kept_is_named_by_its_place(change, message):
     state = State()
     before = take(state.components())
     change(state.extra)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         retake(before, state.components(), ALONE)
 
 

@@ -113,9 +113,9 @@ def test_an_error_that_ends_the_script_is_told_and_shown_as_ever(sidecar):
     assert ended.returncode == 1
     assert "mine: ValueError wrong" in ended.stderr
     assert ended.stderr.rstrip().endswith("ValueError: wrong")
-    (said,) = [line for line in sidecar.text().splitlines() if "trainer.failed" in line]
-    assert "000000003" in said
-    assert "ValueError: wrong" in said
+    (line,) = [line for line in sidecar.text().splitlines() if "trainer.failed" in line]
+    assert "000000003" in line
+    assert "ValueError: wrong" in line
 
 
 HANGS = """

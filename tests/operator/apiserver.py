@@ -279,14 +279,14 @@ class ApiServer:
         if old is None:
             return _status(404, "NotFound", f"{at} not found")
         if method == "DELETE":
-            for name, wanted in ((body or {}).get("preconditions") or {}).items():
-                if wanted != old["metadata"].get(name):
+            for name, expected in ((body or {}).get("preconditions") or {}).items():
+                if expected != old["metadata"].get(name):
                     return _status(409, "Conflict", f"the {name} in the precondition is another")
             self.remove(at)
             return web.json_response(old)
         if method == "PUT":
-            wanted = body["metadata"].get("resourceVersion")
-            if wanted not in (None, old["metadata"]["resourceVersion"]):
+            expected = body["metadata"].get("resourceVersion")
+            if expected not in (None, old["metadata"]["resourceVersion"]):
                 return _status(409, "Conflict", "the object has been modified")
             return web.json_response(self._store(at, body))
         if request.content_type == "application/json-patch+json":
@@ -339,8 +339,8 @@ class ApiServer:
         try:
             with suppress(ConnectionResetError):
                 await response.prepare(request)
-                while (told := await entry.told.get()) is not None:
-                    await response.write(json.dumps(told).encode() + b"\n")
+                while (event := await entry.told.get()) is not None:
+                    await response.write(json.dumps(event).encode() + b"\n")
         finally:
             self._watches[:] = [watch for watch in self._watches if watch is not entry]
         return response

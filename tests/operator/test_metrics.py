@@ -44,12 +44,14 @@ def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_o
 
 def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
     run = begun()
-    told = replace(run, status=render(run, Cluster(), now=T0))
+    shown = replace(run, status=render(run, Cluster(), now=T0))
 
     def statuses(condition: str) -> set[str]:
         name = "keepstep_run_condition"
         every = ("True", "False", "Unknown")
-        return {status for status in every if value(told, name, condition=condition, status=status)}
+        return {
+            status for status in every if value(shown, name, condition=condition, status=status)
+        }
 
     assert (statuses("Protected"), statuses("FullyInjected")) == ({"Unknown"}, {"True"})
 

@@ -35,9 +35,9 @@ def request_of(
     key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey, *, uri: str = "keepstep://team/other/9"
 ) -> bytes:
     """A request that asks to be somebody else."""
-    wish = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
-    signed = builder.add_extension(wish, critical=False).sign(key, hashes.SHA256())
+    signed = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
     return signed.public_bytes(serialization.Encoding.PEM)
 
 

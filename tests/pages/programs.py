@@ -73,12 +73,12 @@ def check(program: Program, block: Block, home: Path, python: str) -> None:
     """Run it in two lives, in this directory."""
     text = f"{HEAD}{program.before}\n{block.text}\n{program.after}\n"
     (home / "page.py").write_text(text)
-    for told in program.told:
+    for message in program.told:
         done = subprocess.run(
             [python, "page.py"], cwd=home, capture_output=True, text=True, timeout=100
         )
         assert done.returncode == 0, done.stderr
-        assert told in done.stdout.splitlines(), done.stdout + done.stderr
+        assert message in done.stdout.splitlines(), done.stdout + done.stderr
 
 
 PAGE = "docs/add-keepstep.md"

@@ -151,10 +151,10 @@ class Home:
     def __call__(self, line: str, *, codes: tuple[int, ...] = (0,)) -> str:
         """Type a line; what it says."""
         with self.start(line) as process:
-            said, _ = process.communicate(timeout=90)
-        assert process.returncode in codes, f"{line}\n{said}"
-        assert "Traceback" not in said, said
-        return said
+            output, _ = process.communicate(timeout=90)
+        assert process.returncode in codes, f"{line}\n{output}"
+        assert "Traceback" not in output, output
+        return output
 
 
 @pytest.fixture
@@ -181,8 +181,8 @@ def test_a_training_goes_on_as_any_of_the_ways_to_start_it_says(home: Home) -> N
     home(alone)
     assert "restored step 2" in home(eight)
     (warm_start,) = BLOCKS["docs/cli.md Warm starts"].commands
-    said = home(warm_start.replace("--preload transformers", "--preload json"))
-    assert "restored step 5" in said
+    message = home(warm_start.replace("--preload transformers", "--preload json"))
+    assert "restored step 5" in message
     (export,) = BLOCKS["docs/add-keepstep.md Use the model elsewhere"].commands
     home(export)
     assert (home.path / "model/model.safetensors").stat().st_size > 0
@@ -213,8 +213,8 @@ def test_a_sidecar_without_a_command_serves_a_script(home: Home) -> None:
 
 def test_doctor_and_secret_do_what_their_pages_say(home: Home) -> None:
     (doctor,) = BLOCKS["docs/cli.md `keepstep doctor`"].commands
-    said = home(doctor, codes=(0, 1))  # eight ranks of 40 GiB need a larger machine
-    assert str(home.path / "nvme1") in said
+    message = home(doctor, codes=(0, 1))  # eight ranks of 40 GiB need a larger machine
+    assert str(home.path / "nvme1") in message
     secret, run = BLOCKS["docs/peers.md On machines without Kubernetes"].commands
     home(secret)
     assert (home.path / "gpt.secret").stat().st_mode & 0o777 == 0o600

@@ -32,12 +32,12 @@ class Files:
 
 
 class FileCredentials:
-    """From files that may be replaced at any time; checked every `look_every_s` seconds."""
+    """From files that may be replaced at any time; checked every `check_every_s` seconds."""
 
-    def __init__(self, files: Files, *, look_every_s: float = 5.0) -> None:
+    def __init__(self, files: Files, *, check_every_s: float = 5.0) -> None:
         """Raises UsageError when the files are not usable at the start."""
         self._files = files
-        self._every_s = look_every_s
+        self._every_s = check_every_s
         self._lock = threading.Lock()
         self._digest = b""
         self._tls = self._load()

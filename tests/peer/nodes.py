@@ -43,7 +43,7 @@ class Node:
             PeerSettings(listen="127.0.0.1:0", **settings),
             self.volumes,
             run=RUN,
-            credentials=FileCredentials(self.files, look_every_s=0.0),
+            credentials=FileCredentials(self.files, check_every_s=0.0),
         )
 
     @property

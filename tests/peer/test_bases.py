@@ -215,11 +215,11 @@ def test_what_is_no_base_of_the_rank_is_refused(arriving: Sent) -> None:
 )
 def test_a_listed_base_that_no_shard_has_is_refused(lie: dict[str, Any]) -> None:
     step = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
-    told = {"step_id": step, "rank": 0, "world": 2, "root": "00", "size_bytes": 4096}
-    true, false = ({**told, "base": {**told, **change}} for change in ({}, lie))
+    listed = {"step_id": step, "rank": 0, "world": 2, "root": "00", "size_bytes": 4096}
+    true, false = ({**listed, "base": {**listed, **change}} for change in ({}, lie))
     found = msgspec.json.decode(msgspec.json.encode({"run": RUN, "shards": [true]}), type=Listing)
     assert found.shards[0].base is not None
-    for wrong in (false, {**told, "base": true}):
+    for wrong in (false, {**listed, "base": true}):
         text = msgspec.json.encode({"run": RUN, "shards": [wrong]})
         with pytest.raises(ValueError, match="base"):
             msgspec.json.decode(text, type=Listing)

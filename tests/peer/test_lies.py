@@ -238,11 +238,11 @@ def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> 
 def test_a_rank_that_no_run_has_is_refused_before_a_bit_is_kept_for_it(lie: dict[str, Any]) -> None:
     """What is held of a step is a number with a bit for each rank up to the last."""
     forged = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
-    told = {"step_id": forged, "root": "00", "size_bytes": 4096, **lie}
-    text = msgspec.json.encode({"run": RUN, "shards": [told]})
+    listed = {"step_id": forged, "root": "00", "size_bytes": 4096, **lie}
+    text = msgspec.json.encode({"run": RUN, "shards": [listed]})
     with pytest.raises(ValueError, match=r"rank|twins"):
         msgspec.json.decode(text, type=protocol.Listing)
     true = msgspec.json.encode(
-        {"run": RUN, "shards": [{**told, "rank": 0, "world": 2, "alike": {"runs": [[0, 1, 1]]}}]}
+        {"run": RUN, "shards": [{**listed, "rank": 0, "world": 2, "alike": {"runs": [[0, 1, 1]]}}]}
     )
     assert len(msgspec.json.decode(true, type=protocol.Listing).shards) == 1

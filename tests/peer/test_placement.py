@@ -71,23 +71,23 @@ def _left(held: dict[int, set[StepId]], gone: list[tuple[StepId, int]]) -> dict[
     }
 
 
-@given(held=_HELD, wishes=_HELD, committed=st.none() | _STEPS)
+@given(held=_HELD, requests=_HELD, committed=st.none() | _STEPS)
 def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
-    held: dict[int, set[StepId]], wishes: dict[int, set[StepId]], committed: StepId | None
+    held: dict[int, set[StepId]], requests: dict[int, set[StepId]], committed: StepId | None
 ) -> None:
-    wanted = Wanted(
-        committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in wishes.items()}
+    request = Wanted(
+        committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in requests.items()}
     )
-    gone = superseded(held, wanted.ranks, committed=committed)
+    gone = superseded(held, request.ranks, committed=committed)
     left = _left(held, gone)
     assert gone == sorted(set(gone))
     for step_id, rank in gone:
-        assert step_id not in wishes[rank]
+        assert step_id not in requests[rank]
         assert any(
-            committed is not None and step_id < newer <= committed and newer in wishes[rank]
+            committed is not None and step_id < newer <= committed and newer in requests[rank]
             for newer in left[rank]
         )
-    assert superseded(left, wanted.ranks, committed=committed) == []
+    assert superseded(left, request.ranks, committed=committed) == []
 
 
 @given(held=_HELD, committed=st.dictionaries(st.integers(0, 3), _STEPS))

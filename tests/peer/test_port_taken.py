@@ -31,11 +31,11 @@ async def test_another_port_is_served_and_told_to_the_operator(
     with socket.create_server(("127.0.0.1", 0)) as trainer:
         port = trainer.getsockname()[1]
         tier = _tier(tmp_path, authority, port=port, by_hand=False)
-        host, _, told = tier.address.rpartition(":")
-        assert (host, told != str(port)) == ("10.0.0.7", True)
-        assert f"Port {told} is used" in tier.warning
+        host, _, named_port = tier.address.rpartition(":")
+        assert (host, named_port != str(port)) == ("10.0.0.7", True)
+        assert f"Port {named_port} is used" in tier.warning
         assert "sidecar.ports.peer" in tier.warning
-        socket.create_connection(("127.0.0.1", int(told))).close()
+        socket.create_connection(("127.0.0.1", int(named_port))).close()
         await tier.close()
 
 

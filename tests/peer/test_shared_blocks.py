@@ -235,5 +235,5 @@ async def test_the_status_tells_how_many_bytes_are_shared(
         write(buddy, alike(1))
         durable(here.remote_tier, write(here, slot))
         await until(lambda: here.remote_tier.status().sent == 1)
-        told = buddy.remote_tier.status().shared_bytes
-        assert told == slot.layout.digests_begin - CHUNK_BYTES
+        shared_bytes = buddy.remote_tier.status().shared_bytes
+        assert shared_bytes == slot.layout.digests_begin - CHUNK_BYTES

@@ -70,12 +70,12 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
         _, found = stranger.write(5, rank=1)
         durable(stranger.remote_tier, found)
         await until(lambda: stranger.remote_tier.status().trouble)
-        seen, looked = await stranger.remote_tier.look(), await pod.remote_tier.look()
+        seen, own = await stranger.remote_tier.look(), await pod.remote_tier.look()
     # both sides refuse, whoever calls
-    for inventory in (seen, looked):
+    for inventory in (seen, own):
         assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
     assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
-    assert any(text in looked.reason for text in why.split("|")), looked.reason
+    assert any(text in own.reason for text in why.split("|")), own.reason
     assert pod.copies() == []
     assert [found.step_id.step for found in survey(pod.root, run=RUN).shards] == [3]
     assert [found.step_id.step for found in survey(stranger.root, run=RUN).shards] == [5]

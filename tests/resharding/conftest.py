@@ -32,9 +32,9 @@ class Run:
         codes = [rank.wait(100) for rank in ranks]
         if "die" in more:
             assert codes[more["die"]] == -signal.SIGKILL
-        said = [Path(f"{store}.{rank}") for rank in range(world) if rank != more.get("die")]
+        outputs = [Path(f"{store}.{rank}") for rank in range(world) if rank != more.get("die")]
         answers = [
-            json.loads(path.read_text()) if path.exists() else {"crash": ""} for path in said
+            json.loads(path.read_text()) if path.exists() else {"crash": ""} for path in outputs
         ]
         crashes = [
             answer["crash"] for answer in answers if isinstance(answer, dict) and "crash" in answer

@@ -178,17 +178,17 @@ def restore(order, rank, world):
         spoiled = [
             name for name, value in named(model).items() if bool(whole_of(value).isnan().all())
         ]
-        told = f"{type(error).__name__}: {error}"
-        return {"error": told, "changed": changed, "spoiled": spoiled}
+        message = f"{type(error).__name__}: {error}"
+        return {"error": message, "changed": changed, "spoiled": spoiled}
     finally:
         checkpointer.close()
     wrong = []
     for name, parameter in named(model).items():
-        wanted = value(order["seed"], name, parameter.shape, parameter.dtype)
-        check(wrong, name, parameter, wanted)
+        expected = value(order["seed"], name, parameter.shape, parameter.dtype)
+        check(wrong, name, parameter, expected)
         state = optimizer.state[parameter]
         for part, factor in PARTS.items():
-            check(wrong, f"{name}.{part}", state[part], wanted * factor)
+            check(wrong, f"{name}.{part}", state[part], expected * factor)
             if isinstance(parameter, DTensor) != isinstance(state[part], DTensor):
                 wrong.append(f"{name}.{part} is a {type(state[part]).__name__}")
         check(wrong, f"{name}.step", state["step"], torch.tensor(3.0))
@@ -209,8 +209,8 @@ def die_in_the_middle():
     """Of the fifth chunk that comes through a window."""
     stream, chunks = WindowReader.stream, itertools.count(1)
 
-    def dying(self, wanted):
-        for pair in stream(self, wanted):
+    def dying(self, requests):
+        for pair in stream(self, requests):
             if next(chunks) == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pair
@@ -218,10 +218,10 @@ def die_in_the_middle():
     WindowReader.stream = dying
 
 
-def check(wrong, name, tensor, wanted):
+def check(wrong, name, tensor, expected):
     found = whole_of(tensor)
-    same = found.dtype == wanted.dtype and found.shape == wanted.shape
-    if not same or not torch.equal(found, wanted):
+    same = found.dtype == expected.dtype and found.shape == expected.shape
+    if not same or not torch.equal(found, expected):
         wrong.append(name)
 
 

@@ -28,10 +28,10 @@ def whole(shape):
     return Box((0,) * len(shape), tuple(shape))
 
 
-def fill(step, directory, wants, targets, *, rank=0, **options):
+def fill(step, directory, requests, targets, *, rank=0, **options):
     """Plan and run, from mapped files."""
     images = Images(None, step.write(directory, **options))  # type: ignore[arg-type]
-    plan = make(wants, images.index, rank=rank, nearness=images.nearness)
+    plan = make(requests, images.index, rank=rank, nearness=images.nearness)
     return fill_from(plan, targets, images)
 
 
@@ -40,7 +40,7 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
     generator = random.Random(seed)
     print(f"seed {seed}")
     world = generator.randrange(1, 6)
-    step, wants, targets, expected = Step(world), [], [], []
+    step, requests, targets, expected = Step(world), [], [], []
     for number in range(generator.randrange(1, 6)):
         shape = [
             generator.randrange(0 if seed % 5 == 0 else 1, 9) for _ in range(generator.randrange(4))
@@ -62,10 +62,10 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
                 data = torch.zeros(box.sizes[::-1], dtype=tensor.dtype).permute(
                     *reversed(range(len(box.sizes)))
                 )
-            wants.append(Want(f"t{number}", box))
+            requests.append(Want(f"t{number}", box))
             targets.append(data)
             expected.append(take(tensor, box))
-    size = fill(step, tmp_path, wants, targets, rank=generator.randrange(4))
+    size = fill(step, tmp_path, requests, targets, rank=generator.randrange(4))
     assert size == sum(tensor.numel() * tensor.element_size() for tensor in expected)
     for target, value in zip(targets, expected, strict=True):
         assert torch.equal(bits(target), bits(value))
@@ -77,23 +77,23 @@ def test_any_ranges_of_elements_are_put_together_into_any_boxes_and_ranges(tmp_p
     print(f"seed {seed}")
     shape = tuple(generator.randrange(1, 7) for _ in range(generator.randrange(5)))
     tensor = some(generator, shape, generator.choice(DTYPES))
-    saved, wanted = ranges(generator, shape), ranges(generator, shape)
+    saved, cuts = ranges(generator, shape), ranges(generator, shape)
     step = Step(len(saved))
     for rank, (flat, begin, end) in enumerate(saved):
         step.add_range(rank, "t", elements(tensor, flat)[begin:end], begin, flat)
-    wants, targets, expected = [], [], []
-    for flat, begin, end in wanted:
+    requests, targets, expected = [], [], []
+    for flat, begin, end in cuts:
         vector = torch.zeros(end - begin, dtype=tensor.dtype)
         parts = list(boxes(vector, (begin,), flat))
         assert len(parts) < max(2 * len(shape), 2)
-        wants += [Want("t", box) for _, box in parts]
+        requests += [Want("t", box) for _, box in parts]
         targets += [part for part, _ in parts]
         expected.append((vector, elements(tensor, flat)[begin:end]))
     for _, box in cut(generator, shape, 1):
-        wants.append(Want("t", box))
+        requests.append(Want("t", box))
         targets.append(torch.zeros(box.sizes, dtype=tensor.dtype))
         expected.append((targets[-1], take(tensor, box)))
-    fill(step, tmp_path, wants, targets)
+    fill(step, tmp_path, requests, targets)
     assert all(torch.equal(bits(found), bits(value)) for found, value in expected)
 
 
@@ -162,9 +162,9 @@ def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
         step.add(rank, "model.w", take(tensor, box), box, (8, 4))
         step.add(rank, "model.b", take(tensor, box), box, (8, 4))
     targets = [torch.zeros(8, 4), torch.zeros(8, 4)]
-    wants = [Want("model.w", whole((8, 4))), Want("model.b", whole((8, 4)))]
+    requests = [Want("model.w", whole((8, 4))), Want("model.b", whole((8, 4)))]
     with pytest.raises(CoverageError) as caught:
-        fill(step, tmp_path, wants, targets, without=(1, 2))
+        fill(step, tmp_path, requests, targets, without=(1, 2))
     text = str(caught.value)
     assert "model.w: no rank holds offsets [2, 0], sizes [4, 4]" in text
     assert "model.b: no rank holds offsets [2, 0], sizes [4, 4]" in text

@@ -81,9 +81,9 @@ class OperatorHost:
         """The last report."""
         return self.seen.reports[-1] if self.seen.reports else None
 
-    def ask(self, **wishes: Any) -> None:
+    def ask(self, **fields: Any) -> None:
         """From now on this is asked of the run."""
-        self.requested = replace(self.requested, **wishes)
+        self.requested = replace(self.requested, **fields)
 
     def start(self) -> OperatorHost:
         self._thread.start()

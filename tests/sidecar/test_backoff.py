@@ -17,7 +17,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -
         unused,
         Look(measure=unused, report=unused, urgent=lambda: waiting),
         leader=LeaderLink(changes),
-        obey=unused,
+        apply=unused,
         changes=changes,
     )
     reporter._failures = 40  # now it pauses for 15 to 30 s

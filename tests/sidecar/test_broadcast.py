@@ -38,8 +38,8 @@ class Node:
         return Tier.ARCHIVE
 
     def ask(self, rank: int, *chunks: int, step_id: StepId = ID) -> asyncio.Task[list[Tier]]:
-        wanted = [((0, chunk), FRAME) for chunk in chunks]
-        return asyncio.ensure_future(self.broadcast.fill(rank, step_id, wanted))
+        frames = [((0, chunk), FRAME) for chunk in chunks]
+        return asyncio.ensure_future(self.broadcast.fill(rank, step_id, frames))
 
     async def comes(
         self, rank: int, *chunks: int, step_id: StepId = ID
@@ -118,7 +118,7 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
     """Also those that announce more than they ask for."""
     print(f"seed {seed}")
     chance = random.Random(seed)
-    wishes = [
+    requests = [
         sorted((saved, chunk) for saved in range(2) for chunk in range(8) if chance.random() < 0.7)
         for _ in range(chance.randrange(2, 5))
     ]
@@ -130,18 +130,18 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
         return Tier.LOCAL
 
     async def live(rank: int) -> None:
-        wanted, size = wishes[rank], chance.randrange(1, 4)
-        for at in range(0, len(wanted), size):
+        chunks, size = requests[rank], chance.randrange(1, 4)
+        for at in range(0, len(chunks), size):
             for _ in range(chance.randrange(3)):
                 await asyncio.sleep(0)
-            await broadcast.fill(rank, ID, [(key, FRAME) for key in wanted[at : at + size]])
+            await broadcast.fill(rank, ID, [(key, FRAME) for key in chunks[at : at + size]])
 
     broadcast = Broadcast(bring)
-    for rank, wanted in enumerate(wishes):
-        runs = [ChunkRun(rank=saved, first=at, end=at + 1) for saved, at in wanted]
+    for rank, chunks in enumerate(requests):
+        runs = [ChunkRun(rank=saved, first=at, end=at + 1) for saved, at in chunks]
         # more than it asks for, but as for columns: nothing behind its last one
-        if wanted and chance.random() < 0.5:
-            first, last = wanted[0], wanted[-1]
+        if chunks and chance.random() < 0.5:
+            first, last = chunks[0], chunks[-1]
             for saved in range(first[0], last[0] + 1):
                 begin = first[1] if saved == first[0] else 0
                 end = last[1] + 1 if saved == last[0] else 8
@@ -149,7 +149,7 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
             runs = [run for run in runs if run.end - run.first > 1] or runs
         broadcast.announce(rank, ID, runs)
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        for rank in range(len(wishes)):
+        for rank in range(len(requests)):
             group.create_task(live(rank))
-    asked = {key for each in wishes for key in each}
+    asked = {key for each in requests for key in each}
     assert sorted(read) == sorted(asked)

@@ -38,9 +38,9 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_command_it_serves(tmp_path: Path) -> None:
-    told = ["--run", "a", "--slots", "3"]
-    context = program.make_context("keepstep-sidecar", list(told))
-    assert [*context._protected_args, *context.args] == ["serve", *told]
+    words = ["--run", "a", "--slots", "3"]
+    context = program.make_context("keepstep-sidecar", list(words))
+    assert [*context._protected_args, *context.args] == ["serve", *words]
     assert run("--probe", "--memory-dir", str(tmp_path)).returncode == 2
 
 
@@ -142,7 +142,7 @@ def test_in_the_container_of_a_sidecar_the_commands_that_look_show_its_run(
     }
     (tmp_path / "anywhere").mkdir()
 
-    def look(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "keepstep_sidecar.cli", *words],
             capture_output=True,
@@ -152,18 +152,18 @@ def test_in_the_container_of_a_sidecar_the_commands_that_look_show_its_run(
             env={**os.environ, **environment},
         )
 
-    status = look("status", **pod)
+    status = command("status", **pod)
     assert status.returncode == 0, status.stderr
     assert str(sidecar.root) in status.stdout
     assert "step 4 of epoch" in status.stdout
     assert "sidecar.log" not in status.stdout
-    steps = json.loads(look("steps", "--json", **pod).stdout)["steps"]
+    steps = json.loads(command("steps", "--json", **pod).stdout)["steps"]
     assert [step["step"] for step in steps] == [4]
-    assert "every digest is right" in look("verify", **pod).stdout
-    other = look("status", "--run", "another", **pod)
+    assert "every digest is right" in command("verify", **pod).stdout
+    other = command("status", "--run", "another", **pod)
     assert (other.returncode, "no run 'another'" in other.stderr) == (2, True)
-    assert look("stop", **pod).returncode == 2, "it is the pod's to end"
-    assert look("status").returncode == 2
+    assert command("stop", **pod).returncode == 2, "it is the pod's to end"
+    assert command("status").returncode == 2
     assert not [*sidecar.root.glob("run.lock"), *sidecar.root.glob("sidecar.*")]
 
 
@@ -224,13 +224,13 @@ def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(
         trainer = FakeTrainer(sidecar.socket).begin_run()
         assert trainer.wait(trainer.stage(1), "durable").reached
         trainer.disconnect()
-        told = " ".join(sidecar.get("/v1/status")["warnings"])
-        assert "no metrics are served" in told
-        assert "peers are not served" in told
+        warnings = " ".join(sidecar.get("/v1/status")["warnings"])
+        assert "no metrics are served" in warnings
+        assert "peers are not served" in warnings
 
     def is_served() -> bool:
-        told = sidecar.get("/v1/status")["warnings"]
-        return [line.partition(":")[0] for line in told] == ["no connection from node ranks 1"]
+        warnings = sidecar.get("/v1/status")["warnings"]
+        return [line.partition(":")[0] for line in warnings] == ["no connection from node ranks 1"]
 
     eventually(is_served, what="only the other machine is missing")
 

@@ -129,7 +129,7 @@ def test_any_text_survives_a_file(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("slots = 1", "slots: 1 is not a whole number of at least 2"),
         ('slots = "four"', "slots: 'four' is not a whole number of at least 2"),
@@ -166,14 +166,14 @@ def test_any_text_survives_a_file(text: str) -> None:
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
-    tmp_path: Path, line: str, said: str
+    tmp_path: Path, line: str, message: str
 ) -> None:
     path = tmp_path / "keepstep.toml"
     path.write_text(line)
     with pytest.raises(UsageError) as caught:
         values_of("--config", str(path))
     assert str(caught.value).startswith(str(path))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +188,14 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "large").write_bytes(b"#" * (2 << 20))
     (tmp_path / "link").symlink_to("link")
-    for name, said in [
+    for name, message in [
         ("absent", "no such file"),
         (".", "not a file"),
         ("binary", "not TOML"),
         ("large", "more than"),
         ("link", "cannot be read"),
     ]:
-        with pytest.raises(UsageError, match=said) as caught:
+        with pytest.raises(UsageError, match=message) as caught:
             values_of("--config", str(tmp_path / name))
         assert str(tmp_path / name) in str(caught.value)
 
@@ -204,7 +204,7 @@ _NODES = {"report_url": None, "nodes": 4, "node_rank": 1}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"run": "../x"}, "cannot name a run"),
         ({"volumes": ()}, "'--volume' (or KEEPSTEP_VOLUMES)"),
@@ -222,7 +222,7 @@ _NODES = {"report_url": None, "nodes": 4, "node_rank": 1}
         ({"restore_from": "yesterday"}, "give a step's number or its id"),
     ],
 )
-def test_values_that_cannot_work_together_are_refused(change: dict[str, Any], said: str) -> None:
+def test_values_that_cannot_work_together_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Config.of({**EXPECTED, **_ONE_MACHINE, **change})
-    assert said in str(caught.value)
+    assert message in str(caught.value)

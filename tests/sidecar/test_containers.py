@@ -175,6 +175,6 @@ def _ask(shared: Path, *, groups: list[int]) -> object:
     process = context.Process(target=_as_trainer, args=(shared, groups, child))
     process.start()
     assert answer.poll(40), (shared / "log").read_text()
-    said: object = answer.recv()
+    received: object = answer.recv()
     process.join(10)
-    return said
+    return received

@@ -44,8 +44,8 @@ def events(sidecar: SidecarProcess, since: int = 0) -> Told:
     return msgspec.convert(sidecar.get(f"/v1/history?since={since}"), Told)
 
 
-def of(kind: Kind, told: Told) -> list[Event]:
-    return [event for event in told.events if event.kind is kind]
+def of(kind: Kind, page: Told) -> list[Event]:
+    return [event for event in page.events if event.kind is kind]
 
 
 # --- one life after the other ----------------------------------------------------------------
@@ -61,20 +61,20 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     first.begin()
     first.discard(5, "a tensor changed")
     first.skip(6, "no slot")
-    told = eventually(
+    found = eventually(
         lambda: of(Kind.SKIPPED, now := events(sidecar)) and now, what="it is told within a second"
     )
-    assert [event.kind for event in told.events][:3] == [Kind.STARTED, Kind.CAME, Kind.RESTORED]
-    assert (of(Kind.CAME, told)[0].rank, of(Kind.CAME, told)[0].seconds) == (0, 3.0)
-    staged = of(Kind.STAGED, told)
+    assert [event.kind for event in found.events][:3] == [Kind.STARTED, Kind.CAME, Kind.RESTORED]
+    assert (of(Kind.CAME, found)[0].rank, of(Kind.CAME, found)[0].seconds) == (0, 3.0)
+    staged = of(Kind.STAGED, found)
     assert (staged[0].first, staged[-1].step) == (0, step(4))
     assert sum(event.count for event in staged) == 5
     assert sum(event.seconds for event in staged) == 5 * 0.125
-    assert of(Kind.COMMITTED, told)[-1].step == step(4)
-    (discarded,) = of(Kind.DISCARDED, told)
+    assert of(Kind.COMMITTED, found)[-1].step == step(4)
+    (discarded,) = of(Kind.DISCARDED, found)
     assert (discarded.number, discarded.text) == (5, "a tensor changed")
-    assert [event.sequence for event in told.events] == list(range(1, told.last + 1))
-    assert events(sidecar, told.last).events == ()
+    assert [event.sequence for event in found.events] == list(range(1, found.last + 1))
+    assert events(sidecar, found.last).events == ()
     eventually(lambda: sidecar.root.joinpath("history.jsonl").exists(), what="it is kept")
     kept = eventually(
         lambda: "no slot" in sidecar.root.joinpath("history.jsonl").read_text(), what="all of it"
@@ -83,12 +83,12 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     sidecar.kill()
     sidecar.start()
     again = events(sidecar)
-    assert again.events[: len(told.events)] == told.events
+    assert again.events[: len(found.events)] == found.events
     assert len(of(Kind.STARTED, again)) == 2
     second = trainers(sidecar.socket)
     second.connect()
     second.restored(Epoch(EpochId(2, "00000002"), step(4)))
-    assert events(sidecar, told.last).events[-1].epoch == second.epoch
+    assert events(sidecar, found.last).events[-1].epoch == second.epoch
     second.disconnect()
     ended = eventually(lambda: of(Kind.ENDED, events(sidecar)), what="the second life ends")
     assert (ended[0].attempt, ended[0].text) == (second.attempt, "gone")
@@ -106,8 +106,8 @@ def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
     trainer = trainers(sidecar.socket).begin_run()
     for number in range(1, 4):
         assert trainer.wait(trainer.stage(number), "committed", flush=True).reached
-    told = eventually(lambda: of(Kind.COMMITTED, events(sidecar)), what="it is told")
-    assert told[-1].step == step(3)
+    found = eventually(lambda: of(Kind.COMMITTED, events(sidecar)), what="it is told")
+    assert found[-1].step == step(3)
     trainer.disconnect()
     assert sidecar.terminate() == 0
     assert not sidecar.root.joinpath("history.jsonl").exists()

@@ -164,7 +164,7 @@ def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "here_says", "there_says"),
+    ("options", "environment", "here_message", "there_message"),
     [
         (("--nodes", "3"), {}, "node rank 1 of 3 nodes asks to join a run of 2", "a run of 2"),
         (("--run", "other"), {}, "was refused", "the secret and the run's name must be the same"),
@@ -181,14 +181,14 @@ def test_a_machine_that_does_not_belong_here_is_refused_and_both_sides_say_why(
     run: Callable[[int], Run],
     options: tuple[str, ...],
     environment: dict[str, str],
-    here_says: str,
-    there_says: str,
+    here_message: str,
+    there_message: str,
 ) -> None:
     here, there = run(2).machines
     here.start()
     there.start(*options, **environment)
-    eventually(lambda: there_says in there.warnings(), what="it says why", within_s=10)
-    eventually(lambda: here_says in here.warnings(), what="the leader says why", within_s=10)
+    eventually(lambda: there_message in there.warnings(), what="it says why", within_s=10)
+    eventually(lambda: here_message in here.warnings(), what="the leader says why", within_s=10)
 
 
 def test_what_only_the_leader_sees_is_in_its_log_and_its_warnings_once(
@@ -306,9 +306,9 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
     options = ("--persist-every", "1", "--keep", "1")
     two = run(2).start(*options)
     pinned = two.reach(1)
-    told = calls.pin(two.machines[at].socket, pinned, pinned=True)
-    assert told is not None
-    assert told.steps == (pinned,)
+    answer = calls.pin(two.machines[at].socket, pinned, pinned=True)
+    assert answer is not None
+    assert answer.steps == (pinned,)
     two.reach(2)
     newest = two.reach(3)
     for machine in two.machines:

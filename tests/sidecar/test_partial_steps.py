@@ -27,7 +27,7 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
     for rank in range(2):
         trainer = trainers(sidecar.socket, rank, 2)
         trainer.connect()
-        said = trainer.candidates()
-        assert (said.answer, said.candidates, said.offers) == (Answer.UNKNOWN, (), ())
+        ballot = trainer.candidates()
+        assert (ballot.answer, ballot.candidates, ballot.offers) == (Answer.UNKNOWN, (), ())
         for part in (str(step_id), "saved by 4 ranks", "2 are running", "no copy of rank 0, 1"):
-            assert part in said.reason
+            assert part in ballot.reason

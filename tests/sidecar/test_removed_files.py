@@ -173,8 +173,8 @@ def test_a_trainer_says_which_slot_it_could_not_use(
     assert (first.tier, first.path) == (Tier.MEMORY, path)
     again = OpenRequest(lease=trainer.lease, id=step_id, bad=first.path)
     assert trainer.call("/v1/restore", again, Opened).tier is Tier.LOCAL
-    told = SourcesRequest(lease=trainer.lease, id=step_id, bad=(path,))
-    found = trainer.call("/v1/sources", told, Sources).sources[0]
+    request = SourcesRequest(lease=trainer.lease, id=step_id, bad=(path,))
+    found = trainer.call("/v1/sources", request, Sources).sources[0]
     assert found.path != path or found.tier is Tier.LOCAL
 
 

@@ -294,15 +294,15 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
 async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_nothing(
     committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    reasons: list[str] = []
 
-    def looking() -> Scan:
-        said.append(committer.local_shards.unreadable)
+    def scan() -> Scan:
+        reasons.append(committer.local_shards.unreadable)
         return Scan()
 
     write(committer, 2)
-    monkeypatch.setattr(volumes, "scan", looking)
+    monkeypatch.setattr(volumes, "scan", scan)
     (damaged,) = committer.copies.origins(StepId(EPOCH.id, 2), 0)
     await committer.reject(damaged, DigestError("chunk 0 is damaged"))
-    assert len(said) == 1
-    assert "is damaged" in said[0]
+    assert len(reasons) == 1
+    assert "is damaged" in reasons[0]

@@ -26,8 +26,8 @@ def listing(shard: Shard = SHARD) -> Listing:
     return Listing(run="gpt", shards=(Listed.listed(shard, copy=False),))
 
 
-def heard(told: Listing | dict[str, Any]) -> Shard:
-    (shard,) = msgspec.json.decode(msgspec.json.encode(told), type=Listing).shards
+def heard(listed: Listing | dict[str, Any]) -> Shard:
+    (shard,) = msgspec.json.decode(msgspec.json.encode(listed), type=Listing).shards
     return Shard(**shard.facts)
 
 
@@ -41,7 +41,7 @@ def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
     [[[0, 10**12, 1]], [[0, WORLD, 8]], [[0, 16, 16]], [[index, index, 1] for index in range(66)]],
 )
 def test_runs_that_cannot_be_are_refused_as_they_are_read(runs: list[list[int]]) -> None:
-    told = msgspec.to_builtins(listing())
-    told["shards"][0]["alike"]["runs"] = runs
+    listed = msgspec.to_builtins(listing())
+    listed["shards"][0]["alike"]["runs"] = runs
     with pytest.raises(msgspec.ValidationError, match=r"twins|ranks"):
-        heard(told)
+        heard(listed)

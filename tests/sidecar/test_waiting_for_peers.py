@@ -55,7 +55,7 @@ async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() ->
     await _let_begin(before)
     peers.known = (MET,)
     shared, new, newer = (
-        asyncio.create_task(remotes.look(anew=anew)) for anew in (False, True, True)
+        asyncio.create_task(remotes.look(refresh=refresh)) for refresh in (False, True, True)
     )
     await _let_begin(new)
     assert peers.asked == 1
@@ -71,12 +71,12 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     peers.answers.set()
     remotes = RemoteInventory(peers=cast("PeerTier", peers))
 
-    async def look_beyond(*, anew: bool = False) -> None:
-        await remotes.look(anew=anew)
+    async def scan_remotes(*, refresh: bool = False) -> None:
+        await remotes.look(refresh=refresh)
 
     committer: Any = SimpleNamespace(
         remotes=remotes,
-        look_beyond=look_beyond,
+        look_beyond=scan_remotes,
         local_shards=SimpleNamespace(scanned_at=0.0),
         leader_answers=True,
     )
@@ -84,13 +84,13 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     beyond = RemoteTiers(committer, changes, operated=False, leads=True)
     await beyond.look()
     peers.answers.clear()
-    looks: list[asyncio.Task[None]] = []
+    scans: list[asyncio.Task[None]] = []
 
     def spawn(work: Coroutine[Any, Any, None], name: str) -> None:
-        looks.append(asyncio.create_task(work, name=name))
+        scans.append(asyncio.create_task(work, name=name))
 
     beyond.meet((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
-    votes = Votes(lambda rank: beyond.view(held=True, heard_at=0.0), beyond.look, changes)
+    votes = Votes(lambda rank: beyond.view(held=True, replied_at=0.0), beyond.look, changes)
     vote = asyncio.create_task(votes.ready(0, timeout_s=60.0))
     await _let_begin(vote)
     assert "just named" in votes.waits[0], "and it can be told why"
@@ -98,4 +98,4 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     await vote
     assert votes.waits == {}
     assert remotes.epochs == (MET,)
-    await asyncio.gather(*looks)
+    await asyncio.gather(*scans)

@@ -115,7 +115,7 @@ class Team:
     def well(self, *, within_s: float = 180.0) -> Seen:
         """Wait until every container runs and every tier has steps of the present epoch."""
 
-        def look() -> Seen | None:
+        def probe() -> Seen | None:
             if not self._runs():
                 return None
             marks = runs.status(self.kubectl).get("watermarks", {})
@@ -129,7 +129,7 @@ class Team:
             return now if fresh and not stale and now.life.last >= now.life.first + 3 else None
 
         found: Seen = self.kubectl.eventually(
-            look, within_s=within_s, what=f"{self.name}: every tier has a step of this life"
+            probe, within_s=within_s, what=f"{self.name}: every tier has a step of this life"
         )
         return found
 
@@ -137,7 +137,7 @@ class Team:
         """Wait until rank 0 has finished a step: of a new life where the fault `ends` the old one,
         else of the old one, which must not have ended."""
 
-        def look() -> Seen | None:
+        def probe() -> Seen | None:
             now = self.seen()
             if now.life.began_at != before.life.began_at:
                 assert ends, f"{self.name}: the trainers ended, though nothing of them was touched"
@@ -147,7 +147,7 @@ class Team:
 
         after: dict[str, int] = {}
         found: Seen = self.kubectl.eventually(
-            look, within_s=within_s, what=f"{self.name} makes a new step"
+            probe, within_s=within_s, what=f"{self.name} makes a new step"
         )
         return found
 

@@ -45,11 +45,11 @@ def test_an_hour_without_the_api_server_stops_no_commit(cluster: Cluster) -> Non
 def _published_beyond(job: Team, step: int) -> int:
     """Wait until a newer step is published on both nodes; its number."""
 
-    def look() -> int | None:
+    def probe() -> int | None:
         newest = min(job.published(rank) for rank in range(2))
         return newest if newest > step else None
 
-    found: int = eventually(look, within_s=60, every_s=1.0, what=f"a commit after {step}")
+    found: int = eventually(probe, within_s=60, every_s=1.0, what=f"a commit after {step}")
     return found
 
 

@@ -57,11 +57,11 @@ def _preempted(cluster: Cluster, teams: list[Team]) -> None:
 
 
 def _gone(job: Team, uid: str) -> None:
-    def look() -> bool:
+    def probe() -> bool:
         pod = job.kubectl.get("pod", WORKER)
         return pod is None or pod["metadata"]["uid"] != uid
 
-    job.kubectl.eventually(look, within_s=150, what=f"{job.name}: the worker leaves")
+    job.kubectl.eventually(probe, within_s=150, what=f"{job.name}: the worker leaves")
 
 
 def _important(job: Team) -> Object:

@@ -75,11 +75,11 @@ def _all_go_on(job: Team) -> int:
     return own
 
 
-def _beyond(what: str, look: Callable[[], int]) -> int:
-    before = look()
+def _beyond(what: str, probe: Callable[[], int]) -> int:
+    before = probe()
 
     def newer() -> int | None:
-        now = look()
+        now = probe()
         return now if now > before else None
 
     found: int = eventually(newer, within_s=120, every_s=1.0, what=f"{what} after step {before}")

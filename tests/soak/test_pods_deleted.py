@@ -80,11 +80,11 @@ def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
         kind = chance.choice(sorted(teams))
         pod, kubectl = chance.choice(_DELETED), teams[kind]
         how, options = chance.choice([("is deleted", ()), ("is killed", _KILLED)])
-        told, began = _told(kubectl), time.time()
+        promised, began = _told(kubectl), time.time()
         kubectl("delete", "pod", pod, "--wait=false", *options)
         life = _next_life(kubectl, began)
-        right = life.first == 0 if told.least is None else life.first > told.least
-        line = f"{number} {kind} {pod} {how}: said {told.least}, began at {life.first}"
+        right = life.first == 0 if promised.least is None else life.first > promised.least
+        line = f"{number} {kind} {pod} {how}: said {promised.least}, began at {life.first}"
         print(f"soak {line}{'' if right else ' WRONG'}", flush=True)
         if not right:
             wrong.append(line)
@@ -105,9 +105,9 @@ def _told(kubectl: Kubectl) -> Told:
 
 
 def _next_life(kubectl: Kubectl, began: float) -> jobs.Life:
-    def look() -> jobs.Life | None:
+    def probe() -> jobs.Life | None:
         life = jobs.life(kubectl, "gpt-master-0")
         return life if life and life.began_at > began and life.last > life.first + 2 else None
 
-    found: jobs.Life = kubectl.eventually(look, within_s=240, what="the next life")
+    found: jobs.Life = kubectl.eventually(probe, within_s=240, what="the next life")
     return found

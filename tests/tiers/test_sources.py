@@ -153,9 +153,9 @@ async def test_chunks_come_in_any_order(place: Place, request: pytest.FixtureReq
         layout = lying.slot.layout
         last = layout.chunk_count - 1
         sizes = {last: layout.digests_begin - last * CHUNK, 1: CHUNK}
-        wanted = [(index, empty_buffer(size)) for index, size in sizes.items()]
-        await read(lying.source, lambda opened: transfer.fill(opened, wanted))
-        for index, buffer in wanted:
+        expected = [(index, empty_buffer(size)) for index, size in sizes.items()]
+        await read(lying.source, lambda opened: transfer.fill(opened, expected))
+        for index, buffer in expected:
             begin = index * CHUNK
             assert buffer == lying.slot.view[begin : begin + sizes[index]]
 
@@ -183,9 +183,9 @@ async def test_a_flipped_byte_is_found_in_its_chunk(
 ) -> None:
     async with place(request) as lying:
         flip(lying.path, CHUNK + 5)
-        wanted = [(1, empty_buffer(CHUNK))]
+        expected = [(1, empty_buffer(CHUNK))]
         with pytest.raises((ImageError, StorageError)):
-            await read(lying.source, lambda opened: transfer.fill(opened, wanted))
+            await read(lying.source, lambda opened: transfer.fill(opened, expected))
 
 
 @everywhere

@@ -162,8 +162,8 @@ def test_hostile_text_stays_text_in_a_browser(
     hostile = '<img src=x onerror="hacked=1"><script>hacked=2</script>'
     script = "import os, keepstep; os.environ['KEEPSTEP_SOCKET']"
     keepstep("run", "--run", "a", "--", warm.python(), "-c", script)
-    told = Event(sequence=10**6, kind=Kind.SKIPPED, at=1e9, until=1e9, rank=0, text=hostile)
-    line = {"sequence": told.sequence, "kind": "skipped", "at": 1e9, "until": 1e9, "text": hostile}
+    event = Event(sequence=10**6, kind=Kind.SKIPPED, at=1e9, until=1e9, rank=0, text=hostile)
+    line = {"sequence": event.sequence, "kind": "skipped", "at": 1e9, "until": 1e9, "text": hostile}
     with (keepstep.directory / "a" / "history.jsonl").open("a") as file:
         file.write(f"\n{json.dumps(line)}\n")
     home = keepstep.directory / hostile.replace("/", "")

@@ -44,10 +44,12 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
     assert scan.problems == ()
     found = {(shard.rank, shard.step_id.step): shard for shard in scan.shards}
     for (rank, step), shard in found.items():
-        wanted = staged(make_layout(rank=rank), step)
-        view = empty_slot(wanted.layout)
+        expected = staged(make_layout(rank=rank), step)
+        view = empty_slot(expected.layout)
         load(volume, shard.path, view)
-        assert view[: wanted.layout.digests_begin] == wanted.view[: wanted.layout.digests_begin]
+        assert (
+            view[: expected.layout.digests_begin] == expected.view[: expected.layout.digests_begin]
+        )
     for line in promised:
         if line.startswith("durable"):
             rank, step = map(int, line.split()[1:])

@@ -146,12 +146,12 @@ def test_its_seal_is_gone_before_anything_is_written_over(
     slot, seals = staged(make_layout(), 2), list[bytes]()
     allocate = Filesystem.allocate
 
-    def look(self: Filesystem, fd: int, size_bytes: int) -> None:
+    def check(self: Filesystem, fd: int, size_bytes: int) -> None:
         (path,) = left_over(volume)
         seals.append(path.read_bytes()[slot.layout.control_begin :])
         allocate(self, fd, size_bytes)
 
-    monkeypatch.setattr(Filesystem, "allocate", look)
+    monkeypatch.setattr(Filesystem, "allocate", check)
     write(volume, slot)
     assert seals == [bytes(4096)]
 

@@ -49,8 +49,8 @@ def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
     volume.publish(step_id(1))
     scan = volume.scan()
     assert scan.problems == ()
-    told = [(shard.step_id.step, shard.rank, shard.published) for shard in scan.shards]
-    assert told == [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False)]
+    shards = [(shard.step_id.step, shard.rank, shard.published) for shard in scan.shards]
+    assert shards == [(1, 0, True), (1, 1, True), (2, 0, False), (2, 1, False)]
     first = scan.shards[2]
     assert first.root == written[step_id(2)].shard.root
     assert first == written[step_id(2)].shard

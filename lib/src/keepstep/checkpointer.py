@@ -285,7 +285,7 @@ class Checkpointer:
             )
 
         with telling(self._socket, lambda: collective.doing, rank=self._rank):
-            agreed = collective.restore(self._connect, begin, meet=nothing, begin_anew=nothing)
+            agreed = collective.restore(self._connect, begin, meet=nothing, begin_fresh=nothing)
         parent = agreed.epoch.parent if isinstance(agreed, Agreed) else None
         return None if parent is None else (parent.step, found)
 
@@ -334,7 +334,7 @@ class Checkpointer:
             with waits, without_collections(), PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
-                    self._connect, begin, meet=self._meet, begin_anew=self._begin_anew
+                    self._connect, begin, meet=self._meet, begin_fresh=self._begin_anew
                 )
         finally:
             probed, self._probed = self._probed, None
@@ -843,13 +843,13 @@ class Checkpointer:
         lazy = self._lazy and not agent.copies_eagerly
         base = self._frozen.of(taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy)
         if self._frozen.unseen:
-            told = (
+            message = (
                 "frozen parameters were changed past torch's version counters:"
                 f" {few(sorted(self._frozen.unseen), 4)}. From this step on they are right; some"
                 " steps before it hold former values. Wrap such changes in checkpointer.mutating()"
             )
             # again where others are found later
-            agent.warn("save.frozen_parameters_changed", told, per=told)
+            agent.warn("save.frozen_parameters_changed", message, per=message)
         if not self._lazy and self._frozen.left_bytes:
             agent.warn(
                 "save.frozen_copied",
@@ -864,14 +864,14 @@ class Checkpointer:
         found = changes(self._structure, now)
         if found:
             self._check_loads_once(taken, now)
-        said = [found[name] for name in sorted(found.keys() - self._changed)]
+        texts = [found[name] for name in sorted(found.keys() - self._changed)]
         self._structure, self._changed = now, self._changed | found.keys()
-        if said:
+        if texts:
             log.warning(
                 "keepstep: rank %d: since restore() %s: a restart must build this before restore(),"
                 " or it ends in an error: latest_step() tells from which step it goes on"
                 " (docs/add-keepstep.md, Models that change) [model.structure_changed]",
-                *(self._rank, few(said, 4)),
+                *(self._rank, few(texts, 4)),
             )
 
     def _layout_options(
@@ -1267,11 +1267,11 @@ def _hook_loading() -> None:
 def _hook_failures() -> None:
     """Report an error that ends the script. Hooks once per process."""
 
-    def tell(error: BaseException) -> None:
+    def report(error: BaseException) -> None:
         for checkpointer in list(_LIVE):
             checkpointer._tell_failure(_named(error))
 
-    on_uncaught(tell)
+    on_uncaught(report)
 
 
 def _named(error: BaseException | None) -> str:

@@ -215,8 +215,8 @@ class Export:
             return False
         dtypes = [_dtype_of(first)] * 2
         targets = [torch.empty(first.shape, dtype=dtype) for dtype in dtypes]
-        wants = [plan.Want(saved.name, Box.whole(first.shape)) for saved in (first, other)]
-        fill(self._made(wants), targets, images, dtypes)
+        requests = [plan.Want(saved.name, Box.whole(first.shape)) for saved in (first, other)]
+        fill(self._made(requests), targets, images, dtypes)
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
     def _stored(self, name: str, stored: str) -> Saved:
@@ -247,9 +247,9 @@ class Export:
         shape = self._of.shapes.get(saved.name, saved.shape)
         return _Entry(name, dtype if converted and dtype else kept, shape)
 
-    def _made(self, wants: list[plan.Want]) -> plan.Plan:
+    def _made(self, requests: list[plan.Want]) -> plan.Plan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
-        return plan.make(wants, self.index, rank=0, nearness=[1] * (2 * self.index.world))
+        return plan.make(requests, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 
 
 def _not_one(names: tuple[str, ...], step_id: StepId) -> str:
@@ -553,9 +553,9 @@ class _Chunks:
         """None: everything is read in chunks."""
         return None
 
-    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """See `Bytes`."""
-        chunks, count = iter(wanted), 0
+        chunks, count = iter(requests), 0
         free = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(_BUFFERS)]
         flying: deque[tuple[W, mmap.mmap, Future[None]]] = deque()
         with ThreadPoolExecutor(_BUFFERS, thread_name_prefix="keepstep-export") as pool:

@@ -138,7 +138,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
         alone=config.alone,
-        wish=config.wish,
+        rollback_request=config.wish,
         history=history,
     )
     committer.epochs.training = lambda: leases.training
@@ -202,16 +202,16 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     )
     led.start(tasks, committer.alarm)
 
-    async def obey(reply: ReportReply) -> None:
+    async def apply(reply: ReportReply) -> None:
         await service.obey(reply)
         await led.learn(reply.authorities)
 
-    look = Look(
+    observed = Look(
         measure=lambda: volume_status(service),
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
         urgent=lambda: report.urgent(service),
     )
-    return service, Reporter(channel, look, leader=leader, obey=obey, changes=changes)
+    return service, Reporter(channel, observed, leader=leader, apply=apply, changes=changes)
 
 
 def _milestones(config: Config) -> frozenset[int]:

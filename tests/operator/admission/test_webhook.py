@@ -26,8 +26,8 @@ from tests.operator.injection.pods import (
 
 
 def _reason(pod: dict[str, Any]) -> str:
-    said = injected_of(parse_pod(pod))
-    return said.reason if said else "nothing was said"
+    injected = injected_of(parse_pod(pod))
+    return injected.reason if injected else "nothing was said"
 
 
 async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
@@ -47,9 +47,9 @@ async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) 
     assert (sidecar["image"], warnings) == ("sidecar:0", [])
     assert _sidecar(created, "keepstep-volumes")["image"] == DEFAULTS.sidecar_image
     assert {"name": "KEEPSTEP_SLOTS", "value": "7"} in sidecar["env"]
-    said = injected_of(parse_pod(created))
-    assert said is not None
-    assert (said.image, said.version, said.generation) == ("sidecar:0", "0", 3)
+    injected = injected_of(parse_pod(created))
+    assert injected is not None
+    assert (injected.image, injected.version, injected.generation) == ("sidecar:0", "0", 3)
 
 
 def _sidecar(pod: dict[str, Any], name: str = "keepstep-sidecar") -> dict[str, Any]:

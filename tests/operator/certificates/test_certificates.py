@@ -64,13 +64,13 @@ def test_the_strictest_verification_accepts_both_kinds(authority: Pair, leaf: Pa
     """Python 3.13 verifies so by default (RFC 5280: key identifiers, critical extensions)."""
     alone = make_server(NAMES, now=_now(), life=90 * DAY)
     for pair, bundle in ((leaf, authority.certificate), (alone, alone.certificate)):
-        said = shakes_hands(pair, bundle=bundle, name=NAMES[0], flags=ssl.VERIFY_X509_STRICT)
-        assert said == ""
+        message = shakes_hands(pair, bundle=bundle, name=NAMES[0], flags=ssl.VERIFY_X509_STRICT)
+        assert message == ""
 
 
 def test_another_name_or_another_authority_is_refused(authority: Pair, leaf: Pair) -> None:
-    said = shakes_hands(leaf, bundle=authority.certificate, name="kubernetes.default.svc")
-    assert "Hostname mismatch" in said
+    message = shakes_hands(leaf, bundle=authority.certificate, name="kubernetes.default.svc")
+    assert "Hostname mismatch" in message
     other = make_authority("keepstep-peers", now=_now(), life=DAY)
     assert shakes_hands(leaf, bundle=other.certificate, name=NAMES[0]) != ""
 
@@ -83,10 +83,10 @@ def test_a_server_that_signs_itself_cannot_sign_another() -> None:
 
 def test_a_pod_cannot_pose_as_the_server_of_the_same_authority(authority: Pair) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
-    wish = x509.SubjectAlternativeName([x509.DNSName(NAMES[0])])
+    names = x509.SubjectAlternativeName([x509.DNSName(NAMES[0])])
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAMES[0])])
     asked = x509.CertificateSigningRequestBuilder().subject_name(name)
-    request = asked.add_extension(wish, critical=False).sign(key, hashes.SHA256())
+    request = asked.add_extension(names, critical=False).sign(key, hashes.SHA256())
     signed = sign_request(
         authority,
         request.public_bytes(serialization.Encoding.PEM),

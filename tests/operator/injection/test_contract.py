@@ -23,7 +23,7 @@ from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy
 @pytest.fixture
 def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """The init containers by name; the sidecar's environment is this process's."""
-    wanted = policy(
+    rules = policy(
         EMPTY_DIR,
         HOST_PATH,
         stage={"every": 5},
@@ -36,7 +36,7 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
             "every": 500,
         },
     )
-    made = inject(pytorch_job(), wanted, DEFAULTS)["spec"]["initContainers"]
+    made = inject(pytorch_job(), rules, DEFAULTS)["spec"]["initContainers"]
     by_name = {pod["name"]: pod for pod in made}
     for variable in by_name["keepstep-sidecar"]["env"]:
         if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
@@ -76,8 +76,8 @@ def test_the_sidecar_understands_every_setting() -> None:
 def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = policy(EMPTY_DIR, stage={"every": 5}, persist={"driveWritesPerDay": "0.3"})
-    sidecar = inject(pytorch_job(), wanted, DEFAULTS)["spec"]["initContainers"][0]
+    rules = policy(EMPTY_DIR, stage={"every": 5}, persist={"driveWritesPerDay": "0.3"})
+    sidecar = inject(pytorch_job(), rules, DEFAULTS)["spec"]["initContainers"][0]
     for variable in sidecar["env"]:
         if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
             monkeypatch.setenv(variable["name"], variable["value"])

@@ -114,9 +114,9 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
     after = named(injected["spec"]["containers"], name).get("resources", {})
     if before == after:
         return
-    said = injected_of(parse_pod(injected))
-    assert said is not None
-    assert not any("CarveOut" in warning for warning in said.warnings)
+    injected_ = injected_of(parse_pod(injected))
+    assert injected_ is not None
+    assert not any("CarveOut" in warning for warning in injected_.warnings)
     sidecar = sidecar_of(injected)["resources"]
     for kind, amounts in before.items():
         for resource, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
@@ -163,7 +163,7 @@ def test_the_sidecar_starts_before_everything_else(make: Any) -> None:
 
 
 def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
-    wanted = policy(
+    rules = policy(
         EMPTY_DIR,
         {**EPHEMERAL, "capacity": "50Gi"},
         stage={"every": 5},
@@ -172,7 +172,7 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
         sidecar={"ioThreadsPerVolume": 2, "bytesPerSecondLimit": "1Gi"},
         flushTimeout="1m",
     )
-    environment = environment_of(sidecar_of(inject(pytorch_job(rank=1), wanted, DEFAULTS)))
+    environment = environment_of(sidecar_of(inject(pytorch_job(rank=1), rules, DEFAULTS)))
     assert environment == {
         "KEEPSTEP_RUN": "gpt-3f6a1f0e",
         "KEEPSTEP_NODE_RANK": "1",
@@ -366,9 +366,9 @@ def test_a_carve_out_that_is_not_possible_adds_and_says_so() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"] = {"limits": {"memory": "1Gi"}}
     injected = inject(pod, policy(accounting="CarveOut"), DEFAULTS)
-    said = injected_of(parse_pod(injected))
-    assert said is not None
-    assert "the sidecar needs 2304Mi of memory" in said.warnings[0]
+    injected_ = injected_of(parse_pod(injected))
+    assert injected_ is not None
+    assert "the sidecar needs 2304Mi of memory" in injected_.warnings[0]
     assert injected["spec"]["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}}
 
 
@@ -378,9 +378,9 @@ def test_a_pod_whose_ephemeral_storage_is_limited_asks_for_the_sidecars_volumes_
     limits = sidecar_of(inject(pod, policy(EMPTY_DIR), DEFAULTS))["resources"]["limits"]
     assert parse_bytes(limits["ephemeral-storage"]) > 95 << 30
     unlimited = inject(pod, policy({"name": "a", "emptyDir": {}}), DEFAULTS)
-    said = injected_of(parse_pod(unlimited))
-    assert said is not None
-    assert "the kubelet may evict the pod; set capacity" in said.warnings[0]
+    injected = injected_of(parse_pod(unlimited))
+    assert injected is not None
+    assert "the kubelet may evict the pod; set capacity" in injected.warnings[0]
 
 
 def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
@@ -391,9 +391,9 @@ def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
 
 
 def _told(pod: Body) -> tuple[str, ...]:
-    said = injected_of(parse_pod(pod))
-    assert said is not None
-    return said.warnings
+    injected = injected_of(parse_pod(pod))
+    assert injected is not None
+    return injected.warnings
 
 
 @pytest.mark.parametrize(
@@ -459,8 +459,8 @@ def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
 def test_a_pod_that_cannot_find_the_operator_by_name_is_told_so(
     spec: Body, words: str | None
 ) -> None:
-    said = _told(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
-    assert any(words in message for message in said) if words else said == ()
+    messages = _told(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
+    assert any(words in message for message in messages) if words else messages == ()
 
 
 def test_pods_that_keep_copies_for_each_other_prefer_different_nodes() -> None:
@@ -497,8 +497,8 @@ def test_image_and_addresses_never_come_from_the_pod() -> None:
 def test_a_shared_process_namespace_is_never_passed_over_in_silence(name: str) -> None:
     pod = bare_pod()
     pod["spec"][name] = True
-    told = inject(pod, policy(), DEFAULTS)["metadata"]["annotations"]["keepstep.dev/status"]
-    assert any(name in warning for warning in json.loads(told)["warnings"])
+    annotation = inject(pod, policy(), DEFAULTS)["metadata"]["annotations"]["keepstep.dev/status"]
+    assert any(name in warning for warning in json.loads(annotation)["warnings"])
 
 
 @pytest.mark.parametrize("volume", ["keepstep-token", "keepstep-volume-scratch"])
@@ -556,9 +556,9 @@ def test_a_template_that_was_copied_from_another_jobs_pod_is_refused() -> None:
 def test_a_refused_pod_carries_the_reason_and_is_otherwise_as_it_was() -> None:
     pod = pytorch_job()
     refused = refuse(pod, reason="PolicyNotFound", message="there is none")
-    said = injected_of(parse_pod(refused))
-    assert said is not None
-    assert (said.reason, said.message, said.policy) == (
+    injected = injected_of(parse_pod(refused))
+    assert injected is not None
+    assert (injected.reason, injected.message, injected.policy) == (
         "PolicyNotFound",
         "there is none",
         "default",
@@ -584,8 +584,8 @@ def _cache_mount(pod: Body) -> Body | None:
         container for container in pod["spec"]["containers"] if container["name"] == "pytorch"
     )
     mounts = [mount for mount in training["volumeMounts"] if mount["mountPath"] == _CACHE]
-    told = environment_of(training).get("KEEPSTEP_COMPILE_CACHE_DIR")
-    assert told == (_CACHE if mounts else None)
+    value = environment_of(training).get("KEEPSTEP_COMPILE_CACHE_DIR")
+    assert value == (_CACHE if mounts else None)
     return mounts[0] if mounts else None
 
 

@@ -127,12 +127,12 @@ def test_what_admission_writes_is_what_reconcile_reads(make: Any) -> None:
     body = make()
     injected = parse_pod(inject(body, policy(), DEFAULTS))
     assert placement_of(injected) == placement(parse_pod(body))
-    said = injected_of(injected)
-    assert said is not None
-    assert said.job == root_of(injected)
-    assert (said.policy, said.generation, said.reason) == ("default", 3, "")
-    assert (said.image, said.version) == (DEFAULTS.sidecar_image, "0.1.0")
-    assert said.container == training_container(injected).name
+    injected_ = injected_of(injected)
+    assert injected_ is not None
+    assert injected_.job == root_of(injected)
+    assert (injected_.policy, injected_.generation, injected_.reason) == ("default", 3, "")
+    assert (injected_.image, injected_.version) == (DEFAULTS.sidecar_image, "0.1.0")
+    assert injected_.container == training_container(injected).name
 
 
 @pytest.mark.parametrize(

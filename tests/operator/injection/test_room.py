@@ -199,8 +199,8 @@ _CASES: dict[str, tuple[Body, tuple[Body, ...]]] = {
 def test_a_sidecar_is_made_to_fit(case: str, accounting: str, volume: Body) -> None:
     pod, rules = _CASES[case]
     assert accepted(pod, *rules), "the case is about the sidecar"
-    wanted = policy(volume, **SMALL, accounting=accounting)
-    injected = inject(pod, wanted, DEFAULTS, room=room(*rules))
+    rules_ = policy(volume, **SMALL, accounting=accounting)
+    injected = inject(pod, rules_, DEFAULTS, room=room(*rules))
     assert accepted(injected, *rules)
 
 
@@ -245,8 +245,8 @@ def test_carved_out_limits_leave_the_sum_of_the_pod_as_it_was(volume: Body) -> N
         quota({"limits.cpu": "500m", "requests.cpu": "200m", "limits.memory": "768Mi"}),
         limit_range({"type": "Container", "maxLimitRequestRatio": {"cpu": "3"}}),
     )
-    pod, wanted = of_one(), policy(volume, **SMALL, accounting="CarveOut")
-    injected = inject(pod, wanted, DEFAULTS, room=room(*rules))
+    pod, rules_ = of_one(), policy(volume, **SMALL, accounting="CarveOut")
+    injected = inject(pod, rules_, DEFAULTS, room=room(*rules))
     assert accepted(injected, *rules)
     for kind in ("requests", "limits"):
         assert _sum(injected["spec"], kind) == _sum(pod["spec"], kind)
@@ -272,9 +272,9 @@ def test_add_is_used_where_carving_would_leave_the_trainer_too_little() -> None:
     rules = limit_range({"type": "Container", "min": {"cpu": "150m"}})
     injected = inject(of_one(), policy(**SMALL, accounting="CarveOut"), DEFAULTS, room=room(rules))
     assert injected["spec"]["containers"][0]["resources"] == ONE
-    said = injected_of(parse_pod(injected))
-    assert said is not None
-    assert said.warnings == (
+    injected_ = injected_of(parse_pod(injected))
+    assert injected_ is not None
+    assert injected_.warnings == (
         "accounting CarveOut is not possible, Add is used: LimitRange limits: at least 150m of cpu"
         " for container main",
     )

@@ -44,8 +44,10 @@ def _given(**spec: Any) -> dict[str, Any]:
 
 def test_an_archive_reaches_the_sidecar_below_the_pods_own_namespace() -> None:
     found = _given(archive=S3, retention={"archive": {"last": 5, "every": "6h"}})
-    told = {name: value for name, value in found.items() if name.startswith("KEEPSTEP_ARCHIVE")}
-    assert told == {
+    variables = {
+        name: value for name, value in found.items() if name.startswith("KEEPSTEP_ARCHIVE")
+    }
+    assert variables == {
         "KEEPSTEP_ARCHIVE": "s3://ckpt/team/x/team-a",
         "KEEPSTEP_ARCHIVE_EVERY": "500",
         "KEEPSTEP_ARCHIVE_KEEP": "5",
@@ -99,8 +101,8 @@ def test_the_account_of_an_azure_container_is_told_and_its_url_has_its_own_word(
 
 
 def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
-    wanted = policy(archive={"directory": {"claimName": "shared"}})
-    spec = inject(pytorch_job(), wanted, DEFAULTS)["spec"]
+    rules = policy(archive={"directory": {"claimName": "shared"}})
+    spec = inject(pytorch_job(), rules, DEFAULTS)["spec"]
     (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "keepstep-archive"]
     assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
     mount = {"name": "keepstep-archive", "mountPath": "/keepstep/archive"}
@@ -111,8 +113,8 @@ def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
 
 
 def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_higher() -> None:
-    wanted = policy(archive={"directory": {"path": "/mnt/nvme0/archive"}})
-    prepare, sidecar = inject(bare_pod(), wanted, DEFAULTS)["spec"]["initContainers"]
+    rules = policy(archive={"directory": {"path": "/mnt/nvme0/archive"}})
+    prepare, sidecar = inject(bare_pod(), rules, DEFAULTS)["spec"]["initContainers"]
     assert prepare["command"] == ["keepstep-sidecar", "prepare", "/host-archive/team-a"]
     assert prepare["volumeMounts"] == [{"name": "keepstep-archive", "mountPath": "/host-archive"}]
     assert {
@@ -137,13 +139,13 @@ def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
 
 
 def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:
-    wanted = policy(restore={"timeout": "90s"})
-    training = inject(bare_pod(), wanted, DEFAULTS)["spec"]["containers"][0]
+    rules = policy(restore={"timeout": "90s"})
+    training = inject(bare_pod(), rules, DEFAULTS)["spec"]["containers"][0]
     assert environment_of(training)["KEEPSTEP_RESTORE_TIMEOUT"] == "90"
     pod = bare_pod()
     own = {"name": "KEEPSTEP_RESTORE_TIMEOUT", "value": "7"}
     pod["spec"]["containers"][0]["env"] = [own]
-    found = inject(pod, wanted, DEFAULTS)["spec"]["containers"][0]["env"]
+    found = inject(pod, rules, DEFAULTS)["spec"]["containers"][0]["env"]
     assert [variable for variable in found if variable["name"] == own["name"]] == [own]
 
 
@@ -203,7 +205,7 @@ def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "expected"),
     [
         ("gpt-1a2b3c4d/1200", "gpt-1a2b3c4d/1200"),
         ("gpt-1a2b3c4d/latest", "gpt-1a2b3c4d/latest"),
@@ -212,12 +214,12 @@ def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
     ],
 )
 def test_a_fork_reaches_the_sidecar_as_it_is_written_and_what_is_none_names_no_run(
-    asked: str, told: str
+    asked: str, expected: str
 ) -> None:
     job = pytorch_job()
     job["metadata"].setdefault("annotations", {})["keepstep.dev/restore-from"] = asked
     made = environment_of(sidecar_of(inject(job, policy(archive=S3), DEFAULTS)))
-    assert made["KEEPSTEP_RESTORE_FROM"] == told
+    assert made["KEEPSTEP_RESTORE_FROM"] == expected
     assert "KEEPSTEP_RESTORE_FROM" not in _given(archive=S3)
 
 

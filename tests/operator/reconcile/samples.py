@@ -117,9 +117,9 @@ def begun(*pods: PodRecord, known: PolicyRecord | None = None) -> Run:
     return transitions.policy_seen(run, known or policy())
 
 
-def heard(run: Run, told: RunReport | None = None, *, at: float = T0) -> Run:
+def heard(run: Run, report_: RunReport | None = None, *, at: float = T0) -> Run:
     """The run after a report of its leader."""
-    return transitions.reported(run, told or report(), at=at)
+    return transitions.reported(run, report_ or report(), at=at)
 
 
 # Training pods as the API server has them, and where they lie there.
@@ -131,7 +131,7 @@ def pod_path(name: str, namespace: str = "team") -> str:
 
 def pod_body(node_rank: int = 0, *, injected: bool = True) -> Body:
     """A PyTorchJob's pod as the API server has it, after admission or without."""
-    said = {
+    written = {
         "policy": "default",
         "generation": 1,
         "image": "keepstep/sidecar:0.1.0",
@@ -152,7 +152,7 @@ def pod_body(node_rank: int = 0, *, injected: bool = True) -> Body:
             "keepstep.dev/run-key": "gpt-1a2b3c4d",
             "keepstep.dev/node-rank": str(node_rank),
         }
-        annotations["keepstep.dev/status"] = json.dumps(said)
+        annotations["keepstep.dev/status"] = json.dumps(written)
     return {
         "metadata": {
             "name": f"gpt-worker-{node_rank}",

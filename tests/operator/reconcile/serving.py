@@ -46,10 +46,10 @@ class Served:
         async with self.session.post(url, data=io.BytesIO(body), headers=headers) as response:
             return response.status, await response.json()
 
-    async def report(self, told: RunReport, *, token: str = "good") -> Body:
+    async def report(self, run_report: RunReport, *, token: str = "good") -> Body:
         """The answer to a report that is taken in."""
         self.parts.reports._lately.clear()  # a test does not wait for a second to pass
-        status, answer = await self.post(msgspec.json.encode(told), token=token)
+        status, answer = await self.post(msgspec.json.encode(run_report), token=token)
         assert status == 200, answer
         return answer
 

@@ -166,8 +166,8 @@ def test_a_member_whose_container_has_just_started_is_waited_for() -> None:
 
 
 def test_a_trainer_that_never_comes_is_missed_after_a_minute() -> None:
-    told = report(without_library="0-1")
-    run = heard(begun(pod(0), pod(1, training_since=T0 - 59)), told)
+    verdict = report(without_library="0-1")
+    run = heard(begun(pod(0), pod(1, training_since=T0 - 59)), verdict)
     found = said(run, "Protected")
     assert found is not None
     assert (found.reason, "gpt-worker-0" in found.message) == ("LibraryMissing", True)
@@ -188,8 +188,8 @@ def test_replicated_needs_two_nodes() -> None:
 def test_archived_says_what_is_there() -> None:
     run = begun(known=policy(archive=S3))
     assert brief(heard(run), "Archived") == ("Unknown", "NothingArchived")
-    told = report(safe=Safe(restart=step(100), archived=step(80)), archived=4)
-    found = said(heard(run, told), "Archived")
+    run_report = report(safe=Safe(restart=step(100), archived=step(80)), archived=4)
+    found = said(heard(run, run_report), "Archived")
     assert found == Verdict("True", "Archived", "step 80 is in s3://ckpt, and 3 older")
 
 

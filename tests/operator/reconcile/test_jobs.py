@@ -244,11 +244,11 @@ async def test_a_ray_job_owns_its_cluster_and_tells_its_end_by_its_deployment_st
     async with cluster.running(), Client(cluster.access) as client:
         assert await owner_of(client, RAY_CLUSTER, KEY.namespace) == RAY_JOB
         assert await state_of(client, RAY_CLUSTER, KEY.namespace) is JobState.ACTIVE
-        for said, state in (
+        for phase, state in (
             ("Running", JobState.ACTIVE),
             ("Retrying", JobState.ACTIVE),
             ("Complete", JobState.FINISHED),
             ("Failed", JobState.FAILED),
         ):
-            job["status"] = {"jobStatus": "RUNNING", "jobDeploymentStatus": said}
+            job["status"] = {"jobStatus": "RUNNING", "jobDeploymentStatus": phase}
             assert await state_of(client, RAY_JOB, KEY.namespace) is state

@@ -60,10 +60,10 @@ def events(served: Served, reason: str) -> list[Body]:
 async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         await until(lambda: served.condition("Committing") == ("Unknown", "NoReports"))
-        told = report(
+        run_report = report(
             kept=(Kept(step=str(step(90)), ranks=2, tiers=(Tier.ARCHIVE,)),), certain=True
         )
-        await served.report(told)
+        await served.report(run_report)
         await until(lambda: served.condition("Protected") == ("True", "Protected"))
         assert served.status()["committed"]["step"] == 100
         path = SERVICES.path(f"keepstep-{KEY.name}", namespace=KEY.namespace)
@@ -77,7 +77,7 @@ async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_pa
             "PyTorchJob",
             "CheckpointRun",
         }
-        await served.report(replace(told, sequence=3, kept=()))
+        await served.report(replace(run_report, sequence=3, kept=()))
         await until(lambda: path not in served.cluster.objects, what="a deleted Checkpoint")
 
 
@@ -175,12 +175,12 @@ async def test_an_acknowledgement_of_the_newest_start_is_made_its_epoch(tmp_path
         body["metadata"]["annotations"] = {"keepstep.dev/fresh-start": "newest"}
         served.cluster.put(RUNS, body)
 
-        async def told() -> bool:
+        async def acknowledged() -> bool:
             answer = await served.report(report(sequence=next(numbers)))
             return bool(answer["fresh_start"] == "newest")
 
         numbers = iter(range(3, 1000))
-        await until(told)
+        await until(acknowledged)
         await served.report(report(sequence=1000, acknowledged="0001.aaaaaaaa"))
 
         def annotation() -> str:

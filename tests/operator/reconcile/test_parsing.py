@@ -173,9 +173,9 @@ def test_a_node_whose_kubelet_is_silent_is_not_ready() -> None:
 
 def test_what_injection_did_otherwise_is_read_from_the_pod_bounded() -> None:
     body = pod_body()
-    said = json.loads(body["metadata"]["annotations"]["keepstep.dev/status"])
-    said["warnings"] = ["a\x1b[2J" + "b" * 5000, *map(str, range(500))]
-    body["metadata"]["annotations"]["keepstep.dev/status"] = json.dumps(said)
+    annotation = json.loads(body["metadata"]["annotations"]["keepstep.dev/status"])
+    annotation["warnings"] = ["a\x1b[2J" + "b" * 5000, *map(str, range(500))]
+    body["metadata"]["annotations"]["keepstep.dev/status"] = json.dumps(annotation)
     record = parse_pod_record(body)
     assert record is not None
     assert len(record.warnings) == 10

@@ -216,8 +216,8 @@ def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
         assert [*run.recent] == sorted(run.recent, key=lambda event: event.time, reverse=True)
         leads = leader_pod(run)
         assert leads is None or (leads in members and leads.node_rank == 0)
-        told = requested(run, Cluster(complete=True))
-        assert {member.pod for member in told.members} == {
+        request = requested(run, Cluster(complete=True))
+        assert {member.pod for member in request.members} == {
             member.uid for member in members if member.injected
         }
         status = render(run, Cluster(), now=now)

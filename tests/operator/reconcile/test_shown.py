@@ -53,13 +53,13 @@ def shown(run: Run, **more: Any) -> RunStatus:
 
 
 def test_a_healthy_run_is_shown_in_its_columns() -> None:
-    told = report(
+    run_report = report(
         watermarks={Tier.MEMORY: step(101), Tier.LOCAL: step(100)},
         held_by=(Tier.LOCAL,),
         stall=Stall(skipped=1),
         record=Record(restarts=2, lost_steps=7),
     )
-    status = shown(heard(begun(), told))
+    status = shown(heard(begun(), run_report))
     assert (status.phase, status.world, status.nodes) == ("Running", 2, 2)
     assert (status.step, status.behind, status.epoch) == (101, 1, "0001.aaaaaaaa")
     assert status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
@@ -188,8 +188,8 @@ def test_each_change_is_told_once() -> None:
         Alarm(kind="TwoWriters", text="two"),
         Doubt(kind=DoubtKind.COMMIT_STALLED, text="no"),
     )
-    told = report(recent=(started, restored), alarms=(alarm,), doubts=(doubt,))
-    after = heard(run, told)
+    run_report = report(recent=(started, restored), alarms=(alarm,), doubts=(doubt,))
+    after = heard(run, run_report)
     assert reasons(run, after) == [
         ("Committed", False),
         ("FreshStart", True),
@@ -197,7 +197,7 @@ def test_each_change_is_told_once() -> None:
         ("TwoWriters", True),
         ("CommitStalled", True),
     ]
-    assert reasons(after, heard(after, replace(told, sequence=3))) == []
+    assert reasons(after, heard(after, replace(run_report, sequence=3))) == []
 
 
 def test_a_warning_of_a_sidecar_names_its_pod() -> None:
@@ -291,23 +291,23 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
         pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
     )
     run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), body)
-    told = requested(run, Cluster(complete=True), authorities="PEM")
-    assert [(member.node_rank, member.address, member.leaving) for member in told.members] == [
+    request = requested(run, Cluster(complete=True), authorities="PEM")
+    assert [(member.node_rank, member.address, member.leaving) for member in request.members] == [
         (0, "10.0.0.1", False),
         (1, "10.0.0.2", True),
     ]
-    assert (told.pins, told.restore_from) == ((step(50),), "90")
-    assert (told.fresh_start, told.paused, told.complete) == ("allow", True, True)
-    assert told.authorities == "PEM"
-    assert told.policy is not None
-    assert told.policy.outlives_pod
+    assert (request.pins, request.restore_from) == ((step(50),), "90")
+    assert (request.fresh_start, request.paused, request.complete) == ("allow", True, True)
+    assert request.authorities == "PEM"
+    assert request.policy is not None
+    assert request.policy.outlives_pod
 
 
 def test_zones_are_the_value_of_the_policy_s_key() -> None:
     run = begun(known=policy(peers=Peers(topology_key="zone")))
     nodes = {"node-0": NodeRecord(name="node-0", labels={"zone": "a"})}
-    told = requested(run, Cluster(nodes=nodes))
-    assert [member.domain for member in told.members] == ["a", "node-1"], (
+    request = requested(run, Cluster(nodes=nodes))
+    assert [member.domain for member in request.members] == ["a", "node-1"], (
         "one without a label is its own"
     )
 
@@ -320,8 +320,8 @@ def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> Non
         agents={"node-7": "10.0.0.7:26741", "node-8": "10.0.0.8:26741"},
         complete=True,
     )
-    told = requested(run, cluster)
-    assert (told.agents, told.lost_nodes) == ({"node-7": "10.0.0.7:26741"}, ("node-9",))
+    request = requested(run, cluster)
+    assert (request.agents, request.lost_nodes) == ({"node-7": "10.0.0.7:26741"}, ("node-9",))
     assert requested(run, replace(cluster, complete=False)).lost_nodes == ()
 
 
@@ -331,5 +331,5 @@ def test_a_run_with_more_pods_than_are_named_is_never_complete(
     """Otherwise its leader would take those that are not named for gone."""
     monkeypatch.setattr(module, "MOST_MEMBERS", 2)
     assert requested(begun(pod(0), pod(1)), Cluster(complete=True)).complete
-    told = requested(begun(pod(0), pod(1), pod(2)), Cluster(complete=True))
-    assert (len(told.members), told.complete) == (2, False)
+    request = requested(begun(pod(0), pod(1), pod(2)), Cluster(complete=True))
+    assert (len(request.members), request.complete) == (2, False)

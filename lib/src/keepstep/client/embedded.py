@@ -147,8 +147,8 @@ def _start(
             " keepstep's source, or the wheel keepstep-sidecar of a release"
         )
     # Errors of click itself follow lines of usage.
-    said = re.split(r"^Error: ", done.stderr.strip(), maxsplit=1, flags=re.MULTILINE)[-1]
-    raise UsageError(f"dir={os.fspath(directory)!r}: {said or f'exit code {done.returncode}'}")
+    message = re.split(r"^Error: ", done.stderr.strip(), maxsplit=1, flags=re.MULTILINE)[-1]
+    raise UsageError(f"dir={os.fspath(directory)!r}: {message or f'exit code {done.returncode}'}")
 
 
 def _script() -> str:

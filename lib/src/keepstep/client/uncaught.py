@@ -20,15 +20,15 @@ _WITHIN_S = 2.0
 _REASON = 4000  # characters
 
 
-def watch(told: Callable[[BaseException], None]) -> None:
-    """From now on, call `told` with an uncaught error. The previous excepthook runs first."""
+def watch(report: Callable[[BaseException], None]) -> None:
+    """From now on, call `report` with an uncaught error. The previous excepthook runs first."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         try:
             before(kind, error, at)
         finally:
-            told(error)
+            report(error)
 
     sys.excepthook = hook
 

@@ -73,14 +73,14 @@ class RankUnion:
     def put(self, key: int, ranks: int) -> None:
         """Replace the bitmap of this key."""
         before = self._of.pop(key, 0)
-        came, left = ranks & ~before, before & ~ranks
+        added, removed = ranks & ~before, before & ~ranks
         if ranks:
             self._of[key] = ranks
-        self.once &= ~left | self.twice
-        self.twice |= self.once & came
-        self.once |= came
-        if left & self.twice:
-            self._count(left & self.twice)
+        self.once &= ~removed | self.twice
+        self.twice |= self.once & added
+        self.once |= added
+        if removed & self.twice:
+            self._count(removed & self.twice)
 
     def _count(self, ranks: int) -> None:
         once = twice = 0
@@ -170,7 +170,7 @@ class Holding:
 
     def _twins_without(self, ranks: int) -> dict[int, int]:
         """The ranks that have twins, without these."""
-        return {group: left for group, told in self._twins.items() if (left := told & ~ranks)}
+        return {group: left for group, members in self._twins.items() if (left := members & ~ranks)}
 
     @property
     def has_digests(self) -> bool:
@@ -369,12 +369,12 @@ class RanksReport:
     @property
     def says(self) -> object:
         """What ranks must have in common to be reported together."""
-        return tuple((tier, told.says) for tier, told in self.tiers.items())
+        return tuple((tier, report.says) for tier, report in self.tiers.items())
 
     def each(self: Told) -> Iterator[tuple[int, Told]]:
         """Each rank, with what is said of it alone."""
         for index, rank in enumerate(self.ranks):
-            tiers = {tier: told.at(index) for tier, told in self.tiers.items()}
+            tiers = {tier: report.at(index) for tier, report in self.tiers.items()}
             yield rank, replace(self, ranks=Ranks.of((rank,)), tiers=tiers)
 
 
@@ -544,21 +544,21 @@ class Completeness:
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            told = [(report, report.tiers[tier]) for report in reports if tier in report.tiers]
-            if told:
+            reports_ = [(report, report.tiers[tier]) for report in reports if tier in report.tiers]
+            if reports_:
                 at = NO_NODE if tier.shared else node_rank
-                self._take_in(at, tier, told)
+                self._take_in(at, tier, reports_)
                 held = self.held(at, tier)
-                self._hear(node_rank, tier, told, held=held)
+                self._hear(node_rank, tier, reports_, held=held)
                 if tier is Tier.MEMORY:
                     self._in_memory.put(node_rank, held)
 
     def _take_in(
-        self, at: int, tier: Tier, told: Iterable[tuple[RanksReport, ReportedTier]]
+        self, at: int, tier: Tier, reports_: Iterable[tuple[RanksReport, ReportedTier]]
     ) -> None:
         images: dict[_Key, list[tuple[RanksReport, StepShards]]] = {}
         whole, gone = 0, dict[StepId, int]()
-        for of, report in told:
+        for of, report in reports_:
             for shards in report.shards:
                 images.setdefault((shards.step_id, shards.world), []).append((of, shards))
             for step_id in report.gone or ():
@@ -610,10 +610,10 @@ class Completeness:
         for tier in NEAREST_FIRST:
             for held in list(self._held.get((node_rank, tier), {}).values()):
                 self._take_out(held, ranks)
-            if (said := self._answers.get((node_rank, tier))) is not None:
+            if (answers := self._answers.get((node_rank, tier))) is not None:
                 for answer in Answer:
-                    said[None] |= said[answer] & ranks
-                    said[answer] &= ~ranks
+                    answers[None] |= answers[answer] & ranks
+                    answers[answer] &= ~ranks
         self._merged.clear()
         self._in_memory.put(node_rank, self.held(node_rank, Tier.MEMORY))
 
@@ -647,21 +647,21 @@ class Completeness:
         self,
         node_rank: int,
         tier: Tier,
-        told: Iterable[tuple[RanksReport, ReportedTier]],
+        reports_: Iterable[tuple[RanksReport, ReportedTier]],
         *,
         held: int,
     ) -> None:
         before = self._answers.get((node_rank, tier)) or _nothing_said()
-        said = self._answers[node_rank, tier] = dict(before)
-        for reports, report in told:
+        answers = self._answers[node_rank, tier] = dict(before)
+        for reports, report in reports_:
             of = reports.bits
             # a report that lists steps cannot mean NONE
             lists = held & of if report.answer is not Answer.UNKNOWN else 0
-            for answer in said:
-                said[answer] &= ~of
-            said[Answer.STEPS] |= lists
-            said[report.answer] |= of & ~lists
-        if said != before:
+            for answer in answers:
+                answers[answer] &= ~of
+            answers[Answer.STEPS] |= lists
+            answers[report.answer] |= of & ~lists
+        if answers != before:
             self._merged.pop(tier, None)
 
     # --- asking --------------------------------------------------------------------------
@@ -740,9 +740,9 @@ class Completeness:
         Without any answer it is UNKNOWN.
         """
         ranks = ALL_RANKS if tier.shared else 1 << rank
-        said = self._said(tier)
-        steps = said[Answer.STEPS] & ranks or (tier.shared and self.steps_at(NO_NODE))
-        if said[Answer.UNKNOWN] & ranks or not (said[Answer.NONE] & ranks or steps):
+        answers = self._said(tier)
+        steps = answers[Answer.STEPS] & ranks or (tier.shared and self.steps_at(NO_NODE))
+        if answers[Answer.UNKNOWN] & ranks or not (answers[Answer.NONE] & ranks or steps):
             return Answer.UNKNOWN
         return Answer.STEPS if steps else Answer.NONE
 
@@ -751,23 +751,23 @@ class Completeness:
         reported. So it may have infinitely many bits (a negative number)."""
         if tier.shared:
             return ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
-        said = self._said(tier)
-        return said[Answer.UNKNOWN] | ~(said[Answer.NONE] | said[Answer.STEPS])
+        answers = self._said(tier)
+        return answers[Answer.UNKNOWN] | ~(answers[Answer.NONE] | answers[Answer.STEPS])
 
     def out_of_reach(self, rank: int, tier: Tier) -> bool:
         """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
         for an answer is useless."""
-        said = self._said(tier)
-        return bool(said[None] >> rank & 1) and not any(
-            said[answer] >> rank & 1 for answer in Answer
+        answers = self._said(tier)
+        return bool(answers[None] >> rank & 1) and not any(
+            answers[answer] >> rank & 1 for answer in Answer
         )
 
     def _said(self, tier: Tier) -> _Said:
         """What all nodes answered on this tier."""
         if tier not in self._merged:
             merged = self._merged[tier] = _nothing_said()
-            for (_, of), said in self._answers.items():
-                for answer, ranks in said.items() if of is tier else ():
+            for (_, of), answers in self._answers.items():
+                for answer, ranks in answers.items() if of is tier else ():
                     merged[answer] |= ranks
         return self._merged[tier]
 

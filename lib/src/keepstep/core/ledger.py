@@ -523,8 +523,8 @@ class Ledger(Completeness):
         For a rank with its own image: the tiers nearer than the one chosen for it. For a rank for
         which a twin stands in: all tiers.
         """
-        wanted = bitmap(ranks) if len(ranks) < chosen.world else -1
-        silent = {tier: self.silent(tier) & wanted for tier in self.config.tiers}
+        chosen_ranks = bitmap(ranks) if len(ranks) < chosen.world else -1
+        silent = {tier: self.silent(tier) & chosen_ranks for tier in self.config.tiers}
         if not any(
             unknown & (chosen.on(at_least(tier)[1:]) | chosen.twins)
             for tier, unknown in silent.items()
@@ -548,7 +548,7 @@ class Ledger(Completeness):
             for rank in sorted(ranks)
             for tier in self.config.tiers
         }
-        silent = tuple(place for place, said in answers.items() if said is Answer.UNKNOWN)
+        silent = tuple(place for place, answer in answers.items() if answer is Answer.UNKNOWN)
         if silent:
             reason = f"no answer yet from {_places(silent)}"
             if self.steps and all(self.out_of_reach(*place) for place in silent):
@@ -559,7 +559,7 @@ class Ledger(Completeness):
             return Unknown(reason, silent)
         if self.steps:
             return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
-        if found := tuple(place for place, said in answers.items() if said is not Answer.NONE):
+        if found := tuple(place for place, answer in answers.items() if answer is not Answer.NONE):
             return Unknown(f"there is something that cannot be restored on {_places(found)}")
         return Nothing()
 

@@ -338,8 +338,8 @@ class Node:
         the leader these include every action that was not carried out yet."""
         match event:
             case Listed() | Reported() | EpochStarted():
-                told = self._report(event)
-                return (*self._forget_dead(event), *told, *self._conclude(now))
+                actions = self._report(event)
+                return (*self._forget_dead(event), *actions, *self._conclude(now))
             case Heard():
                 self.leader_view.hear(event, now)
                 return self._conclude(now)
@@ -421,12 +421,12 @@ class Node:
         A step is known to be committed if this machine's ledger says so. If there are other
         machines: also if the leader said so, or if an earlier sidecar showed it to readers.
         """
-        view, told = self.leader_view, set[StepId]()
+        view, steps = self.leader_view, set[StepId]()
         if not view.alone:
-            told |= view.word.commits | self._published
+            steps |= view.word.commits | self._published
         if not view.alone and view.commit is not None:
-            told.add(view.commit)
-        beyond = {step_id for step_id in told if self.ledger.lineage.restorable(step_id)}
+            steps.add(view.commit)
+        beyond = {step_id for step_id in steps if self.ledger.lineage.restorable(step_id)}
         return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
 
     def last_commit(self) -> StepId | None:
@@ -669,9 +669,9 @@ class Node:
         if view.silent(now):
             live = self._live(here) if grown else ()
             return unwatched(live, last_commit=self._last_whole(), pinned=pinned)
-        told = dismissed(view.word.retire, last_commit=view.commit, pinned=pinned)
+        dismissed_steps = dismissed(view.word.retire, last_commit=view.commit, pinned=pinned)
         lost = {*self._never_whole(here)} - pinned if view.alone else set()
-        return sorted({*told, *lost})
+        return sorted({*dismissed_steps, *lost})
 
     def _never_whole(self, here: Collection[StepId]) -> list[StepId]:
         """Steps that certainly will never be whole, without the newest few."""

@@ -209,36 +209,36 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
     if view.scanned_at == NEVER:
         return Wait(NEVER, "the volumes are still being scanned")
     scanned = max(began, view.scanned_at)
-    heard = max(scanned, min(view.heard_at, scanned + FIRST_ANSWER_S))
-    if view.heard_at == NEVER and now < heard:
-        return Wait(heard, "the leader of the run has not answered yet")
+    answered = max(scanned, min(view.heard_at, scanned + FIRST_ANSWER_S))
+    if view.heard_at == NEVER and now < answered:
+        return Wait(answered, "the leader of the run has not answered yet")
     if not view.tiers:
         return Ready()
-    return next((wait for wait in _waits(view, heard) if now < wait.until), Ready())
+    return next((wait for wait in _waits(view, answered) if now < wait.until), Ready())
 
 
-def _waits(view: View, heard: float) -> list[Wait]:
-    """Everything that this vote waits for, each with its own deadline. `heard`: when it was known
-    what this machine has and what the leader says."""
-    told, latest = max(heard, view.told_at), heard + START_S
+def _waits(view: View, answered: float) -> list[Wait]:
+    """Everything that this vote waits for, each with its own deadline. `answered`: when it was
+    known what this machine has and what the leader says."""
+    named, latest = max(answered, view.told_at), answered + START_S
     searching = not view.held and not view.known
     waits: list[Wait] = []
     if view.listed_at == NEVER or view.pods_unasked:
         whom = "machines that were just named" if view.pods_unasked else "peers and archive"
-        until = heard + HELD_S if view.held else latest
+        until = answered + HELD_S if view.held else latest
         waits.append(Wait(until, f"{whom} have not reported yet what they hold"))
     if view.contested:
-        waits.append(Wait(min(heard + WATCHED_S, latest), view.contested))
+        waits.append(Wait(min(answered + WATCHED_S, latest), view.contested))
     if view.awaits:
-        waits.append(Wait(min(told + REACHABLE_S, latest), view.awaits))
-    if not view.held and view.listed_at < heard - STALE_S:
-        waits.append(Wait(heard + LISTING_S, "peers and archive are asked again", ask=True))
+        waits.append(Wait(min(named + REACHABLE_S, latest), view.awaits))
+    if not view.held and view.listed_at < answered - STALE_S:
+        waits.append(Wait(answered + LISTING_S, "peers and archive are asked again", ask=True))
     if not view.held and not view.introduced:
-        until = latest if searching and view.led else heard + NEWER_S
+        until = latest if searching and view.led else answered + NEWER_S
         why = "not all machines of the run have reported to the leader yet"
         waits.append(Wait(until, why, ask=searching and bool(view.unknown)))
     if view.unknown and (searching or view.uncertified):
-        waits.append(Wait(min(told + ANSWERS_S, latest), view.unknown, ask=True))
+        waits.append(Wait(min(named + ANSWERS_S, latest), view.unknown, ask=True))
     return waits
 
 
@@ -376,14 +376,14 @@ def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[Step
         )
     if limits:
         return limits.pop(), any(vote.exact for vote in votes)
-    wanted = next((vote.wanted for vote in votes if vote.wanted), "")
-    if not wanted and step is not None:
+    requested = next((vote.wanted for vote in votes if vote.wanted), "")
+    if not requested and step is not None:
         if (step_id := _of_number(votes, step)) is not None:
             return step_id, True
-        wanted = str(step)
-    if wanted:
+        requested = str(step)
+    if requested:
         raise RestoreError(
-            f"going back to step {wanted} was asked for, but no rank knows of one that can be "
+            f"going back to step {requested} was asked for, but no rank knows of one that can be "
             f"restored. {_held(votes, ())}. Choose one that `keepstep steps` shows"
         )
     return None, False
@@ -464,8 +464,8 @@ def _lend(
         for offer in _shows(vote):
             if allowed(offer.id):
                 shown.setdefault(offer.id, []).append(offer)
-    wanting = [step_id for step_id in shown if any(step_id not in each for each in ways)]
-    for step_id in wanting:
+    missing = [step_id for step_id in shown if any(step_id not in each for each in ways)]
+    for step_id in missing:
         dead = lineage.standing(step_id) is Standing.DEAD
         if dead or (world := _covered(shown[step_id])) is None:
             continue

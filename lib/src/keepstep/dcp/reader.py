@@ -130,15 +130,15 @@ class Folder:
     def verify(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Check the digests of all chunks of these (rank, begin, end) that were not yet verified.
         Raises DigestError."""
-        wanted = {
+        required = {
             (rank, chunk)
             for rank, begin, end in ranges
             for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
             if begin < end
         }
-        threads = min(_THREADS, len(os.sched_getaffinity(0)), max(1, len(wanted)))
+        threads = min(_THREADS, len(os.sched_getaffinity(0)), max(1, len(required)))
         with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-verify") as pool:
-            for _ in pool.map(self._verify, sorted(wanted - self._verified)):
+            for _ in pool.map(self._verify, sorted(required - self._verified)):
                 pass
 
     def _verify(self, place: tuple[int, int]) -> None:
@@ -175,7 +175,7 @@ class Folder:
         """The bytes of an image."""
         return self._map(rank)[0]
 
-    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Empty: all images are mapped, so nothing is read in chunks."""
         return iter(())
 
@@ -216,14 +216,14 @@ def _manifest(path: Path) -> Manifest:
 
 def _check_alike(manifest: Manifest, path: Path, first: Manifest, other_path: Path) -> None:
     page, other = manifest.control, first.control
-    for what, found, wanted in (
+    for what, found, expected in (
         ("run", page.run, other.run),
         ("step", page.id, other.id),
         ("world", page.world, other.world),
     ):
-        if found != wanted:
+        if found != expected:
             raise ForeignError(
-                f"the shard of {what} {found} among those of {wanted} ({other_path.name}):"
+                f"the shard of {what} {found} among those of {expected} ({other_path.name}):"
                 " take it out of this directory",
                 path=path,
             )
@@ -285,16 +285,16 @@ class StepReader:
         """For each tensor, the saved boxes that make it up, by their offsets."""
         named = {key: self._index.find(key) for key in (*self._index.tensors, *self._index.aliases)}
         saved = {name: tensor for name, tensor in named.items() if tensor is not None}
-        wants = [Want(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
+        requests = [Want(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
         try:
-            made = make(wants, self._index, rank=rank, nearness=nearness)
+            made = make(requests, self._index, rank=rank, nearness=nearness)
         except CoverageError as error:
             raise CoverageError(
                 f"{self.where}: {error}\nUse another copy of this step, or load another step."
             ) from error
         boxes: dict[str, dict[KeyPath, Piece]] = {name: {} for name in saved}
         for piece in made.pieces():
-            boxes[wants[piece.want].name][piece.at] = piece
+            boxes[requests[piece.want].name][piece.at] = piece
         for name, tensor in saved.items():
             if not boxes[name]:  # no elements: any of its boxes is the whole tensor
                 holder, begin = tensor.rows[0, :2].tolist()
@@ -422,21 +422,21 @@ class StepReader:
 
     def _moves(self, items: Sequence[ReadItem]) -> tuple[Plan, list[torch.dtype]]:
         """DCP's plan as a plan of `restore.plan`: one want for each item, filled by one piece."""
-        wants, rows = [], []
+        requests, rows = [], []
         dims = max((len(item.lengths) for item in items), default=0)
         for number, item in enumerate(items):
             box, sizes = self.stored(item.storage_index), tuple(item.lengths)
-            want = Want(item.storage_index.fqn, Box.whole(sizes))
-            wants.append(want)
-            if not want.box.empty:
+            request = Want(item.storage_index.fqn, Box.whole(sizes))
+            requests.append(request)
+            if not request.box.empty:
                 padding = [0] * (dims - len(sizes))
-                parts = (box.sizes, item.storage_offsets, sizes, want.box.offsets)
+                parts = (box.sizes, item.storage_offsets, sizes, request.box.offsets)
                 rows.append(
                     [box.rank, box.begin, number, *(n for part in parts for n in (*padding, *part))]
                 )
         rows.sort()  # by rank and first byte: the order of the files
         columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3 + 4 * dims)
-        return Plan(wants, columns, dims), [self.dtype(item.storage_index) for item in items]
+        return Plan(requests, columns, dims), [self.dtype(item.storage_index) for item in items]
 
     def _value(self, item: ReadItem) -> bytes:
         name, rank = item.storage_index.fqn, self.holder(item)

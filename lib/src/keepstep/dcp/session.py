@@ -264,11 +264,11 @@ def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> Rest
     """Why this rank has nothing to bring although a step must be loaded."""
     vote, which = ballot.vote, "" if ballot.step is None else f" {ballot.step}"
     others = sorted({offer.id for each in votes for offer in each.offers})
-    said = f"; another rank can bring {others[-1]}" if others else ""
+    hint = f"; another rank can bring {others[-1]}" if others else ""
     if vote.answer is Answer.UNKNOWN:
         return RestoreError(
             f"rank {rank}: the steps to load are unknown: {vote.reason}; bring that storage"
-            f" back, or load a copy by its path{said}"
+            f" back, or load a copy by its path{hint}"
         )
     own = [
         candidate.id for candidate in vote.candidates if ballot.step in (None, candidate.id.step)
@@ -277,10 +277,10 @@ def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> Rest
         return NothingCommonError(
             f"rank {rank}: its sidecar holds step {max(own)}, but not the images of all ranks of"
             " it: dcp.load needs them within reach of every sidecar, by peers or by an archive"
-            f" (or keepstep.Checkpointer, which needs a rank's own image only){said}"
+            f" (or keepstep.Checkpointer, which needs a rank's own image only){hint}"
         )
     return RestoreError(
-        f"rank {rank}: no committed step{which} to load{said}: `keepstep steps` lists what is"
+        f"rank {rank}: no committed step{which} to load{hint}: `keepstep steps` lists what is"
         " there, and keepstep.dcp.latest_step() is None when a run begins"
     )
 

@@ -549,14 +549,14 @@ def _to_tensor(value: Any) -> Any:
         made = flat.clone().view(dtype).reshape(sizes)
     else:
         made = torch.empty(sizes, dtype=dtype)
-    (told,) = more or [{}]
-    if strides := told.get("strides"):
+    (options,) = more or [{}]
+    if strides := options.get("strides"):
         if strides_with_gaps(sizes, strictjson.sizes(strides, "strides")) is None:
             raise ValueError("no strides of its dimensions")
         made = torch.empty_strided(sizes, strides, dtype=dtype).copy_(made)
-    elif order := told.get("order"):
+    elif order := options.get("order"):
         made = torch.empty_permuted(sizes, order, dtype=dtype).copy_(made)
-    return made.requires_grad_(told.get("requires_grad") is True)
+    return made.requires_grad_(options.get("requires_grad") is True)
 
 
 def dtype_of(name: str) -> Any:

@@ -394,9 +394,9 @@ def check_control(
         ("run", control.run, control.run if run is None else run),
         ("step", control.id, control.id if step_id is None else step_id),
     ]
-    for what, found, wanted in expected:
-        if found != wanted:
-            raise ForeignError(f"the image of {what} {found}, not of {wanted}", path=path)
+    for what, found, expected_value in expected:
+        if found != expected_value:
+            raise ForeignError(f"the image of {what} {found}, not of {expected_value}", path=path)
     if control.extras_bytes > layout.extras_capacity_bytes:
         raise FormatError(
             f"{control.extras_bytes} bytes of extras in {layout.extras_capacity_bytes}", path=path

@@ -129,9 +129,9 @@ def any_rank(mine: bool) -> bool:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return mine
-    said: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(said, mine)
-    return any(said)
+    flags: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(flags, mine)
+    return any(flags)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -269,10 +269,10 @@ def seeded_aside(loader: Any) -> Iterator[None]:
 def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[list[_Behind]]:
     """In this context, new iterators of these loaders begin as `begun` (from `capture`) says, and
     leave out the first `batches` once they draw. For loaders that are `by_index`."""
-    for loader, anew in zip(loaders, begun["fresh"], strict=True):
-        if anew and not is_fresh(loader):
+    for loader, fresh in zip(loaders, begun["fresh"], strict=True):
+        if fresh and not is_fresh(loader):
             loader._iterator = None
-        elif not anew and is_fresh(loader):
+        elif not fresh and is_fresh(loader):
             iter(loader)
     apply(begun, loaders)
     samplers: list[_Behind] = []

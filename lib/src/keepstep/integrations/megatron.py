@@ -133,11 +133,11 @@ class _Names:
 
 def _boxes(chunks: Sequence[_Names]) -> dict[Tensor, _Box]:
     """The box of each parameter. A collective."""
-    told = _ranks()
+    ranks = _ranks()
     found: dict[Tensor, _Box] = {}
     for names in chunks:
         for local, parameter in names.model.named_parameters():
-            here = told[bool(getattr(parameter, "allreduce", True))]
+            here = ranks[bool(getattr(parameter, "allreduce", True))]
             box = _box(names.sharded.get(local), parameter, here)
             if box is None:
                 shape = tuple(parameter.shape)
@@ -200,12 +200,12 @@ def _ranks() -> dict[bool, _Ranks]:
         kind: sorted(distributed.get_process_group_ranks(group))
         for kind, (group, _) in groups.items()
     }
-    told: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(told, mine)
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, mine)
     found = {}
     for kind, (_, group) in groups.items():
         peers = distributed.get_process_group_ranks(group)
-        members = sorted({rank for peer in peers for rank in told[peer][kind]})
+        members = sorted({rank for peer in peers for rank in gathered[peer][kind]})
         place = distributed.get_rank(group), distributed.get_world_size(group)
         found[kind] = _Ranks(tuple(mine[kind]), tuple(members), place)
     return found

@@ -53,31 +53,31 @@ def _write(note: Callable[[], object]) -> None:
 def _note(tracker: Any, restored: Restored | None) -> Callable[[], object]:
     """What writes the note. Called in the thread that trains, where MLflow knows the active run."""
     step = 0 if restored is None else restored.step
-    told = "" if restored is None else f"step {step} of epoch {restored.epoch}: {restored.tier}"
+    text = "" if restored is None else f"step {step} of epoch {restored.epoch}: {restored.tier}"
     if hasattr(tracker, "summary") and hasattr(tracker, "log"):
-        return lambda: _to_wandb(tracker, step, told)
+        return lambda: _to_wandb(tracker, step, text)
     if hasattr(tracker, "add_scalar") and hasattr(tracker, "add_text"):
-        return lambda: _to_tensorboard(tracker, step, told)
+        return lambda: _to_tensorboard(tracker, step, text)
     if hasattr(tracker, "MlflowClient") and hasattr(tracker, "active_run"):
         if (run := tracker.active_run()) is None:
             raise UsageError("mlflow has no active run: call mlflow.start_run() first")
-        return lambda: _to_mlflow(tracker.MlflowClient(), run.info.run_id, step, told)
+        return lambda: _to_mlflow(tracker.MlflowClient(), run.info.run_id, step, text)
     raise UsageError(
         f"a {type(tracker).__name__} is no tracker that keepstep knows: give it wandb.run, a"
         " SummaryWriter, or the module mlflow"
     )
 
 
-def _to_wandb(run: Any, step: int, told: str) -> None:
+def _to_wandb(run: Any, step: int, text: str) -> None:
     run.log({_KEY: step}, commit=False)
-    run.summary.update({_KEY: step, "keepstep/restored": told})
+    run.summary.update({_KEY: step, "keepstep/restored": text})
 
 
-def _to_tensorboard(writer: Any, step: int, told: str) -> None:
+def _to_tensorboard(writer: Any, step: int, text: str) -> None:
     writer.add_scalar(_KEY, step, step)
-    writer.add_text("keepstep/restored", told, step)
+    writer.add_text("keepstep/restored", text, step)
 
 
-def _to_mlflow(client: Any, run_id: str, step: int, told: str) -> None:
+def _to_mlflow(client: Any, run_id: str, step: int, text: str) -> None:
     client.log_metric(run_id, _KEY, step, step=step)
-    client.set_tag(run_id, "keepstep.restored", told)
+    client.set_tag(run_id, "keepstep.restored", text)

@@ -162,8 +162,8 @@ def checkpointer(
     kept._archived = archive.is_absolute()
     kept._home = (archive if kept._archived else Path(os.path.abspath(dir))) / name
     if kept._socket and context.get_local_rank() == 0:
-        heed = (kept._socket, context.get_world_rank())
-        threading.Thread(target=_heed_preemption, args=heed, daemon=True).start()
+        watched = (kept._socket, context.get_world_rank())
+        threading.Thread(target=_heed_preemption, args=watched, daemon=True).start()
     return kept
 
 

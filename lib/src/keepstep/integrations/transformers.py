@@ -172,11 +172,11 @@ class _Watch:
 
     def _look(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        look = _Look(self._trainer, self._components)
+        observed = _Look(self._trainer, self._components)
         if self._own:
             names = vars(self._trainer).keys() - _trainers_own() - self._kept - _INCIDENTAL
             prefix = type(self._trainer).__name__
-            found = {f"{prefix}.{name}": look.at(vars(self._trainer)[name]) for name in names}
+            found = {f"{prefix}.{name}": observed.at(vars(self._trainer)[name]) for name in names}
         for callback in self._trainer.callback_handler.callbacks:
             if (
                 _library(callback) == "transformers"
@@ -185,7 +185,7 @@ class _Watch:
             ):
                 continue
             for name, value in vars(callback).items():
-                found[f"{type(callback).__name__}.{name}"] = look.at(value)
+                found[f"{type(callback).__name__}.{name}"] = observed.at(value)
         return found
 
 

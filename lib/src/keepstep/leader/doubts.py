@@ -79,8 +79,8 @@ def _commits(leader: Leader, behind: int | None, at: float) -> Said:
         if leader.requests.outlook().restart is not Restart.GOES_ON:
             yield DoubtKind.COMMIT_LOST, lost
     elif history.commit is None and (warned := _warned(leader)):
-        told = f"no step was committed yet; {warned}. Training goes on"
-        yield DoubtKind.SIDECAR_TROUBLED, told
+        text = f"no step was committed yet; {warned}. Training goes on"
+        yield DoubtKind.SIDECAR_TROUBLED, text
 
 
 def _failed_volume(leader: Leader) -> str:
@@ -185,17 +185,17 @@ def _kept(leader: Leader) -> Said:
     lost = f"of step {newest}, and of every other step, a part is gone"
     drives = asked.other_drives
     if asked.gone_for_good:
-        went = f": {drives}. The" if drives else " with its pod: the"
-        told = f"{lost} for good{went} next start begins again at step 0"
+        what = f": {drives}. The" if drives else " with its pod: the"
+        text = f"{lost} for good{what} next start begins again at step 0"
     else:
         other = f" ({drives})" if drives else ""
-        told = (
+        text = (
             f"{lost}{other}: starts wait until it is back. To begin again at step 0:"
             f" {asked.way_out}"
         )
     if gone:
-        told += f". {len(gone)} pods have not come back: look at the job"
-    yield DoubtKind.PART_GONE, told
+        text += f". {len(gone)} pods have not come back: look at the job"
+    yield DoubtKind.PART_GONE, text
 
 
 # --- tiers beyond the pods -----------------------------------------------------------------------
@@ -224,8 +224,8 @@ def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> S
 def _not_serving(leader: Leader) -> Said:
     mute = [name for name, place in _there(leader) if not place.sidecar.peer_address]
     if leader.requests.policy.replicas and mute:
-        told = f"{few(mute, _NAMED)} do not serve their peers yet, so no copy can be sent to them"
-        yield DoubtKind.PEERS_NOT_SERVING, told
+        text = f"{few(mute, _NAMED)} do not serve their peers yet, so no copy can be sent to them"
+        yield DoubtKind.PEERS_NOT_SERVING, text
 
 
 def _left(leader: Leader) -> Said:

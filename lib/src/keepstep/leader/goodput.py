@@ -77,20 +77,20 @@ class Sum:
     known: tuple[Tally, ...]
 
 
-def whole(told: ReportedGoodput) -> Tally:
+def whole(goodput: ReportedGoodput) -> Tally:
     """The reported tally in whole seconds, which add up to its whole time. Time that the sidecar
     put into no bucket was before it knew of a restore, so it counts as infrastructure recovery."""
-    seconds = list(_seconds(told))
-    seconds[_AWAY] += max(0.0, told.until - told.since - sum(seconds))
+    seconds = list(_seconds(goodput))
+    seconds[_AWAY] += max(0.0, goodput.until - goodput.since - sum(seconds))
     edges = [0, *map(round, accumulate(seconds))]
-    since = floor(told.since)
+    since = floor(goodput.since)
     return Tally(
-        id=told.id,
-        epoch=str(told.epoch),
+        id=goodput.id,
+        epoch=str(goodput.epoch),
         since=since,
         until=since + edges[-1],
-        step=told.step,
-        steps=told.steps,
+        step=goodput.step,
+        steps=goodput.steps,
         seconds=tuple(end - begin for begin, end in pairwise(edges)),
     )
 
@@ -163,8 +163,8 @@ def _take(seconds: list[int], amount: int, *, first: Iterable[int]) -> None:
         amount -= taken
 
 
-def _seconds(told: ReportedGoodput) -> tuple[float, ...]:
-    return (told.productive_s, *(seconds for _, seconds in told.badput.items()))
+def _seconds(goodput: ReportedGoodput) -> tuple[float, ...]:
+    return (goodput.productive_s, *(seconds for _, seconds in goodput.badput.items()))
 
 
 # --- as a part of a run --------------------------------------------------------------------------
@@ -188,9 +188,9 @@ class GoodputSum:
         if self._waits is not None:
             self._sum = added(self._sum, self._waits)
 
-    def take(self, told: ReportedGoodput) -> None:
+    def take(self, goodput: ReportedGoodput) -> None:
         """Take in the tally of this machine, which is the run's first."""
-        self._waits = whole(told)
+        self._waits = whole(goodput)
         if self._resumed:
             self._sum = added(self._sum, self._waits)
 

@@ -98,9 +98,9 @@ class Peers:
     def of(self, node_rank: int) -> tuple[Peer, ...]:
         """The other machines, as this one is told."""
         buddies = {rank for rank in self.ring.get(node_rank, ()) if rank in self.all}
-        told = {**self.all, **{rank: replace(self.all[rank], buddy=True) for rank in buddies}}
-        told.pop(node_rank, None)
-        return tuple(told.values())
+        peers = {**self.all, **{rank: replace(self.all[rank], buddy=True) for rank in buddies}}
+        peers.pop(node_rank, None)
+        return tuple(peers.values())
 
 
 class Leader:
@@ -143,20 +143,20 @@ class Leader:
 
     # --- members -------------------------------------------------------------------------
 
-    def take(self, node_rank: int, told: MemberReport, *, at: float) -> None:
+    def take(self, node_rank: int, member_report: MemberReport, *, at: float) -> None:
         """Take in a member's report; `settle` follows after one or many. Raises UsageError for one
         that is no member, or that tells of ranks or images which cannot be: nothing has changed
         then."""
-        member, report = self._member(node_rank, told), told.report
+        member, report = self._member(node_rank, member_report), member_report.report
         _check(report)
         self._members[node_rank] = member
-        member.connected, member.leaving = True, told.leaving
+        member.connected, member.leaving = True, member_report.leaving
         (self._patient if _is_of_steps(report) else self._reported).add(node_rank)
-        member.holds, member.heard, self._advice = report.peers_version, told.heard, None
+        member.holds, member.heard, self._advice = report.peers_version, member_report.heard, None
         sender = Sender(
             pod=member.pod,
             node_rank=node_rank,
-            node=told.node or str(node_rank),
+            node=member_report.node or str(node_rank),
             local_stays=self.requests.policy.outlives_pod,
         )
         believed = self._believed(node_rank, report)
@@ -181,8 +181,8 @@ class Leader:
             )
         if doubted:
             self.ledger.ask(node_rank)  # its owner may say so yet
-        if told.pins.version > self.pins.version:
-            self.pin(told.pins)
+        if member_report.pins.version > self.pins.version:
+            self.pin(member_report.pins)
 
     def settle(self, *, at: float) -> tuple[Alarm, ...]:
         """Draw the conclusions from all that was taken in. Returns what a person should look at;
@@ -193,23 +193,26 @@ class Leader:
             self._advice = None
         return tuple(action for action in actions if isinstance(action, Alarm))
 
-    def meet(self, told: MemberReport) -> None:
+    def meet(self, member_report: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
-        if told.life != self.life:
+        if member_report.life != self.life:
             raise UsageError(DUPLICATE.format(0))
 
-    def _member(self, node_rank: int, told: MemberReport) -> _Member:
-        if told.nodes != (self.nodes or 0) or not 0 <= node_rank < (self.nodes or MOST_NODES):
+    def _member(self, node_rank: int, member_report: MemberReport) -> _Member:
+        if member_report.nodes != (self.nodes or 0) or not 0 <= node_rank < (
+            self.nodes or MOST_NODES
+        ):
             raise UsageError(
-                f"node rank {node_rank} of {told.nodes} nodes asks to join a run of {self.nodes}:"
+                f"node rank {node_rank} of {member_report.nodes} nodes asks to join a run of"
+                f" {self.nodes}:"
                 " give --nodes the same number on all machines, and --node-rank a lower one on each"
             )
         known = self._members.get(node_rank)
-        if known is not None and known.life == told.life:
+        if known is not None and known.life == member_report.life:
             return known
         if known is not None and known.connected:
             raise UsageError(DUPLICATE.format(node_rank))
-        return _Member(life=told.life, pod=told.pod or told.life)
+        return _Member(life=member_report.life, pod=member_report.pod or member_report.life)
 
     def _believed(self, node_rank: int, report: Report) -> Report:
         """The report, without new steps of ranks that train at another member, unless that member
@@ -217,31 +220,31 @@ class Leader:
         believed = tuple(each for rank in report.ranks for each in self._of(node_rank, rank))
         return report if believed == report.ranks else replace(report, ranks=believed)
 
-    def _of(self, node_rank: int, told: ReportedRanks) -> Iterable[ReportedRanks]:
+    def _of(self, node_rank: int, reported: ReportedRanks) -> Iterable[ReportedRanks]:
         """What to believe of this entry; of each rank alone where not everything is believed."""
-        owners = {self._owners.get(rank, node_rank) for rank in told.ranks} - {node_rank}
-        training = {owner: self._training(owner) & told.bits for owner in owners}
-        tiers = [tier for tier in told.tiers if not tier.shared]
+        owners = {self._owners.get(rank, node_rank) for rank in reported.ranks} - {node_rank}
+        training = {owner: self._training(owner) & reported.bits for owner in owners}
+        tiers = [tier for tier in reported.tiers if not tier.shared]
         if not any(
             ranks & ~self._known(owner, shard)
             for owner, ranks in training.items()
             for tier in tiers
-            for shard in told.shards(tier)
+            for shard in reported.shards(tier)
         ):
-            return (told,)
+            return (reported,)
         return (
             self._believed_of(report, owner)
             if training.get(owner := self._owners.get(rank, node_rank), 0) >> rank & 1
             else report
-            for rank, report in told.each()
+            for rank, report in reported.each()
         )
 
     def _believed_of(self, report: ReportedRanks, owner: int) -> ReportedRanks:
         """Without the images of this rank that its owner has not written."""
         tiers = dict(report.tiers)
-        for tier, told in report.tiers.items():
-            known = (held for held in told.shards if report.bits & self._known(owner, held))
-            tiers[tier] = told if tier.shared else replace(told, shards=tuple(known))
+        for tier, tier_report in report.tiers.items():
+            known = (held for held in tier_report.shards if report.bits & self._known(owner, held))
+            tiers[tier] = tier_report if tier.shared else replace(tier_report, shards=tuple(known))
         return replace(report, tiers=tiers)
 
     def _known(self, owner: int, held: StepShards) -> int:
@@ -283,8 +286,8 @@ class Leader:
     @property
     def _pinned(self) -> tuple[StepId, ...]:
         """Steps that stay: the pinned ones, and the one that the run is to go back to."""
-        wanted, pinned = self.requests.wanted, self.pins.steps
-        return pinned if wanted is None or wanted in pinned else (*pinned, wanted)
+        target, pinned = self.requests.wanted, self.pins.steps
+        return pinned if target is None or target in pinned else (*pinned, target)
 
     # --- the operator --------------------------------------------------------------------
 
@@ -343,10 +346,10 @@ class Leader:
 
     def restore_known(self) -> bool:
         """Whether all members know which step the run is to go back to."""
-        wanted = self.requests.wanted
+        target = self.requests.wanted
         return not self.missing() and all(
             member.sent is not None
-            and member.sent.reply.restore_from == wanted
+            and member.sent.reply.restore_from == target
             and member.heard >= member.restore
             for member in self._members.values()
             if member.connected

@@ -43,13 +43,13 @@ class RankSets:
         """All ranks of which anything was reported."""
         return functools.reduce(operator.or_, self.states.values(), 0)
 
-    def after(self, told: Iterable[ReportedRanks], held: Mapping[Tier, int]) -> RankSets:
+    def after(self, reports: Iterable[ReportedRanks], held: Mapping[Tier, int]) -> RankSets:
         """The sets after a report. `held`: by tier, the ranks of which the ledger has an image of
         this place."""
         own, copied = self.own, self.copied
         archive, states = dict(self.archive), dict(self.states)
         here, copies = held[Tier.MEMORY] | held[Tier.LOCAL], held[Tier.PEER]
-        for report in told:
+        for report in reports:
             ranks = report.bits
             _move(states, ranks, (report.world, report.alive, report.staged))
             if (listed := report.tiers.get(Tier.ARCHIVE)) is not None:

@@ -92,7 +92,7 @@ class RestartHistory:
         self.restarts, self.lost_steps, self.counted = restarts, lost_steps, counted
         after = counted.number if counted is not None else -1
         self._told = {
-            epoch_id: told for epoch_id, told in self._told.items() if epoch_id.number > after
+            epoch_id: known for epoch_id, known in self._told.items() if epoch_id.number > after
         }
 
     def take(
@@ -130,20 +130,20 @@ class RestartHistory:
     def due(self, *, world: int | None, at: float) -> list[Restart]:
         """The restarts that are accounted for now, oldest first. Each is returned once."""
         ripe = [
-            told
-            for told in self._told.values()
-            if (world is not None and told.ranks.bit_count() >= world)
-            or at - told.since >= PATIENCE_S
+            known
+            for known in self._told.values()
+            if (world is not None and known.ranks.bit_count() >= world)
+            or at - known.since >= PATIENCE_S
         ]
         found = []
-        for told in sorted(ripe, key=lambda restart: restart.epoch.id):
-            del self._told[told.epoch.id]
-            restart = self._account(told, told.as_restart(world=world, at=at))
+        for known in sorted(ripe, key=lambda restart: restart.epoch.id):
+            del self._told[known.epoch.id]
+            restart = self._account(known, known.as_restart(world=world, at=at))
             found += [restart] if restart else []
         return found
 
-    def _account(self, told: _Told, restart: Restart) -> Restart | None:
-        first = self.counted is None and not restart.parent and not told.before
+    def _account(self, known: _Told, restart: Restart) -> Restart | None:
+        first = self.counted is None and not restart.parent and not known.before
         begins = self.counted is None and bool(restart.origin)
         self.counted = restart.epoch
         self._done.add(restart.epoch)

@@ -134,20 +134,20 @@ class RunLedger:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
         if any(Tier.ARCHIVE in rank.tiers and kept(rank) for rank in report.ranks):
-            heard = self._heard(node_rank)
-            ranks = (found for rank in report.ranks for found in self._of(node_rank, rank, heard))
+            version = self._heard(node_rank)
+            ranks = (found for rank in report.ranks for found in self._of(node_rank, rank, version))
             event = replace(event, ranks=tuple(ranks))
         self.core.take(event)
         self.core.keep_archived(MOST_ARCHIVED)
 
-    def _of(self, node_rank: int, told: ReportedRanks, heard: int) -> Iterator[RanksReport]:
+    def _of(self, node_rank: int, reported: ReportedRanks, version: int) -> Iterator[RanksReport]:
         """What to believe of this entry; of each rank alone where it tells of the archive."""
-        if Tier.ARCHIVE not in told.tiers or not kept(told):
-            yield told
+        if Tier.ARCHIVE not in reported.tiers or not kept(reported):
+            yield reported
             return
-        for rank, report in told.each():
+        for rank, report in reported.each():
             if self._only_kept(node_rank, rank, report):
-                report = replace(report, tiers=self._believed(rank, report, heard))
+                report = replace(report, tiers=self._believed(rank, report, version))
             yield report
 
     def _only_kept(self, node_rank: int, rank: int, report: ReportedRanks) -> bool:
@@ -158,16 +158,20 @@ class RunLedger:
             if tier not in report.tiers or report.tiers[tier].gone is not None
         )
 
-    def _believed(self, rank: int, report: ReportedRanks, heard: int) -> RankReport:
+    def _believed(self, rank: int, report: ReportedRanks, version: int) -> RankReport:
         """What to believe of a pod that reports archived steps of a rank that is not its own.
 
         Each rank's own pod knows all archived steps of that rank. The pods of the first and the
         last rank report archived steps of all ranks, but in a large run only the newest ones. This
-        must not make the older ones look gone. `heard`: ranks whose own pods exist and have
+        must not make the older ones look gone. `version`: ranks whose own pods exist and have
         reported.
         """
-        if heard >> rank & 1:
-            return {tier: told for tier, told in report.tiers.items() if tier is not Tier.ARCHIVE}
+        if version >> rank & 1:
+            return {
+                tier: tier_report
+                for tier, tier_report in report.tiers.items()
+                if tier is not Tier.ARCHIVE
+            }
         archived = report.tiers[Tier.ARCHIVE]
         named = {held.step_id for held in archived.shards}
         if archived.gone is not None or not named:
@@ -261,9 +265,9 @@ class RunLedger:
         return found
 
     def _know_world(self) -> None:
-        told = self.places.worlds
-        living = [world for alive, world in told if alive]
-        world = max(living or [world for _, world in told], default=None)
+        worlds = self.places.worlds
+        living = [world for alive, world in worlds if alive]
+        world = max(living or [world for _, world in worlds], default=None)
         if world != self._config.world:
             self._configure(replace(self._config, world=world))
 

@@ -118,8 +118,8 @@ def _half(listed: tuple) -> tuple:  # type: ignore[type-arg]
     return listed[: len(listed) // 2]
 
 
-def _versions(said: Iterable[str]) -> str:
-    return ", ".join(sorted({*said} - {""}))
+def _versions(versions: Iterable[str]) -> str:
+    return ", ".join(sorted({*versions} - {""}))
 
 
 def _fullest(there: Iterable[Place]) -> float | None:
@@ -135,11 +135,11 @@ def _fullest(there: Iterable[Place]) -> float | None:
 
 
 def _stall(there: Iterable[Place]) -> Stall:
-    told = [place.sidecar.stall for place in there]
+    stalls = [place.sidecar.stall for place in there]
     return Stall(
-        skipped=sum(counts.skipped for counts in told),
-        discarded=sum(counts.discarded for counts in told),
-        blocked_seconds=round(sum(counts.blocked_seconds for counts in told), 1),
+        skipped=sum(counts.skipped for counts in stalls),
+        discarded=sum(counts.discarded for counts in stalls),
+        blocked_seconds=round(sum(counts.blocked_seconds for counts in stalls), 1),
     )
 
 
@@ -224,8 +224,8 @@ def _is_certain(leader: Leader) -> bool:
         return False
     if leader.requests.policy.archive_every is None:
         return True
-    told = {answer for place in leader.ledger.places.there() for answer in place.ranks.archive}
-    return Answer.UNKNOWN not in told and bool(told)
+    answers = {answer for place in leader.ledger.places.there() for answer in place.ranks.archive}
+    return Answer.UNKNOWN not in answers and bool(answers)
 
 
 # --- the record ----------------------------------------------------------------------------------

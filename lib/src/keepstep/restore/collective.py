@@ -136,14 +136,14 @@ class Collective:
         begin: Begin,
         *,
         meet: Callable[[Gather], None],
-        begin_anew: Callable[[Gather], None],
+        begin_fresh: Callable[[Gather], None],
     ) -> Agreed | Unkept:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
         have no sidecar, the run may begin unkept, but may not go on from a step. `meet` is called
         before the step is chosen, once all ranks can gather; it agrees on what each rank has.
-        `begin_anew` is called if there is nothing to restore. If any rank fails, RestoreError or a
+        `begin_fresh` is called if there is nothing to restore. If any rank fails, RestoreError or a
         related error is raised on all ranks, so that none trains on alone.
         """
         if self._world == 1 and self._session is not None:
@@ -188,7 +188,7 @@ class Collective:
             for text in _news(decision, votes) if self._rank == 0 and not self._quiet else ():
                 log.warning("keepstep: %s [restore.step_chosen]", text)
             if decision.id is None:
-                begin_anew(self._gather)
+                begin_fresh(self._gather)
                 return Agreed(epoch, self._stage_every)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
@@ -268,10 +268,10 @@ class Collective:
             return mine
         self.doing = "waiting until all ranks know what there is"
         try:
-            said = zlib.compress(pickle.dumps(ask_candidates(self._session)), 1)
+            ballot = zlib.compress(pickle.dumps(ask_candidates(self._session)), 1)
         except SidecarError as error:
             return mine._replace(error=str(error))
-        return mine._replace(said=said)
+        return mine._replace(said=ballot)
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [
@@ -283,8 +283,8 @@ class Collective:
     def _check_same_step(self, ballots: list[_Ballot]) -> None:
         asked = {ballot.step: rank for rank, ballot in enumerate(ballots)}
         if len(asked) > 1:
-            said = ", ".join(f"restore(step={step}) on rank {asked[step]}" for step in asked)
-            raise UsageError(f"all ranks go back to the same step, but it is {said}")
+            calls = ", ".join(f"restore(step={step}) on rank {asked[step]}" for step in asked)
+            raise UsageError(f"all ranks go back to the same step, but it is {calls}")
 
     def _gather(self, mine: T) -> list[T]:
         if self._world == 1:
@@ -415,7 +415,7 @@ def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]
         return
     began, done = time.monotonic(), threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         wait_s = FIRST_S
         while not done.wait(wait_s):
             wait_s = EVERY_S
@@ -426,7 +426,7 @@ def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]
                     "keepstep: restore() goes on after %.0f s: %s [restore.waiting]", seconds, text
                 )
 
-    thread = threading.Thread(target=tell, name="keepstep-waiting", daemon=True)
+    thread = threading.Thread(target=report, name="keepstep-waiting", daemon=True)
     thread.start()
     try:
         yield

@@ -96,7 +96,7 @@ class Bytes(Protocol):
     def flat(self, rank: int) -> Tensor | None:
         """The bytes of a mapped image; None for an image that is read in chunks."""
 
-    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
         requested."""
 
@@ -268,22 +268,20 @@ class Images:
             return _bytes_of(mapped[begin : begin + size])
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
         parts = []
-        for wanted, frame in self.stream(
-            Chunk(rank=rank, chunk=chunk, frame=0) for chunk in chunks
-        ):
-            first = max(begin - wanted.chunk * CHUNK_BYTES, 0)
-            last = min(begin + size - wanted.chunk * CHUNK_BYTES, CHUNK_BYTES)
+        for chunk, frame in self.stream(Chunk(rank=rank, chunk=chunk, frame=0) for chunk in chunks):
+            first = max(begin - chunk.chunk * CHUNK_BYTES, 0)
+            last = min(begin + size - chunk.chunk * CHUNK_BYTES, CHUNK_BYTES)
             parts.append(_bytes_of(frame[first:last]))
         return b"".join(parts)
 
-    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
         requested.
 
         Raises SidecarError, with the code `not-verified` for a chunk of which every copy is
         damaged.
         """
-        chunks = iter(wanted)
+        chunks = iter(requests)
         for first in chunks:
             yield from self._reader().stream(chain((first,), chunks))
 
@@ -372,9 +370,9 @@ class WindowReader:
         request = ChunksRequest(lease=self._link.lease, id=self._id, chunks=(), announced=runs)
         self._link.call("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
 
-    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """See `Images.stream`. Leaves no request behind, even if the caller stops early."""
-        chunks = iter(wanted)
+        chunks = iter(requests)
         flying: deque[tuple[list[W], int, Future[None]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="keepstep-fetch") as pool:
             side = 0
@@ -454,9 +452,9 @@ def fill(
     plain = [copying.is_plain(target) for target in targets]
     total = _mapped(plan, targets, images, dtypes, plain)
     for load, frame in images.stream(_distant(plan, dtypes, images)):
-        for want, block in load.parts:
-            source = view_of(frame, dtypes[want], block, load.chunk * CHUNK_BYTES)
-            total += put(_place(targets[want], block), source)
+        for number, block in load.parts:
+            source = view_of(frame, dtypes[number], block, load.chunk * CHUNK_BYTES)
+            total += put(_place(targets[number], block), source)
     for target, is_plain in zip(targets, plain, strict=True):
         if is_plain and target.numel():  # memmove is no operation of torch
             torch.autograd.graph.increment_version(target)
@@ -635,9 +633,9 @@ class LentImages(Images):
         """From now on, `stream` reads these chunks: all that any rank wants, in order."""
         self._lent = chunks
 
-    def stream(self, wanted: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its bytes. Raises SidecarError if the lender could not read it."""
-        for chunk in wanted:
+        for chunk in requests:
             at = (chunk.rank, chunk.chunk)
             frame = next((flat for run, flat in self._lent if (run.rank, run.first) == at), None)
             if frame is None:
@@ -667,13 +665,13 @@ class Lending:
         }
         self._rank, self._own = rank, own
 
-    def chunks(self, wanted: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
+    def chunks(self, runs: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
         """Go through all chunks that any rank wants, in the same order on all ranks.
 
         Yields each with its bytes; the others only take part. Nothing here may raise before the
         end, because the other ranks would wait: a chunk that cannot be read is not yielded.
         """
-        every = sorted({(run.rank, at) for run in wanted for at in range(run.first, run.end)})
+        every = sorted({(run.rank, at) for run in runs for at in range(run.first, run.end)})
         mine = self._read([pair for pair in every if self._lender.get(pair[0]) == self._rank])
         for rank, chunk in every:
             lender = self._lender.get(rank)

@@ -245,25 +245,25 @@ class Coverage(NamedTuple):
         """Boxes of cells that are held more than once."""
         return self._boxes(self.counts > 1)
 
-    def _boxes(self, wanted: Tensor) -> Iterator[Box]:
-        wanted = wanted.clone()
-        while (cells := wanted.nonzero()).numel() or (wanted.dim() == 0 and bool(wanted)):
-            corner = cells[0].tolist() if wanted.dim() else []
-            extent = _grow(wanted, corner)
-            wanted[tuple(slice(a, a + n) for a, n in zip(corner, extent, strict=True))] = False
+    def _boxes(self, mask: Tensor) -> Iterator[Box]:
+        mask = mask.clone()
+        while (cells := mask.nonzero()).numel() or (mask.dim() == 0 and bool(mask)):
+            corner = cells[0].tolist() if mask.dim() else []
+            extent = _grow(mask, corner)
+            mask[tuple(slice(a, a + n) for a, n in zip(corner, extent, strict=True))] = False
             low = [int(cut[a]) for cut, a in zip(self.cuts, corner, strict=True)]
             high = [int(cut[a + n]) for cut, a, n in zip(self.cuts, corner, extent, strict=True)]
             yield Box(tuple(low), tuple(h - a for a, h in zip(low, high, strict=True)))
 
 
-def _grow(wanted: Tensor, corner: list[int]) -> list[int]:
+def _grow(mask: Tensor, corner: list[int]) -> list[int]:
     """The extent of the largest box of wanted cells that a walk from `corner` finds."""
     extent = [1] * len(corner)
     for dim in reversed(range(len(corner))):
-        while corner[dim] + extent[dim] < wanted.shape[dim]:
+        while corner[dim] + extent[dim] < mask.shape[dim]:
             place = [slice(a, a + n) for a, n in zip(corner, extent, strict=True)]
             place[dim] = slice(corner[dim] + extent[dim], corner[dim] + extent[dim] + 1)
-            if not bool(wanted[tuple(place)].all()):
+            if not bool(mask[tuple(place)].all()):
                 break
             extent[dim] += 1
     return extent
@@ -361,7 +361,7 @@ class Plan:
 
 
 def make(
-    wants: Sequence[Want],
+    requests: Sequence[Want],
     index: Index,
     *,
     rank: int,
@@ -375,16 +375,16 @@ def make(
     names every box that no image holds, that overlaps another, or that has contradictory meanings.
     """
     planner = _Planner(index, rank, rank if reader is None else reader, nearness)
-    for number, want in enumerate(wants):
-        planner.add(number, want)
+    for number, request in enumerate(requests):
+        planner.add(number, request)
     planner.raise_problems()
     if not planner.rows:
-        return Plan(wants, torch.empty(0, 3, dtype=torch.int64), 0, planner.wholes)
-    dims = max(len(want.box.sizes) for want in wants)
+        return Plan(requests, torch.empty(0, 3, dtype=torch.int64), 0, planner.wholes)
+    dims = max(len(request.box.sizes) for request in requests)
     joined = torch.cat([_padded(rows, dims) for rows in planner.rows])
     order = joined[:, 1].argsort(stable=True)
     order = order[joined[:, 0][order].argsort(stable=True)]
-    return Plan(wants, joined[order], dims, planner.wholes)
+    return Plan(requests, joined[order], dims, planner.wholes)
 
 
 def _padded(rows: Tensor, dims: int) -> Tensor:
@@ -418,31 +418,31 @@ class _Planner:
         order[self._rank % self._index.world] = -1
         return order
 
-    def add(self, number: int, want: Want) -> None:
-        if want.box.empty:
+    def add(self, number: int, request: Want) -> None:
+        if request.box.empty:
             return
-        saved = self._index.find(want.name)
+        saved = self._index.find(request.name)
         if saved is None:
-            self._problems.append(f"{want.name}: no image holds it")
+            self._problems.append(f"{request.name}: no image holds it")
             return
         if saved.name in self._index.conflicts:
             self._problems.append(f"{saved.name}: {self._index.conflicts[saved.name]}")
             return
-        only = saved.only(want.box)
+        only = saved.only(request.box)
         if only is not None and not self._nearness[only[0]]:
-            whole, at = want.box.sizes, (0,) * len(want.box.sizes)
+            whole, at = request.box.sizes, (0,) * len(request.box.sizes)
             self.wholes.append(Piece(*only, number, whole, at, whole, at))
             return
-        hit, lows, highs = intersect(saved, want.box)
-        order = (self._own_order if want.own else self._order)[saved.ranks[hit]]
+        hit, lows, highs = intersect(saved, request.box)
+        order = (self._own_order if request.own else self._order)[saved.ranks[hit]]
         keep = _distinct(saved, hit, order)
-        sizes = torch.tensor(want.box.sizes, dtype=torch.int64)
+        sizes = torch.tensor(request.box.sizes, dtype=torch.int64)
         if len(keep) != 1 or not bool((highs[keep][0] - lows[keep][0] == sizes).all()):
-            checked = self._check(saved, want.box, hit, lows, highs, keep)
+            checked = self._check(saved, request.box, hit, lows, highs, keep)
             if checked is None:
                 return
             keep = checked
-        self.rows.append(_rows(saved, number, want.box, hit[keep], lows[keep], highs[keep]))
+        self.rows.append(_rows(saved, number, request.box, hit[keep], lows[keep], highs[keep]))
 
     def raise_problems(self) -> None:
         if not self._problems:

@@ -464,11 +464,13 @@ class Agent:
         that is on its way, was never saved here, or is older than the last 10,000."""
         return self._outcomes.get(step)
 
-    def _note(self, step: int, reason: str, *, tell: bool = True, unkeepable: bool = False) -> None:
+    def _note(
+        self, step: int, reason: str, *, notify: bool = True, unkeepable: bool = False
+    ) -> None:
         with self._lock:
             self._end(step, reason)
             reason = self.stats.note(reason)
-            if tell:
+            if notify:
                 before = self._skips.get(reason)
                 count = before.times if before is not None else 0
                 self._skips[reason] = Skips(step, count + 1, unkeepable)
@@ -666,7 +668,7 @@ class Agent:
 
     def _report_discarded(self, pending: Pending) -> SlotGranted:
         reason = pending.why_lost()
-        if self._count_lost(pending, "is discarded", reason, tell=False):
+        if self._count_lost(pending, "is discarded", reason, notify=False):
             pending.slot.mapping.erase()
             if pending.verdict is Verdict.MUTATED:
                 self.mutated_step = pending.step
@@ -686,16 +688,16 @@ class Agent:
         """Give up an image of which the sidecar learns only as a skipped step; count and report the
         step."""
         pending.finish(Verdict.LOST, reason)
-        self._count_lost(pending, "is lost", reason, tell=True)
+        self._count_lost(pending, "is lost", reason, notify=True)
 
-    def _count_lost(self, pending: Pending, what: str, reason: str, *, tell: bool) -> bool:
+    def _count_lost(self, pending: Pending, what: str, reason: str, *, notify: bool) -> bool:
         """Count a lost image once. Returns whether it was not counted yet: after a lost connection,
         the same image may be reported again."""
         if pending.counted:
             return False
         pending.counted = True
         self.stats.discarded += 1
-        self._note(pending.step, reason, tell=tell)
+        self._note(pending.step, reason, notify=notify)
         self.warn("save.step_discarded", f"step {pending.step} {what}: {reason}", per=reason)
         return True
 

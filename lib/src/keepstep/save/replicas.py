@@ -137,17 +137,17 @@ class Replicas:
         prints: dict[Group, Fingerprint] = taken.cache["replicas"]
         if not prints and not self._everybody:
             return
-        told: dict[torch.device, Tensor] = {}
+        flags: dict[torch.device, Tensor] = {}
         groups = {
-            group: [_to_host(samples, told) for samples in fingerprint.take()]
+            group: [_to_host(samples, flags) for samples in fingerprint.take()]
             for group, fingerprint in prints.items()
         }
-        for device in told:
+        for device in flags:
             ones = accelerator.here().zeros(1, device) + 1
-            told[device] = accelerator.here().tell(ones)
+            flags[device] = accelerator.here().tell(ones)
         if self._everybody:
             groups.setdefault(self._everybody, [])
-        self._samples.put(_Sample(step, groups, tuple(told.values())))
+        self._samples.put(_Sample(step, groups, tuple(flags.values())))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, name="keepstep-replicas", daemon=True
@@ -168,8 +168,8 @@ class Replicas:
             store = _store()
             while not self._closed and (sample := self._samples.get()) is not None:
                 for group, samples in sorted(sample.groups.items()):
-                    await_told = accelerator.here().await_told
-                    if all(await_told(tensor, lambda: self._closed) for tensor in sample.told):
+                    await_flag = accelerator.here().await_told
+                    if all(await_flag(tensor, lambda: self._closed) for tensor in sample.told):
                         self._compare(store, group, sample.step, _digest(samples))
         except Exception as error:  # the store's server ends with rank 0
             log.debug("keepstep: replicas are not compared any more: %s", error)
@@ -246,12 +246,12 @@ def _fingerprints(leaves: Sequence[TensorLeaf]) -> dict[Group, Fingerprint]:
     return {group: Fingerprint(many) for group, many in found.items()}
 
 
-def _to_host(samples: Tensor, told: dict[torch.device, Tensor]) -> Tensor:
+def _to_host(samples: Tensor, flags: dict[torch.device, Tensor]) -> Tensor:
     """A copy of the samples in memory of the host. That of a device's is not waited for: then the
-    device is noted in `told`."""
+    device is noted in `flags`."""
     device = accelerator.here().device_of(samples)
     if device is None:
         return samples
-    told[device] = samples
+    flags[device] = samples
     host = accelerator.here().pinned_zeros_like(samples)
     return host.copy_(samples, non_blocking=True)

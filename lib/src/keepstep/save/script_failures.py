@@ -201,19 +201,19 @@ def _tells_of_a_peer(error: BaseException) -> bool:
     return isinstance(error, _DIST_ERRORS)
 
 
-def on_uncaught(tell: Callable[[BaseException], None]) -> None:
-    """Call `tell` with an uncaught error of the script that ends this process.
+def on_uncaught(report: Callable[[BaseException], None]) -> None:
+    """Call `report` with an uncaught error of the script that ends this process.
 
-    The previous excepthook still runs, and runs first. Errors that `tell` raises are ignored. After
-    an error about a lost peer, the process ends in time, with status 1 and all stacks printed, even
-    if Python's own end hangs.
+    The previous excepthook still runs, and runs first. Errors that `report` raises are ignored.
+    After an error about a lost peer, the process ends in time, with status 1 and all stacks
+    printed, even if Python's own end hangs.
     """
     _ENDING.watch()
 
     def note(error: BaseException) -> None:
         with contextlib.suppress(Exception):
             if is_own(error):
-                tell(error)
+                report(error)
             elif any(map(_tells_of_a_peer, chain(error, contexts=True))):
                 # Python's end joins gloo's thread, and that thread may still wait for the lost
                 # peer, by default for half an hour. This timer is a thread of C, so it also runs

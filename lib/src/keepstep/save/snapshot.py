@@ -130,8 +130,8 @@ class Pending:
 
     def copy_beside(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
-        await_told = accelerator.here().await_told
-        self._copy(lambda: all(await_told(tensor, give_up) for tensor in self.told.values()))
+        await_flag = accelerator.here().await_told
+        self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.told.values()))
 
     def _copy(self, devices_are_done: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -224,11 +224,11 @@ class Pending:
 
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
         """Judge by what the devices found when they came to the fence."""
-        told = [
+        versions = [
             accelerator.here().await_told(difference, give_up) for difference in self._differences
         ]
-        if 0 not in told:  # else it was given up
-            self._decide(lambda: self.culprit or ("?" if _DIFFERS in told else ""))
+        if 0 not in versions:  # else it was given up
+            self._decide(lambda: self.culprit or ("?" if _DIFFERS in versions else ""))
 
     def seal(self) -> None:
         """Write the control page: from here on, the image is complete."""

@@ -236,22 +236,22 @@ class Accelerator:
     def tell(self, value: Tensor) -> Tensor:
         """Memory of the host that is zero until the device's current stream has come to this call,
         and then holds the value, which is not zero. The host waits for nothing."""
-        told = self.pinned_zeros_like(value)
-        told.copy_(value, non_blocking=True)
-        return told
+        flag = self.pinned_zeros_like(value)
+        flag.copy_(value, non_blocking=True)
+        return flag
 
     def pinned_zeros_like(self, value: Tensor) -> Tensor:
         """Zeros in memory of the host into which a device copies while the host goes on."""
         return torch.zeros_like(value, device="cpu", pin_memory=True)
 
-    def await_told(self, told: Tensor, give_up: Callable[[], bool]) -> int:
+    def await_told(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
         """What `tell` told; 0 after `give_up`. For threads beside the one that trains.
 
         It only reads memory. Most calls that ask a device, from any thread, break the capture of a
         graph that is under way, and `Event.synchronize` keeps a core busy.
         """
         began = time.monotonic()
-        while not (value := int(told)) and not give_up():
+        while not (value := int(flag)) and not give_up():
             # each look takes the interpreter from the training thread
             time.sleep(min(_LONGEST_S, max(_LOOK_S, (time.monotonic() - began) / 16)))
         return value

@@ -302,14 +302,14 @@ def agree(
     declaration, failure = _declare(claims)
     text = repr(declaration).encode("utf-8", "surrogatepass")
     digest = digest_of(text)
-    said = f"rank {rank}: {failure}" if failure else ""
-    told = gather((node, digest, said, isinstance(failure, UsageError)))
+    failure_text = f"rank {rank}: {failure}" if failure else ""
+    gathered = gather((node, digest, failure_text, isinstance(failure, UsageError)))
     if failure is not None:
         raise failure
-    if errors := [text for _, _, text, _ in told if text]:
-        usage = any(usage for _, _, _, usage in told)
+    if errors := [text for _, _, text, _ in gathered if text]:
+        usage = any(usage for _, _, _, usage in gathered)
         raise (UsageError if usage else RestoreError)("; ".join(errors))
-    answers = [(node, digest) for node, digest, _, _ in told]
+    answers = [(node, digest) for node, digest, _, _ in gathered]
     ranks: dict[bytes, list[int]] = {}
     for other, (_, its) in enumerate(answers):
         ranks.setdefault(its, []).append(other)

@@ -551,11 +551,11 @@ class Walker:
                     " filled at a restore (nor by load_state_dict); make it with .clone()"
                 )
             fresh = True
-        told = path
+        shown_path = path
         while path in self._names or base_of(path)[1] is not None:
             path += "~"
         self._names.add(path)
-        sharing, claim = self._common(live, local, path, told)
+        sharing, claim = self._common(live, local, path, shown_path)
         self.claims.add(claim)
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
@@ -568,7 +568,7 @@ class Walker:
             if first != name:
                 self.aliases[name] = first
                 return name
-        self._add(name, told, live, local, sharing, fresh=fresh, mark=mark)
+        self._add(name, shown_path, live, local, sharing, fresh=fresh, mark=mark)
         if self._module:
             self._fixed.add(name)
         elif self._formed:
@@ -611,16 +611,16 @@ class Walker:
         )
 
     def _common(
-        self, live: Tensor, local: Tensor, path: str, told: str
+        self, live: Tensor, local: Tensor, path: str, shown_path: str
     ) -> tuple[Sharing | None, Claim]:
         """How this tensor is shared with other ranks, and the claim on which its name rests.
-        `told`: its path before it was made a name of its own."""
+        `shown_path`: its path before it was made a name of its own."""
         owner = self._owner
         if live is not local:
             sharing = sharding.sharing_of(live, path)
             return sharing, (owner.path or path, sharing.members)
         if owner is _NOBODY:
-            members = self._parameters.get(told)
+            members = self._parameters.get(shown_path)
             return _same_on(members, local), (path, members)
         if not owner.sharded:
             return self._beside(owner, local)

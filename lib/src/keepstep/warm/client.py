@@ -245,7 +245,7 @@ class ForkServer:
 
 
 class Starter:
-    """Starts one command again and again, warm if possible. `say` is told why a start is cold.
+    """Starts one command again and again, warm if possible. `report` is told why a start is cold.
 
     `path`: the program's file. `command`: its words. `modules`: further modules to import for it. A
     server that has died, or whose imported files have changed on disk, is replaced for the next
@@ -253,12 +253,16 @@ class Starter:
     """
 
     def __init__(
-        self, path: str, command: Sequence[str], modules: Sequence[str], say: Callable[[str], None]
+        self,
+        path: str,
+        command: Sequence[str],
+        modules: Sequence[str],
+        report: Callable[[str], None],
     ) -> None:
         self._argv = (path, *command[1:])
         self._command = tuple(command)
         self._modules = tuple(modules)
-        self._say = say
+        self._say = report
         self._server: ForkServer | None = None
         self._cold_for_good = False
 

@@ -196,11 +196,11 @@ def _begin(server: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -
         job.environment.update({**set_by_imports, **job.environment})
         process.become(job)
         server.send(str(os.getpid()).encode())
-        told = server.recv(len(GO))
+        message = server.recv(len(GO))
     except BaseException as error:
         server.send(repr(error).encode())
         os._exit(126)
-    if told != GO:
+    if message != GO:
         os._exit(126)
     server.close()
     return job

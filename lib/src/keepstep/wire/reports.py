@@ -103,12 +103,12 @@ class ReportedGoodput:
 
     @classmethod
     def of(cls, goodput: Goodput, history_id: str) -> ReportedGoodput:
-        told = {
+        counts = {
             attribute.name: getattr(goodput, attribute.name)
             for attribute in fields(cls)
             if attribute.name != "id"
         }
-        return cls(id=history_id, **told)
+        return cls(id=history_id, **counts)
 
 
 @dataclass(frozen=True, kw_only=True)

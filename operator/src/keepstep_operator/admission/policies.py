@@ -51,8 +51,8 @@ class Policies:
         key = (namespace, name)
         found = self._known.get(key) or await self._asked(key)
         if found is None:
-            said = f"namespace {namespace} has no CheckpointPolicy {cut(name, longest=253)!r}"
-            raise PolicyAbsent(said)
+            message = f"namespace {namespace} has no CheckpointPolicy {cut(name, longest=253)!r}"
+            raise PolicyAbsent(message)
         if isinstance(found, PolicyError):
             raise found
         return found

@@ -94,12 +94,12 @@ def admit(
         pod = inject(review.body, policy, defaults, near=near, room=room)
     except (PodError, PolicyError) as error:
         return decline(review, reason=error.reason, message=str(error))
-    said = injected_of(parse_pod(pod))
+    injected = injected_of(parse_pod(pod))
     return Verdict(
         result=Result.INJECTED,
         reason="Injected",
         patch=tuple(make_patch(review.body, pod)),
-        warnings=said.warnings if said else (),
+        warnings=injected.warnings if injected else (),
     )
 
 

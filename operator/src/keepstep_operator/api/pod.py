@@ -276,9 +276,9 @@ def is_queued_by_template(pod: Pod) -> bool:
 def asked_node_rank(pod: Pod) -> str | None:
     """The node rank that the pod's owner gave it by label; None: the label is missing, or is
     ours."""
-    said = injected_of(pod)
+    injected = injected_of(pod)
     ours = pod.labels.get(names.INJECTED_LABEL) == names.INJECTED and not (
-        said is not None and said.ranked
+        injected is not None and injected.ranked
     )
     return None if ours else pod.labels.get(names.NODE_RANK_LABEL)
 
@@ -300,14 +300,14 @@ def training_container(pod: Pod) -> Container:
     """The container that trains: the annotated one, else the one that the kind of job names, else
     the first. Raises PodError if the annotated one does not exist, or none does."""
     by_name = {container.name: container for container in pod.containers}
-    if (wanted := pod.annotations.get(names.CONTAINER_ANNOTATION)) is not None:
-        if wanted not in by_name:
+    if (name := pod.annotations.get(names.CONTAINER_ANNOTATION)) is not None:
+        if name not in by_name:
             raise PodError(
                 "NoContainer",
-                f"annotation {names.CONTAINER_ANNOTATION} names {wanted!r}; the pod has"
+                f"annotation {names.CONTAINER_ANNOTATION} names {name!r}; the pod has"
                 f" {', '.join(by_name)}",
             )
-        return by_name[wanted]
+        return by_name[name]
     if not pod.containers:
         raise PodError("NoContainer", "the pod has no container that could train")
     return by_name.get(_usual_container(pod), pod.containers[0])

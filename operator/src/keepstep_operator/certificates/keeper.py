@@ -142,10 +142,10 @@ def _webhook_patch(body: Body, bundle: str, path: str) -> list[Body]:
     patch: list[Body] = []
     for index, webhook in enumerate(body.get("webhooks") or []):
         at, client = f"/webhooks/{index}", webhook["clientConfig"]
-        wanted = {"caBundle": (client.get("caBundle"), bundle)}
+        target = {"caBundle": (client.get("caBundle"), bundle)}
         if "service" in client:
-            wanted["service/path"] = (client["service"].get("path"), path)
-        changed = {name: new for name, (old, new) in wanted.items() if old != new}
+            target["service/path"] = (client["service"].get("path"), path)
+        changed = {name: new for name, (old, new) in target.items() if old != new}
         if changed:
             patch.append({"op": "test", "path": f"{at}/name", "value": webhook["name"]})
         for name, new in changed.items():

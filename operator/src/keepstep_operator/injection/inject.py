@@ -115,8 +115,8 @@ def is_injected(pod: Pod) -> bool:
     A template that was copied from a pod of another job does not count: its labels name another
     run.
     """
-    said = injected_of(pod)
-    if not pod.has_sidecar or said is None or said.reason:
+    injected = injected_of(pod)
+    if not pod.has_sidecar or injected is None or injected.reason:
         return False
     try:
         return placement_of(pod) == placement(pod)
@@ -283,11 +283,11 @@ def _without_names(spec: Body) -> str:
     if policy != "Default" and not (spec.get("hostNetwork") and policy == "ClusterFirst"):
         return ""
     where = " on the host's network" if spec.get("hostNetwork") else ""
-    wanted = "ClusterFirstWithHostNet" if spec.get("hostNetwork") else "ClusterFirst"
+    expected = "ClusterFirstWithHostNet" if spec.get("hostNetwork") else "ClusterFirst"
     return (
         f"dnsPolicy {policy}{where} knows no Services of the cluster, so the sidecar cannot report:"
         " nothing is committed across pods, and the run's status stays Unknown. Set dnsPolicy:"
-        f" {wanted} in the pod template"
+        f" {expected} in the pod template"
     )
 
 
@@ -304,9 +304,9 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
         )
     containers = {*(container.name for container in pod.containers), *pod.init_containers}
     volumes = {volume.get("name") for volume in spec.get("volumes") or []}
-    wanted = {volume["name"] for volume in volumes_of(policy)}
+    added = {volume["name"] for volume in volumes_of(policy)}
     if taken := sorted({SIDECAR_CONTAINER, VOLUMES_CONTAINER} & containers) + sorted(
-        wanted & volumes
+        added & volumes
     ):
         raise PodError(
             "Conflict",
@@ -322,7 +322,7 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
             )
     for container in (*(spec.get("containers") or []), *(spec.get("initContainers") or [])):
         for mount in container.get("volumeMounts") or []:
-            if mount.get("name") in wanted:
+            if mount.get("name") in added:
                 raise PodError(
                     "Conflict",
                     f"container {container.get('name')} mounts volume {mount['name']}, which is the"

@@ -36,23 +36,23 @@ class Ports:
 
 def ports_of(policy: Policy, spec: Body) -> Ports:
     """The sidecar's ports in a pod with this spec."""
-    taken, said = dict(_taken(spec)), []
+    taken, messages = dict(_taken(spec)), []
     metrics: int | None = policy.metrics_port
     peer = policy.peer_port
     if (user := taken.get(policy.metrics_port)) is not None:
         metrics = None
-        said.append(
+        messages.append(
             f"the sidecar serves no metrics, since container {user} uses port"
             f" {policy.metrics_port}: give the policy another sidecar.ports.metrics"
         )
     if (user := taken.get(peer)) is not None:
         peer = _next_free(peer, {*taken, policy.metrics_port, SIDECAR_UI_PORT})
-        said.append(
+        messages.append(
             f"peers connect to port {peer}, since container {user} uses port {policy.peer_port}:"
             " NetworkPolicies must allow it, or give the policy another sidecar.ports.peer"
         )
     ui = None if SIDECAR_UI_PORT in {*taken, metrics, peer} else SIDECAR_UI_PORT
-    return Ports(metrics=metrics, peer=peer, ui=ui, warnings=tuple(said))
+    return Ports(metrics=metrics, peer=peer, ui=ui, warnings=tuple(messages))
 
 
 def _next_free(port: int, taken: set[int]) -> int:

@@ -13,10 +13,10 @@ from keepstep_operator.names import INJECTED_LABEL, REFUSED, STATUS_ANNOTATION
 def refuse(pod: Body, *, reason: str, message: str) -> Body:
     """The pod plus the annotation keepstep.dev/status, which says why it has no sidecar, and the
     label by which the reconciler finds it."""
-    said = Injected(policy=parse_pod(pod).policy or "", reason=reason, message=message)
+    injected = Injected(policy=parse_pod(pod).policy or "", reason=reason, message=message)
     result = deepcopy(pod)
     metadata = result["metadata"] = {**(result.get("metadata") or {})}
     annotations = metadata.get("annotations") or {}
-    metadata["annotations"] = {**annotations, STATUS_ANNOTATION: said.render()}
+    metadata["annotations"] = {**annotations, STATUS_ANNOTATION: injected.render()}
     metadata["labels"] = {**(metadata.get("labels") or {}), INJECTED_LABEL: REFUSED}
     return result

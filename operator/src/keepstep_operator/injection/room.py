@@ -102,9 +102,9 @@ class Room:
         """What keeps the injected pod from being created; '' if nothing does, or if the pod would
         not be created without the sidecar either. `before`, `after`: specs."""
         for bounds in self.ranges:
-            said = _breach(bounds, self.ranges, after)
-            if said and not _breach(bounds, self.ranges, before):
-                return said
+            breach = _breach(bounds, self.ranges, after)
+            if breach and not _breach(bounds, self.ranges, before):
+                return breach
         return next(filter(None, (_grown(quota, before, after) for quota in self.quotas)), "")
 
     def _of(self, kind: str) -> Iterator[Range]:
@@ -244,15 +244,15 @@ def _breach(rule: Range, ranges: tuple[Range, ...], spec: Body) -> str:
     """How the pod breaks the rule; '' if it does not."""
     if rule.kind == "PersistentVolumeClaim":
         for size in _claims(spec):
-            if said := _broken(rule, "a claim", {"storage": size}, {"storage": size}):
-                return said
+            if breach := _broken(rule, "a claim", {"storage": size}, {"storage": size}):
+                return breach
     if rule.kind == "Pod":
         return _broken(rule, "the pod", amounts_of(spec, REQUESTS), amounts_of(spec, LIMITS))
     if rule.kind == "Container":
         for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
             requests, limits = _completed(container, ranges)
-            if said := _broken(rule, f"container {container.get('name')}", requests, limits):
-                return said
+            if breach := _broken(rule, f"container {container.get('name')}", requests, limits):
+                return breach
     return ""
 
 
@@ -270,8 +270,8 @@ def _completed(container: Body, ranges: tuple[Range, ...]) -> tuple[Amounts, Amo
 def _broken(rule: Range, what: str, requests: Amounts, limits: Amounts) -> str:
     for resource in {*rule.least, *rule.most, *rule.ratio}:
         request, limit = requests.get(resource), limits.get(resource)
-        if said := _of_resource(rule, resource, request, limit):
-            return f"LimitRange {rule.name}: {said} of {resource} for {what}"
+        if breach := _of_resource(rule, resource, request, limit):
+            return f"LimitRange {rule.name}: {breach} of {resource} for {what}"
     for resource in {*requests} & {*limits}:
         if requests[resource] > limits[resource]:
             asked, given = (_written(resource, amounts[resource]) for amounts in (requests, limits))

@@ -42,8 +42,8 @@ class Cluster:
             self._api = config.new_client_from_config(files, context=context)
             contexts, current = config.list_kube_config_contexts(files)
         except (config.ConfigException, OSError, TypeError) as error:
-            said = f"no cluster to ask: {error}; see KUBECONFIG, and --context"
-            raise UsageError(said) from error
+            message = f"no cluster to ask: {error}; see KUBECONFIG, and --context"
+            raise UsageError(message) from error
         chosen = next((entry for entry in contexts if entry["name"] == context), current)
         self.namespace: str = namespace or chosen["context"].get("namespace") or "default"
 
@@ -90,12 +90,12 @@ class Cluster:
             auth_settings=["BearerToken"],
         )
         try:
-            said = self._api.call_api(*asked, _request_timeout=_TIMEOUT_S)
-            text = str(said.read().decode(errors="replace"))
+            response = self._api.call_api(*asked, _request_timeout=_TIMEOUT_S)
+            text = str(response.read().decode(errors="replace"))
         except (ApiException, HTTPError, OSError) as error:
             raise Refused(f"the API server does not answer: {error}", code=0) from error
-        if said.status >= 400:
-            raise Refused(_words(path, said.status, text), code=said.status)
+        if response.status >= 400:
+            raise Refused(_words(path, response.status, text), code=response.status)
         body: Body = json.loads(text)
         return body
 
@@ -108,11 +108,11 @@ def _not_forwarded(error: ApiException, place: str) -> Refused:
     body = getattr(cause, "resp_body", None) or b""
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     try:
-        said = str(json.loads(text)["message"])
+        message = str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):
-        said = f"the API server answered {code}" if code else str(error.reason)
+        message = f"the API server answered {code}" if code else str(error.reason)
     return Refused(
-        f"no way to the page in pod {place}: {said}{hint if code == 403 else ''}", code=code
+        f"no way to the page in pod {place}: {message}{hint if code == 403 else ''}", code=code
     )
 
 

@@ -64,4 +64,4 @@ def ui(run: str, port: int, namespace: str | None, context: str | None) -> None:
     if not running:
         cluster.require_run(run)  # that there is no such run is said first
         raise click.ClickException(f"no pod of node rank 0 of run {run} is running now")
-    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, say=say))
+    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, report=say))

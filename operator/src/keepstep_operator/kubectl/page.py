@@ -92,15 +92,15 @@ def _port_of(pod: Body) -> int:
     )
 
 
-async def serve(page: Page, *, port: int, run: str, say: Callable[[str], None]) -> None:
+async def serve(page: Page, *, port: int, run: str, report: Callable[[str], None]) -> None:
     """Forward a port of this machine to the page until SIGINT or SIGTERM. `port` 0: any free one.
     Raises UsageError if it cannot have the port, Refused if there is no page."""
     ended = asyncio.Event()
     with page.entered() as (token, until_end):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        async with _forwarding(page, port, say) as bound:
-            say(f"run {run}: http://{HOST}:{bound}/runs/{run}?token={token}\n(Ctrl-C ends it)")
+        async with _forwarding(page, port, report) as bound:
+            report(f"run {run}: http://{HOST}:{bound}/runs/{run}?token={token}\n(Ctrl-C ends it)")
             gone = asyncio.create_task(asyncio.to_thread(until_end))
             interrupted = asyncio.create_task(ended.wait())
             await asyncio.wait({gone, interrupted}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +110,7 @@ async def serve(page: Page, *, port: int, run: str, say: Callable[[str], None]) 
 
 
 @contextlib.asynccontextmanager
-async def _forwarding(page: Page, port: int, say: Callable[[str], None]) -> AsyncIterator[int]:
+async def _forwarding(page: Page, port: int, report: Callable[[str], None]) -> AsyncIterator[int]:
     """Forward connections to `port` of this machine; yields the port. Raises UsageError."""
     connected = set[asyncio.Task[None]]()
 
@@ -120,7 +120,7 @@ async def _forwarding(page: Page, port: int, say: Callable[[str], None]) -> Asyn
         connected.add(task)
         try:
             if len(connected) <= _AT_ONCE:
-                await _forward(page, reader, writer, say=say)
+                await _forward(page, reader, writer, report=report)
         finally:
             connected.discard(task)
             writer.close()
@@ -145,13 +145,13 @@ async def _forward(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     *,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Pass bytes on in both directions until one side ends."""
     try:
         wire = await asyncio.to_thread(page.open)
     except Refused as error:
-        say(str(error))
+        report(str(error))
         return
     pod_reader, pod_writer = await asyncio.open_connection(sock=wire)
     passing = {

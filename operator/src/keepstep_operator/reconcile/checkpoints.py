@@ -37,15 +37,15 @@ def changes(run: Run, known: Mapping[str, Tiers]) -> Changes:
     report = run.report
     if report is None:
         return Changes()
-    wanted = {name_of(run, checkpoint): checkpoint for checkpoint in report.kept}
+    target = {name_of(run, checkpoint): checkpoint for checkpoint in report.kept}
     return Changes(
-        made=tuple(checkpoint for name, checkpoint in wanted.items() if name not in known),
+        made=tuple(checkpoint for name, checkpoint in target.items() if name not in known),
         moved=tuple(
             checkpoint
-            for name, checkpoint in wanted.items()
+            for name, checkpoint in target.items()
             if name in known and report.certain and known[name] != tiers_of(checkpoint)
         ),
-        gone=tuple(sorted(known.keys() - wanted.keys())) if report.certain else (),
+        gone=tuple(sorted(known.keys() - target.keys())) if report.certain else (),
     )
 
 

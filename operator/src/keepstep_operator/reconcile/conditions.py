@@ -94,8 +94,8 @@ def verdicts(run: Run, cluster: Cluster, *, now: float) -> dict[str, Verdict]:
         _doubted(run, PROTECTED),
         *(_failing(found[kind]) for kind in (COMMITTING, REPLICATED, ARCHIVED)),
     )
-    said = Verdict("True", PROTECTED, _what_is_kept(run, cluster))
-    protected = next((problem for problem in problems if problem is not None), said)
+    verdict = Verdict("True", PROTECTED, _what_is_kept(run, cluster))
+    protected = next((problem for problem in problems if problem is not None), verdict)
     shown = {kind: verdict for kind, verdict in found.items() if verdict is not None}
     return {PROTECTED: protected, **shown}
 
@@ -132,13 +132,13 @@ def _finished(run: Run) -> Verdict | None:
     how = how.partition(";")[0]
     if run.committed is None:
         return Verdict("Unknown", FINISHED, f"{how}; no step of it was committed")
-    said = f"{how}; its last committed step is {run.committed.step}"
+    message = f"{how}; its last committed step is {run.committed.step}"
     if run.outlives_pod:
-        said += (
+        message += (
             ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
             f" the label {names.RUN_LABEL}: {run.key.name}"
         )
-    return Verdict("Unknown", FINISHED, said)
+    return Verdict("Unknown", FINISHED, message)
 
 
 def _unheard(run: Run) -> Verdict | None:
@@ -232,12 +232,14 @@ def _what_is_kept(run: Run, cluster: Cluster) -> str:
     if report is None:
         return "no report of the run has arrived yet"
     restart = report.safe.restart.step if report.safe.restart else 0
-    said = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, report)]
+    sentences = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, report)]
     outlived = survives(run)
     if Survives.JOB_RECREATE not in outlived and Survives.POD_RESTART in outlived:
-        said.append("a new job begins at step 0, unless its pods carry the label keepstep.dev/run")
-    said += [messages.draining(node, None) for node in draining(run, cluster)]
-    return "; ".join(said)
+        sentences.append(
+            "a new job begins at step 0, unless its pods carry the label keepstep.dev/run"
+        )
+    sentences += [messages.draining(node, None) for node in draining(run, cluster)]
+    return "; ".join(sentences)
 
 
 def _of_a_pod(run: Run, report: RunReport) -> Iterator[str]:
@@ -326,8 +328,10 @@ def _replicated(run: Run) -> Verdict | None:
         return early
     nodes = {pod.node for pod in run.members if not pod.over}
     if len(nodes) == 1 and (node := next(iter(nodes))):
-        said = f"all pods are on node {node}: a copy needs another node. Spread the pods of the job"
-        return Verdict("False", "OneNode", said)
+        message = (
+            f"all pods are on node {node}: a copy needs another node. Spread the pods of the job"
+        )
+        return Verdict("False", "OneNode", message)
     if (doubted := _doubted(run, REPLICATED)) is not None:
         return doubted
     safe = run.report.safe.node if run.report is not None else None
@@ -347,8 +351,10 @@ def _archived(run: Run) -> Verdict | None:
         return doubted
     archive = run.policy.archive
     if newest is None:
-        said = f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
-        return Verdict("Unknown", "NothingArchived", said)
+        message = (
+            f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
+        )
+        return Verdict("Unknown", "NothingArchived", message)
     count = run.report.archived if run.report is not None else 0
     more = f", and {count - 1} older" if count > 1 else ""
     return Verdict("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
@@ -365,35 +371,35 @@ def _restore_from(run: Run) -> Verdict | None:
     asked = run.object.restore_from if run.object is not None else ""
     if not asked:
         return None
-    known, wanted = run.record.restore_from, cut(asked, longest=128)
+    known, requested = run.record.restore_from, cut(asked, longest=128)
     if run.report is None:
-        said = "no sidecar has reported the steps of the run yet"
-        return Verdict("Unknown", "NoReports", said)
+        message = "no sidecar has reported the steps of the run yet"
+        return Verdict("Unknown", "NoReports", message)
     if known is None or known.asked != asked:
-        return Verdict("Unknown", "Propagating", f"the run's sidecars do not know {wanted} yet")
+        return Verdict("Unknown", "Propagating", f"the run's sidecars do not know {requested} yet")
     if known.run:
         return Verdict(
             "False",
             "OtherRun",
-            f"{wanted} belongs to another run, and this run has begun: a new job begins from"
+            f"{requested} belongs to another run, and this run has begun: a new job begins from"
             f" there with the annotation {names.RESTORE_FROM_ANNOTATION} on its pods. Restarts are"
             " as usual",
         )
     if known.epoch:
-        said = f"epoch {known.epoch} went on from step {known.step}; later restarts are as usual"
-        return Verdict("True", "Restored", said)
+        message = f"epoch {known.epoch} went on from step {known.step}; later restarts are as usual"
+        return Verdict("True", "Restored", message)
     if not known.step:
         steps = few([str(step) for step in run.report.commits[-3:]])
         return Verdict(
             "False",
             "NotFound",
-            f"step {wanted} is not known, or not held by every rank"
+            f"step {requested} is not known, or not held by every rank"
             + (f"; there is {steps}" if steps else "; name it with its full id")
             + ". Restarts are as usual until the step is found",
         )
     if not run.report.restore_known:
-        said = f"not all sidecars know yet that the run is to go back to step {known.step}"
-        return Verdict("Unknown", "Propagating", f"{said}: wait for them")
+        message = f"not all sidecars know yet that the run is to go back to step {known.step}"
+        return Verdict("Unknown", "Propagating", f"{message}: wait for them")
     return Verdict(
         "Unknown",
         "Waiting",

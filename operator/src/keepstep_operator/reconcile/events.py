@@ -84,11 +84,11 @@ def standing(run: Run, cluster: Cluster, *, now: float) -> Iterator[Event]:
 
 def _of_sidecars(before: Run, after: Run) -> Iterator[Event]:
     known = before.report.nodes if before.report is not None else ()
-    told = {report.node_rank: report.warnings for report in known}
+    warnings = {report.node_rank: report.warnings for report in known}
     for node in after.report.nodes if after.report is not None else ():
         pod = after.pods.get(node.pod)
         for text in node.warnings if pod is not None else ():
-            if pod is not None and text not in told.get(node.node_rank, ()):
+            if pod is not None and text not in warnings.get(node.node_rank, ()):
                 message = f"{pod.name}: {text}"
                 topic = f"{pod.uid} {text}"
                 yield Event(reason="SidecarWarning", message=message, topic=topic, period_s=_HOUR_S)

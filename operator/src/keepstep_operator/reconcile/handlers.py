@@ -75,8 +75,8 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
         if event["type"] == "DELETED":
             memo.operator.policy_gone(policy.namespace, policy.name)
             return
-        if (told := memo.operator.policy_seen(policy)) is not None:
-            memo.writer.tell(Run(key=RunKey(policy.namespace, policy.name), since=0.0), told)
+        if (verdict := memo.operator.policy_seen(policy)) is not None:
+            memo.writer.tell(Run(key=RunKey(policy.namespace, policy.name), since=0.0), verdict)
         before: Body = body.get("status") or {}
         status = policy_status(policy, before, now=memo.operator.clock())
         if status != before:

@@ -74,10 +74,10 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         place = placement_of(pod) or placement(pod)
     except PodError:
         return None
-    said = injected_of(pod) or Injected(policy=pod.policy or "")
+    annotation = injected_of(pod) or Injected(policy=pod.policy or "")
     metadata, status = body.get("metadata") or {}, body.get("status") or {}
-    warnings = said.warnings[:MOST_WARNINGS] if injected else ()
-    trainer = _container_status(status, _training_name(pod, said))
+    warnings = annotation.warnings[:MOST_WARNINGS] if injected else ()
+    trainer = _container_status(status, _training_name(pod, annotation))
     return PodRecord(
         uid=pod.uid,
         namespace=_shared(pod.namespace),
@@ -90,16 +90,16 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         created_at=str(metadata.get("creationTimestamp") or ""),
         address=str(status.get("podIP") or ""),
         training_since=_running_since(trainer),
-        trouble=cut(_trouble(status) if injected else said.message),
+        trouble=cut(_trouble(status) if injected else annotation.message),
         warnings=tuple(_shared(cut(warning, longest=_LONGEST_WARNING)) for warning in warnings),
         volumes=_volumes(body),
-        policy=_shared(cut(said.policy, longest=_LONGEST_NAME)),
-        policy_generation=said.generation,
-        sidecar_image=_shared(said.image),
-        sidecar_version=_shared(said.version),
+        policy=_shared(cut(annotation.policy, longest=_LONGEST_NAME)),
+        policy_generation=annotation.generation,
+        sidecar_image=_shared(annotation.image),
+        sidecar_version=_shared(annotation.version),
         labelled=names.RUN_LABEL in pod.labels,
         uncounted=is_queued_by_template(pod),
-        job=said.job or root_of(pod),
+        job=annotation.job or root_of(pod),
         deleting=pod.deleting,
     )
 
@@ -126,9 +126,9 @@ def _shared(text: str) -> str:
     return sys.intern(text) if type(text) is str else text
 
 
-def _training_name(pod: Pod, said: Injected) -> str:
-    if said.container:
-        return said.container
+def _training_name(pod: Pod, injected: Injected) -> str:
+    if injected.container:
+        return injected.container
     try:
         return training_container(pod).name
     except PodError:
@@ -170,8 +170,8 @@ def _trouble(status: Body) -> str:
     for part in parts:
         waiting = (part.get("state") or {}).get("waiting") or {}
         if (reason := waiting.get("reason")) and reason not in _HARMLESS:
-            said = f" ({waiting['message']})" if waiting.get("message") else ""
-            return f"container {part.get('name')}: {reason}{said}"
+            detail = f" ({waiting['message']})" if waiting.get("message") else ""
+            return f"container {part.get('name')}: {reason}{detail}"
     return ""
 
 
@@ -209,15 +209,15 @@ def _of_volumes(policy: Policy) -> str:
 
 
 def _of_tiers(policy: Policy) -> str:
-    said = []
+    mistakes = []
     if policy.peers is not None:
-        said.append("copies with peers outlive the loss of a node")
+        mistakes.append("copies with peers outlive the loss of a node")
     if policy.archive is not None:
-        said.append(
+        mistakes.append(
             f"every {policy.archive.every} steps one goes to {policy.archive.where}, which outlives"
             " nodes and jobs"
         )
-    return "; ".join(said) or "no tier outlives the loss of a node (see peers and archive)"
+    return "; ".join(mistakes) or "no tier outlives the loss of a node (see peers and archive)"
 
 
 def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:

@@ -200,8 +200,8 @@ def _all_warnings(run: Run, cluster: Cluster) -> Iterator[str]:
     if run.policy is not None and not over:
         yield from _of_policy(run.policy, run.policy_now)
     if report is not None and report.fresh:
-        said = f"epoch {cut(report.fresh, longest=40)} began at step 0 beside older steps."
-        yield f"{said} {messages.acknowledge(run.key)}"
+        warning = f"epoch {cut(report.fresh, longest=40)} began at step 0 beside older steps."
+        yield f"{warning} {messages.acknowledge(run.key)}"
     if run.earlier and not over:
         yield (
             f"an earlier job of this name was run {run.earlier}; its steps are kept, but this"

@@ -96,9 +96,9 @@ class Rounds:
                     operator.mark(run.key)
                 await self._tried(partial(self._ask_about, run), "jobs")
 
-    async def _tried(self, look: Callable[[], Awaitable[None]], what: str) -> None:
+    async def _tried(self, work: Callable[[], Awaitable[None]], what: str) -> None:
         try:
-            await look()
+            await work()
         except KubeError as error:
             warn("kubernetes.check_failed", resource=what, error=str(error))
         except Exception:  # one odd object must not end the process

@@ -223,17 +223,17 @@ def _finished(run: Run, how: str, at: float) -> Run:
 def object_seen(run: Run, body: RunObject) -> Run:
     """The CheckpointRun exists or has changed. What an earlier process wrote there is taken over
     once."""
-    wanted = replace(body, status=RunStatus(), policy=None)
-    if run.object == wanted:
+    shown = replace(body, status=RunStatus(), policy=None)
+    if run.object == shown:
         return run
     if run.object is not None or run.report is not None:
-        return replace(run, object=wanted)
+        return replace(run, object=shown)
     status, written = body.status, body.policy
     if written is not None and _made_with(run, written.name) <= written.generation:
         run = replace(run, policy=written)
     run = replace(
         run,
-        object=wanted,
+        object=shown,
         status=status,
         record=status.record,
         committed=status.committed,

@@ -179,8 +179,8 @@ class Writer:
         if body is None or report is None or not report.acknowledged:
             return
         if body.fresh_start in ("newest", names.FRESH_START_ALLOW):
-            said = {names.FRESH_START_ANNOTATION: report.acknowledged}
-            patch = {"metadata": {"annotations": said}}
+            acknowledged = {names.FRESH_START_ANNOTATION: report.acknowledged}
+            patch = {"metadata": {"annotations": acknowledged}}
             await self._client.patch(RUNS, run.key.name, patch, namespace=run.key.namespace)
             self._metrics.wrote("run")
 

@@ -94,7 +94,7 @@ class Restoring:
 
     def _vote_view(self, rank: int) -> View:
         held = any(candidate.tier in IN_POD for candidate in self.restorer.held(rank).values())
-        return self.remote_tiers.view(held=held, heard_at=self.leader.tried_at)
+        return self.remote_tiers.view(held=held, replied_at=self.leader.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done,
@@ -119,7 +119,7 @@ class Restoring:
         """All ranks agreed on this epoch. It is durably recorded on return."""
         lease = self.leases.require(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
-        self.saving.plan_persists(all_came=True)  # it has voted, and so has every rank here
+        self.saving.plan_persists(all_present=True)  # it has voted, and so has every rank here
         await self.committer.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
         self.saving.unequal_steps.began(request.epoch.id, time.monotonic())

@@ -179,10 +179,10 @@ class Saving:
             self.committer.feed(Sealed(rank, kept))
         self.changes.ring()
 
-    def plan_persists(self, *, all_came: bool = False) -> None:
+    def plan_persists(self, *, all_present: bool = False) -> None:
         """Tell the node which ranks are served here: those with a trainer, and those with slots,
-        unless they moved to another machine. `all_came`: see `_see_moved`."""
-        self._see_moved(all_came=all_came)
+        unless they moved to another machine. `all_present`: see `_see_moved`."""
+        self._see_moved(all_present=all_present)
         ranks = {rank for rank, slots in self.slots.ranks.items() if slots.slot_sets}
         ranks -= self.slots.moved
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
@@ -196,16 +196,16 @@ class Saving:
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
             self.committer.feed(Serves(here, fewest))
 
-    def _see_moved(self, *, all_came: bool) -> None:
+    def _see_moved(self, *, all_present: bool) -> None:
         """Find out which ranks that were here train on another machine now. Otherwise no step
         would become durable: the node would wait for their images, too.
 
         This is known once all trainers of this machine have come, by their number or because the
-        ranks began an epoch (`all_came`). It holds until such a rank's trainer comes after all.
+        ranks began an epoch (`all_present`). It holds until such a rank's trainer comes after all.
         """
         leased = {rank: self.leases.of(rank) for rank in self.leases.ranks}
         most = max((lease.request.local_world for lease in leased.values() if lease), default=0)
-        if all_came or 0 < most <= len(leased):
+        if all_present or 0 < most <= len(leased):
             self.slots.moved = frozenset({*self.slots.ranks, *self._copies.ranks()})
         self.slots.moved -= leased.keys()
 
@@ -554,7 +554,7 @@ class StepWaits:
         deadline, tiers = time.monotonic() + max(0.0, left_s), self.remote_tiers
         if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
             if not tiers.archived(step_id):
-                await tiers.look(anew=True)  # an earlier life may have brought it there
+                await tiers.look(refresh=True)  # an earlier life may have brought it there
             if unknown := self._remotes.why_unknown(Tier.ARCHIVE):
                 left_s = deadline - time.monotonic()
                 await self.changes.until(lambda: tiers.archived(step_id), timeout_s=left_s)
@@ -654,14 +654,14 @@ class StepWaits:
                 self.committer.feed(Settled(rank))
         self.saving.plan_persists()
         self.committer.feed(Flush(newest=_NEWEST))
-        wanted = self._node.kept_by_all()[-_NEWEST:]
+        steps = self._node.kept_by_all()[-_NEWEST:]
         left_s = deadline - asyncio.get_running_loop().time()
         await self.changes.until(lambda: self.committer.idle, timeout_s=left_s)
         here, holds = self.slots.here(), self._local_shards.holds
         durable = tuple(
-            step_id for step_id in wanted if all(holds(rank, step_id) is not None for rank in here)
+            step_id for step_id in steps if all(holds(rank, step_id) is not None for rank in here)
         )
-        missing = [step_id for step_id in wanted if step_id not in durable]
+        missing = [step_id for step_id in steps if step_id not in durable]
         return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
 
     async def drain(self, *, timeout_s: float) -> bool:

@@ -148,7 +148,7 @@ class Service:
                     await self.stop(StopRequest(drain=False))
                     return
             try:
-                mended = self.local_shards.scanned and await self.local_shards.blocking(
+                repaired = self.local_shards.scanned and await self.local_shards.blocking(
                     self.volumes.mend
                 )
             except StorageError as error:
@@ -157,7 +157,7 @@ class Service:
                 trouble = str(error)
                 continue
             trouble = ""
-            if mended:
+            if repaired:
                 warn("volume.recreated", reason="the run's directory was removed")
                 self.local_shards.removed()  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), SLOTS))  # and then anew
@@ -220,7 +220,7 @@ class Service:
                 while not self._is_alone():
                     await self.changes.until(self._is_alone, timeout_s=linger_s)
             say("sidecar.linger_expired", linger_s=linger_s)
-            await self.stop(StopRequest(), came=self._came)
+            await self.stop(StopRequest(), arrived=self._came)
 
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end. Memory stays for the next sidecar.
@@ -260,16 +260,17 @@ class Service:
         await self.leader.finish(timeout_s=_LAST_WORD_S)
         await self.committer.notes.take(at_once=True)
 
-    async def stop(self, request: StopRequest, *, came: int | None = None) -> Flushed:
+    async def stop(self, request: StopRequest, *, arrived: int | None = None) -> Flushed:
         """End this sidecar; `forget` frees its memory (see `_forget`), without `drain` in any case.
-        `came`: how often somebody had come when this was decided; it stays if somebody came since,
-        until all is durable, which may take as long as an archive that is away is waited for."""
+        `arrived`: how often somebody had come when this was decided; it stays if somebody came
+        since, until all is durable, which may take as long as an archive that is away is waited
+        for."""
         flushed = Flushed()
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
             await self.committer.refresh()  # nothing is in use any more
-        if came not in (None, self._came):
+        if arrived not in (None, self._came):
             say("sidecar.stop_cancelled", reason="a trainer connected")
             return flushed
         self._closing = True

@@ -129,13 +129,13 @@ def ended(
     code: int,
     freed: bool,
     goodput: Goodput | None = None,
-    nobody: bool = False,
+    unused: bool = False,
     complete: StepId | None = None,
 ) -> str:
     """How the command ended, the newest committed step, the goodput, and the memory that remains.
-    `nobody`: no trainer ever connected. `complete`: see `saved_nothing`."""
-    parts = [f"the command {ended_how(code)}", _NOBODY if nobody else _committed(held)]
-    if nobody and code == 0:  # otherwise the failure is what matters
+    `unused`: no trainer ever connected. `complete`: see `saved_nothing`."""
+    parts = [f"the command {ended_how(code)}", _NOBODY if unused else _committed(held)]
+    if unused and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
     if complete is not None and code == 0:
         parts.append(

@@ -30,12 +30,12 @@ def _first_host(listed: str, environment: Mapping[str, str]) -> str:
         done = subprocess.run(
             command, env=dict(environment), capture_output=True, text=True, timeout=_TIMEOUT_S
         )
-        said = done.stderr.strip() or "it names no host"
+        message = done.stderr.strip() or "it names no host"
         if done.returncode == 0 and done.stdout.split():
             return done.stdout.split()[0]
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
+        message = str(error)
     raise UsageError(
-        f"`{' '.join(command)}` does not name the step's first node ({said}): say where it is"
+        f"`{' '.join(command)}` does not name the step's first node ({message}): say where it is"
         " found, with --leader HOST:PORT"
     )

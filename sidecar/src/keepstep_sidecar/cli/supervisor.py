@@ -288,8 +288,8 @@ class Supervisor:
             with contextlib.suppress(OSError):  # it may grow until the next start, which says why
                 launcher.bound_log(self.kept.log)
         if (self._command_pid or self._ending) and self._look.due():
-            look = functools.partial(self._look, ending=self._ending)
-            self._in_background("look for warnings", look)
+            probe = functools.partial(self._look, ending=self._ending)
+            self._in_background("look for warnings", probe)
         self._sidecar.watch_memory(running=self._command_pid != 0)
 
     def _in_background(self, name: str, work: Callable[[], Event | None]) -> None:
@@ -422,9 +422,9 @@ class Supervisor:
         if action.interrupted:
             say("interrupted: the flush was not awaited")
         held = self._held()
-        nobody = self._look.nobody
+        unused = self._look.nobody
         if not self._closed:
-            nobody = held is not None and messages.nobody_came(held)
+            unused = held is not None and messages.nobody_came(held)
         say(
             messages.ended(
                 self.kept,
@@ -432,7 +432,7 @@ class Supervisor:
                 code=action.code,
                 freed=self._closed,
                 goodput=inventory.goodput(self.kept, held),
-                nobody=nobody,
+                unused=unused,
                 complete=self._look.complete,
             )
         )

@@ -265,16 +265,18 @@ class Committer:
         grid: Grid,
         pacing: Pacing | None = None,
         alone: bool = False,
-        wish: Wish | None = None,
+        rollback_request: Wish | None = None,
         history: History | None = None,
     ) -> None:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
         `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `alone`: see
-        `LeaderView`. `wish`: the step to go back to."""
+        `LeaderView`. `rollback_request`: the step to go back to."""
         self.remotes = remotes
         self.local_shards = local = LocalShards(volumes, OnThread(names))
         self.copies = Copies(local, slots, remotes)
-        self.rollback = Rollback(wish, lambda: local.record.epochs, asked=local.record.asked)
+        self.rollback = Rollback(
+            rollback_request, lambda: local.record.epochs, asked=local.record.asked
+        )
         self.node = Node(
             slots.ranks,
             grid=grid,
@@ -418,13 +420,13 @@ class Committer:
         await self.refresh()
         self._changes.ring()
 
-    async def look_beyond(self, *, anew: bool = False) -> None:
+    async def look_beyond(self, *, refresh: bool = False) -> None:
         """Ask the remote tiers what they hold, and tell the ledger.
 
-        `anew`: see `RemoteInventory.look`.
+        `refresh`: see `RemoteInventory.look`.
         """
         first = not self.remotes.looked
-        if not await self.remotes.look(anew=anew) and not first:
+        if not await self.remotes.look(refresh=refresh) and not first:
             return
         await self.directories.carry_out(self.feed(self.copies.beyond()))
         self._changes.ring()
@@ -500,8 +502,8 @@ class Committer:
         until it expired."""
         if self.local_shards.was_published(step_id):
             return True
-        told = (self.node.leader_view.commit, *self.node.heard.commits)
-        return step_id not in self.local_shards.shards and step_id in told
+        known = (self.node.leader_view.commit, *self.node.heard.commits)
+        return step_id not in self.local_shards.shards and step_id in known
 
     def facts(self, changed: Callable[[], None]) -> RunFacts:
         """What remote tiers ask. `changed`: to be called when they have something new."""

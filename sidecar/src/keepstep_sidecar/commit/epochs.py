@@ -67,20 +67,20 @@ class Epochs:
         """The epoch in which a trainer of this machine trains now."""
         return self.current if self.training() else None
 
-    def strangers(self, told: Iterable[Epoch]) -> frozenset[EpochId]:
-        """The epochs that another run of this name began: those on record, and of `told` those that
-        are newer than the one in which a trainer lives here, and that no part of this run knows;
-        with all that go on from them."""
-        life, told = self.life(), tuple(told)
+    def strangers(self, epochs: Iterable[Epoch]) -> frozenset[EpochId]:
+        """The epochs that another run of this name began: those on record, and of `epochs` those
+        that are newer than the one in which a trainer lives here, and that no part of this run
+        knows; with all that go on from them."""
+        life, epochs = self.life(), tuple(epochs)
         view, known = self.node.leader_view, set[EpochId]()
         if not view.alone:  # else the leader only says what was seen here
-            heard = (view.commit, view.word.plan, *view.word.commits)
-            known = {step_id.epoch for step_id in heard if step_id is not None}
+            steps = (view.commit, view.word.plan, *view.word.commits)
+            known = {step_id.epoch for step_id in steps if step_id is not None}
         known |= {epoch.id for epoch in (self.own() if life is None else self.own(life))}
         found = set(self.local.record.strangers - known)
         if life is not None:
-            found |= {epoch.id for epoch in told if epoch.id.number >= life.id.number} - known
-        for epoch in sorted(told, key=lambda epoch: epoch.id):
+            found |= {epoch.id for epoch in epochs if epoch.id.number >= life.id.number} - known
+        for epoch in sorted(epochs, key=lambda epoch: epoch.id):
             if epoch.parent is not None and epoch.parent.epoch in found and epoch.id not in known:
                 found.add(epoch.id)
         return frozenset(found)
@@ -211,13 +211,15 @@ class Rollback:
         """The wish that is not yet fulfilled. None: restore the newest step."""
         if self._told is not None:
             return Wish(id=self._told) if self._told != self._began else None
-        if (wish := self.start) is None:
+        if (request := self.start) is None:
             return None
         done = any(
-            epoch.id.number > wish.since and epoch.parent is not None and wish.names(epoch.parent)
+            epoch.id.number > request.since
+            and epoch.parent is not None
+            and request.names(epoch.parent)
             for epoch in self.recorded()
         )
-        return None if done else wish
+        return None if done else request
 
     def asked_for(self, parent: StepId | None, asked: int | None) -> StepId | None:
         """The step to keep once an epoch goes on from `parent`, where the script asked for the step
@@ -235,16 +237,16 @@ class Rollback:
         """Whether this may be the wanted step, which must not be deleted."""
         if step_id == self.asked:
             return True
-        return (wish := self.wish) is not None and wish.names(step_id)
+        return (request := self.wish) is not None and request.names(step_id)
 
     def resolve(self, whole: Iterable[StepId], held: Collection[StepId]) -> StepId | None:
         """The wanted step; of several with its number, the newest. Prefers steps in `whole`."""
-        if (wish := self.wish) is None:
+        if (request := self.wish) is None:
             return None
-        if wish.id is not None:
-            return wish.id
-        found = [step_id for step_id in whole if wish.names(step_id)] or [
-            step_id for step_id in held if wish.names(step_id)
+        if request.id is not None:
+            return request.id
+        found = [step_id for step_id in whole if request.names(step_id)] or [
+            step_id for step_id in held if request.names(step_id)
         ]
         return max(found, default=None)
 
@@ -361,9 +363,9 @@ class RestartStep:
         something newer and the leader is away, only the vote can tell whether the other ranks
         have it too.
         """
-        told = self.node.heard.plan
-        restorable = told is not None and self.node.ledger.lineage.restorable(told)
-        if told is not None and restorable and (found := self._plan_of(told)) is not None:
+        plan = self.node.heard.plan
+        restorable = plan is not None and self.node.ledger.lineage.restorable(plan)
+        if plan is not None and restorable and (found := self._plan_of(plan)) is not None:
             return found
         if (step_id := self.node.last_commit()) is None:
             return None

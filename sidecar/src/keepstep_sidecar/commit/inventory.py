@@ -289,13 +289,13 @@ class RemoteInventory:
 
     # --- looking -----------------------------------------------------------------------------
 
-    async def look(self, *, anew: bool = False) -> bool:
+    async def look(self, *, refresh: bool = False) -> bool:
         """Ask every remote tier what it holds. Returns whether anything changed.
 
-        A call during a running query waits for the answers to that query. With `anew` it waits for
-        the answers to a query that begins after the call.
+        A call during a running query waits for the answers to that query. With `refresh` it waits
+        for the answers to a query that begins after the call.
         """
-        if anew and self._looking is not None and not self._looking.done():
+        if refresh and self._looking is not None and not self._looking.done():
             await asyncio.wait({self._looking})
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="look at remote tiers")

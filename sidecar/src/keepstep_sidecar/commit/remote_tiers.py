@@ -51,8 +51,8 @@ class RemoteTiers:
 
     # --- running -----------------------------------------------------------------------------
 
-    def start(self, tasks: Tasks, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`looked`: called once all remote tiers were asked for the first time."""
+    def start(self, tasks: Tasks, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`on_scan`: called once all remote tiers were asked for the first time."""
         facts = replace(
             self.committer.facts(lambda: tasks.spawn(self.look(), "look at what is new")),
             operated=self.operated,
@@ -62,33 +62,33 @@ class RemoteTiers:
             remote_tier.begin(facts)
             tasks.keep(remote_tier.run, f"remote tier {remote_tier.tier}")
         if self.remote_tiers:
-            tasks.keep(functools.partial(self._watch, looked), "look at remote tiers")
+            tasks.keep(functools.partial(self._watch, on_scan), "look at remote tiers")
 
-    async def _watch(self, looked: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _watch(self, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.look()
-        await looked()
+        await on_scan()
         while True:
             await asyncio.sleep(_RETRY_S if self._remotes.unknown else _LOOK_EVERY_S)
             await self.look()
 
-    async def look(self, *, anew: bool = False) -> None:
-        """Ask all remote tiers what they hold; `anew` as in `RemoteInventory.look`."""
-        await self.committer.look_beyond(anew=anew)
+    async def look(self, *, refresh: bool = False) -> None:
+        """Ask all remote tiers what they hold; `refresh` as in `RemoteInventory.look`."""
+        await self.committer.look_beyond(refresh=refresh)
         self._looked_at = time.monotonic()
 
     async def _look_at_peers(self) -> None:
         try:
-            await self.look(anew=True)
+            await self.look(refresh=True)
         finally:
             self._meeting -= 1
             self.changes.ring()
 
-    def view(self, *, held: bool, heard_at: float) -> View:
-        """The facts that decide whether a rank may vote; `held`, `heard_at`: as in `View`."""
+    def view(self, *, held: bool, replied_at: float) -> View:
+        """The facts that decide whether a rank may vote; `held`, `replied_at`: as in `View`."""
         peers, others = self._remotes.peers, bool(self._told and any(self._told[:2]))
         return View(
             scanned_at=self._local_shards.scanned_at,
-            heard_at=heard_at,
+            heard_at=replied_at,
             tiers=bool(self.remote_tiers),
             listed_at=self._looked_at if self._remotes.looked else NEVER,
             held=held,
@@ -114,10 +114,10 @@ class RemoteTiers:
     ) -> None:
         """The leader names the other machines of the run, and agents of nodes. `awaits`: what it is
         making reachable. `complete`: all machines have reported to it."""
-        told = peers, agents, awaits, complete
-        if self._remotes.peers is None or self._told == told:
+        peer_list = peers, agents, awaits, complete
+        if self._remotes.peers is None or self._told == peer_list:
             return
-        self._told, self._told_at, self.awaits = told, time.monotonic(), awaits
+        self._told, self._told_at, self.awaits = peer_list, time.monotonic(), awaits
         self.changes.ring()
         self._remotes.peers.peers_are(peers, agents=agents, awaits=awaits, complete=complete)
         self._meeting += 1

@@ -61,9 +61,9 @@ class Host:
 
     # --- frames ------------------------------------------------------------------------------
 
-    def take_own(self, told: MemberReport) -> LeaderReply:
+    def take_own(self, report: MemberReport) -> LeaderReply:
         """The report of this machine. Raises UsageError."""
-        self.leader.take(OWN, told, at=time.time())
+        self.leader.take(OWN, report, at=time.time())
         self._settle()
         reply = self.leader.news(OWN)
         assert reply is not None, "each report has an answer"
@@ -81,15 +81,17 @@ class Host:
     def _take_in(self, member: Member, frame: bytes) -> bool:
         """Returns False if it is refused."""
         try:
-            told = _decode(frame)
+            member_report = _decode(frame)
             if member.node_rank == OWN:
-                self.leader.meet(told)  # this sidecar itself, which looks who is at its address
+                self.leader.meet(
+                    member_report
+                )  # this sidecar itself, which looks who is at its address
                 return True
-            report = told.report
+            report = member_report.report
             address = _reachable(report.peer_address, member.address)
             if address != report.peer_address:
-                told = replace(told, report=replace(report, peer_address=address))
-            self.leader.take(member.node_rank, told, at=time.time())
+                member_report = replace(member_report, report=replace(report, peer_address=address))
+            self.leader.take(member.node_rank, member_report, at=time.time())
         except (UsageError, ValueError, RecursionError) as error:
             self._refuse(member, str(error))
             return False

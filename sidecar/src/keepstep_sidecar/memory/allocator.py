@@ -192,7 +192,7 @@ class Allocator:
         Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
         images of former layouts are on the drive.
         """
-        size_bytes, wanted = slot_set.layout.size_bytes, self.wanted(lease)
+        size_bytes, target = slot_set.layout.size_bytes, self.wanted(lease)
         others = [other for other in slots.slot_sets.values() if other is not slot_set]
         # once: slots that are given up below have no names any more, but still take their memory
         total_bytes = self._total_bytes(size_bytes)
@@ -200,11 +200,11 @@ class Allocator:
         def affordable(beside: list[SlotSet]) -> int:
             taken_bytes = sum(slot_set.size_bytes for slot_set in beside) + slots.bases.size_bytes
             left = self._share_bytes(lease, total_bytes) - taken_bytes
-            return max(0, min(wanted, left // size_bytes))
+            return max(0, min(target, left // size_bytes))
 
         count = affordable(others)
         newest = max(slots.sealed(), default=None)
-        for keep, enough in ((2, wanted), (1, LEAST_SLOTS), (0, LEAST_SLOTS)):
+        for keep, enough in ((2, target), (1, LEAST_SLOTS), (0, LEAST_SLOTS)):
             if count >= enough:
                 continue
             for other in others:
@@ -226,13 +226,13 @@ class Allocator:
     def _shortage(self, lease: Lease, total_bytes: int, slot_bytes: int, count: int) -> str:
         """The warning about fewer slots than configured; "" when there are enough. Raises
         NoMemoryError when even two do not fit."""
-        wanted, ranks = self.wanted(lease), _ranks(lease)
-        if count >= wanted:
+        target, ranks = self.wanted(lease), _ranks(lease)
+        if count >= target:
             return ""
         there = self._share_bytes(lease, total_bytes) * ranks
         asked = (
-            f"{wanted} slots of {slot_bytes} bytes for each of {ranks} ranks need"
-            f" {wanted * slot_bytes * ranks} bytes, but there are {there}"
+            f"{target} slots of {slot_bytes} bytes for each of {ranks} ranks need"
+            f" {target * slot_bytes * ranks} bytes, but there are {there}"
         )
         if count < LEAST_SLOTS:
             raise NoMemoryError(

@@ -236,8 +236,10 @@ class SlotPool:
         slots = self.rank(rank)
         while (slot := slots.find(step_id)) is not None:
             file = slot.file
-            told = "a trainer could not use it" if str(file.path) in bad else ""
-            if not (why := told or file.ails(step_id, run=self._run) or self._base_ails(slot, bad)):
+            rejected = "a trainer could not use it" if str(file.path) in bad else ""
+            if not (
+                why := rejected or file.ails(step_id, run=self._run) or self._base_ails(slot, bad)
+            ):
                 return slot
             warn(
                 "slot.image_refused", rank=rank, step=str(step_id), path=str(file.path), reason=why
@@ -256,8 +258,8 @@ class SlotPool:
             return ""
         if (base := self.base_of(slot)) is None:
             return "its base is gone"
-        told = "a trainer could not use it" if str(base.file.path) in bad else ""
-        why = told or base.file.ails(ref.step, run=self._run)
+        rejected = "a trainer could not use it" if str(base.file.path) in bad else ""
+        why = rejected or base.file.ails(ref.step, run=self._run)
         return why and f"its base: {why}"
 
     def damaged(self) -> list[RankSlots]:
@@ -479,12 +481,12 @@ class Slot:
 
 
 class SlotSet:
-    """The slots of one rank and one layout. `wanted`: how many there shall be; missing slots are
+    """The slots of one rank and one layout. `target`: how many there shall be; missing slots are
     made in the background, one by one."""
 
-    def __init__(self, layout: Layout, *, wanted: int = 0) -> None:
+    def __init__(self, layout: Layout, *, target: int = 0) -> None:
         self.layout = layout
-        self.wanted = wanted
+        self.wanted = target
         self.failure = ""
         self.table = SlotTable(0)
         self.files: list[SlotFile] = []

@@ -37,8 +37,8 @@ class ReportFailed(Exception):
 
 class Channel:
     """How the run's leader is reached, at `address`. `link`: None where the run has no other
-    machine. `told`: what each frame says. `epoch`: returns the newest epoch that this machine knows
-    of. `leaves`: returns whether its pod begins to end."""
+    machine. `frame`: what each frame says. `epoch`: returns the newest epoch that this machine
+    knows of. `leaves`: returns whether its pod begins to end."""
 
     address: str
 
@@ -46,13 +46,13 @@ class Channel:
         self,
         link: Link | None,
         *,
-        told: MemberReport,
+        frame: MemberReport,
         changes: Changes,
         epoch: Callable[[], EpochId | None],
         leaves: Callable[[], bool],
     ) -> None:
         self._link = link
-        self._told, self.pins = told, told.pins
+        self._told, self.pins = frame, frame.pins
         self._leaves, self._left = leaves, False
         self._running: asyncio.Task[None] | None = None
         self._changes, self._epoch = changes, epoch
@@ -115,16 +115,16 @@ class Channel:
             leaving=self._left,
         )
 
-    def _taken(self, told: LeaderReply) -> ReportReply:
+    def _taken(self, leader_reply: LeaderReply) -> ReportReply:
         """What it says, with the list of peers also where that did not change."""
-        self._heard, self._closing = told.number, told.closing
-        if told.pins.version >= self.pins.version:
-            self.pins = told.pins
-        reply, epoch = told.reply, self._epoch()
+        self._heard, self._closing = leader_reply.number, leader_reply.closing
+        if leader_reply.pins.version >= self.pins.version:
+            self.pins = leader_reply.pins
+        reply, epoch = leader_reply.reply, self._epoch()
         if reply.peers_version == self._peers_version:
             reply = replace(reply, peers=self._peers)
         self._peers, self._peers_version = reply.peers, reply.peers_version
-        if epoch is not None and (told.epoch is None or told.epoch < epoch):
+        if epoch is not None and (leader_reply.epoch is None or leader_reply.epoch < epoch):
             return replace(reply, retire=())  # it does not know yet what is dead
         return reply
 
@@ -157,12 +157,12 @@ class OwnChannel(Channel):
         """A frame of another leader: this one does not answer itself."""
 
     async def exchange(self, report: Report) -> ReportReply:
-        told = self._frame(report)
+        frame = self._frame(report)
         if self._link is not None:
             short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
-            self._link.send(msgspec.json.encode(replace(told, report=short)))
+            self._link.send(msgspec.json.encode(replace(frame, report=short)))
         try:
-            return self._taken(self._host.take_own(told))
+            return self._taken(self._host.take_own(frame))
         except UsageError as error:
             raise ReportFailed("refused", str(error)) from error
 

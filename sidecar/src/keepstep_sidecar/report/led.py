@@ -75,7 +75,7 @@ class Led:
         `leader_channel`."""
         config = self._config
         options: dict[str, Any] = {
-            "told": MemberReport(
+            "frame": MemberReport(
                 life=self._life,
                 nodes=config.nodes if config.reporting is None else 0,
                 report=Report(sidecar="", started_at=0.0, sequence=0),

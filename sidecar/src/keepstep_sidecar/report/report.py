@@ -132,11 +132,11 @@ def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRanks
 def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier]:
     """What each tier holds of a rank. Copies are listed by the pods that keep them. Others only say
     whether they know of any."""
-    told = {
+    reports = {
         tier: replace(report, shards=()) if tier is Tier.PEER else report
         for tier, report in held.items()
     }
-    return told | _found({Tier.PEER: sorted(kept, key=lambda shard: shard.step_id)})
+    return reports | _found({Tier.PEER: sorted(kept, key=lambda shard: shard.step_id)})
 
 
 def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
@@ -200,9 +200,9 @@ def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) ->
 
 def _archived(service: Service) -> dict[int, list[Shard]]:
     committer = service.committer
-    told: dict[int, list[Shard]] = {}
+    shards: dict[int, list[Shard]] = {}
     if Tier.ARCHIVE not in committer.remotes.tiers:
-        return told
+        return shards
     left = _MOST_COPIES
     for step_id in sorted(committer.remotes.complete, reverse=True)[:_MOST_STEPS]:
         if _speaks_for_all(service, step_id):
@@ -210,8 +210,8 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
                 break
             for rank, places in committer.remotes.of(step_id).items():
                 found = [source.shard for source in places if source.tier is Tier.ARCHIVE]
-                told.setdefault(rank, []).extend(committer.epochs.without_foreign(found[:1]))
-    return {rank: found for rank, found in told.items() if found}
+                shards.setdefault(rank, []).extend(committer.epochs.without_foreign(found[:1]))
+    return {rank: found for rank, found in shards.items() if found}
 
 
 def _speaks_for_all(service: Service, step_id: StepId) -> bool:
@@ -262,8 +262,8 @@ def _goes_on(known: Report, now: Report) -> bool:
 def _changed(before: ReportedRanks | None, now: ReportedRanks) -> ReportedRanks | None:
     """The rank with those of its tiers that changed; None if nothing did."""
     was = before.tiers if before is not None else {}
-    moved = {tier: _moved(was.get(tier), told) for tier, told in now.tiers.items()}
-    tiers = {tier: told for tier, told in moved.items() if told is not None}
+    moved = {tier: _moved(was.get(tier), tier_report) for tier, tier_report in now.tiers.items()}
+    tiers = {tier: tier_report for tier, tier_report in moved.items() if tier_report is not None}
     if (archived := tiers.get(Tier.ARCHIVE)) is not None and _lists_the_newest(now):
         oldest, replaced = (
             min(shard.step_id for shard in now.shards(Tier.ARCHIVE)),
@@ -312,15 +312,15 @@ def news(report: Report) -> Report:
     )
 
 
-def pressing(told: Report) -> Report:
+def pressing(fresh_report: Report) -> Report:
     """Of the `news` of a report, what other machines wait for: a commit needs the newest step that
     each rank has written, not what memory and buddies hold, nor what is deleted."""
     return replace(
-        told,
-        ranks=tuple(map(_pressing, told.ranks)),
+        fresh_report,
+        ranks=tuple(map(_pressing, fresh_report.ranks)),
         tiers={
             tier: TierProgress(where=progress.where, trouble=progress.trouble)
-            for tier, progress in told.tiers.items()
+            for tier, progress in fresh_report.tiers.items()
         },
     )
 
@@ -328,9 +328,9 @@ def pressing(told: Report) -> Report:
 def _pressing(report: ReportedRanks) -> ReportedRanks:
     tiers = {
         tier: replace(
-            told, shards=_newest(told.shards) if tier in (Tier.LOCAL, Tier.ARCHIVE) else ()
+            progress, shards=_newest(progress.shards) if tier in (Tier.LOCAL, Tier.ARCHIVE) else ()
         )
-        for tier, told in report.tiers.items()
+        for tier, progress in report.tiers.items()
     }
     return ReportedRanks(ranks=report.ranks, world=report.world, alive=report.alive, tiers=tiers)
 

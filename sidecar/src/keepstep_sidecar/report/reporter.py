@@ -133,17 +133,17 @@ class Reporter:
     def __init__(
         self,
         channel: Channel,
-        look: Look,
+        observe: Look,
         *,
         leader: LeaderLink,
-        obey: Callable[[ReportReply], Awaitable[None]],
+        apply: Callable[[ReportReply], Awaitable[None]],
         changes: Changes,
     ) -> None:
         self._channel = channel
         self._leader = leader
-        self._look = look
-        self._volumes = _Volumes(look.measure)
-        self._obey = obey
+        self._look = observe
+        self._volumes = _Volumes(observe.measure)
+        self._obey = apply
         self._changes = changes
         self._rhythm = Rhythm()
         self._sequence = 0
@@ -207,9 +207,9 @@ class Reporter:
         """Whether this report is worth sending now."""
         if self._leader.finishing or self._failures or self._sent is None or self._channel.asked:
             return True
-        told = news(report)
-        self._rhythm = replace(self._rhythm, waits=told != self._sent)
-        if self._rhythm.waits and pressing(told) != pressing(self._sent):
+        changed = news(report)
+        self._rhythm = replace(self._rhythm, waits=changed != self._sent)
+        if self._rhythm.waits and pressing(changed) != pressing(self._sent):
             return True
         return self._since() >= self._silence_s(0.0)
 
@@ -238,13 +238,13 @@ class Reporter:
             return
         self._sequence += 1
         self._tried_at = time.monotonic()
-        told, self._known = changes(self._known, report), None
+        changed, self._known = changes(self._known, report), None
         try:
-            reply = await self._channel.exchange(told)
+            reply = await self._channel.exchange(changed)
         except ReportFailed as failure:
             self._failed(failure)
             return
-        self._succeeded(report, told, reply)
+        self._succeeded(report, changed, reply)
         await self._obey(reply)
 
     # --- how it went -------------------------------------------------------------------------
@@ -259,9 +259,9 @@ class Reporter:
             address, kind = self._channel.address, failure.kind
             warn("leader.report_failed", address=address, kind=kind, error=str(failure))
 
-    def _succeeded(self, report: Report, told: Report, reply: ReportReply) -> None:
-        """`told`: what was sent of `report`. If the leader cannot follow changes, the next report
-        is sent whole, at once."""
+    def _succeeded(self, report: Report, changed: Report, reply: ReportReply) -> None:
+        """`changed`: what was sent of `report`. If the leader cannot follow changes, the next
+        report is sent whole, at once."""
         if self._failures or self._leader.heard_at is None:
             address = self._channel.address
             say("leader.report_accepted", address=address, failures=self._failures)
@@ -271,7 +271,7 @@ class Reporter:
         self._leader.heard_at = time.time()
         follows = reply.changes_since == report.sequence
         self._known = report if follows else None
-        taken = follows or not told.since
+        taken = follows or not changed.since
         self._sent = news(report) if taken else None
         self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
 

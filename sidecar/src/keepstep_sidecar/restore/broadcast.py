@@ -94,11 +94,11 @@ class Broadcast:
         self._settle()
 
     async def fill(
-        self, rank: int, step_id: StepId, wanted: Sequence[tuple[Key, memoryview]]
+        self, rank: int, step_id: StepId, chunks: Sequence[tuple[Key, memoryview]]
     ) -> list[Tier]:
         """Return when every frame has its chunk. Raises what `Read` raises, once the frames are no
         longer written to. If this is cancelled, the rank must `leave`."""
-        mine = self._join(rank, step_id, wanted)
+        mine = self._join(rank, step_id, chunks)
         timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, mine)
         try:
             for chunk in mine:  # wait for all before the first error is raised
@@ -108,22 +108,22 @@ class Broadcast:
             timer.cancel()
 
     def _join(
-        self, rank: int, step_id: StepId, wanted: Sequence[tuple[Key, memoryview]]
+        self, rank: int, step_id: StepId, chunks: Sequence[tuple[Key, memoryview]]
     ) -> list[Shared]:
         """Join the rank to shared chunks. Chunks that it has not announced are read for it
         alone."""
-        said = self._announced.get(rank)
-        if said is None or said.id != step_id:
-            said = _Announced(step_id, ())
-        said.late = False
+        announced = self._announced.get(rank)
+        if announced is None or announced.id != step_id:
+            announced = _Announced(step_id, ())
+        announced.late = False
         loop, alone, together = asyncio.get_running_loop(), list[Shared](), list[Shared]()
-        for key, frame in wanted:
+        for key, frame in chunks:
             new = Shared(step_id, key, loop.create_future())
-            shared = said.will_ask(key)
+            shared = announced.will_ask(key)
             chunk = self._waiting.setdefault((step_id, key), new) if shared else new
             chunk.frames.append((rank, frame))
             (together if shared else alone).append(chunk)
-        said.until = max([said.until, *(chunk.key for chunk in together)])
+        announced.until = max([announced.until, *(chunk.key for chunk in together)])
         self._begin(alone)
         self._settle()
         return [*alone, *together]
@@ -131,15 +131,15 @@ class Broadcast:
     def _give_up(self, mine: Iterable[Shared]) -> None:
         """Stop waiting for the ranks that have not asked for these chunks."""
         for chunk in mine:
-            for said in self._missing(chunk):
-                said.late = True
+            for announced in self._missing(chunk):
+                announced.late = True
         self._settle()
 
     def _missing(self, chunk: Shared) -> list[_Announced]:
         return [
-            said
-            for said in self._announced.values()
-            if said.id == chunk.id and not said.late and said.will_ask(chunk.key)
+            announced
+            for announced in self._announced.values()
+            if announced.id == chunk.id and not announced.late and announced.will_ask(chunk.key)
         ]
 
     def _settle(self) -> None:

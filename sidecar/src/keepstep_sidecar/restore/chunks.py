@@ -199,11 +199,11 @@ class ChunkBuffers:
         saved = sorted({chunk.rank for chunk in request.chunks})
         found = await all_of([self.fetcher.layout(request.id, rank) for rank in saved])
         layouts = dict(zip(saved, found, strict=True))
-        wanted = [
+        chunks_ = [
             ((chunk.rank, chunk.chunk), _frame(window, chunk, layouts[chunk.rank]))
             for chunk in request.chunks
         ]
-        return await self._broadcast.fill(rank, request.id, wanted)
+        return await self._broadcast.fill(rank, request.id, chunks_)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
@@ -228,14 +228,14 @@ class ChunkBuffers:
         return tier
 
     async def _bring(
-        self, step_id: StepId, layout: Layout, wanted: Sequence[tuple[int, memoryview]]
+        self, step_id: StepId, layout: Layout, chunks_: Sequence[tuple[int, memoryview]]
     ) -> Tier:
         def fill(opened: transfer.Opened) -> None:
             if opened.manifest.layout.id != layout.id:
                 raise StorageError(
                     f"{opened.source.where}: another image of rank {layout.rank} than elsewhere"
                 )
-            transfer.fill(opened, wanted)
+            transfer.fill(opened, chunks_)
 
         async def read(source: ShardSource) -> None:
             await self.fetcher.read(source, fill)

@@ -130,9 +130,9 @@ class Restorer:
     def _wanted(self) -> dict[str, Any]:
         """The step that a person wants to go back to. Other steps are still listed, so that the
         vote can tell what there is. Another sidecar may not know of the wish."""
-        if (wish := self._rollback.wish) is None:
+        if (request := self._rollback.wish) is None:
             return {}
-        return {"wanted": str(wish), "limit": self._restart.wanted(), "exact": True}
+        return {"wanted": str(request), "limit": self._restart.wanted(), "exact": True}
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """The rank's own images, each on its nearest tier, without dead steps."""

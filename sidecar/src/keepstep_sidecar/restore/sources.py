@@ -139,11 +139,11 @@ class ImageSources:
                 asked.append(own % world)
             if not asked:
                 break
-            told = await few_at_once(
+            found_sources = await few_at_once(
                 [partial(self._told, step_id, rank) for rank in asked], most=_AT_ONCE
             )
             tried = set(asked)
-            found.update((source.rank, source) for some in told for source in some)
+            found.update((source.rank, source) for some in found_sources for source in some)
             left = [rank for rank in left if rank not in tried]
         return tuple(sorted(left))
 
@@ -154,13 +154,13 @@ class ImageSources:
             return known
         with suppress(ImageError, StorageError):
             source, manifest = await self.fetcher.ask(step_id, saved, self.fetcher.manifest)
-            told: tuple[Source, ...] = (await self._seen(step_id, saved, source, manifest),)
+            sources: tuple[Source, ...] = (await self._seen(step_id, saved, source, manifest),)
             if manifest.control.base is not None:
                 number = saved + manifest.layout.world
                 at, base = await self.fetcher.ask(step_id, number, self.fetcher.manifest)
-                told = (*told, await self._seen(step_id, number, at, base))
-            self._beyond_memory[step_id, saved] = told
-            return told
+                sources = (*sources, await self._seen(step_id, number, at, base))
+            self._beyond_memory[step_id, saved] = sources
+            return sources
         return ()
 
     async def _seen(

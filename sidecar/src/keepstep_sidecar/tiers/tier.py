@@ -88,7 +88,7 @@ class RunFacts:
     outgrown: Callable[[], bool] = lambda: False
     changed: Callable[[], None] = lambda: None
     life: Callable[[], Epoch | None] = lambda: None
-    strangers: Callable[[Iterable[Epoch]], frozenset[EpochId]] = lambda told: frozenset()
+    strangers: Callable[[Iterable[Epoch]], frozenset[EpochId]] = lambda epochs: frozenset()
     meet: Callable[[frozenset[EpochId]], Awaitable[None]] = _unrecorded
 
 

@@ -40,11 +40,11 @@ class Opened:
     fetch: Read
     turn: threading.Semaphore = field(default_factory=hashing)
 
-    def read(self, wanted: Wanted) -> Iterator[tuple[int, memoryview]]:
+    def read(self, chunks: Wanted) -> Iterator[tuple[int, memoryview]]:
         """Fill the buffers of consecutive chunks, and yield each once it is verified."""
-        begin = self.manifest.bounds(wanted[0][0])[0]
-        views = self.fetch(begin, [view for _, view in wanted])
-        for (chunk, _), view in zip(wanted, views, strict=True):
+        begin = self.manifest.bounds(chunks[0][0])[0]
+        views = self.fetch(begin, [view for _, view in chunks])
+        for (chunk, _), view in zip(chunks, views, strict=True):
             with self.turn:
                 self.manifest.check(chunk, view, path=self.source.where)
             yield chunk, view
@@ -126,10 +126,10 @@ def opened(
 # --- into buffers ----------------------------------------------------------------------------
 
 
-def fill(open_source: Opened, wanted: Wanted) -> None:
+def fill(open_source: Opened, chunks: Wanted) -> None:
     """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
-    _check_sizes(open_source.manifest, wanted)
-    runs = list(_runs(wanted, open_source.source.chunks_per_read))
+    _check_sizes(open_source.manifest, chunks)
+    runs = list(_runs(chunks, open_source.source.chunks_per_read))
 
     def fill_run(index: int) -> None:
         for _ in open_source.read(runs[index]):
@@ -173,8 +173,8 @@ def _load(open_source: Opened, view: memoryview) -> ControlPage:
     return control
 
 
-def _check_sizes(manifest: Manifest, wanted: Wanted) -> None:
-    for chunk, into in wanted:
+def _check_sizes(manifest: Manifest, chunks: Wanted) -> None:
+    for chunk, into in chunks:
         if chunk not in manifest.chunks:
             raise FormatError(f"chunk {chunk} of {len(manifest.chunks)}")
         begin, end = manifest.bounds(chunk)
@@ -182,10 +182,10 @@ def _check_sizes(manifest: Manifest, wanted: Wanted) -> None:
             raise UsageError(f"chunk {chunk}: a buffer of {len(into)} bytes, not {end - begin}")
 
 
-def _runs(wanted: Wanted, most: int) -> Iterator[Wanted]:
+def _runs(chunks: Wanted, most: int) -> Iterator[Wanted]:
     """Group consecutive chunks, at most `most` in each group."""
     run: list[tuple[int, memoryview]] = []
-    for chunk, view in sorted(wanted, key=lambda pair: pair[0]):
+    for chunk, view in sorted(chunks, key=lambda pair: pair[0]):
         if run and (chunk != run[-1][0] + 1 or len(run) == most):
             yield run
             run = []

@@ -268,10 +268,10 @@ class Filesystem:
 def is_alike(fd: int, other: int) -> bool:
     """Whether two open files are of the same kind, owner, permissions and extended attributes
     (access lists are some of these)."""
-    found, wanted = os.fstat(fd), os.fstat(other)
-    if (found.st_mode, found.st_uid) != (wanted.st_mode, wanted.st_uid):
+    found, expected = os.fstat(fd), os.fstat(other)
+    if (found.st_mode, found.st_uid) != (expected.st_mode, expected.st_uid):
         return False
-    return found.st_gid == wanted.st_gid and _attributes(fd) == _attributes(other)
+    return found.st_gid == expected.st_gid and _attributes(fd) == _attributes(other)
 
 
 def is_open_only_as(fd: int) -> bool:

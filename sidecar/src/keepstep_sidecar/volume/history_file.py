@@ -206,6 +206,8 @@ def _lines(events: Iterable[Event]) -> bytes:
     lines = []
     for event in events:
         values = {field.name: getattr(event, field.name) for field in dataclasses.fields(Event)}
-        told = {key: value for key, value in values.items() if _DEFAULTS.get(key, values) != value}
-        lines.append(msgspec.json.encode(told) + b"\n")
+        written = {
+            key: value for key, value in values.items() if _DEFAULTS.get(key, values) != value
+        }
+        lines.append(msgspec.json.encode(written) + b"\n")
     return b"".join(lines)

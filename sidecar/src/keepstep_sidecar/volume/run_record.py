@@ -94,32 +94,32 @@ class RunRecord:
 
 
 def _read(reader: strictjson.Reader) -> RunRecord:
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key in reader.members():
         if key == "epochs":
-            told[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
+            fields[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
         elif key in ("pinned", "failures"):
-            told[key] = frozenset(read_step(reader.value()) for _ in reader.items())
+            fields[key] = frozenset(read_step(reader.value()) for _ in reader.items())
         elif key == "strangers":
-            told[key] = frozenset(_epoch_id(reader.value()) for _ in reader.items())
+            fields[key] = frozenset(_epoch_id(reader.value()) for _ in reader.items())
         else:
             value = reader.value()
             if key == "format_version":
                 strictjson.version(value, FORMAT_VERSION)
             if key in ("format_version", "run", "committed", "asked"):
-                told[key] = value
+                fields[key] = value
     reader.end()
-    if missing := {"format_version", "run", "epochs"} - told.keys():
+    if missing := {"format_version", "run", "epochs"} - fields.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
-    committed, asked = told.get("committed"), told.get("asked")
+    committed, asked = fields.get("committed"), fields.get("asked")
     return RunRecord(
-        run=strictjson.text(told["run"], "run"),
-        epochs=told["epochs"],
+        run=strictjson.text(fields["run"], "run"),
+        epochs=fields["epochs"],
         committed=None if committed is None else read_step(committed),
-        pinned=told.get("pinned", frozenset()),
-        failures=told.get("failures", frozenset()),
+        pinned=fields.get("pinned", frozenset()),
+        failures=fields.get("failures", frozenset()),
         asked=None if asked is None else read_step(asked),
-        strangers=told.get("strangers", frozenset()),
+        strangers=fields.get("strangers", frozenset()),
     )
 
 

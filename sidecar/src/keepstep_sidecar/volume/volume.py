@@ -882,10 +882,10 @@ class VolumeSet:
         return Scan(shards=tuple(shards), problems=problems, unread=unread)
 
     def _scan(self) -> tuple[list[Scan], dict[Path, str]]:
-        told = {volume.root: _tried(Volume.scan, volume) for volume in self.volumes}
+        scans = {volume.root: _tried(Volume.scan, volume) for volume in self.volumes}
         return (
-            [scan for scan in told.values() if not isinstance(scan, StorageError)],
-            {root: str(scan) for root, scan in told.items() if isinstance(scan, StorageError)},
+            [scan for scan in scans.values() if not isinstance(scan, StorageError)],
+            {root: str(scan) for root, scan in scans.items() if isinstance(scan, StorageError)},
         )
 
     def is_removed(self) -> bool:
@@ -927,9 +927,9 @@ class VolumeSet:
     def _of_each(self, work: Callable[[Volume], int]) -> int:
         """The sum of `work` over all volumes. A volume that fails does not stop the others. Raises
         its StorageError when the sum is 0."""
-        told = [_tried(work, volume) for volume in self._writable]
-        total = sum(size for size in told if not isinstance(size, StorageError))
-        failure = next((result for result in told if isinstance(result, StorageError)), None)
+        results = [_tried(work, volume) for volume in self._writable]
+        total = sum(size for size in results if not isinstance(size, StorageError))
+        failure = next((result for result in results if isinstance(result, StorageError)), None)
         if failure is not None and not total:
             raise failure
         return total
@@ -961,13 +961,13 @@ class VolumeSet:
     def change_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """Change the record durably on every writable volume. Without any, nothing durable will
         need it. Raises StorageError when all fail."""
-        told = [
+        results = [
             _tried(lambda volume: volume.save_record(change(volume.record)), volume)
             for volume in self._writable
         ]
         self.record = RunRecord.union([volume.record for volume in self.volumes])
-        failures = [result for result in told if result is not None]
-        if failures and len(failures) == len(told):
+        failures = [result for result in results if result is not None]
+        if failures and len(failures) == len(results):
             raise failures[0]
 
     def close(self) -> None:

@@ -136,31 +136,31 @@ def shared_memory(directory: Path, need: Need) -> Finding:
     if not os.access(directory, os.W_OK):
         return Finding("shared memory", Outcome.MISSING, f"{found}, not writable", "chmod 1777 it")
     larger = f"mount -o remount,size=SIZE {directory}, in a container --shm-size"
-    wanted = need.memory_bytes
-    if wanted is None:
+    needed = need.memory_bytes
+    if needed is None:
         outcome = Outcome.OK if free >= LEAST_SHARED_BYTES else Outcome.SLOW
         return Finding("shared memory", outcome, found, "" if outcome is Outcome.OK else larger)
     free += free_huge_bytes()
-    if free >= wanted:
-        return Finding("shared memory", Outcome.OK, f"{found}, {format_size(wanted)} needed")
-    least = wanted * LEAST_SLOTS // need.slots
+    if free >= needed:
+        return Finding("shared memory", Outcome.OK, f"{found}, {format_size(needed)} needed")
+    least = needed * LEAST_SLOTS // need.slots
     outcome = Outcome.SLOW if free >= least else Outcome.MISSING
-    found += f", {format_size(wanted)} needed for {need.slots} slots, {format_size(least)} at least"
+    found += f", {format_size(needed)} needed for {need.slots} slots, {format_size(least)} at least"
     return Finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
 
 
 def huge_pages(need: Need) -> Finding:
     """Whether enough huge pages are free. Slots are on small pages otherwise."""
-    free, wanted = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
+    free, needed = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
     found = f"{format_size(free)} free"
     if need.image_bytes is not None and need.image_bytes < LEAST_ON_HUGE_PAGES_BYTES:
         return Finding("huge pages", Outcome.OK, f"{found}, images are too small for them")
     if need.memory_bytes is not None:
-        found += f", {format_size(wanted)} could be used"
-    if free >= wanted:
+        found += f", {format_size(needed)} could be used"
+    if free >= needed:
         return Finding("huge pages", Outcome.OK, found)
     change = (
-        advice(wanted) if need.memory_bytes is not None else "give --state SIZE to see how many"
+        advice(needed) if need.memory_bytes is not None else "give --state SIZE to see how many"
     )
     return Finding("huge pages", Outcome.SLOW, found, change)
 
@@ -245,12 +245,12 @@ def drive(
         yield _speed(directory, place, engine, probe_bytes, need, clock)
 
 
-def _space(directory: Path, free: int, total: int, wanted: int | None) -> Finding:
+def _space(directory: Path, free: int, total: int, needed: int | None) -> Finding:
     name, found = f"space {directory}", f"{format_size(free)} free of {format_size(total)}"
-    if free < max(wanted or 0, CHUNK_BYTES):
-        lacking = f", {format_size(wanted or CHUNK_BYTES)} needed"
+    if free < max(needed or 0, CHUNK_BYTES):
+        lacking = f", {format_size(needed or CHUNK_BYTES)} needed"
         return Finding(name, Outcome.MISSING, found + lacking, "free some, or another --volume")
-    return Finding(name, Outcome.OK, found + (f", {format_size(wanted)} needed" if wanted else ""))
+    return Finding(name, Outcome.OK, found + (f", {format_size(needed)} needed" if needed else ""))
 
 
 def _speed(

@@ -102,7 +102,7 @@ def export(
       keepstep export 12000 --to ./model --config .keepstep/gpt/sidecar.toml
     """
     library = _library()
-    wishes = {
+    selected = {
         "only": only,
         "dtype": None if dtype is None else library.DTYPES[dtype],
         "shard_bytes": shard_size,
@@ -112,19 +112,21 @@ def export(
     def work(step: _Step, cancel: Cancel) -> Exported:
         with step.opened(cancel) as images:
             layouts = (image.manifest.layout for image in images.values())
-            made = library.Export(layouts, run=step.run, step_id=step.id, **wishes)
+            made = library.Export(layouts, run=step.run, step_id=step.id, **selected)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
-                told: Exported = made.write(target, functools.partial(_read, images, cancel), done)
-                return told
+                exported: Exported = made.write(
+                    target, functools.partial(_read, images, cancel), done
+                )
+                return exported
 
     source = click.get_current_context().get_parameter_source("archive")
     alone = source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    step_id, told = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
+    step_id, exported = asyncio.run(_with_newest(word, work, archive_alone=alone, **where))
     if as_json:
-        output.print_json({"step": step_id, **vars(told)})
+        output.print_json({"step": step_id, **vars(exported)})
         return
-    _print(step_id, told, dtype)
+    _print(step_id, exported, dtype)
 
 
 def _library() -> Any:
@@ -141,26 +143,26 @@ def _library() -> Any:
     return library
 
 
-def _print(step_id: StepId, told: Exported, dtype: str | None) -> None:
-    files = "1 file" if len(told.files) == 1 else f"{len(told.files)} files"
+def _print(step_id: StepId, exported: Exported, dtype: str | None) -> None:
+    files = "1 file" if len(exported.files) == 1 else f"{len(exported.files)} files"
     output.echo(
-        f"{told.path}: step {step_id}, {told.tensors} tensors, {files}, {format_size(told.bytes)}"
-        + (f", as {dtype}" if dtype else "")
+        f"{exported.path}: step {step_id}, {exported.tensors} tensors, {files},"
+        f" {format_size(exported.bytes)}" + (f", as {dtype}" if dtype else "")
     )
-    if told.files == ("adapter_model.safetensors",):
+    if exported.files == ("adapter_model.safetensors",):
         output.echo(
             "PEFT also reads adapter_config.json there: model.peft_config['default']"
             ".save_pretrained(DIR) in the script writes it"
         )
-    if told.tied:
-        names = few([f"{name} (is {first})" for name, first in told.tied.items()], 4)
+    if exported.tied:
+        names = few([f"{name} (is {first})" for name, first in exported.tied.items()], 4)
         output.echo(f"tied, written once: {names}")
-    if told.left_out:
-        output.echo(f"left out, no tensors: {few(told.left_out, 4)}")
-    if told.own:
+    if exported.left_out:
+        output.echo(f"left out, no tensors: {few(exported.left_out, 4)}")
+    if exported.own:
         output.echo(
             "warning: ranks have values of their own, the lowest rank's are written, which are not"
-            f" the whole model's where they are slices: {few(told.own, 4)}",
+            f" the whole model's where they are slices: {few(exported.own, 4)}",
             err=True,
         )
 

@@ -118,12 +118,12 @@ def run(
         ctx.exit(supervisor.run())
 
 
-def _compile_cache(kept: RunDir, limit_bytes: int, say: Callable[[str], None]) -> dict[str, str]:
+def _compile_cache(kept: RunDir, limit_bytes: int, report: Callable[[str], None]) -> dict[str, str]:
     """The variables for COMMAND; none, and a line that says why, if no caches can be kept."""
     try:
         return compiled.variables(kept, os.environ, limit_bytes=limit_bytes)
     except (OSError, StorageError) as error:
-        say(f"the compile cache is not kept for the next start: {error}")
+        report(f"the compile cache is not kept for the next start: {error}")
         return {}
 
 

@@ -273,10 +273,10 @@ def unpin(directory: Path, run: str | None, as_json: bool, word: str) -> None:
 def _pin(directory: Path, run: str | None, word: str, *, as_json: bool, pinned: bool) -> None:
     kept = run_dir.find(directory, run)
     (step,) = inventory.chosen(inventory.read(kept).steps, (word,))
-    told = calls.pin(kept.socket, step.id, pinned=pinned)
-    if told is None:
+    answer = calls.pin(kept.socket, step.id, pinned=pinned)
+    if answer is None:
         raise UsageError(f"run {kept.run!r} has no sidecar now; pin its steps while it runs")
     if as_json:
-        output.print_json({"pinned": list(told.steps)})
+        output.print_json({"pinned": list(answer.steps)})
     else:
-        output.echo(f"pinned: {', '.join(map(str, told.steps)) or 'no step'}")
+        output.echo(f"pinned: {', '.join(map(str, answer.steps)) or 'no step'}")

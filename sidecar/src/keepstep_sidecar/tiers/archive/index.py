@@ -289,8 +289,8 @@ class Surveyor:
     def _conflict(self, steps: Iterable[ArchivedStep], own: Iterable[Epoch]) -> str:
         """A message if there are two families of epochs that began separately; else ''."""
         own = tuple(own)
-        told = [step.record.epochs for step in steps if step.record and step.complete]
-        found = rooted([*told, own])
+        histories = [step.record.epochs for step in steps if step.record and step.complete]
+        found = rooted([*histories, own])
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}
@@ -328,11 +328,11 @@ def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
 def rooted(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     """The families whose beginning is known. A family without a known beginning may be a later part
     of any of them: a pod that was replaced knows only the epochs since then."""
-    told = [tuple(record) for record in records]
+    lines = [tuple(record) for record in records]
     roots = {
-        epoch.id for record in told for epoch in record if epoch.parent is None or epoch.origin
+        epoch.id for record in lines for epoch in record if epoch.parent is None or epoch.origin
     }
-    return [family for family in families(told) if family & roots]
+    return [family for family in families(lines) if family & roots]
 
 
 def _mentioned(epoch: Epoch) -> Iterable[EpochId]:

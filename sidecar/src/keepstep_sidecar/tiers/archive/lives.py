@@ -123,8 +123,8 @@ class Lives:
         data = bytearray(min(stored.bytes, _MOST_BYTES))
         try:
             await self.store.read(stored.name, 0, memoryview(data))
-            told = strictjson.mapping(json.loads(data), "life")
-            host = strictjson.text(told.get("host"), "host")
+            fields = strictjson.mapping(json.loads(data), "life")
+            host = strictjson.text(fields.get("host"), "host")
         except (KeepstepError, ValueError, RecursionError):
             return ""
         return f" on {host[:64]}" if host.isprintable() and host else ""

@@ -156,34 +156,34 @@ def _check_seal(reader: strictjson.Reader) -> None:
 
 
 def _read(reader: strictjson.Reader) -> StepRecord:
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key in reader.members():
         if key == "epochs":
-            told[key] = tuple([_epoch(number, reader.value()) for number in reader.items()])
+            fields[key] = tuple([_epoch(number, reader.value()) for number in reader.items()])
         elif key == "shards":
-            told[key] = [_row(reader.value()) for _ in reader.items()]
+            fields[key] = [_row(reader.value()) for _ in reader.items()]
         elif key in _SINGLE:
-            told[key] = reader.value()
+            fields[key] = reader.value()
         else:
             reader.value()
-    if missing := {*_SINGLE, "epochs", "shards"} - told.keys():
+    if missing := {*_SINGLE, "epochs", "shards"} - fields.keys():
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     step_id, world = (
-        read_step(told["step"]),
-        strictjson.integer(told["world"], "world", 1, _MAX_WORLD),
+        read_step(fields["step"]),
+        strictjson.integer(fields["world"], "world", 1, _MAX_WORLD),
     )
-    rows: list[_Row] = told["shards"]
+    rows: list[_Row] = fields["shards"]
     shards = tuple(row.shard(step_id, world) for row in rows)
     record = StepRecord(
-        run=strictjson.text(told["run"], "run"),
+        run=strictjson.text(fields["run"], "run"),
         id=step_id,
         world=world,
-        epochs=told["epochs"],
+        epochs=fields["epochs"],
         shards=shards,
-        written_at=strictjson.time(told["written_at"], "written_at"),
+        written_at=strictjson.time(fields["written_at"], "written_at"),
         twins={row.rank: row.twin for row in rows if row.twin},
         base_twins={row.rank: row.base.twin for row in rows if row.base and row.base.twin},
-        keepstep=strictjson.text(told["keepstep"], "keepstep"),
+        keepstep=strictjson.text(fields["keepstep"], "keepstep"),
     )
     _check_names(record, rows)
     return record
@@ -201,8 +201,8 @@ def _check_names(record: StepRecord, rows: list[_Row]) -> None:
     ranks = [row.rank for row in rows]
     if [(row.rank, row.name) for row in rows] != names or ranks != list(range(world)):
         raise FormatError(f"its shards are not those of {world} ranks")
-    told = {row.rank: row.base.name for row in rows if row.base}
-    if told != {rank: record.file(base, is_base=True)[0] for rank, base in bases.items()}:
+    base_names = {row.rank: row.base.name for row in rows if row.base}
+    if base_names != {rank: record.file(base, is_base=True)[0] for rank, base in bases.items()}:
         raise FormatError("its bases are not those of its shards")
     whole = bases.keys() - record.base_twins.keys()
     for twins, others in ((record.twins, range(world)), (record.base_twins, whole)):
@@ -247,15 +247,15 @@ def _row(value: object) -> _Row:
     return replace(_file_of(shard, rank), step=None, base=base)
 
 
-def _file_of(told: Mapping[str, object], rank: int) -> _Row:
-    params, step = told.get("params"), told.get("step")
+def _file_of(fields: Mapping[str, object], rank: int) -> _Row:
+    params, step = fields.get("params"), fields.get("step")
     return _Row(
         rank=rank,
-        name=strictjson.text(told.get("name"), "name"),
-        size_bytes=strictjson.integer(told.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
-        root=strictjson.text(told.get("root"), "root"),
+        name=strictjson.text(fields.get("name"), "name"),
+        size_bytes=strictjson.integer(fields.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
+        root=strictjson.text(fields.get("root"), "root"),
         params=None if params is None else strictjson.text(params, "params"),
-        twin=_twin(told) if "twin_of" in told else None,
+        twin=_twin(fields) if "twin_of" in fields else None,
         step=None if step is None else read_step(step),
     )
 
@@ -325,8 +325,8 @@ def found(files: Mapping[str, Stored], *, world: int, is_base: bool = False) -> 
     }
     for name, stored in sorted(files.items()):
         if (match := _NAME.fullmatch(name)) and match[1] == kind:
-            rank, told, of = map(int, match.groups()[1:])
-            if told == world and rank < world and of in ranks and ranks[of].of is None:
+            rank, named_world, of = map(int, match.groups()[1:])
+            if named_world == world and rank < world and of in ranks and ranks[of].of is None:
                 ranks.setdefault(rank, Found(stored=stored, of=of))
     return ranks
 

@@ -273,8 +273,10 @@ class Sender:
             shard = Shard(step_id=step_id, rank=rank, world=world, size_bytes=size_bytes)
             control = await control_page(self.store, file.stored, shard, run=self.run)
             params = (control.sections or {}).get(Section.PARAMS.value)
-            told = replace(shard, root=control.root, params_digest=params, base=control.base_shard)
-            return told, control.epoch
+            described = replace(
+                shard, root=control.root, params_digest=params, base=control.base_shard
+            )
+            return described, control.epoch
 
         asked = [functools.partial(describe, rank) for rank in range(world)]
         return await few_at_once(asked, most=16)

@@ -35,7 +35,7 @@ class Lied(Rejected):
 
 class Buddy:
     """See `Place`. `expected`: the node rank that must answer; None for any pod of the run.
-    `wanted`: returns which copies it should keep."""
+    `request`: returns which copies it should keep."""
 
     fresh_s = LOOK_AGAIN_S
 
@@ -47,13 +47,13 @@ class Buddy:
         calls: Calls,
         shards: Shards,
         pace: RateLimit,
-        wanted: Callable[[], protocol.Wanted],
+        request: Callable[[], protocol.Wanted],
     ) -> None:
         self.address = address
         self.told: protocol.Wanted | None = None
         self._expected = expected
         self._calls, self._shards, self._pace = calls, shards, pace
-        self._wanted = wanted
+        self._wanted = request
 
     async def held(self, sent: Collection[Key]) -> set[Key]:
         self.told = None
@@ -75,10 +75,10 @@ class Buddy:
         return sent
 
     async def settle(self, sent: Collection[LocalShard]) -> bool:
-        wanted = self._wanted()
-        if wanted.ranks and wanted != self.told:
-            await self._call(lambda links: links.ask(lambda link: link.want(wanted)))
-            self.told = wanted
+        request = self._wanted()
+        if request.ranks and request != self.told:
+            await self._call(lambda links: links.ask(lambda link: link.want(request)))
+            self.told = request
         return True
 
     def finished(self, *, whole: bool) -> bool:

@@ -115,9 +115,9 @@ class Link:
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, b"", kind=protocol.SealedCopy, quiet_s=quiet_s)
 
-    def want(self, wanted: protocol.Wanted) -> None:
+    def want(self, request: protocol.Wanted) -> None:
         """Tell the pod which copies to keep."""
-        self._ask("PUT", protocol.WANTED, msgspec.json.encode(wanted), kind=None)
+        self._ask("PUT", protocol.WANTED, msgspec.json.encode(request), kind=None)
 
     @contextlib.contextmanager
     def range(
@@ -222,10 +222,10 @@ class Link:
             raise StorageError(f"{self.address} is {who}, not node rank {self._expected}")
         return who
 
-    def _response(self, wanted: tuple[int, ...]) -> http.client.HTTPResponse:
+    def _response(self, statuses: tuple[int, ...]) -> http.client.HTTPResponse:
         assert self._connection is not None
         response = self._connection.getresponse()
-        if response.status in wanted:
+        if response.status in statuses:
             return response
         data = response.read(1 << 16)
         try:

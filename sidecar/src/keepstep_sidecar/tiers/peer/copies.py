@@ -225,10 +225,12 @@ class Copies:
 
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
         held, commit = self._by_rank(), self._commit()
-        told = {
+        committed_by_rank = {
             rank: request.committed for request in self._told.values() for rank in request.ranks
         }
-        known = {rank: step_id for rank, step_id in told.items() if step_id is not None}
+        known = {
+            rank: step_id for rank, step_id in committed_by_rank.items() if step_id is not None
+        }
         committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
         for step_id, rank in crowded_out(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
@@ -303,20 +305,20 @@ class Copies:
 
     # --- going -------------------------------------------------------------------------------
 
-    def want(self, wanted: Wanted, *, sender: int) -> int:
+    def want(self, request: Wanted, *, sender: int) -> int:
         """Delete copies that node rank `sender` no longer wants and has newer ones of; how many."""
         with self._lock:
             self._told.pop(sender, None)
             # Of the wanted steps, only the commit is remembered.
             self._told[sender] = Wanted(
-                committed=wanted.committed, ranks=dict.fromkeys(wanted.ranks, ())
+                committed=request.committed, ranks=dict.fromkeys(request.ranks, ())
             )
             while sum(len(request.ranks) for request in self._told.values()) > MOST_RANKS:
                 self._told.pop(next(iter(self._told)))
-            doomed = superseded(self._by_rank(), wanted.ranks, committed=wanted.committed)
+            doomed = superseded(self._by_rank(), request.ranks, committed=request.committed)
             for step_id, rank in doomed:
                 self._drop(step_id, rank, why=_SUPERSEDED)
-            self._drop_parts(wanted)
+            self._drop_parts(request)
         return len(doomed)
 
     def make_room(self, size_bytes: int) -> bool:
@@ -326,13 +328,13 @@ class Copies:
             self._free(self._volumes, size_bytes)
             return len(self._held) < before
 
-    def _drop_parts(self, wanted: Wanted) -> None:
+    def _drop_parts(self, request: Wanted) -> None:
         """Delete unfinished copies that will never be finished, in memory and left-over files."""
         unwanted: dict[Path, Volume] = {}
         for volume in self._volumes:
             for path in _parts(volume):
                 name = ShardName.parse(_final(path))
-                if name.rank in wanted.ranks and name.id not in wanted.ranks[name.rank]:
+                if name.rank in request.ranks and name.id not in request.ranks[name.rank]:
                     unwanted[path] = volume
         for path, volume in unwanted.items():
             if (part := self._parts.pop(_final(path), None)) is not None:
@@ -388,8 +390,8 @@ def _usable(volumes: Sequence[Volume]) -> list[Volume]:
 
 def _manifest(name: ShardName, data: memoryview, *, run: str, path: Path) -> Manifest:
     """What is sent as this copy. Raises ImageError."""
-    wanted = Shard(step_id=name.id, rank=name.rank, world=name.world)
-    manifest = Manifest.parse(data, run=run, shard=None if name.is_base else wanted, path=path)
+    expected = Shard(step_id=name.id, rank=name.rank, world=name.world)
+    manifest = Manifest.parse(data, run=run, shard=None if name.is_base else expected, path=path)
     layout = manifest.layout
     if (layout.is_base, layout.rank, layout.world) != (name.is_base, name.rank, name.world):
         what = "base" if name.is_base else "image"
@@ -409,11 +411,11 @@ def _made(volume: Volume, name: ShardName) -> Path:
 def _link_base(name: ShardName, manifest: Manifest, volume: Volume) -> bool:
     """Whether the base lies beside the copy of some step on this volume. If so, it then lies beside
     that of this step, too. One of the same bytes that another step referred to first is not it."""
-    filesystem, wanted = volume.filesystem, BaseRef.of(manifest.control, manifest.layout)
+    filesystem, base_ref = volume.filesystem, BaseRef.of(manifest.control, manifest.layout)
     with contextlib.suppress(OSError):  # what cannot be linked is sent
         for known in Directories(Tree(volume.root / DIRECTORY), filesystem).bases(name.file):
             with contextlib.suppress(ImageError):
-                if wanted.names(base_control(known, filesystem, size_bytes=wanted.size_bytes)):
+                if base_ref.names(base_control(known, filesystem, size_bytes=base_ref.size_bytes)):
                     _link(known, _made(volume, name), filesystem)
                     return True
     return False

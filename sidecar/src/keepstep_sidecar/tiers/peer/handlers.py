@@ -187,8 +187,8 @@ class Handler(BaseHTTPRequestHandler):
         self._respond(204, b"")
 
     def _wanted(self, match: re.Match[str]) -> None:
-        wanted = _decode(self._body(protocol.LARGEST_WANTED_BYTES), protocol.Wanted)
-        self.context.copies.want(wanted, sender=self.sender.node_rank)
+        request = _decode(self._body(protocol.LARGEST_WANTED_BYTES), protocol.Wanted)
+        self.context.copies.want(request, sender=self.sender.node_rank)
         self._respond(204, b"")
 
     # --- bytes -------------------------------------------------------------------------------

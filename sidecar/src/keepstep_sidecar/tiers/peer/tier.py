@@ -73,10 +73,10 @@ class PeerTier(RemoteTier):
         """Bind the address to listen on. If its port is taken, maybe by the
         training script, any free one will do where the operator tells the others. Never raises: a
         sidecar that did not start would keep training from starting."""
-        wanted = self._settings.listen
+        listen = self._settings.listen
         by_hand, before = self._settings.fixed, self.warning
-        any_port = f"{wanted.rpartition(':')[0]}:0"
-        for address in (wanted, *(() if by_hand else (any_port,))):
+        any_port = f"{listen.rpartition(':')[0]}:0"
+        for address in (listen, *(() if by_hand else (any_port,))):
             try:
                 self._server = Server(
                     address, self._calls.credentials, self._context, join=self._join
@@ -112,10 +112,10 @@ class PeerTier(RemoteTier):
         """The address to be told to the leader; '' when this machine serves nothing."""
         if self._server is None:
             return ""
-        wanted = self._settings.advertise or self._settings.listen
+        advertised = self._settings.advertise or self._settings.listen
         if self._settings.listen.endswith(f":{self._server.port}"):
-            return wanted
-        return f"{wanted.rpartition(':')[0]}:{self._server.port}"
+            return advertised
+        return f"{advertised.rpartition(':')[0]}:{self._server.port}"
 
     def refused(self) -> list[str]:
         """Which clients were refused last, and why."""
@@ -233,7 +233,7 @@ class PeerTier(RemoteTier):
             calls=self._calls,
             shards=self._served.shards,
             pace=self._pace,
-            wanted=lambda: wanted(self.facts.local()),
+            request=lambda: wanted(self.facts.local()),
         )
 
     # --- working -----------------------------------------------------------------------------
