@@ -48,7 +48,7 @@ class Attack:
 
     name: str
     error: type[ImageError]
-    says: str
+    message: str
     data: bytes
 
     @property
@@ -440,7 +440,7 @@ left alone; everything else is quarantined.
 def readme() -> str:
     """README.md of this folder."""
     rows = (
-        f"| {attack.name} | {attack.error.__name__} | {attack.says.replace('|', ' or ')} |"
+        f"| {attack.name} | {attack.error.__name__} | {attack.message.replace('|', ' or ')} |"
         for attack in attacks()
     )
     return README.format(id=ID, rows="\n".join(rows))

@@ -90,7 +90,7 @@ class Leader:
     def worst(self) -> RunReport:
         """As long as is accepted, and new in each part."""
         text = f"{self.hostile:03} " + "x" * 450
-        doubts = tuple(Doubt(kind=kind, text=text) for kind in DoubtKind)[: wire.MOST_SAID]
+        doubts = tuple(Doubt(kind=kind, text=text) for kind in DoubtKind)[: wire.MOST_MESSAGES]
         run_report = replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(
@@ -104,7 +104,7 @@ class Leader:
             ),
             doubts=doubts,
             alarms=tuple(
-                wire.Alarm(kind=f"Kind{index}", text=text) for index in range(wire.MOST_SAID)
+                wire.Alarm(kind=f"Kind{index}", text=text) for index in range(wire.MOST_MESSAGES)
             ),
             recent=tuple(
                 wire.Happened(time=wire.utc(time.time()), type="Restored", message=text)

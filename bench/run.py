@@ -117,10 +117,10 @@ class Machine:
         self._life, self._started_at = os.urandom(8).hex(), time.time()
         self._sequence, self._answered, self._follows = 0, 0, 0
         self._held: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
-        self._told: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
+        self._sent_bytes: dict[Tier, set[int]] = {tier: set() for tier in _TIERS}
         self._sent: dict[Tier, set[int]] = {}
-        self._peers_version = self._said_version = ""
-        self._heard = 0
+        self._peers_version = self._sent_version = ""
+        self._acknowledged = 0
         self._rhythm, self._reported_at = Rhythm(), 0.0
         self._later: asyncio.TimerHandle | None = None
 
@@ -149,14 +149,14 @@ class Machine:
     def report(self) -> None:
         """Say what changed, unless an answer is still awaited."""
         whole = not self._follows
-        new_list = self._peers_version != self._said_version
-        anything = whole or new_list or self._held != self._told
+        new_list = self._peers_version != self._sent_version
+        anything = whole or new_list or self._held != self._sent_bytes
         if self._answered < self._sequence or not anything:
             return
         pressing = (
             whole
             or new_list
-            or max(self._held[Tier.LOCAL], default=0) > max(self._told[Tier.LOCAL], default=0)
+            or max(self._held[Tier.LOCAL], default=0) > max(self._sent_bytes[Tier.LOCAL], default=0)
         )
         wait_s = self._rhythm.least_gap_s if pressing else self._rhythm.later_s
         due_in_s = self._reported_at + wait_s - time.monotonic()
@@ -190,10 +190,10 @@ class Machine:
             peers_version=self._peers_version,
         )
         report_ = MemberReport(
-            life=self._life, nodes=self._clock.machines, report=report, heard=self._heard
+            life=self._life, nodes=self._clock.machines, report=report, heard=self._acknowledged
         )
         self._sequence += 1
-        self._said_version = self._peers_version
+        self._sent_version = self._peers_version
         if not self.send(report_):
             self._answered = self._sequence
 
@@ -203,7 +203,7 @@ class Machine:
         world = self._clock.machines * RANKS
         reported = {}
         for tier in tiers:
-            before = set() if whole else self._told[tier]
+            before = set() if whole else self._sent_bytes[tier]
             if whole or before != self._held[tier]:
                 held = ReportedTier.of(
                     Shard(
@@ -230,12 +230,12 @@ class Machine:
         newest = reply.committed.get(str(Tier.LOCAL))
         for step_id in reply.commits if newest is None else (*reply.commits, newest):
             self.seen.setdefault(step_id.step, now)
-        self._heard, self._peers_version = leader_reply.number, reply.peers_version
+        self._acknowledged, self._peers_version = leader_reply.number, reply.peers_version
         self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
         if leader_reply.answers == self._sequence > self._answered:
             self._answered, self._follows = self._sequence, 0
             if reply.changes_since == self._sequence:
-                self._follows, self._told = self._sequence, self._sent
+                self._follows, self._sent_bytes = self._sequence, self._sent
         gone = {step_id.step for step_id in reply.retire}
         self._held[Tier.LOCAL] -= gone
         if newest is not None:  # a buddy keeps the newest commit, and what is newer
@@ -337,18 +337,18 @@ class LeaderProcess:
 
     def __init__(self, clock: Clock, port: int, *, cores: Iterable[int] = ()) -> None:
         fork = multiprocessing.get_context("spawn")
-        self._told, there = fork.Pipe()
+        self._commands, there = fork.Pipe()
         self._process = fork.Process(target=lead, args=(clock, port, there), daemon=True)
         self._process.start()
         os.sched_setaffinity(self._process.pid or 0, cores) if cores else None
 
     async def figures(self) -> tuple[dict[str, float], dict[int, float]]:
-        self._told.send("figures")
-        while not self._told.poll():
+        self._commands.send("figures")
+        while not self._commands.poll():
             if not self._process.is_alive():
                 raise RuntimeError("the leader's process has ended")
             await asyncio.sleep(0.05)
-        found: tuple[dict[str, float], dict[int, float]] = self._told.recv()
+        found: tuple[dict[str, float], dict[int, float]] = self._commands.recv()
         return found
 
     async def all_known(self, *, within_s: float) -> float:

@@ -36,11 +36,11 @@ import msgspec
 
 from bench.report import table
 from keepstep.core.ledger import Ledger, Reported
-from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.collective import Agreed, Collective
-from keepstep.restore.plan import Box, IndexBuilder, Want, make
+from keepstep.restore.plan import Box, IndexBuilder, TensorRequest, make
 from keepstep.state.sharding import Bulk, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted
@@ -109,9 +109,9 @@ def twins_of(kind: str, rank: int, world: int) -> tuple[int, ...]:
 
 
 def alike_of(kind: str, rank: int, world: int) -> Ranks:
-    """The rank and its twins; `NOBODY` if it has no twins."""
+    """The rank and its twins; `NO_RANKS` if it has no twins."""
     alike = kind == "ddp" and world > NODE
-    return Ranks.of(range(rank % NODE, world, NODE)) if alike else NOBODY
+    return Ranks.of(range(rank % NODE, world, NODE)) if alike else NO_RANKS
 
 
 class Model:
@@ -222,7 +222,9 @@ def plan(kind: str, world: int) -> dict[str, float]:
     with measured.timed("own_plan_s"):
         own = IndexBuilder(world)
         own.add(Layout.parse(header))
-        requests = [Want(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)]
+        requests = [
+            TensorRequest(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)
+        ]
         make(requests, own.build(), rank=1, nearness=[0] * world, reader=0)
     # a node's trainers are offered one of twins
     needed = range(NODE if kind == "ddp" else world)
@@ -243,7 +245,9 @@ def plan(kind: str, world: int) -> dict[str, float]:
     measured.found["index_mib"] = (_rss_bytes() - before) / (1 << 20)
     after = Model(kind, world // 2)
     requests = [
-        Want(name, Box((0,) * len(shape), shape) if kind == "ddp" else after.box(number, 1))
+        TensorRequest(
+            name, Box((0,) * len(shape), shape) if kind == "ddp" else after.box(number, 1)
+        )
         for number, (name, shape, _) in enumerate(model.tensors)
     ]
     with measured.timed("plan_s"):
@@ -287,7 +291,7 @@ class _Peers(RemoteTier):
         super().__init__()
         self._directory = directory
 
-    async def look(self) -> Any:
+    async def scan(self) -> Any:
         return self._directory.inventory(())
 
     def sources(self, shard: Any) -> list[Any]:
@@ -304,11 +308,11 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         directory.known[address] = Known(address=address, node_rank=node)
         received_bytes += len(text)
         began = time.process_time()
-        directory.heard(address, decode(text))
+        directory.update(address, decode(text))
         read_s += time.process_time() - began
     remotes = RemoteInventory(_Peers(directory))
     with measured.timed("inventory_s"):
-        asyncio.run(remotes.look())
+        asyncio.run(remotes.scan())
     ledger = Ledger()
     with measured.timed("ledger_s"):
         reports = {rank: remotes.report(rank) for rank in sorted(remotes.ranks)}

@@ -19,7 +19,7 @@ from bench.state import gpt
 def main() -> None:
     options = _options()
     state = gpt(options.bytes)
-    say("built")
+    emit("built")
     checkpointer = None
     first = 0
     if not options.plain:
@@ -33,19 +33,19 @@ def main() -> None:
         seconds = time.perf_counter() - begun
         if at is not None:
             first = at.step + 1
-            say("restored", step=at.step, tier=str(at.tier), seconds=seconds)
+            emit("restored", step=at.step, tier=str(at.tier), seconds=seconds)
     for step in itertools.count(first):
         time.sleep(options.step_s)
         state.update(step)
-        say("step", step=step)
+        emit("step", step=step)
         # the first steps are not kept, while the slots are being made
         if checkpointer is not None and checkpointer.save(step):
             for name in options.reach:
                 checkpointer.wait(step, name, timeout=120)
-                say(name, step=step)
+                emit(name, step=step)
 
 
-def say(event: str, **values: Any) -> None:
+def emit(event: str, **values: Any) -> None:
     """Print one event as a line of JSON."""
     print(json.dumps({"event": event, "at": time.monotonic(), **values}), flush=True)
 

@@ -48,13 +48,13 @@ def rights() -> str:
 
 def undescribed() -> list[str]:
     """The values that need a description and have none."""
-    comments = _said((CHART / "values.yaml").read_text())
+    comments = _comments((CHART / "values.yaml").read_text())
     leaves = (path for path, _ in _leaves(_values(), ()))
     return [".".join(path) for path in leaves if path[-1] not in USUAL and not comments.get(path)]
 
 
 def table() -> str:
-    comments = _said((CHART / "values.yaml").read_text())
+    comments = _comments((CHART / "values.yaml").read_text())
     rows = [
         f"| `{'.'.join(path)}` | `{json.dumps(value)}` | {_cell(comments.get(path, ''))} |"
         for path, value in _leaves(_values(), ())
@@ -77,7 +77,7 @@ def _leaves(
             yield (*above, name), value
 
 
-def _said(text: str) -> dict[tuple[str, ...], str]:
+def _comments(text: str) -> dict[tuple[str, ...], str]:
     """The description of each value: the comment above it that begins with "# --"."""
     found: dict[tuple[str, ...], str] = {}
     path: list[str] = []

@@ -206,7 +206,7 @@ def _serve(owner: int, path: str) -> None:
             if key.data == "ask":
                 _fork(listener.accept()[0], waiting)
             elif isinstance(key.data, socket.socket):
-                _say_end(key, waiting)
+                _report_end(key, waiting)
             else:  # the client is gone: kill its process, unless that is gone, too (no entry)
                 with contextlib.suppress(KeyError, ValueError, ProcessLookupError):
                     waiting.unregister(key.fileobj)
@@ -238,7 +238,7 @@ def _fork(asking: socket.socket, waiting: selectors.BaseSelector) -> None:
     waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, asking)
 
 
-def _say_end(key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
+def _report_end(key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
     asking: socket.socket = key.data
     info = os.waitid(os.P_PIDFD, key.fd, os.WEXITED)
     assert info is not None

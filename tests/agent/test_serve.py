@@ -95,10 +95,10 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
     slot, found = write(left, 5, parameters=3_000_000)
     before = _files(tmp_path / "host")
     tier = fetching(tmp_path, authority.files(1))
-    assert (await tier.look()).answer is Answer.UNKNOWN, "nobody was named yet"
+    assert (await tier.scan()).answer is Answer.UNKNOWN, "nobody was named yet"
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
-        (remote,) = (await tier.look()).shards
+        (remote,) = (await tier.scan()).shards
         assert (remote.step_id, remote.rank, remote.tier) == (found.step_id, 1, Tier.PEER)
         view = empty_slot(slot.layout)
         await reading.load(tier, remote, view)
@@ -115,7 +115,7 @@ async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_ask
     tier = fetching(tmp_path, authority.files(1))
     async with running(node), serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((Peer(node_rank=0, address=node.address),), agents=agents)
-        seen = await tier.look()
+        seen = await tier.scan()
         assert {shard.step_id for shard in seen.shards} == {found.step_id, own.step_id}
         assert tier.status().where == "no buddy"
 
@@ -130,7 +130,7 @@ async def test_a_pod_of_another_run_gets_nothing_of_this_one(
     tier = fetching(tmp_path, authority.files(1, namespace=namespace, run=run))
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
-        seen = await tier.look()
+        seen = await tier.scan()
         assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
         assert f"nothing of run {namespace}/{run} lies on this node" in seen.reason
 
@@ -147,7 +147,7 @@ async def test_only_the_agent_of_that_node_is_believed(
         tier = fetching(tmp_path / name.replace("/", "-"), authority.files(1))
         async with serving(tmp_path / "host", files) as agents:
             tier.peers_are((), agents=agents)
-            seen = await tier.look()
+            seen = await tier.scan()
             assert seen.answer is Answer.UNKNOWN
             assert f"is {name}, not the agent of node {NODE}" in seen.reason
 
@@ -162,7 +162,7 @@ async def test_an_agent_is_no_client_of_pods_nor_of_agents(
     tier = fetching(tmp_path, files)
     async with running(node), serving(tmp_path / "host", files) as agents:
         tier.peers_are((Peer(node_rank=0, address=node.address),), agents=agents)
-        assert (await tier.look()).shards == ()
+        assert (await tier.scan()).shards == ()
 
 
 async def test_a_pod_of_the_run_cannot_pass_for_an_agent_among_its_peers(
@@ -172,7 +172,7 @@ async def test_a_pod_of_the_run_cannot_pass_for_an_agent_among_its_peers(
     tier = fetching(tmp_path, authority.files(1))
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((Peer(node_rank=0, address=agents[NODE]),))
-        assert "not of this run" in (await tier.look()).reason
+        assert "not of this run" in (await tier.scan()).reason
 
 
 async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
@@ -180,10 +180,10 @@ async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
 ) -> None:
     tier = fetching(tmp_path, authority.files(1))
     tier.peers_are((), awaits="shards lie on node b")
-    seen = await tier.look()
+    seen = await tier.scan()
     assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
     tier.peers_are(())
-    assert (await tier.look()).answer is Answer.NONE
+    assert (await tier.scan()).answer is Answer.NONE
 
 
 async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_away(
@@ -206,7 +206,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_a
         known.buddy = True  # as no operator would have it
         durable(again.remote_tier, new)
         await until(lambda: again.remote_tier.status().trouble, what="it is refused")
-        seen = await again.remote_tier.look()
+        seen = await again.remote_tier.scan()
         assert [(shard.step_id.step, shard.rank) for shard in seen.shards] == [(4, 0), (5, 0)]
     assert _files(tmp_path / "host") == before
 
@@ -222,7 +222,7 @@ async def test_no_link_is_followed_to_what_others_keep(
     tier = fetching(tmp_path, authority.files(1))
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
-        seen = await tier.look()
+        seen = await tier.scan()
         assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
 
 
@@ -234,7 +234,7 @@ async def test_a_drive_that_is_not_mounted_is_not_an_empty_one(
     for host in (tmp_path / "host", tmp_path / "nothing"):
         async with serving(host, agent_files(authority)) as agents:
             tier.peers_are((), agents=agents)
-            seen = await tier.look()
+            seen = await tier.scan()
             assert (seen.answer, "is its drive mounted?" in seen.reason) == (Answer.UNKNOWN, True)
 
 
@@ -245,12 +245,12 @@ async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
     tier = fetching(tmp_path, authority.files(1))
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
-        assert len((await tier.look()).shards) == 1
+        assert len((await tier.scan()).shards) == 1
         volume = Volume(left / RUN, run=RUN)
         volume.publish(first.step_id)
         volume.close()
         _, second = write(left, 6)
-        seen = await tier.look()
+        seen = await tier.scan()
         assert [shard.step_id for shard in seen.shards] == [first.step_id, second.step_id]
 
 
@@ -261,10 +261,10 @@ async def test_many_connections_leave_no_descriptors(
     tier = fetching(tmp_path, authority.files(1))
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
-        await tier.look()
+        await tier.scan()
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
-            assert (await tier.look()).shards
+            assert (await tier.scan()).shards
         assert len(os.listdir("/proc/self/fd")) < before + 10
 
 

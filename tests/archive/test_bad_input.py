@@ -47,7 +47,7 @@ async def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
     async with running(archived, epochs=(OTHER,)) as stranger:
         commit(stranger, write_step(local, 20))
         await until(lambda: stranger.status().trouble)
-        held = await stranger.look()
+        held = await stranger.scan()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         for text in (held.reason, stranger.status().trouble):
             assert str(EPOCH.id) in text
@@ -62,7 +62,7 @@ async def test_a_run_that_goes_on_from_an_archived_step_is_no_stranger(
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
     async with running(archived, epochs=(child,)) as remote_tier:
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert (held.answer, held.reason) == (Answer.STEPS, "")
 
 
@@ -112,14 +112,14 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
     before = everything(step)
 
     async with running(archived) as remote_tier:
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         assert message in held.reason
         assert held.reason.encode(), "a status and a report can tell it"
         for later in (200, 300, 400, 500):
             commit(remote_tier, write_step(local, later))
         assert await remote_tier.drain(timeout_s=20)
-        assert [sealed.step for sealed in sorted((await remote_tier.look()).complete)] == [
+        assert [sealed.step for sealed in sorted((await remote_tier.scan()).complete)] == [
             300,
             400,
             500,
@@ -135,12 +135,12 @@ async def test_records_are_read_from_the_newest_on_up_to_a_limit(
     monkeypatch.setattr(index, "RECORDS_BYTES", 1)
 
     async with running(archived) as remote_tier:
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert held.complete == {step_id(20)}
         assert f"{step_id(10)}/step.json: {index.TOO_MUCH}" in held.reason
 
 
-_LOOK = """
+_SURVEY = """
 import asyncio, sys
 from pathlib import Path
 import keepstep_sidecar.app
@@ -172,7 +172,7 @@ def test_large_records_take_less_memory_than_a_sidecar_has_beside_its_slots(
         text = json.dumps({**body, "seal": step_record._seal(body)}, separators=(",", ":"))
         assert 12 << 20 < len(text) < step_record.LIMIT_BYTES
         (step / "step.json").write_text(text)
-    words = [sys.executable, "-c", _LOOK, str(archive_dir), RUN]
+    words = [sys.executable, "-c", _SURVEY, str(archive_dir), RUN]
     *faults, peak_kib = subprocess.run(
         words, capture_output=True, check=True, timeout=60
     ).stdout.split()
@@ -190,7 +190,7 @@ async def test_what_is_too_small_or_too_large_for_a_record_hides_no_other_step(
         file.truncate(size_bytes)
 
     async with running(archived) as remote_tier:
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert held.complete == {step_id(10)}
         assert str(planted.relative_to(archive_dir)) in held.reason
     assert planted.stat().st_size == size_bytes
@@ -220,7 +220,7 @@ async def test_what_stands_in_the_place_of_a_file_leads_nowhere_and_holds_up_nob
     before = everything(victim) if victim.is_dir() else victim.read_bytes()
 
     async with running(archived) as remote_tier:
-        assert (await remote_tier.look()).complete == {step_id(10)}
+        assert (await remote_tier.scan()).complete == {step_id(10)}
     assert (everything(victim) if victim.is_dir() else victim.read_bytes()) == before
     assert planted.lstat(), "it is left alone"
 
@@ -232,7 +232,7 @@ async def test_a_record_of_another_step_does_not_pass_for_this_one(
     shutil.copytree(archive_dir / RUN / str(step_id(10)), moved)
 
     async with running(archived) as remote_tier:
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert held.complete == {step_id(10)}
         assert f"step {step_id(10)}" in held.reason
 
@@ -249,7 +249,7 @@ async def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
     async with running(config) as remote_tier:
         committed(remote_tier, step_id(10), [shards[0]])
         await until(lambda: "not step" in remote_tier.status().trouble)
-        assert (await remote_tier.look()).complete == frozenset()
+        assert (await remote_tier.scan()).complete == frozenset()
 
 
 async def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_archived(
@@ -265,4 +265,4 @@ async def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_arch
         later = StepId(child.id, 15)
         await send(remote_tier, write_step(local, 15, epoch=child))
         await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())
-        assert (await remote_tier.look()).complete == {step_id(10), later}
+        assert (await remote_tier.scan()).complete == {step_id(10), later}

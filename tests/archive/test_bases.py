@@ -399,7 +399,7 @@ async def test_of_twins_only_the_first_ones_base_is_stored_whole(
             assert [path.name[:10] for path in directory.glob("base-*.safetensors")] == [
                 "base-00000"
             ]
-        held = await tier.look()
+        held = await tier.scan()
         for shard in held.shards:
             (source,) = tier.sources(shard)
             base, beside = base_of(shard.rank), source.beside

@@ -46,7 +46,7 @@ async def test_a_committed_step_is_archived_with_its_record_last(
     ) as remote_tier:
         shards = write_step(local, 10)
         await send(remote_tier, shards)
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         status = remote_tier.status()
     assert held.answer is Answer.STEPS
     assert held.complete == {step_id(10)}
@@ -75,7 +75,7 @@ async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_t
             durable(remote_tier, *write_step(local, step).values())
         assert remote_tier.replicator.in_use(step_id(10)), "and is not deleted before"
         assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == {step_id(10)}
+        assert (await remote_tier.scan()).complete == {step_id(10)}
 
 
 async def test_the_first_commit_after_one_that_was_due_and_left_out_is_sent_at_the_leaders_word(
@@ -85,10 +85,10 @@ async def test_the_first_commit_after_one_that_was_due_and_left_out_is_sent_at_t
         for step in (9, 12, 13):
             commit(remote_tier, write_step(local, step))
         assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == set()
-        remote_tier.want(step_id(12))
+        assert (await remote_tier.scan()).complete == set()
+        remote_tier.request(step_id(12))
         assert await remote_tier.drain(timeout_s=10)
-        assert (await remote_tier.look()).complete == {step_id(12)}
+        assert (await remote_tier.scan()).complete == {step_id(12)}
 
 
 async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir: Path) -> None:
@@ -100,13 +100,13 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         committed(tier, step_id(10), [shards[0]])
         await until(lambda: matching(archive_dir, "*/*/*.safetensors"))
         assert not await tier.drain(timeout_s=0.3)
-        held = await other.look()
+        held = await other.scan()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         assert "in part only" in held.reason
         committed(other, step_id(10), [shards[1]])
         assert await tier.drain(timeout_s=10)
         assert await other.drain(timeout_s=10)
-        assert (await tier.look()).complete == {step_id(10)}
+        assert (await tier.scan()).complete == {step_id(10)}
 
 
 async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
@@ -189,7 +189,7 @@ async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_a
     async with running(config(archive_dir, every=10)) as remote_tier:
         commit(remote_tier, write_step(local, 10))
         await send(remote_tier, write_step(local, 20))
-        assert (await remote_tier.look()).complete == {step_id(20)}
+        assert (await remote_tier.scan()).complete == {step_id(20)}
         assert remote_tier.status().failures == 2, "one for each shard"
 
 
@@ -204,7 +204,7 @@ async def test_old_steps_go_record_first_and_the_newest_stays(
     ) as remote_tier:
         for step in (100, 110, 120, 130):
             await send(remote_tier, write_step(local, step))
-        left = {archived.step for archived in (await remote_tier.look()).complete}
+        left = {archived.step for archived in (await remote_tier.scan()).complete}
         assert left == {100, 120, 130}
     assert not (archive_dir / RUN / str(step_id(110))).exists()
 
@@ -221,7 +221,7 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
             if step == 4:
                 pinned = {step_id(1)}
             await send(remote_tier, write_step(local, step))
-            assert {archived.step for archived in (await remote_tier.look()).complete} == left
+            assert {archived.step for archived in (await remote_tier.scan()).complete} == left
 
 
 async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(
@@ -269,7 +269,7 @@ def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
 async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_still_here(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepstep_sidecar.tiers.replicator.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("keepstep_sidecar.tiers.replicator.SCAN_AGAIN_S", 0.05)
 
     shards = [write_step(local, step) for step in (1, 2, 3)]
     for sent in (4, 0):  # by one that begins anew, too
@@ -282,7 +282,7 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
             await until(lambda: remote_tier._listed is not listed)  # noqa: B023
             assert remote_tier.status().backlog == 0
             assert remote_tier.status().sent == sent
-            assert {archived.step for archived in (await remote_tier.look()).complete} == {3}
+            assert {archived.step for archived in (await remote_tier.scan()).complete} == {3}
 
 
 async def test_directories_deeper_than_those_of_steps_are_not_walked(
@@ -298,7 +298,7 @@ async def test_directories_deeper_than_those_of_steps_are_not_walked(
         assert below == [entry.name for entry in await store.list_below(RUN)]
         assert below == [f"{RUN}/{step.name}/{name}" for name in sorted(os.listdir(step))[1:]]
         assert await store.list_below(f"{RUN}/{step.name}") == await store.list_below(RUN)
-        assert (await remote_tier.look()).complete == {step_id(10)}
+        assert (await remote_tier.scan()).complete == {step_id(10)}
 
 
 def test_a_process_ends_though_a_listing_of_its_archive_does_not(archive_dir: Path) -> None:

@@ -37,7 +37,7 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
     store = open_store(config)
     before = await store.list_below("")
     ancestor = AncestorTier(store, parse_restore_from(f"{RUN}/10"), run="second")
-    found = await ancestor.look()
+    found = await ancestor.scan()
     assert (found.answer, found.epochs) == (Answer.STEPS, ())
     assert {shard.step_id for shard in found.shards} == ancestor.ids == {step_id(10)}
     assert {(shard.rank, shard.world, shard.tier) for shard in found.shards} == {
@@ -53,14 +53,14 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
     assert await store.list_below("") == before
 
     ancestor.begin(RunFacts(outgrown=lambda: True))
-    assert (await ancestor.look()).answer is Answer.NONE
+    assert (await ancestor.scan()).answer is Answer.NONE
     await ancestor.close()
 
 
 async def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
     ancestor = AncestorTier(store, parse_restore_from("first/10"), run="second")
-    found = await ancestor.look()
+    found = await ancestor.scan()
     assert found.answer is Answer.UNKNOWN
     assert "begin from first/10, but" in found.reason
     assert str(tmp_path / "gone") in found.reason

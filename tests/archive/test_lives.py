@@ -62,14 +62,14 @@ def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
 
     async def check(store: Store) -> None:
         async with running(config, run=RUN, epochs=(OLD,)) as start:
-            found = await start.look()
+            found = await start.scan()
             assert found.answer is Answer.UNKNOWN
             assert f"trains on {os.uname().nodename} in epoch {OTHER.id}" in start.contested
             assert start.status().trouble == found.reason == start.contested
             begun = time.monotonic()
 
             async def clear() -> bool:
-                await start.look()
+                await start.scan()
                 return not start.contested
 
             await until(clear)
@@ -77,7 +77,7 @@ def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
             monkeypatch.setattr(lives, "RENEW_S", 0.0)
 
             async def renewed() -> bool:
-                await start.look()
+                await start.scan()
                 return bool(start.contested)
 
             await until(renewed, within_s=10)
@@ -99,7 +99,7 @@ def test_who_knows_the_epoch_has_an_operator_does_not_lead_or_trains_itself_does
             ((OLD,), RunFacts(strangers=lambda epochs: frozenset({OTHER.id}))),
         ):
             async with running(config, run=RUN, epochs=epochs, facts=facts) as start:
-                assert (await start.look()).answer is Answer.NONE
+                assert (await start.scan()).answer is Answer.NONE
                 assert start.contested == ""
 
     trained(config, check)
@@ -132,7 +132,7 @@ def written(archive_dir: Path, content: bytes) -> Path:
 def contested(archive_dir: Path) -> str:
     async def check() -> str:
         async with running(ArchiveConfig(url=str(archive_dir)), run=RUN, epochs=(OLD,)) as start:
-            await start.look()
+            await start.scan()
             return start.contested
 
     return asyncio.run(check())

@@ -57,7 +57,7 @@ async def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_
         faults.answer = None
         assert await remote_tier.drain(timeout_s=20)
         assert remote_tier.status().trouble == ""
-        assert (await remote_tier.look()).complete == {step_id(10)}
+        assert (await remote_tier.scan()).complete == {step_id(10)}
     assert faults.broken > 3
 
 
@@ -72,7 +72,7 @@ async def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
         await until(lambda: faults.broken >= 3)
         faults.drop_after = None
         assert await remote_tier.drain(timeout_s=30)
-        remote = (await remote_tier.look()).shards[0]
+        remote = (await remote_tier.scan()).shards[0]
         slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
         await reading.load(remote_tier, remote, slot)
         assert bytes(slot) == shards[0].path.read_bytes()
@@ -115,7 +115,7 @@ async def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_beli
         bucket.proxy.faults.flip = PAGE_BYTES + 10  # in the tail that is read back
         commit(remote_tier, write_step(local, 10))
         await until(lambda: "other bytes than it was sent" in remote_tier.status().trouble)
-        assert (await remote_tier.look()).complete == frozenset()
+        assert (await remote_tier.scan()).complete == frozenset()
         bucket.proxy.faults.flip = None
         assert await remote_tier.drain(timeout_s=20)
 
@@ -127,7 +127,7 @@ async def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
         await send(remote_tier, write_step(local, 10, parameters=SEVERAL_PARTS), within_s=30)
         damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
         os.truncate(damaged, damaged.stat().st_size - (8 << 20))
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
         assert "rank-00001-of-00002.safetensors has" in held.reason
 
@@ -148,7 +148,7 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     async def reason(config: ArchiveConfig) -> str:
         async with running(config) as remote_tier:
             commit(remote_tier, write_step(local, 10))
-            held = await remote_tier.look()
+            held = await remote_tier.scan()
             assert not await remote_tier.drain(timeout_s=0.5)
             assert remote_tier.status().trouble
             assert held.answer is Answer.UNKNOWN

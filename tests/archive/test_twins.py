@@ -95,7 +95,7 @@ async def archived(
 
 async def brought(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
     """Every rank's image comes back as it was, whole and in single chunks."""
-    held = await remote_tier.look()
+    held = await remote_tier.scan()
     assert held.answer is Answer.STEPS, held.reason
     for remote in held.shards:
         original = shards[remote.rank].path.read_bytes()
@@ -186,7 +186,7 @@ async def test_a_twins_flipped_bit_is_found_by_all_who_need_it(
         data = bytearray(base.read_bytes())
         data[3 * CHUNK_BYTES + 5] ^= 1
         base.write_bytes(data)
-        for remote in (await remote_tier.look()).shards:
+        for remote in (await remote_tier.scan()).shards:
             slot = empty_slot((await reading.manifest(remote_tier, remote)).layout)
             with pytest.raises(DigestError, match="chunk 3"):
                 await reading.load(remote_tier, remote, slot)
@@ -202,11 +202,11 @@ async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
     file = step_dir / which
     file.write_bytes(file.read_bytes()[:-PAGE_BYTES])
     async with running(config) as remote_tier:
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert held.answer is Answer.UNKNOWN
         assert f"{which} has " in held.reason
         file.unlink()
-        held = await remote_tier.look()
+        held = await remote_tier.scan()
         assert held.answer is Answer.UNKNOWN
         assert f"{which} is missing" in held.reason
 

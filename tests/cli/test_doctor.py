@@ -32,7 +32,7 @@ def mounted(place: Path, kind: str, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def looked_at(place: Path, need: Need = UNKNOWN, **options: Any) -> dict[str, Finding]:
+def findings(place: Path, need: Need = UNKNOWN, **options: Any) -> dict[str, Finding]:
     settings: dict[str, Any] = {"volumes": 1, "probe_bytes": 16 * MIB, "clock": lambda: 0.0}
     found = machine.drive(place, need, **{**settings, **options})
     return {finding.name.partition(" ")[0]: finding for finding in found}
@@ -92,14 +92,14 @@ def test_shared_memory_for_all_slots_for_two_and_for_less(tmp_path: Path) -> Non
 @pytest.mark.root
 def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "tmpfs", "size=4M") as place:
-        assert looked_at(place)["space"].outcome is Outcome.MISSING
+        assert findings(place)["space"].outcome is Outcome.MISSING
         assert not list(place.iterdir())
     with mounted(tmp_path / "read-only", "tmpfs", "size=64M,ro") as place:
-        (found,) = looked_at(place).values()
+        (found,) = findings(place).values()
         assert found.outcome is Outcome.MISSING
         assert "writable" in found.change
     with mounted(tmp_path / "ramfs", "ramfs", "mode=755") as place:
-        found = looked_at(place)["O_DIRECT"]
+        found = findings(place)["O_DIRECT"]
         assert found.outcome is Outcome.SLOW
         assert "refused" in found.found
 

@@ -130,7 +130,7 @@ def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
             os.kill(before, 9)
             eventually(functools.partial(commits, keepstep, step), within_s=60, what="it goes on")
             assert keepstep.sidecar().pid != before
-            eventually(functools.partial(says, output_path, times), what="it says so")
+            eventually(functools.partial(is_logged, output_path, times), what="it says so")
         assert slots.items() <= inodes(keepstep).items(), "the same memory"
         assert (keepstep.directory / "train" / "sidecar.toml").read_text() == record
         (keepstep.home / "stop").touch()
@@ -145,7 +145,7 @@ def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
     keepstep("stop")
 
 
-def says(log: Path, times: int) -> bool:
+def is_logged(log: Path, times: int) -> bool:
     return log.read_text().count("the sidecar ended and was started again") == times
 
 

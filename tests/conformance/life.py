@@ -181,7 +181,7 @@ def _train(row: Row, how: str, directory: Path, number: int) -> None:
         if at is not None:
             note({f"life {number} goes on after": str(at)})
             training.restored()
-            if row.looks:
+            if row.observed:
                 note(_under(f"after step {at}", _everything(training)))
         life = Life(
             first=0 if at is None else at + 1, steps=row.steps, checkpointer=kept.checkpointer
@@ -193,7 +193,7 @@ def _train(row: Row, how: str, directory: Path, number: int) -> None:
                 note({f"step {step} is kept": "no"})
             if step == dies_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "undisturbed" and step in row.kills and row.looks:
+            if how == "undisturbed" and step in row.kills and row.observed:
                 note(_under(f"after step {step}", _everything(training)))
         training.ends()
         final = _everything(training)

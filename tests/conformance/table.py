@@ -77,7 +77,7 @@ class Life:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One training. `says`: what the warning or the error of keepstep must contain. `looks`:
+    """One training. `message`: what the warning or the error of keepstep must contain. `observed`:
     whether the state is also compared directly after a restore. `optimizer`: its name in the table
     of optimizers, if it is about one."""
 
@@ -89,8 +89,8 @@ class Row:
     control: Result = Result.EQUAL
     keepstep: Result = Result.EQUAL
     reason: str = ""
-    says: str = ""
-    looks: bool = True
+    message: str = ""
+    observed: bool = True
     packages: tuple[str, ...] = ()
     optimizer: str = ""
 

@@ -28,10 +28,10 @@ def test_a_restart_that_is_wrong_in_one_way_is_seen(row: Any, tmp_path: Path) ->
 
 
 def _outcome(record: dict[str, str], *, codes: Any = (-9, 0), outputs: Any = ("", "")) -> Outcome:
-    return Outcome(record=record, said=outputs, codes=codes, steps=len(record))
+    return Outcome(record=record, outputs=outputs, codes=codes, steps=len(record))
 
 
-ROW = replace(every_row()[0], says="the layer")
+ROW = replace(every_row()[0], message="the layer")
 PLAIN = _outcome({"a": "1", "b": "2"}, codes=(0,), outputs=("",))
 
 
@@ -70,7 +70,7 @@ def test_what_differs_as_the_control_does_is_no_worse(
 def test_a_refusal_counts_only_where_it_is_early_and_names_its_cause(
     codes: tuple[int, ...], outputs: tuple[str, ...], steps: int, expected: Result
 ) -> None:
-    kept = Outcome(record={}, said=outputs, codes=codes, steps=steps)
+    kept = Outcome(record={}, outputs=outputs, codes=codes, steps=steps)
     assert of_keepstep(ROW, PLAIN, _outcome({"a": "1"}), kept) is expected
 
 

@@ -28,7 +28,7 @@ class Outcome:
     """What the lives of one way recorded, said, and how each ended."""
 
     record: Description
-    said: tuple[str, ...]
+    outputs: tuple[str, ...]
     codes: tuple[int, ...]
     steps: int
 
@@ -41,7 +41,7 @@ class Outcome:
         """The UsageError, of one line or several, by which the last life ended; '' if by none."""
         if self.ended_well:
             return ""
-        found = re.findall(r"^keepstep\.errors\.(UsageError: .*)", self.said[-1], re.M | re.S)
+        found = re.findall(r"^keepstep\.errors\.(UsageError: .*)", self.outputs[-1], re.M | re.S)
         return found[-1] if found else ""
 
 
@@ -54,10 +54,10 @@ class Trial:
 
     def undisturbed(self) -> Outcome:
         outcome = self._lives("undisturbed", {})
-        assert outcome.ended_well, f"undisturbed: {outcome.said[-1][-3000:]}"
+        assert outcome.ended_well, f"undisturbed: {outcome.outputs[-1][-3000:]}"
         kills = enumerate(self.row.kills, 1)
         goes_on = {f"life {number} goes on after": str(step) for number, step in kills}
-        return Outcome({**goes_on, **outcome.record}, outcome.said, outcome.codes, outcome.steps)
+        return Outcome({**goes_on, **outcome.record}, outcome.outputs, outcome.codes, outcome.steps)
 
     def control(self) -> Outcome:
         return self._lives("control", {})
@@ -116,10 +116,10 @@ def of_keepstep(row: Row, undisturbed: Outcome, control: Outcome, kept: Outcome)
         less = set(differs) < set(differences(undisturbed.record, control.record))
         return Result.DIFFERS_LESS if less else Result.DIFFERS
     if len(kept.codes) > 1:
-        warned = [line for output in kept.said[:-1] for line in _warnings(output)]
-        named = bool(row.says) and any(row.says in line for line in warned)
+        warned = [line for output in kept.outputs[:-1] for line in _warnings(output)]
+        named = bool(row.message) and any(row.message in line for line in warned)
         return Result.NAMED_AT_SAVE if named else Result.RAISES
-    if not kept.refusal or row.says not in kept.refusal or kept.steps > 1:
+    if not kept.refusal or row.message not in kept.refusal or kept.steps > 1:
         return Result.RAISES
     return Result.REFUSED_AT_FIRST_SAVE if kept.steps else Result.REFUSED_AT_START
 
@@ -132,7 +132,7 @@ def report(undisturbed: Outcome, other: Outcome) -> str:
     """What differs, and what was said, in some lines."""
     lines = []
     if not other.ended_well:
-        last_lines = [line for line in other.said[-1].splitlines() if line.strip()]
+        last_lines = [line for line in other.outputs[-1].splitlines() if line.strip()]
         lines += [f"lives ended with {other.codes}", *(line[:600] for line in last_lines[-5:])]
     else:
         differs = differences(undisturbed.record, other.record)
@@ -140,7 +140,7 @@ def report(undisturbed: Outcome, other: Outcome) -> str:
         for path in differs[:3]:
             lines.append(f"  {path}: undisturbed {undisturbed.record.get(path, 'missing')[:200]}")
             lines.append(f"  {path}:   restarted {other.record.get(path, 'missing')[:200]}")
-    for number, output in enumerate(other.said):
+    for number, output in enumerate(other.outputs):
         warned = [line for line in _warnings(output) if "restored step" not in line]
         lines += [f"  life {number} said {line[:400]}" for line in warned[:3]]
     return "\n".join(lines)

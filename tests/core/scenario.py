@@ -31,7 +31,7 @@ from keepstep.core.ledger import (
 )
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import Grid, PersistPlanner, Write
-from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import Candidate, Candidates, Offer, choose
 from keepstep.errors import KeepstepError
@@ -386,7 +386,7 @@ def _image(text: str, rank: int, world: int, twins: tuple[int, ...]) -> Shard:
         world=world,
         root=root or None,
         params_digest=params or None,
-        alike=Ranks.of((rank, *twins)) if twins else NOBODY,
+        alike=Ranks.of((rank, *twins)) if twins else NO_RANKS,
     )
 
 
@@ -412,7 +412,7 @@ def _part(text: str, world: str) -> Offer:
 
 
 def _ranks(text: str) -> Ranks:
-    return Ranks.of(map(int, text.split("+"))) if text else NOBODY
+    return Ranks.of(map(int, text.split("+"))) if text else NO_RANKS
 
 
 def _epoch(text: str) -> Epoch:

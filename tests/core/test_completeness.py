@@ -35,7 +35,7 @@ _CHANGES = st.lists(
 )
 
 
-def told(rank: int, tiers: Mapping[Tier, list[tuple[int, str | None, int]]]) -> RankReport:
+def reported(rank: int, tiers: Mapping[Tier, list[tuple[int, str | None, int]]]) -> RankReport:
     return {
         tier: ReportedTier.of(
             tuple(
@@ -68,7 +68,7 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
     copies = Completeness()
     for node, change in changes:
         if isinstance(change, dict):
-            reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
+            reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
             copies.replace(node, of_ranks(reports))
         else:
             copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_ranks_may_be_told_of_together_or_one_by_one(
 ) -> None:
     completeness, all_at_once = Completeness(), Completeness()
     for node, change in changes:
-        reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
+        reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
         all_at_once.replace(node, of_ranks(reports))
         completeness.replace(
             node, [each for rank in reports for each in of_ranks({rank: reports[rank]})]
@@ -118,7 +118,7 @@ def test_a_ledger_that_is_asked_after_each_change_says_what_one_that_is_asked_la
     for node, change in changes:
         event: Event
         if isinstance(change, dict):
-            reports = {rank: told(rank, tiers) for rank, tiers in change.items()}
+            reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
             event = Reported(node_rank=node, ranks=of_ranks(reports), epochs=(Epoch(_EPOCH),))
         else:
             event = Gone(node, change)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from keepstep.core.vote import Candidate, Candidates, choose, limit_of, nothing_
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.epochs import Rollback
-from keepstep_sidecar.config.sidecar import Wish, parse_restore_from
+from keepstep_sidecar.config.sidecar import RollbackRequest, parse_restore_from
 
 FIRST, SECOND = EpochId(1, "0000000a"), EpochId(2, "0000000b")
 
@@ -22,12 +22,12 @@ def vote(*numbers: int, **fields: object) -> Candidates:
     return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **fields)  # type: ignore[arg-type]
 
 
-def wants(number: int) -> dict[str, object]:
+def request(number: int) -> dict[str, object]:
     return {"wanted": str(step(number)), "limit": step(number), "exact": True}
 
 
 def test_what_one_vote_names_all_ranks_restore() -> None:
-    votes = [vote(3, 4, 5), vote(3, 4, 5, **wants(3))]
+    votes = [vote(3, 4, 5), vote(3, 4, 5, **request(3))]
     limit, exact = limit_of(votes)
     decision = choose(votes, limit=limit, exact=exact)
     assert (decision.id, decision.epoch_number) == (step(3), 2)
@@ -35,7 +35,7 @@ def test_what_one_vote_names_all_ranks_restore() -> None:
 
 def test_two_different_steps_are_refused() -> None:
     with pytest.raises(RestoreError, match="different steps"):
-        limit_of([vote(3, 4, **wants(3)), vote(3, 4, **wants(4))])
+        limit_of([vote(3, 4, **request(3)), vote(3, 4, **request(4))])
 
 
 def test_a_step_that_nobody_knows_is_refused_with_what_there_is() -> None:
@@ -58,14 +58,14 @@ def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:
     assert rollback.names(step(3))
     assert not rollback.names(step(4))
     epochs.append(Epoch(SECOND, step(3)))
-    assert rollback.wish is None
+    assert rollback.request is None
     assert not rollback.names(step(3))
 
 
 def test_an_earlier_epoch_from_the_same_step_does_not_count() -> None:
     epochs = [Epoch(FIRST, None), Epoch(SECOND, step(3))]
     rollback = Rollback(parse_restore_from("3", since=2), lambda: epochs)
-    assert rollback.wish == Wish(number=3, since=2)
+    assert rollback.request == RollbackRequest(number=3, since=2)
 
 
 def test_a_number_means_its_newest_whole_step() -> None:
@@ -111,4 +111,4 @@ def test_a_number_that_only_one_rank_sees_is_refused_by_its_id() -> None:
 
 
 def test_what_a_person_asks_for_counts_before_what_the_script_does() -> None:
-    assert limit_of([vote(3, 4, **wants(3)), vote(3, 4)], 4) == (step(3), True)
+    assert limit_of([vote(3, 4, **request(3)), vote(3, 4)], 4) == (step(3), True)

@@ -79,7 +79,7 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
         born = now
         now += life.prep / 2
         for rank in range(2):
-            record(Kind.CAME, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
+            record(Kind.CONNECTED, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
         now += life.prep / 2 + life.restore
         truth.add("training_prep", life.prep)
         record(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=life.restore)

@@ -203,9 +203,9 @@ def test_a_leader_that_ends_waits_until_its_members_have_acted_on_that(run: Run)
     reply = run.leader.news(1)
     assert reply is not None
     assert reply.closing
-    assert not run.leader.heard_all()
+    assert not run.leader.has_all_reports()
     run.reports(1, rank(1, 1), heard=reply.number)
-    assert run.leader.heard_all()
+    assert run.leader.has_all_reports()
 
 
 def test_a_machine_may_keep_any_number_of_steps() -> None:

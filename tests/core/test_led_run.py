@@ -23,7 +23,7 @@ from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.ledger import EpochStarted
 from keepstep.core.node import (
     Event,
-    Heard,
+    LastReply,
     Listed,
     Node,
     Overwritten,
@@ -85,7 +85,7 @@ class Host:
 @dataclass(eq=False)
 class Machine:
     """One machine with one rank; it keeps copies for the rank before it. `known`: the last report,
-    if its leader can go on from that one. `heard`: a reply that has arrived. `to`: the leader to
+    if its leader can go on from that one. `reply`: a reply that has arrived. `to`: the leader to
     which it is connected. `hosts`: its own leader. `record`: the newest commit that it has noted on
     its drive."""
 
@@ -101,7 +101,7 @@ class Machine:
     scanned: bool = False
     sequence: int = 0
     known: Report | None = None
-    heard: LeaderReply | None = None
+    reply: LeaderReply | None = None
     to: Host | None = None
     hosts: Host | None = None
     frames: list[tuple[Host, MemberReport, Word]] = field(default_factory=list)
@@ -161,12 +161,12 @@ class LedRun(RuleBasedStateMachine):
             False,
             set(),
         )
-        machine.known, machine.heard, machine.to, machine.frames = None, None, None, []
+        machine.known, machine.reply, machine.to, machine.frames = None, None, None, []
         machine.slots = SlotTable(_SLOTS)
         machine.node = Node({machine.number: machine}, grid=Grid(1), keep=self.keep,
                         alone=self.nodes == 1,
                         began=self.now)  # fmt: skip
-        machine.node.leader_view.remember(Heard(commit=machine.record))
+        machine.node.leader_view.remember(LastReply(commit=machine.record))
         for epoch in machine.epochs:
             self._feed(machine, EpochStarted(epoch))
         link = Link(_NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None)
@@ -388,7 +388,7 @@ class LedRun(RuleBasedStateMachine):
         if not answered:
             machine.to = None
             return
-        self._hear(machine, reply)
+        self._deliver(machine, reply)
         if reply.reply.changes_since == report.sequence:
             machine.known = report
 
@@ -503,7 +503,7 @@ class LedRun(RuleBasedStateMachine):
         if machine.to is not None and machine.to.live.get(machine.number) == machine.life:
             reply = self._reply(machine)
             if reply is not None:
-                self._hear(machine, reply)
+                self._deliver(machine, reply)
 
     @rule(number=st.none() | st.integers(0, 4))
     def members_act_on_what_has_arrived(self, number: int | None) -> None:
@@ -511,17 +511,17 @@ class LedRun(RuleBasedStateMachine):
         for machine in self._all() if number is None else [self._one(number)]:
             self._act(machine)
 
-    def _hear(self, machine: Machine, reply: LeaderReply) -> None:
-        machine.heard = reply
+    def _deliver(self, machine: Machine, reply: LeaderReply) -> None:
+        machine.reply = reply
         machine.channel.take(_encode(reply))
 
     def _act(self, machine: Machine) -> None:
-        reply, machine.heard = machine.channel.pushed(), None
+        reply, machine.reply = machine.channel.pushed(), None
         if reply is None or not machine.scanned:
             return
         self._feed(
             machine,
-            Heard(
+            LastReply(
                 commit=reply.committed.get(str(Tier.LOCAL)),
                 commits=frozenset(reply.commits),
                 plan=reply.plan,
@@ -697,11 +697,11 @@ class LedRun(RuleBasedStateMachine):
         going = {
             step_id
             for machine in self._all()
-            if machine.heard
-            and machine.heard.epoch
+            if machine.reply
+            and machine.reply.epoch
             and machine.epochs
-            and machine.heard.epoch >= machine.epochs[-1].id
-            for step_id in machine.heard.reply.retire
+            and machine.reply.epoch >= machine.epochs[-1].id
+            for step_id in machine.reply.reply.retire
         }
         kept = self._whole() - going
         return max(kept & self.named if silent else kept, default=None)

@@ -13,7 +13,7 @@ from keepstep.core.node import (
     Died,
     Flush,
     Full,
-    Heard,
+    LastReply,
     Listed,
     Node,
     Publish,
@@ -63,10 +63,10 @@ def published(actions: Iterable[Action]) -> list[int]:
     return [action.id.step for action in actions if isinstance(action, Publish)]
 
 
-def heard(
+def leader_reply(
     commit: int | None = 10, *, retire: Iterable[int] = (), pinned: Iterable[int] = ()
-) -> Heard:
-    return Heard(
+) -> LastReply:
+    return LastReply(
         commit=None if commit is None else step(commit),
         retire=steps(retire),
         pinned=steps(pinned),
@@ -76,28 +76,28 @@ def heard(
 def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_leaders_word() -> None:
     state = node()
     state.step(listed(9, 10, 11))
-    assert retired(state.step(heard(10, retire=(8, 9, 10, 11)))) == [9]
+    assert retired(state.step(leader_reply(10, retire=(8, 9, 10, 11)))) == [9]
 
 
 def test_pins_stay_although_the_leader_asks_for_them() -> None:
     state = node()
     state.step(listed(8, 9, 10))
-    assert retired(state.step(heard(10, retire=(8, 9), pinned=(8,)))) == [9]
+    assert retired(state.step(leader_reply(10, retire=(8, 9), pinned=(8,)))) == [9]
 
 
 def test_what_all_pods_have_by_the_leaders_word_is_shown_until_it_is() -> None:
     state = node()
     state.step(listed(9, 10))
-    assert published(state.step(heard(10))) == [10]
+    assert published(state.step(leader_reply(10))) == [10]
     assert published(state.step(listed(9, 10))) == [10], "nobody has shown it yet"
     assert published(state.step(listed(9, 10, shown=(10,)))) == []
 
 
 def test_a_leader_that_has_just_started_does_not_take_a_commit_back() -> None:
     state = node()
-    state.step(heard(10))
+    state.step(leader_reply(10))
     for older in (9, None):
-        state.step(heard(older))
+        state.step(leader_reply(older))
         assert state.leader_view.commit == step(10)
 
 
@@ -105,7 +105,7 @@ def test_silence_begins_a_minute_after_the_last_answer() -> None:
     view = node().leader_view
     now = SILENT_AFTER_S + 1
     assert view.silent(now)
-    view.hear(heard(), now)
+    view.update(leader_reply(), now)
     assert not view.silent(now)
 
 
@@ -133,7 +133,7 @@ def test_a_full_drive_of_one_pod_of_many_keeps_the_commit_its_pins_and_its_newes
     held = (4, 5, 10, 11, 12, 13, 14)
     state = node()
     state.step(listed(*held))
-    state.step(heard(10, pinned=(5, 11)))
+    state.step(leader_reply(10, pinned=(5, 11)))
     sizes = {step(number): 100 for number in held}
     assert retired(state.step(Full(900, sizes))) == [4, 12]
 
@@ -154,7 +154,7 @@ def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newe
     node = Node({0: OneRank(14)}, grid=Grid(1))
     node.step(EpochStarted(Epoch(EPOCH, None)))
     node.step(listed(4, 5, 10, 11, 12, 13))
-    node.step(heard(10, pinned=(5, 11)))
+    node.step(leader_reply(10, pinned=(5, 11)))
     assert retired(node.step(listed(4, 5, 10, 11, 12, 13), SILENT_AFTER_S + 1)) == []
     assert node.step(Serves(frozenset({0}), 4)) == (Write(0, step(14)),)
     node.step(Wrote(0, step(14)))

@@ -9,7 +9,7 @@ import pytest
 from keepstep.core.vote import NEVER, Ready, View, Wait, readiness
 
 BEGAN = 1000.0
-ALONE = View(scanned_at=0.0, heard_at=-NEVER)
+ALONE = View(scanned_at=0.0, replied_at=-NEVER)
 LISTED = replace(ALONE, tiers=True, listed_at=BEGAN)
 AWAY = replace(LISTED, unknown="the archive is away")
 UNNAMED = replace(AWAY, introduced=False, unknown="not all pods are known")
@@ -20,9 +20,9 @@ TABLE = [
     ("nothing but this machine", 0, ALONE, None, False),
     ("before the scan", 500, replace(ALONE, scanned_at=NEVER), NEVER, False),
     ("the scan ended only now", 500, replace(ALONE, scanned_at=BEGAN + 500), None, False),
-    ("no word of the operator yet", 0, replace(ALONE, heard_at=NEVER), 3, False),
-    ("the scan ended later", 9, replace(ALONE, heard_at=NEVER, scanned_at=1008.0), 11, False),
-    ("an operator that is silent", 3, replace(ALONE, heard_at=NEVER), None, False),
+    ("no word of the operator yet", 0, replace(ALONE, replied_at=NEVER), 3, False),
+    ("the scan ended later", 9, replace(ALONE, replied_at=NEVER, scanned_at=1008.0), 11, False),
+    ("an operator that is silent", 3, replace(ALONE, replied_at=NEVER), None, False),
     ("everything is known", 0, LISTED, None, False),
     ("tiers were never asked", 5, replace(LISTED, listed_at=NEVER), 300, False),
     ("never asked, but held", 0, replace(LISTED, listed_at=NEVER, held=True), 5, False),
@@ -34,7 +34,7 @@ TABLE = [
     ("a tier stays away", 6, AWAY, None, False),
     ("a tier is away, another one has a step", 0, replace(AWAY, known=True), None, False),
     ("a tier is away, but held", 0, replace(AWAY, held=True), None, False),
-    ("pods were named a moment ago", 100, replace(AWAY, told_at=BEGAN + 99), 105, True),
+    ("pods were named a moment ago", 100, replace(AWAY, named_at=BEGAN + 99), 105, True),
     ("pods were just named", 0, replace(LISTED, pods_unasked=True), 300, False),
     ("pods were just named, but held", 0, replace(LISTED, pods_unasked=True, held=True), 5, False),
     ("not all pods are known, no operator", 0, UNNAMED, 60, True),
@@ -44,7 +44,7 @@ TABLE = [
     ("something, long enough", 60, replace(UNNAMED, led=True, known=True), None, False),
     ("not all pods are known, but held", 0, replace(UNNAMED, held=True), None, False),
     ("shards become reachable", 0, replace(AWAY, awaits="node b", held=True), 60, False),
-    ("said later", 50, replace(LISTED, awaits="node b", told_at=BEGAN + 40), 100, False),
+    ("said later", 50, replace(LISTED, awaits="node b", named_at=BEGAN + 40), 100, False),
     ("they never do", 60, replace(LISTED, awaits="node b"), None, False),
     ("another run may train", 0, replace(LISTED, contested="on b", held=True), 40, False),
     ("another run trains", 40, replace(LISTED, contested="on b", known=True), None, False),
@@ -73,7 +73,7 @@ def test_every_wait_but_that_for_the_scan_ends() -> None:
 def test_a_vote_says_what_stands_in_its_way() -> None:
     for view, why in (
         (replace(ALONE, scanned_at=NEVER), "scanned"),
-        (replace(ALONE, heard_at=NEVER), "leader of the run has not answered"),
+        (replace(ALONE, replied_at=NEVER), "leader of the run has not answered"),
         (AWAY, "the archive is away"),
         (UNNAMED, "not all machines of the run have reported"),
         (replace(LISTED, awaits="shards lie on node b"), "node b"),

@@ -12,7 +12,7 @@ from keepstep.steps import EpochId, StepId, Tier
 STEP = StepId(EpochId(1, "0" * 8), 10)
 
 
-def told(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -> int:
+def apply_sizes(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -> int:
     """The size that the ledger tells after these images were reported."""
     ranks = {
         rank: {
@@ -26,13 +26,13 @@ def told(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int = 2) -
 
 def test_copies_on_several_tiers_count_once() -> None:
     ledger = Ledger()
-    assert told(ledger, {0: 4096, 1: 8192}, Tier.LOCAL) == 12288
-    assert told(ledger, {0: 4096, 1: 8192}, Tier.ARCHIVE) == 12288
+    assert apply_sizes(ledger, {0: 4096, 1: 8192}, Tier.LOCAL) == 12288
+    assert apply_sizes(ledger, {0: 4096, 1: 8192}, Tier.ARCHIVE) == 12288
 
 
 def test_nothing_is_said_while_a_rank_is_missing_or_silent_about_it() -> None:
-    assert told(Ledger(), {0: 4096}, Tier.LOCAL) == 0
-    assert told(Ledger(), {0: 4096, 1: 0}, Tier.LOCAL) == 0
+    assert apply_sizes(Ledger(), {0: 4096}, Tier.LOCAL) == 0
+    assert apply_sizes(Ledger(), {0: 4096, 1: 0}, Tier.LOCAL) == 0
     assert Ledger().size_bytes(STEP) == 0
 
 

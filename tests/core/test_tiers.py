@@ -27,7 +27,7 @@ from keepstep.core.ledger import (
     outlook,
 )
 from keepstep.core.retention import Retention
-from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -48,14 +48,14 @@ Image = tuple[StepId, int]
 @dataclass
 class Node:
     """One node. `kept`: its copies for other nodes. `up`: its pod exists; without the pod, nothing
-    on the node can be reached. `told`: ranks that it has reported. If such a rank has lost its last
-    copy, the node must report it as empty."""
+    on the node can be reached. `listed`: ranks that it has reported. If such a rank has lost its
+    last copy, the node must report it as empty."""
 
     memory: set[Image] = field(default_factory=set)
     local: set[Image] = field(default_factory=set)
     kept: set[Image] = field(default_factory=set)
     epochs: set[Epoch] = field(default_factory=set)
-    told: set[int] = field(default_factory=set)
+    listed: set[int] = field(default_factory=set)
     up: bool = True
 
 
@@ -113,7 +113,7 @@ class Tiers(RuleBasedStateMachine):
 
     def _alike(self, rank: int, world: int) -> Ranks:
         twins = self._twins(rank, world)
-        return Ranks.of((rank, *twins)) if twins else NOBODY
+        return Ranks.of((rank, *twins)) if twins else NO_RANKS
 
     # --- ledgers -------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class Tiers(RuleBasedStateMachine):
         if self.has_archive:
             shelves[Tier.ARCHIVE] = archive
         own = range(number * self.per_node, (number + 1) * self.per_node)
-        node.told |= {*own, *(rank for shelf in shelves.values() for _, rank in shelf)}
-        ranks = {rank: self._rank_report(shelves, rank) for rank in node.told}
+        node.listed |= {*own, *(rank for shelf in shelves.values() for _, rank in shelf)}
+        ranks = {rank: self._rank_report(shelves, rank) for rank in node.listed}
         return Reported(node_rank=number, ranks=of_ranks(ranks))
 
     def _rank_report(self, shelves: dict[Tier, set[Image]], rank: int) -> RankReport:

@@ -15,7 +15,7 @@ EPOCH = EpochId(1, "00000001")
 def begun(ranks: int = 2) -> UnequalSteps:
     steps = UnequalSteps()
     for rank in range(ranks):
-        steps.came(rank, 0.0)
+        steps.joined(rank, 0.0)
     steps.began(EPOCH, 0.0)
     return steps
 

@@ -20,7 +20,7 @@ from keepstep.core.node import (
     Died,
     Event,
     Flush,
-    Heard,
+    LastReply,
     Listed,
     Node,
     Overwritten,
@@ -120,7 +120,7 @@ class WholeRun(RuleBasedStateMachine):
         )
         policy = RunPolicy(keep=_KEEP, outlives_pod=False, restarts=False)
         self.leader, self.reports = Leader(life="", nodes=1, policy=policy), 0
-        self.late: Heard | None = None
+        self.late: LastReply | None = None
         for epoch in self.epochs_on_disk:
             self._feed(EpochStarted(epoch))
         for rank in self.ranks:
@@ -213,7 +213,7 @@ class WholeRun(RuleBasedStateMachine):
         self.leader.settle(at=0.0)
         reply = self.leader.news(0)
         assert reply is not None
-        leader_answer = Heard(
+        leader_answer = LastReply(
             commit=reply.reply.committed.get(str(Tier.LOCAL)),
             commits=frozenset(reply.reply.commits),
             plan=reply.reply.plan,
@@ -313,7 +313,7 @@ class WholeRun(RuleBasedStateMachine):
             self._end_write(min(self.writing))
 
     @rule()
-    def somebody_asks_to_flush(self) -> None:
+    def a_person_asks_to_flush(self) -> None:
         self._feed(Flush())
 
     @rule()
@@ -327,13 +327,13 @@ class WholeRun(RuleBasedStateMachine):
     # --- reading -------------------------------------------------------------------------
 
     @rule(number=st.integers(0, 3))
-    def somebody_reads_a_step_from_the_drive(self, number: int) -> None:
+    def a_reader_reads_a_step_from_the_drive(self, number: int) -> None:
         steps = sorted(self.ranks[0].shards)
         self.read = {steps[number]} if number < len(steps) else set()
         self._list()
 
     @rule()
-    def what_was_kept_because_it_was_read_goes_when_nobody_reads_it(self) -> None:
+    def a_step_that_was_kept_for_a_reader_goes_after_it(self) -> None:
         self.read, self.slow = set(), False
         self._list()
         kept = [

@@ -85,26 +85,26 @@ class Cluster:
             self._create()
             job_kinds = beside.submit(self._install_job_kinds)
             self.load(ours.result())
-            self._say("keepstep's images are loaded")
+            self._log("keepstep's images are loaded")
             release = beside.submit(self.install)
             self.load(trainer.result())
-            self._say("the training image is loaded")
+            self._log("the training image is loaded")
             job_kinds.result()
             release.result()
         finally:
             beside.shutdown(wait=False, cancel_futures=True)
-        self._say("all is installed")
+        self._log("all is installed")
 
     def _create(self) -> None:
         try:
             hugetlbfs.require_limits()
             self._pages.enter_context(hugetlbfs.reserved(HUGE_PAGES))
         except hugetlbfs.Unavailable as error:
-            self._say(f"no huge pages, so their tests will fail: {error}")
+            self._log(f"no huge pages, so their tests will fail: {error}")
         config = Path(__file__).with_name("kind.yaml")
         run("kind", "create", "cluster", "--name", self.name, "--config", str(config),
             "--wait", "180s", *self._kubeconfig())  # fmt: skip
-        self._say("the cluster is up")
+        self._log("the cluster is up")
 
     def down(self) -> None:
         """Delete the cluster, unless it was given."""
@@ -115,7 +115,7 @@ class Cluster:
     def _kubeconfig(self) -> tuple[str, str]:
         return "--kubeconfig", str(self.kubeconfig)
 
-    def _say(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         print(f"e2e {time.strftime('%H:%M:%S')} {what}", flush=True)
 
     # --- images ------------------------------------------------------------------------------

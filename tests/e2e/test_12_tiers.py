@@ -18,7 +18,7 @@ def test_a_job_made_anew_goes_on_from_the_archive(
     job = jobs.pytorch_job(run=run)
     namespace.apply(jobs.policy(archive=stores.archive()), job)
     archived = tiers.beyond(namespace, "archive", 20)
-    tiers.went(namespace)
+    tiers.ended(namespace)
     last = runs.the_run(namespace)["status"]["step"]
 
     namespace.apply(job)  # an emptyDir went with each pod: only the archive is left

@@ -66,7 +66,7 @@ def test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line(
         what="a third epoch",
     )
     tiers.beyond(namespace, "archive", again.first)
-    tiers.went(namespace)
+    tiers.ended(namespace)
 
     found = lineage.checked(lineage.fetched(cluster, namespace, tmp_path), run)
     epochs = {str(epoch.id): epoch for epoch in found.epochs}
@@ -159,7 +159,7 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     with tiers.standing_still(cluster, namespace, store["metadata"]["name"], "s3"):
         last = runs.training_beyond(namespace, 0).last
         tiers.beyond(namespace, "peer", last)  # so the archive lacks the newest copies
-        tiers.went(namespace)
+        tiers.ended(namespace)
     namespace("rollout", "status", "deployment/s3", "--timeout=240s", timeout_s=250)
 
     # the first node comes back without its drive, and what its buddy keeps has rotted
@@ -185,7 +185,7 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
     runs.same_losses(life, reference)
     record_property("lost_steps", max(own) - restored)
     refused = [
-        line for line in tiers.said(namespace, MASTER) if line["event"] == "restore.copy_refused"
+        line for line in tiers.logged(namespace, MASTER) if line["event"] == "restore.copy_refused"
     ]
     assert {_step(str(line["step"])) for line in refused} == {rotten}, refused
     assert "is damaged" in refused[0]["error"]
@@ -216,7 +216,7 @@ def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_comm
         tiers.free(cluster, two, path)
         tiers.beyond(namespace, "peer", runs.training_beyond(namespace, 0).last)
         runs.becomes(namespace, "Protected", within_s=90)
-        tiers.went(namespace)
+        tiers.ended(namespace)
 
 
 def _no_room(kubectl: Kubectl) -> str:
@@ -229,7 +229,7 @@ def _no_room(kubectl: Kubectl) -> str:
     ]
     reasons += [
         str(line["error"])
-        for line in tiers.said(kubectl, MASTER)
+        for line in tiers.logged(kubectl, MASTER)
         if line["event"] == "tier.send_failed"
     ]
     return next((line for line in reasons if " free" in line or "no space" in line.lower()), "")

@@ -70,7 +70,7 @@ def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_clea
     runs.committed_beyond(namespace, life.first)
     namespace.eventually(lambda: not _serving(namespace), what="the agent is not needed any more")
 
-    tiers.went(namespace)
+    tiers.ended(namespace)
     assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}
     namespace.eventually(lambda: not namespace.list("ckrun"), within_s=180, what="its runTTL")
     assert set(_directories(cluster, namespace.namespace, run)) == {stays, left}

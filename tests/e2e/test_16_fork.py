@@ -20,7 +20,7 @@ def test_a_new_job_begins_from_a_step_of_anothers_archive(
     namespace.eventually(
         lambda: len(_steps(namespace, first)) >= 2, within_s=180, what="two steps are archived"
     )
-    tiers.went(namespace)
+    tiers.ended(namespace)
     before = _listing(namespace, first)
     older = min(_steps(namespace, first))
 

@@ -25,7 +25,7 @@ def shelf(namespace: Kubectl) -> tuple[Object, Object]:
         lambda: len(tiers.archived(namespace)) >= 2, within_s=150, what="two steps in the archive"
     )
     _pin(namespace, tiers.archived(namespace)[-1]["spec"]["step"])
-    tiers.went(namespace)
+    tiers.ended(namespace)
     return policy, job
 
 

@@ -106,10 +106,10 @@ def test_limits_and_quotas_keep_no_pod_from_existing(cluster: Cluster) -> None:
                 reasons = {json.loads(line).get("reason", "") for line in statuses}
                 assert reasons == {reason}, (name, statuses)
         for name in _TOO_SMALL:
-            _is_told(places[name])
+            _is_reported(places[name])
 
 
-def _is_told(kubectl: Kubectl) -> None:
+def _is_reported(kubectl: Kubectl) -> None:
     (event, *_) = kubectl.eventually(lambda: kubectl.events("NotInjected"), what="an event")
     assert "accounting: CarveOut" in event["message"]
     runs.becomes(kubectl, "FullyInjected", "False", words="The pod starts without keepstep")

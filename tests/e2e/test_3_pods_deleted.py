@@ -76,7 +76,7 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     assert after["badputSeconds"]["infrastructureRecovery"] > 0, "no pod was there for a while"
 
     committed = runs.committed_beyond(namespace, life.first)
-    tiers.went(namespace)
+    tiers.ended(namespace)
     # without the label: another run, from step 0, and the old steps are kept
     namespace.apply(jobs.pytorch_job(**_HOST, spec=_on(node)))
     fresh = runs.training_beyond(namespace, 5)
@@ -84,7 +84,7 @@ def test_all_pods_deleted_at_once_then_the_job_made_again(
     kept = namespace.get("ckrun", _RUN)
     assert kept is not None
     assert kept["status"]["committed"]["step"] >= committed
-    tiers.went(namespace)
+    tiers.ended(namespace)
     # with it: the run goes on
     namespace.apply(named)
     again = runs.restarted(namespace, within_s=180)

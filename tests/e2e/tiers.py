@@ -69,7 +69,7 @@ def archived(kubectl: Kubectl) -> list[Object]:
     return sorted(found, key=lambda body: str(body["spec"]["step"]))
 
 
-def said(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:
+def logged(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:
     """What a pod's sidecar logged."""
     log = kubectl.logs(pod, SIDECAR, previous=previous)
     lines = log.splitlines()
@@ -77,7 +77,7 @@ def said(kubectl: Kubectl, pod: str, *, previous: bool = False) -> list[Object]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def went(kubectl: Kubectl, job: str = "gpt") -> None:
+def ended(kubectl: Kubectl, job: str = "gpt") -> None:
     """Delete the job and wait until its pods have flushed and are gone."""
     kubectl("delete", "pytorchjob", job, "--wait=true", timeout_s=400)
     kubectl.eventually(

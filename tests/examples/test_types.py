@@ -64,7 +64,7 @@ step: str = checkpointer.latest_step()
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
     """Lines with errors, by file: as somebody checks scripts of theirs, with nothing of this
     repository's settings. One run for both: it reads all of torch."""
     place = tmp_path_factory.mktemp("typed")
@@ -88,12 +88,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
     return found
 
 
-def test_a_checker_in_strict_mode_accepts_a_training_script(said: dict[str, set[int]]) -> None:
-    assert said.keys() <= {"mistakes.py"}
+def test_a_checker_in_strict_mode_accepts_a_training_script(
+    findings: dict[str, set[int]],
+) -> None:
+    assert findings.keys() <= {"mistakes.py"}
 
 
-def test_a_checker_sees_mistakes(said: dict[str, set[int]]) -> None:
-    assert said["mistakes.py"] == {3, 4, 5, 6}
+def test_a_checker_sees_mistakes(findings: dict[str, set[int]]) -> None:
+    assert findings["mistakes.py"] == {3, 4, 5, 6}
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -87,7 +87,7 @@ def _kill_sidecar(soak: Soak, life: Life) -> None:
     soak.undisturbed = False
     _moment(soak, 0.1)
     soak.sidecar.start()
-    soak.until_committed_anew(life)
+    soak.until_committed_again(life)
 
 
 def _kill_sidecar_and_memory(soak: Soak, life: Life) -> None:
@@ -95,14 +95,14 @@ def _kill_sidecar_and_memory(soak: Soak, life: Life) -> None:
     soak.sidecar.lose_memory()
     soak.forget_memory(life)
     soak.sidecar.start()
-    soak.until_committed_anew(life)
+    soak.until_committed_again(life)
 
 
 def _empty_memory(soak: Soak, life: Life) -> None:
     """Under a living sidecar, and with it the socket."""
     soak.sidecar.lose_memory()
     soak.forget_memory(life)
-    soak.until_committed_anew(life)
+    soak.until_committed_again(life)
 
 
 Strike = Callable[[Soak, Life], None]

@@ -35,9 +35,9 @@ class Life:
     order: Order
     logs: list[Path]
     processes: list[warm.Process] = field(default_factory=list)
-    _said: list[list[dict[str, Any]]] = field(default_factory=lambda: [[] for _ in range(WORLD)])
+    _events: list[list[dict[str, Any]]] = field(default_factory=lambda: [[] for _ in range(WORLD)])
     _read: list[int] = field(default_factory=lambda: [0] * WORLD)
-    _told: list[int] = field(default_factory=lambda: [0] * WORLD)
+    _seen: list[int] = field(default_factory=lambda: [0] * WORLD)
 
     def start(self) -> Life:
         for rank in range(WORLD):
@@ -55,13 +55,13 @@ class Life:
                 new = log.read()
             new = new[: new.rfind(b"\n") + 1]  # a line over two pages of the file comes in parts
             self._read[rank] += len(new)
-            self._said[rank] += map(json.loads, new.splitlines())
-        return [event for event in self._said[rank] if not kinds or event["event"] in kinds]
+            self._events[rank] += map(json.loads, new.splitlines())
+        return [event for event in self._events[rank] if not kinds or event["event"] in kinds]
 
     def news(self, rank: int) -> list[dict[str, Any]]:
         """What a rank said since this was last asked."""
-        events = self.events(rank)[self._told[rank] :]
-        self._told[rank] += len(events)
+        events = self.events(rank)[self._seen[rank] :]
+        self._seen[rank] += len(events)
         return events
 
     def restored(self) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ class Soak:
 
         self._eventually(life, ready, what=f"{count} steps of every rank")
 
-    def until_committed_anew(self, life: Life) -> None:
+    def until_committed_again(self, life: Life) -> None:
         """Something was struck and the trainers live on: a step that begins now is committed, and
         from there on everything is as if nothing had been."""
         self.until_steps(life, 1)

@@ -54,7 +54,7 @@ class Trained:
         self.step = at.step if at else -1
         epoch = self.checkpointer.epoch
         assert epoch is not None
-        self.epoch, self.told, self.raised, self.stuck = epoch, 0, 0, False
+        self.epoch, self.reported, self.raised, self.stuck = epoch, 0, 0, False
         if at is not None:
             assert epoch.parent is not None
             assert digest(self.tensors()) == self.expected[epoch.parent], "restored, but not equal"
@@ -93,7 +93,7 @@ class Trained:
         except (injection.Injected, injection.Hit, KeyboardInterrupt):
             self.raised += 1
             return False
-        self.told += kept
+        self.reported += kept
         return bool(kept)
 
     def reaches(self, step: int, state: str, timeout_s: float) -> bool:
@@ -128,7 +128,7 @@ class Trained:
         ended = stats.staged + stats.skipped + stats.discarded
         # where save itself raised, the counting may be what was struck
         assert abs(stats.saves - ended) <= self.raised, stats
-        assert stats.staged + stats.discarded >= self.told, stats
+        assert stats.staged + stats.discarded >= self.reported, stats
 
     def recovers(self) -> None:
         """Faults have ended: a step is committed in time, and from there on all is well."""

@@ -24,7 +24,7 @@ from tests.fuzz.targets import targets
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "fuzz.json"
 COMMAND = "make fuzz MINUTES=5"
-_SAY_EVERY_S = 10.0
+_PRINT_EVERY_S = 10.0
 _MOST_FILES = 20
 _MOST_BYTES = 8 << 30
 
@@ -45,7 +45,7 @@ def main() -> int:
 
     def goes_on() -> bool:
         nonlocal printed
-        if time.monotonic() - printed >= _SAY_EVERY_S:
+        if time.monotonic() - printed >= _PRINT_EVERY_S:
             printed = time.monotonic()
             print(
                 f"{printed - began:6.0f} s  {campaign.mutations:8d} mutations, {campaign.bad} bad"

@@ -73,7 +73,7 @@ class Campaign:
         rng, done = random.Random(self.seed), 0
         while goes_on() and (most is None or done < most):
             for target in self.targets:
-                self.one(target, rng)
+                self.try_input(target, rng)
                 done += 1
 
     @property
@@ -86,7 +86,7 @@ class Campaign:
         """What must be zero."""
         return sum(tally.bad for tally in self.tallies.values())
 
-    def one(self, target: Target, rng: random.Random) -> None:
+    def try_input(self, target: Target, rng: random.Random) -> None:
         """One mutation of one target."""
         tally = self.tallies.setdefault(target.name, Tally())
         resealed = target.reseal is not None and rng.random() < 0.8

@@ -334,7 +334,7 @@ LISTING = {
         {"step_id": _ID, "rank": 1, "world": 2, "size_bytes": 5, "root": "0" * 32, "alike": _RUNS},
     ],
 }  # fmt: skip
-WANTED = {"committed": _ID, "ranks": {"0": [_ID]}}
+NEEDED = {"committed": _ID, "ranks": {"0": [_ID]}}
 _HELD = {
     "step_id": _ID, "world": 2, "sizes": [5, 5], "roots": ["0" * 32, None],
     "alike": [_RUNS, _RUNS], "written_at": 1.0,
@@ -427,7 +427,7 @@ def read_listing(data: bytes) -> object:
     """As a sidecar takes it: decoded, then put together with what else is known."""
     directory = Directory(complete=True)
     directory.known["a:1"] = Known(address="a:1")
-    directory.heard("a:1", msgspec.json.decode(data, type=wire.Listing))
+    directory.update("a:1", msgspec.json.decode(data, type=wire.Listing))
     return directory.inventory([])
 
 
@@ -512,7 +512,7 @@ def _history() -> list[Any]:
         parent = StepId(EpochId(life - 1, f"{life - 1:08x}"), 10 * life) if life > 1 else None
         for rank in (0, 1):
             now += 3.0
-            history.note(Kind.CAME, rank=rank, seconds=2.0, attempt="a")
+            history.note(Kind.CONNECTED, rank=rank, seconds=2.0, attempt="a")
         for rank in (0, 1):
             now += 1.1
             history.note(
@@ -582,7 +582,7 @@ def read_history(data: bytes) -> object:
             raise AssertionError(f"of {until - goodput.since} s: {goodput}")
     if not tally.sane:
         raise AssertionError(f"not believed: {tally}")
-    msgspec.json.encode(history.told("run", 0))
+    msgspec.json.encode(history.events_since("run", 0))
     _OF_HISTORY.unlink()
     HistoryFile(_OF_HISTORY, run="run").append(history.all(), history.before)
     again = HistoryFile(_OF_HISTORY, run="run").read(now=_NOW)
@@ -624,8 +624,8 @@ def targets() -> tuple[Target, ...]:
                bytewise=(json_of(DCP),), reseal=reseal_json(DCP), times=40),
         Target(name="peer's listing", parse=read_listing, refusals=DECODING,
                bytewise=(json_of(LISTING),), reseal=reseal_json(LISTING)),
-        Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.Wanted),
-               refusals=(UsageError,), bytewise=(json_of(WANTED),), reseal=reseal_json(WANTED)),
+        Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.NeededCopies),
+               refusals=(UsageError,), bytewise=(json_of(NEEDED),), reseal=reseal_json(NEEDED)),
         Target(name="frames of a member", parse=read_frames, refusals=(ProtocolError,),
                bytewise=(packed(FrameKind.HELLO, bytes(16)) + packed(FrameKind.MESSAGE, b"x"),)),
         Target(name="report", parse=msgspec.json.Decoder(Report).decode,

@@ -54,7 +54,7 @@ def test_each_attack_is_refused_for_its_reason_without_a_large_allocation(attack
     sys.setrecursionlimit(1000)  # Python's own; some test tools raise it for the whole process
     tracemalloc.start()
     try:
-        with pytest.raises(attack.error, match=attack.says) as caught:
+        with pytest.raises(attack.error, match=attack.message) as caught:
             read(attack.path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -9,7 +9,7 @@ import msgspec
 
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.retention import Retention
-from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.leader.leader import Leader
 from keepstep.leader.summary import fitted, summary
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -49,9 +49,9 @@ class Sidecar:
     ready: bool = True
     archive: list[StepId] | None = None
     address: str = ""
-    heard: int = 0
+    acknowledged: int = 0
     leaving: bool = False
-    alike: Ranks = NOBODY
+    alike: Ranks = NO_RANKS
     more: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0
 
@@ -95,7 +95,7 @@ class Sidecar:
             },
         )
         life = f"{self.pod}-{self.started_at}"
-        frame = {"life": life, "pod": self.pod, "node": self.node, "heard": self.heard}
+        frame = {"life": life, "pod": self.pod, "node": self.node, "heard": self.acknowledged}
         return MemberReport(nodes=0, report=report, leaving=self.leaving, **frame)
 
     def _rank(self) -> ReportedRanks:
@@ -147,7 +147,7 @@ class Play:
         )
         self._lives = 0
         self.lead()
-        self.hear(*sidecars)
+        self.deliver(*sidecars)
 
     def lead(self) -> None:
         """A leader begins. It knows what its own pod was given."""
@@ -157,7 +157,7 @@ class Play:
         self.leader = Leader(life=life, nodes=None, policy=own, run="gpt", way_out=WAY_OUT)
         self._sequence = 1
 
-    def hear(self, *sidecars: Sidecar) -> None:
+    def deliver(self, *sidecars: Sidecar) -> None:
         for sidecar in sidecars:
             self.leader.take(sidecar.rank, sidecar.report(), at=self.now)
         self.leader.settle(at=self.now)
@@ -167,10 +167,10 @@ class Play:
         self.leader.news(sidecar.rank)
         sent = self.leader._members[sidecar.rank].sent
         assert sent is not None
-        sidecar.heard = sent.number
+        sidecar.acknowledged = sent.number
         return sent.reply
 
-    def look(self) -> RunReport:
+    def observe(self) -> RunReport:
         """The run now, as it is sent."""
         self.leader.follow(at=self.now)
         self.leader.settle(at=self.now)
@@ -184,12 +184,12 @@ class Play:
         """The run after the operator was told of it and has answered. `asked`: what it asks from
         now on."""
         self.answer = replace(self.answer, **asked)
-        report = self.look()
+        report = self.observe()
         self.record = report.record if self._sequence > 1 else self.record
         record = self.record if self._sequence == 1 else None
         self.leader.answered(replace(self.answer, record=record), at=self.now)
         self._sequence += 1
-        return self.look()
+        return self.observe()
 
     def wait(self, seconds: float) -> None:
         self.now += seconds

@@ -85,7 +85,7 @@ def a_life(
     before = None if parent is None else StepId(EpochId(epoch.number - 1, "0" * 8), parent)
     times = itertools.count(at + 20, 10)
     happened = [
-        Event(sequence=1, kind=Kind.CAME, at=at, until=at, rank=0),
+        Event(sequence=1, kind=Kind.CONNECTED, at=at, until=at, rank=0),
         Event(
             sequence=2, kind=Kind.RESTORED, at=at + 10, until=at + 10, rank=0, seconds=4.0,
             epoch=Epoch(epoch, before),

@@ -101,7 +101,7 @@ def test_the_largest_run_fits_into_a_report() -> None:
     ]
     for sidecar in sidecars:
         sidecar.archive = [step(number) for number in range(150)]
-    report = Play(*sidecars, archive_every=1).post()  # within all bounds: see `Play.look`
+    report = Play(*sidecars, archive_every=1).post()  # within all bounds: see `Play.observe`
     assert (report.archived, len(report.kept), len(report.nodes)) == (150, 100, 64)
     assert report.kept[0].step == str(step(149))
 
@@ -127,12 +127,12 @@ def never_saved(play: Play, a: Sidecar, b: Sidecar) -> None:
 
 
 def stalls(play: Play, a: Sidecar, b: Sidecar) -> None:
-    play.hear(a.saved(1), b.staged(1))
+    play.deliver(a.saved(1), b.staged(1))
     play.wait(601)
 
 
 def loses_a_part(play: Play, a: Sidecar, b: Sidecar) -> None:
-    play.hear(a.saved(40, 50), b.saved(40, 50))
+    play.deliver(a.saved(40, 50), b.saved(40, 50))
     play.leader.left(1)
     play.post(members=(member(a),), policy=replace(play.policy, outlives_pod=False))
 
@@ -141,38 +141,38 @@ def cannot_write(play: Play, a: Sidecar, b: Sidecar) -> None:
     b.more["volumes"] = (
         ReportedVolume(engine="", used_bytes=0, free_bytes=0, name="nvme", failed="no space"),
     )
-    play.hear(a.saved(1), b.staged(1))
+    play.deliver(a.saved(1), b.staged(1))
 
 
 def warns(play: Play, a: Sidecar, b: Sidecar) -> None:
     b.more["warnings"] = ("hugetlbfs is full",)
-    play.hear(a.staged(1), b.staged(1))
+    play.deliver(a.staged(1), b.staged(1))
 
 
 def refuses(play: Play, a: Sidecar, b: Sidecar) -> None:
     b.more |= {"refusals": 2, "refused": "no common step"}
-    play.hear(a.saved(1), b.saved(1))
+    play.deliver(a.saved(1), b.saved(1))
 
 
 def no_peer(play: Play, a: Sidecar, b: Sidecar) -> None:
     play.post(policy=replace(play.policy, replicas=1))
     b.more["peer_address"] = ""
-    play.hear(a.saved(1), b.saved(1))
+    play.deliver(a.saved(1), b.saved(1))
 
 
 def archive_is_away(play: Play, a: Sidecar, b: Sidecar) -> None:
     troubled(b, Tier.ARCHIVE, trouble="403 from the bucket")
-    play.hear(a.saved(1), b.saved(1))
+    play.deliver(a.saved(1), b.saved(1))
 
 
 def peers_lag(play: Play, a: Sidecar, b: Sidecar) -> None:
     troubled(b, Tier.PEER, backlog=1, behind_s=301.0)
-    play.hear(a.saved(1), b.saved(1))
+    play.deliver(a.saved(1), b.saved(1))
 
 
 def lacks_ranks(play: Play, a: Sidecar, b: Sidecar) -> None:
     a.world = b.world = 3
-    play.hear(a.staged(1), b.staged(1))
+    play.deliver(a.staged(1), b.staged(1))
     play.wait(61)
 
 
@@ -199,7 +199,7 @@ def test_a_doubt_says_what_is_wrong_and_where(
     play = Play(a, b)
     play.post()
     happens(play, a, b)
-    report = play.look()
+    report = play.observe()
     if doubt_text is None:
         assert kind not in kinds(report)
     else:
@@ -211,7 +211,7 @@ def test_a_run_that_is_well_gives_no_reason_for_doubt() -> None:
     play = Play(a.saved(1), b.saved(1))
     assert play.post().doubts == ()
     play.wait(10_000)
-    assert play.look().doubts == (), "nothing is staged that is not committed"
+    assert play.observe().doubts == (), "nothing is staged that is not committed"
 
 
 # --- without an operator -------------------------------------------------------------------------
@@ -220,10 +220,10 @@ def test_a_run_that_is_well_gives_no_reason_for_doubt() -> None:
 def test_without_an_answer_steps_are_committed_and_retired_by_the_run_itself() -> None:
     a, b = two()
     play = Play()
-    play.hear(a.saved(1, 2), b.saved(1))
+    play.deliver(a.saved(1, 2), b.saved(1))
     assert play.replies(a).commits == (step(1),)
     assert play.replies(a).retire == ()
-    play.hear(b.durable(2))
+    play.deliver(b.durable(2))
     assert (play.replies(a).commits, play.replies(a).retire) == ((step(1), step(2)), (step(1),))
 
 
@@ -231,13 +231,13 @@ def test_a_member_that_is_cut_off_keeps_all_from_retiring_and_is_missing_after_a
     a, b = two()
     play = Play(a, b)
     play.post()
-    play.hear(a.saved(1, 2), b.saved(1, 2))
+    play.deliver(a.saved(1, 2), b.saved(1, 2))
     play.leader.left(1)
     assert play.replies(a).retire == ()
-    assert (play.look().missing, play.look().settled) == ("", False)
+    assert (play.observe().missing, play.observe().settled) == ("", False)
     play.wait(91)
-    assert play.look().missing == "1"
-    assert play.look().nodes[1].state is MemberState.SILENT
+    assert play.observe().missing == "1"
+    assert play.observe().nodes[1].state is MemberState.SILENT
 
 
 def test_two_pods_with_node_rank_0_never_lead_one_run() -> None:
@@ -262,9 +262,9 @@ def test_the_next_leader_goes_on_from_the_record_and_counts_no_restart_twice() -
     play = Play(a.saved(1), b.saved(1))
     play.post()
     a.more["goodput"] = goodput(100.0, until=T0 + 200)
-    play.hear(a, b)
+    play.deliver(a, b)
     epoch = later(2, 1)
-    play.hear(a.restored(epoch, lost=3), b.restored(epoch, lost=2))
+    play.deliver(a.restored(epoch, lost=3), b.restored(epoch, lost=2))
     play.wait(100)
     report = play.post()
     assert (report.record.restarts, report.record.lost_steps) == (1, 2)
@@ -274,13 +274,13 @@ def test_the_next_leader_goes_on_from_the_record_and_counts_no_restart_twice() -
 
     play.lead()
     a.more["goodput"] = goodput(150.0, until=T0 + 250)
-    play.hear(a, b)
+    play.deliver(a, b)
     play.wait(60)
-    first = play.look()
+    first = play.observe()
     assert (first.sequence, first.record.restarts, first.recent) == (1, 0, ())
     play.post()
     play.wait(60)
-    record = play.look().record
+    record = play.observe().record
     assert (record.restarts, record.lost_steps) == (1, 2)
     assert record.goodput is not None
     assert (record.goodput.productive_seconds, record.goodput.wall_seconds) == (150, 250)
@@ -301,18 +301,18 @@ def test_a_pod_that_was_deleted_with_the_last_step_is_said_and_another_takes_its
     a, b = two()
     play = Play(a, b, outlives_pod=False)
     play.post()
-    play.hear(a.saved(40, 50), b.saved(40, 50))
+    play.deliver(a.saved(40, 50), b.saved(40, 50))
     play.post()
     play.leader.left(1)
-    assert play.look().safe.restart == step(50), "it may be there still"
+    assert play.observe().safe.restart == step(50), "it may be there still"
     report = play.post(members=(member(a),))
     assert (report.safe.restart, report.nodes[1].state) == (None, MemberState.GONE)
     assert report.recent[0].type == "LastStepLost"
     assert f"restarts wait for what is missing. To begin again at step 0: {WAY_OUT}" in (
         report.recent[0].message
     )
-    play.hear(Sidecar(rank=1, pod="pod-1-new", started_at=T0 + 1))
-    report = play.look()
+    play.deliver(Sidecar(rank=1, pod="pod-1-new", started_at=T0 + 1))
+    report = play.observe()
     assert (report.committed, report.nodes[1].pod) == (None, "pod-1-new")
     assert text(report, DoubtKind.COMMIT_LOST) == "step 50 was committed, and a part of it is gone"
 
@@ -325,18 +325,18 @@ def test_a_step_that_went_with_a_pod_is_said_if_the_next_pod_comes_before_the_op
     play.post()
     play.leader.left(1)
     new = Sidecar(rank=1, pod="pod-1-new", started_at=T0 + 1)
-    play.hear(new)
-    assert [event.type for event in play.look().recent] == ["LastStepLost"]
+    play.deliver(new)
+    assert [event.type for event in play.observe().recent] == ["LastStepLost"]
     play.post(members=(member(a), member(new)))
-    play.hear(new)
-    assert [event.type for event in play.look().recent] == ["LastStepLost"], "once"
+    play.deliver(new)
+    assert [event.type for event in play.observe().recent] == ["LastStepLost"], "once"
 
 
 def test_no_step_is_said_to_be_lost_with_a_pod_whose_volumes_outlive_it() -> None:
     play, _, _, _ = moved()
-    assert "LastStepLost" not in [event.type for event in play.look().recent]
+    assert "LastStepLost" not in [event.type for event in play.observe().recent]
     play.post()
-    assert "LastStepLost" not in [event.type for event in play.look().recent]
+    assert "LastStepLost" not in [event.type for event in play.observe().recent]
 
 
 @pytest.mark.parametrize("seen_leaving", [True, False])
@@ -374,10 +374,10 @@ def moved() -> tuple[Play, Sidecar, Sidecar, Sidecar]:
     a, b = two()
     play = Play(a, b)
     play.post()
-    play.hear(a.saved(40), b.saved(40))
+    play.deliver(a.saved(40), b.saved(40))
     play.leader.left(1)
     new = Sidecar(rank=1, pod="pod-1-new", node="node-2", started_at=T0 + 9, epochs=[])
-    play.hear(new)
+    play.deliver(new)
     play.answer = replace(play.answer, members=(member(a), member(new)))
     return play, a, b, new
 
@@ -415,7 +415,7 @@ def test_the_next_leader_knows_what_lies_on_a_node_that_the_run_has_left() -> No
     play.wait(40)
     play.post()
     play.lead()
-    play.hear(a, new)
+    play.deliver(a, new)
     play.post(agents={"node-1": "10.1.0.1:26741"})
     assert play.replies(new).agents == {"node-1": "10.1.0.1:26741"}
 
@@ -424,12 +424,12 @@ def test_the_agent_is_named_until_a_newer_step_is_committed_without_it() -> None
     play, a, _, new = moved()
     play.post(agents={"node-1": "10.1.0.1:26741"})
     epoch = later(2, 40)
-    play.hear(a.restored(epoch).staged(41, epoch=epoch))
-    play.hear(new.restored(epoch).saved(41, epoch=epoch))
+    play.deliver(a.restored(epoch).staged(41, epoch=epoch))
+    play.deliver(new.restored(epoch).saved(41, epoch=epoch))
     assert play.replies(new).agents
-    play.hear(a.durable(41, epoch=epoch), new)
+    play.deliver(a.durable(41, epoch=epoch), new)
     assert play.replies(new).agents == {}
-    assert [holder.node for holder in play.look().record.holders] == ["node-0", "node-2"]
+    assert [holder.node for holder in play.observe().record.holders] == ["node-0", "node-2"]
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
@@ -439,11 +439,11 @@ def test_a_newer_image_of_a_twin_is_enough_only_where_the_policy_has_peers(repli
     a.alike = b.alike = Ranks.of([0, 1])
     play = Play(a, b, replicas=replicas)
     play.post()
-    play.hear(a.saved(40), b.saved(40))
-    play.hear(a.saved(41))
+    play.deliver(a.saved(40), b.saved(40))
+    play.deliver(a.saved(41))
     play.leader.left(1)
     new = Sidecar(rank=1, pod="pod-1-new", node="node-2", started_at=T0 + 9, epochs=[])
-    play.hear(new, a)
+    play.deliver(new, a)
     play.post(members=(member(a), member(new)), agents={"node-1": "10.1.0.1:26741"})
     assert bool(play.replies(new).agents) == (not replicas)
 
@@ -466,14 +466,14 @@ def test_another_drive_in_place_of_the_one_that_had_the_steps_is_said() -> None:
     a.more["volumes"], b.more["volumes"] = drive(1), drive(2)
     play = Play(a, b)
     play.post()
-    play.hear(a.saved(1), b.saved(1))
+    play.deliver(a.saved(1), b.saved(1))
     play.post()
     a.started_at = b.started_at = T0 + 5
     b.more["volumes"], b.local, b.memory, a.memory = drive(3), [], [], []
     play.leader.left(0)
     play.leader.left(1)
-    play.hear(a, b)
-    report = play.look()
+    play.deliver(a, b)
+    report = play.observe()
     assert report.recent[0].type == "OtherDrive"
     assert "volume nvme of pod worker-1 lies on another file system" in report.recent[0].message
     assert WAY_OUT in report.recent[0].message
@@ -492,9 +492,9 @@ def test_a_buddy_is_in_another_domain(domains: tuple[str, ...], buddy: str) -> N
 def test_there_is_no_ring_of_half_a_run_and_the_restart_of_a_pod_changes_none() -> None:
     a, b, c = (Sidecar(rank=rank, world=3).saved(1) for rank in range(3))
     play = Play(a, b, replicas=1)
-    assert [node.buddies for node in play.look().nodes] == ["", ""]
-    play.hear(c)
-    ring = [node.buddies for node in play.look().nodes]
+    assert [node.buddies for node in play.observe().nodes] == ["", ""]
+    play.deliver(c)
+    ring = [node.buddies for node in play.observe().nodes]
     assert ring == ["1", "2", "0"]
     play.leader.left(1)
     assert [node.buddies for node in play.post(members=(member(a), member(c))).nodes] == ring
@@ -513,16 +513,16 @@ def test_a_run_goes_back_once_to_the_step_that_a_person_asks_for() -> None:
         reply = play.replies(sidecar)
         assert (reply.restore_from, reply.plan, step(1) in reply.pinned) == (step(1), step(1), True)
         assert reply.retire == ()
-    play.hear(a, b)
+    play.deliver(a, b)
     assert play.post().restore_known
     epoch = later(2, 1)
-    play.hear(a.restored(epoch), b.restored(epoch))
-    report = play.look()
+    play.deliver(a.restored(epoch), b.restored(epoch))
+    report = play.observe()
     message = f"epoch {epoch.id} went on from step 1, as spec.restoreFrom asked"
     assert [event.message for event in report.recent if event.type == "RolledBack"] == [message]
     assert play.replies(a).restore_from is None
     play.lead()
-    play.hear(a, b)
+    play.deliver(a, b)
     play.post()
     assert play.replies(a).restore_from is None, "it is done, also for the next leader"
 
@@ -577,25 +577,25 @@ def test_a_member_that_leaves_is_told_to_all_without_an_operator_while_it_is_con
     a, b = two()
     play = Play(a, b)
     b.leaving = True
-    play.hear(b)
+    play.deliver(b)
     assert play.replies(a).leaving
     play.leader.left(1)
     assert not play.replies(a).leaving
 
 
-def begun_anew(play: Play, a: Sidecar, b: Sidecar) -> None:
+def begun_again(play: Play, a: Sidecar, b: Sidecar) -> None:
     """All begin at step 0, although step 5 is still at one of them."""
     again = later(2, None)
     a.local = [step(5)]
-    play.hear(a.restored(again, tier=None), b.restored(again, tier=None))
+    play.deliver(a.restored(again, tier=None), b.restored(again, tier=None))
 
 
 def test_a_start_at_step_0_is_right_once_a_person_says_so() -> None:
     a, b = two()
     play = Play(a.staged(5), b.staged(5))
     play.post()
-    begun_anew(play, a, b)
-    fresh = play.look()
+    begun_again(play, a, b)
+    fresh = play.observe()
     assert (fresh.fresh, fresh.acknowledged) == ("0002.bbbbbbbb", "")
     report = play.post(fresh_start="newest")
     assert (report.fresh, report.acknowledged) == ("", "0002.bbbbbbbb")
@@ -606,12 +606,12 @@ def test_a_person_may_allow_one_start_at_step_0() -> None:
     play = Play(a, b)
     play.post(fresh_start="allow")
     assert play.replies(a).begin_again
-    begun_anew(play, a, b)
-    report = play.look()
+    begun_again(play, a, b)
+    report = play.observe()
     assert (report.fresh, report.acknowledged) == ("", "0002.bbbbbbbb")
     assert play.replies(a).begin_again, "until it has a step that all hold"
-    play.hear(*(sidecar.saved(0, epoch=later(2, None)) for sidecar in (a, b)))
-    play.look()
+    play.deliver(*(sidecar.saved(0, epoch=later(2, None)) for sidecar in (a, b)))
+    play.observe()
     assert not play.replies(a).begin_again
 
 
@@ -632,10 +632,10 @@ def test_a_commit_stands_in_for_one_that_was_to_be_archived_and_was_never_commit
     a, b = two()
     play = Play(a.saved(9), b.saved(9), archive_every=10)
     play.post()
-    play.hear(a.saved(11), b.saved(11))
+    play.deliver(a.saved(11), b.saved(11))
     assert play.replies(a).archive == step(11)
     a.archive = b.archive = [step(11)]
-    play.hear(a, b)
+    play.deliver(a, b)
     assert play.replies(a).archive is None
 
 

@@ -49,8 +49,8 @@ def values():
     return hash(tuple(value for tensor in tensors for value in whole(tensor).reshape(-1).tolist()))
 
 
-said = f"{at.step} from {at.tier}" if at else "None"
-print(f"rank {rank} begins at {said} with {values()} {counter['seen']}", flush=True)
+begun = f"{at.step} from {at.tier}" if at else "None"
+print(f"rank {rank} begins at {begun} with {values()} {counter['seen']}", flush=True)
 first = at.step + 1 if at else 0
 for step in range(first, last + 1):
     optimizer.zero_grad()

@@ -291,7 +291,7 @@ class Simulated(Accelerator):
         with _disable_current_modes():
             return torch.zeros(value.shape, dtype=value.dtype)
 
-    def await_told(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
+    def await_flag(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
         self.device.turns.wait_for(lambda: bool(flag) or give_up(), None)
         return int(flag)
 

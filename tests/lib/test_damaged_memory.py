@@ -14,12 +14,12 @@ from keepstep.client.slot import SlotMapping
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from tests.lib.training import begun
 
-SAID = {"said": "0123456789" * 50}
+TEXTS = {"said": "0123456789" * 50}
 
 
 def killed_after(steps, sidecar):
     """A life that ends without a goodbye; returns the weights of its last step."""
-    model, notes = nn.Linear(8, 8), dict(SAID)
+    model, notes = nn.Linear(8, 8), dict(TEXTS)
     checkpointer = begun({"m": model, "notes": notes})
     for step in range(steps):
         with checkpointer.mutating():
@@ -65,7 +65,7 @@ def test_an_image_that_is_damaged_in_memory_comes_from_the_volume(sidecar, what)
             at = checkpointer.restore()
         assert (at.step, at.tier) == (2, "local")
         assert torch.equal(model.weight, expected)
-        assert notes == SAID
+        assert notes == TEXTS
 
 
 def test_extras_beyond_their_capacity_are_an_error_and_write_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import keepstep
 from tests.harness import eventually
 from tests.lib.training import begun, bring_back, keep
 
-SAID = "restore_rng() was not before"
+MESSAGE = "restore_rng() was not before"
 
 
 def draw():
@@ -38,7 +38,7 @@ def test_random_states_wait_for_restore_rng_and_are_set_once(sidecar, caplog):
         assert draw() != after
         checkpointer.save(1)
         checkpointer.close()
-    assert SAID not in caplog.text
+    assert MESSAGE not in caplog.text
 
 
 def test_a_save_before_restore_rng_is_told_once(sidecar, caplog):
@@ -48,7 +48,7 @@ def test_a_save_before_restore_rng_is_told_once(sidecar, caplog):
     with caplog.at_level(logging.WARNING, logger="keepstep"):
         assert checkpointer.save(1)
         assert checkpointer.save(2)
-    assert caplog.text.count(SAID) == 1
+    assert caplog.text.count(MESSAGE) == 1
     checkpointer.close()
 
 

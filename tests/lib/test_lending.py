@@ -52,12 +52,12 @@ def train(
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
 
 
-def told(lines: list[str], word: str) -> list[str]:
+def words_after(lines: list[str], word: str) -> list[str]:
     return [line.partition(f" {word} ")[2] for line in lines if f" {word} " in line]
 
 
 def values(lines: list[str], word: str) -> set[str]:
-    return {re.sub(".*with ", "", line) for line in told(lines, word)}
+    return {re.sub(".*with ", "", line) for line in words_after(lines, word)}
 
 
 def test_a_machine_that_is_lost_gets_the_state_from_its_twin(machines):
@@ -65,8 +65,10 @@ def test_a_machine_that_is_lost_gets_the_state_from_its_twin(machines):
     before = train("ddp", 4, two)
     two[0].lose()
     after = train("ddp", 4, two, PREVIEW="1")
-    assert told(after, "previews") == ["(4, {'seen': 4})"] * 2
-    assert [line.split(" with ")[0] for line in told(after, "begins")] == ["at 4 from memory"] * 2
+    assert words_after(after, "previews") == ["(4, {'seen': 4})"] * 2
+    assert [line.split(" with ")[0] for line in words_after(after, "begins")] == [
+        "at 4 from memory"
+    ] * 2
     assert values(after, "begins") == values(before, "ends")
     assert len(values(after, "begins")) == 1
 
@@ -76,7 +78,7 @@ def test_a_machine_of_several_ranks_gets_the_parts_of_a_replica_from_its_twin(ma
     before = train("ddp", 3, two, local=2)
     two[1].lose()
     after = train("ddp", 5, two, local=2)
-    assert told(after, "begins")[0].startswith("at 3 from")
+    assert words_after(after, "begins")[0].startswith("at 3 from")
     assert values(after, "begins") == values(before, "ends")
     assert len(values(after, "ends")) == 1
 
@@ -87,7 +89,7 @@ def test_shards_that_different_machines_have_are_put_together(machines):
     four[1].lose()
     four[2].lose()
     after = train("hsdp", 5, four)
-    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
@@ -95,7 +97,7 @@ def test_a_world_that_grows_goes_on_from_what_one_machine_has(machines):
     two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two[:1])
     after = train("ddp", 5, two)
-    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
@@ -103,7 +105,7 @@ def test_shards_of_another_world_are_put_together(machines):
     three = [machine.start() for machine in machines[:3]]
     before = train("fsdp", 3, three[:2])
     after = train("fsdp", 5, three)
-    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
@@ -115,7 +117,7 @@ def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
     two[1].lose_memory()
     two[1].start()
     after = train("ddp", 3, two)
-    assert told(after, "begins")[0].startswith("at 3 from local")
+    assert words_after(after, "begins")[0].startswith("at 3 from local")
     assert values(after, "begins") == values(before, "ends")
 
 
@@ -144,9 +146,11 @@ def test_a_shard_that_went_for_good_has_the_run_begin_again_and_go_on(machines):
     train("fsdp", 3, two)
     two[0].lose(**fleeting)
     after = train("fsdp", 1, two)
-    assert {line.split(" with")[0] for line in told(after, "begins")} == {"at None"}
+    assert {line.split(" with")[0] for line in words_after(after, "begins")} == {"at None"}
     again = train("fsdp", 4, two)
-    assert {line[:4] for line in told(again, "begins")} == {"at 1"}, "not 3, which is not whole"
+    assert {line[:4] for line in words_after(again, "begins")} == {"at 1"}, (
+        "not 3, which is not whole"
+    )
 
 
 def test_a_drive_that_comes_back_after_the_run_began_again_brings_its_steps(machines, tmp_path):
@@ -158,14 +162,14 @@ def test_a_drive_that_comes_back_after_the_run_began_again_brings_its_steps(mach
     for first in two:
         first.start(KEEPSTEP_ON_LOSS="restart")
     again = train("fsdp", 1, two)
-    assert {line.split(" with")[0] for line in told(again, "begins")} == {"at None"}
+    assert {line.split(" with")[0] for line in words_after(again, "begins")} == {"at None"}
     lose_power(two)
     drive.rename(new)
     aside.rename(drive)
     for first in two:
         first.start()
     after = train("fsdp", 3, two)
-    assert {line[:4] for line in told(after, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(after, "begins")} == {"at 3"}
     assert values(after, "begins") == values(before, "ends")
 
 
@@ -199,7 +203,7 @@ def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
             file.write(b"\xff")
     two[1].start("--persist-every", "1")
     after = train("ddp", 4, two)
-    (step,) = {int(line.split()[1]) for line in told(after, "begins")}
+    (step,) = {int(line.split()[1]) for line in words_after(after, "begins")}
     assert step < 3
 
 
@@ -209,7 +213,7 @@ def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
     for first in two:
         first.lose()
     after = train("ddp", 1, two)
-    assert {line.split(" with")[0] for line in told(after, "begins")} == {"at None"}
+    assert {line.split(" with")[0] for line in words_after(after, "begins")} == {"at None"}
 
 
 def test_a_step_that_the_script_asks_for_is_lent_too(machines):
@@ -217,7 +221,7 @@ def test_a_step_that_the_script_asks_for_is_lent_too(machines):
     train("ddp", 3, two)
     two[0].lose()
     after = train("ddp", 4, two, ASKED="2")
-    assert {line[:4] for line in told(after, "begins")} == {"at 2"}
+    assert {line[:4] for line in words_after(after, "begins")} == {"at 2"}
 
 
 def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
@@ -241,10 +245,10 @@ def test_two_machines_that_change_places_twice_lose_no_step(machines, kind):
     two = [machine.start() for machine in machines[:2]]
     first = train(kind, 3, two)
     second = train(kind, 8, two[::-1])
-    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
     third = train(kind, 10, two)
-    assert {line[:4] for line in told(third, "begins")} == {"at 8"}
+    assert {line[:4] for line in words_after(third, "begins")} == {"at 8"}
     assert values(third, "begins") == values(second, "ends")
 
 
@@ -256,7 +260,7 @@ def test_machines_that_kept_their_drives_alone_come_back_in_another_order(machin
         machine.lose_memory()
         machine.start()
     second = train("fsdp", 6, [*three[1:], three[0]])
-    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
 
 
@@ -265,10 +269,10 @@ def test_machines_change_places_while_another_takes_the_place_of_one(machines):
     first = train("hsdp", 3, four)
     four[3].lose()
     second = train("hsdp", 6, [four[2], four[0], four[3], four[1]])
-    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
     third = train("hsdp", 8, four)
-    assert {line[:4] for line in told(third, "begins")} == {"at 6"}
+    assert {line[:4] for line in words_after(third, "begins")} == {"at 6"}
     assert values(third, "begins") == values(second, "ends")
 
 
@@ -276,7 +280,7 @@ def test_two_ranks_of_a_machine_change_places_with_those_of_another(machines):
     two = [machine.start() for machine in machines[:2]]
     first = train("fsdp", 3, two, local=2)
     second = train("fsdp", 6, two[::-1], local=2)
-    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
 
 
@@ -285,8 +289,8 @@ def test_ranks_of_one_machine_are_spread_over_two_which_have_older_images_of_the
     train("ddp", 3, two)
     second = train("ddp", 6, two[:1], local=2)
     third = train("ddp", 8, two)
-    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
-    assert {line[:4] for line in told(third, "begins")} == {"at 6"}
+    assert {line[:4] for line in words_after(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(third, "begins")} == {"at 6"}
     assert values(third, "begins") == values(second, "ends")
 
 
@@ -301,7 +305,7 @@ def test_machines_with_memory_for_one_rank_alone_change_places(machines):
         machine.kill()
         machine.start("--memory-limit", str(4 * largest))
     second = train("fsdp", 8, two[::-1])
-    assert {line[:4] for line in told(second, "begins")} == {"at 3"}
+    assert {line[:4] for line in words_after(second, "begins")} == {"at 3"}
     assert values(second, "begins") == values(first, "ends")
     for rank, machine in enumerate(two[::-1]):
         eventually(lambda machine=machine, rank=rank: len(machine.slots(rank)) == 4)

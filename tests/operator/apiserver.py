@@ -53,18 +53,18 @@ class _Watch:
 
     collection: str
     labels: str
-    told: asyncio.Queue[Body | None] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Body | None] = field(default_factory=asyncio.Queue)
 
-    def tell(self, kind: str, path: str, body: Body, before: Body | None) -> None:
+    def notify(self, kind: str, path: str, body: Body, before: Body | None) -> None:
         """As the real one: what does not match any more is gone for those who asked for a match."""
         if not is_of(self.collection, path):
             return
         was = before is not None and matches(before, self.labels)
         if matches(body, self.labels):
             kind = "ADDED" if kind == "MODIFIED" and not was else kind
-            self.told.put_nowait({"type": kind, "object": deepcopy(body)})
+            self.events.put_nowait({"type": kind, "object": deepcopy(body)})
         elif was:
-            self.told.put_nowait({"type": "DELETED", "object": deepcopy(body)})
+            self.events.put_nowait({"type": "DELETED", "object": deepcopy(body)})
 
 
 @dataclass
@@ -149,7 +149,7 @@ class ApiServer:
     def remove(self, path: str) -> None:
         """Delete it, and tell the watches."""
         body = deepcopy(self.objects.pop(path))
-        self._tell("DELETED", path, self._versioned(body), body)
+        self._notify("DELETED", path, self._versioned(body), body)
 
     def calls(self) -> list[tuple[str, str]]:
         """Method and path of every request."""
@@ -181,7 +181,7 @@ class ApiServer:
     def end_watches(self) -> None:
         """As the server does after timeoutSeconds."""
         for watch in self._watches:
-            watch.told.put_nowait(None)
+            watch.events.put_nowait(None)
 
     # --- answering ---------------------------------------------------------------------------
 
@@ -314,32 +314,32 @@ class ApiServer:
     def _store(self, path: str, body: Body) -> Body:
         before = self.objects.get(path)
         self.objects[path] = self._versioned(body)
-        self._tell("ADDED" if before is None else "MODIFIED", path, body, before)
+        self._notify("ADDED" if before is None else "MODIFIED", path, body, before)
         return body
 
-    def _tell(self, kind: str, path: str, body: Body, before: Body | None) -> None:
+    def _notify(self, kind: str, path: str, body: Body, before: Body | None) -> None:
         self._history.append((kind, path, deepcopy(body), deepcopy(before)))
         for watch in self._watches:
-            watch.tell(kind, path, body, before)
+            watch.notify(kind, path, body, before)
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         entry = _Watch(request.path, request.query.get("labelSelector", ""))
         since = int(request.query["resourceVersion"])
         if since < self._oldest:
-            gone = _told(410, "Expired", "too old resource version")
-            entry.told.put_nowait({"type": "ERROR", "object": gone})
+            gone = _status_body(410, "Expired", "too old resource version")
+            entry.events.put_nowait({"type": "ERROR", "object": gone})
         for kind, path, body, before in self._history:
             if int(body["metadata"]["resourceVersion"]) > since >= self._oldest:
-                entry.tell(kind, path, body, before)
+                entry.notify(kind, path, body, before)
         if request.query.get("allowWatchBookmarks") == "true":
             metadata = {"resourceVersion": str(self._version)}
-            entry.told.put_nowait({"type": "BOOKMARK", "object": {"metadata": metadata}})
+            entry.events.put_nowait({"type": "BOOKMARK", "object": {"metadata": metadata}})
         self._watches.append(entry)
         response = web.StreamResponse()
         try:
             with suppress(ConnectionResetError):
                 await response.prepare(request)
-                while (event := await entry.told.get()) is not None:
+                while (event := await entry.events.get()) is not None:
                     await response.write(json.dumps(event).encode() + b"\n")
         finally:
             self._watches[:] = [watch for watch in self._watches if watch is not entry]
@@ -406,12 +406,12 @@ def _matches(labels: Mapping[str, str], part: str) -> bool:
     return labels.get(name) == value if equals else (name in labels) != part.startswith("!")
 
 
-def _told(code: int, reason: str, message: str) -> Body:
+def _status_body(code: int, reason: str, message: str) -> Body:
     return {"kind": "Status", "code": code, "reason": reason, "message": message}
 
 
 def _status(code: int, reason: str, message: str) -> web.Response:
-    return web.json_response(_told(code, reason, message), status=code)
+    return web.json_response(_status_body(code, reason, message), status=code)
 
 
 def _is_collection(path: str) -> bool:

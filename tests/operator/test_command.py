@@ -29,7 +29,7 @@ def test_what_is_less_than_the_log_level_is_not_logged() -> None:
     code = (
         "from keepstep_operator import journal\n"
         "journal.configure('admission', level='warning')\n"
-        "journal.say('quiet'); journal.warn('loud')"
+        "journal.info('quiet'); journal.warn('loud')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "loud" in done.stderr

@@ -13,7 +13,7 @@ from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.render import render
 from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import Run
-from tests.operator.reconcile.samples import KEY, T0, begun, heard, pod, report, run_object
+from tests.operator.reconcile.samples import KEY, T0, begun, pod, report, reported, run_object
 
 RUN = {"namespace": KEY.namespace, "run": KEY.name}
 RESTARTS, LOST = "keepstep_run_restarts_total", "keepstep_run_lost_steps_total"
@@ -27,9 +27,9 @@ def test_what_a_run_lost_is_counted_on_from_where_an_earlier_reconciler_stopped(
     old = run_object(status=RunStatus(phase="Running", restarts=4, lost_steps=70))
     run = transitions.object_seen(Run(key=KEY, since=T0), old)
     assert (value(run, RESTARTS), value(run, LOST)) == (4.0, 70.0)
-    asks = heard(run, report(sequence=1))
+    asks = reported(run, report(sequence=1))
     assert value(asks, RESTARTS) == 4.0, "the first report of a leader asks for the record"
-    counted = heard(asks, report(sequence=2, record=Record(restarts=5, lost_steps=80)))
+    counted = reported(asks, report(sequence=2, record=Record(restarts=5, lost_steps=80)))
     assert (value(counted, RESTARTS), value(counted, LOST)) == (5.0, 80.0)
     text = generate_latest(Metrics({KEY: counted}).registry).decode()
     assert all(f"# TYPE {name} counter" in text for name in (RESTARTS, LOST))
@@ -65,7 +65,7 @@ def test_goodput_is_the_leader_s() -> None:
         productive_seconds=75,
         badput_seconds=Badput(checkpoint_restore=25),
     )
-    run = heard(begun(), report(record=Record(goodput=goodput)))
+    run = reported(begun(), report(record=Record(goodput=goodput)))
     assert value(run, "keepstep_run_goodput_ratio") == 0.75
     assert value(run, "keepstep_run_goodput_seconds", bucket="checkpoint_restore") == 25.0
     assert value(replace(run, record=Record()), "keepstep_run_goodput_ratio") is None

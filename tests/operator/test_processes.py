@@ -38,7 +38,7 @@ class Started:
         async for line in self.child.stderr:
             self.log.append(line.decode(errors="replace"))
 
-    async def says(self, event: str) -> Body:
+    async def logged(self, event: str) -> Body:
         """The line of its log with this event."""
 
         def line() -> Body | None:
@@ -113,7 +113,7 @@ class Admission:
         self.server, self.process, self.port, self.webhook = server, process, ports["port"], webhook
         self._metrics_port = ports["metrics_port"]
 
-    async def says_ready(self, status: int) -> None:
+    async def answers_ready(self, status: int) -> None:
         async def does() -> bool:
             return await self.process.readyz(self._metrics_port) == status
 
@@ -138,10 +138,10 @@ async def admission(directory: Path, *options: str) -> AsyncIterator[Admission]:
         server.running(),
         started(server, tls, "admission", *options, **settings) as process,
     ):
-        ports = await process.says("admission.started")
+        ports = await process.logged("admission.started")
         async with ApiServersWebhook(ports["port"], bundle=pair.certificate) as webhook:
             made = Admission(server, process, ports, webhook)
-            await made.says_ready(200)
+            await made.answers_ready(200)
             yield made
 
 
@@ -155,7 +155,7 @@ async def test_a_reconciler_without_an_api_server_waits_for_it_and_ends_on_sigte
     _authority(tmp_path)
     option = f"--peer-ca-dir={tmp_path}"
     async with server.running(), started(server, tmp_path, "reconcile", option) as process:
-        port = (await process.says("reconcile.started"))["metrics_port"]
+        port = (await process.logged("reconcile.started"))["metrics_port"]
         assert await process.readyz(port, "/healthz") == 200
         assert await process.readyz(port) == 503
         await process.end()
@@ -169,7 +169,7 @@ async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_com
         waiting = asyncio.create_task(running.webhook.create(pytorch_job()))
         await until(lambda: policy in running.server.calls())
         running.process.child.send_signal(signal.SIGTERM)
-        await running.says_ready(503)
+        await running.answers_ready(503)
         late = asyncio.create_task(running.webhook.create(pytorch_job("master", rank=0)))
         await until(lambda: running.server.calls().count(policy) >= 2)
         put_policy(running.server, policy_body())

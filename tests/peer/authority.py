@@ -41,12 +41,12 @@ class FileCredentials:
         self._lock = threading.Lock()
         self._digest = b""
         self._tls = self._load()
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def current(self) -> Tls:
         with self._lock:
-            if time.monotonic() - self._looked_at >= self._every_s:
-                self._looked_at = time.monotonic()
+            if time.monotonic() - self._checked_at >= self._every_s:
+                self._checked_at = time.monotonic()
                 self._reload()
             return self._tls
 

@@ -15,7 +15,7 @@ from keepstep.errors import ForeignError, FormatError, ImageError
 from keepstep.image import BaseRef, Layout, Section, TensorSpec
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
+from keepstep_sidecar.tiers.peer.protocol import Listing, NeededCopies
 from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.tiers.source import local_source
 from keepstep_sidecar.volume.directories import LocalShard, ShardName
@@ -101,7 +101,7 @@ async def test_another_pod_reads_shard_and_base_from_the_copy(pair: Pair) -> Non
         await until(lambda: buddy.copies() == [(1, 0)])
         buddy.knows(here)
         for reader in (here, buddy):
-            (remote,) = (await reader.remote_tier.look()).shards
+            (remote,) = (await reader.remote_tier.scan()).shards
             for source in reader.remote_tier.sources(remote):
                 view, beside = empty_slot(base.layout), source.beside
                 assert beside is not None
@@ -193,9 +193,9 @@ def test_a_base_that_came_in_part_goes_on_where_it_was(arriving: Sent) -> None:
 
 def test_a_base_whose_shard_never_comes_goes_once_its_step_is_not_wanted(arriving: Sent) -> None:
     arriving.copies.seal(arriving.arrive(arriving.name.base))
-    arriving.copies.want(Wanted(ranks={0: (step_id(1),)}), sender=0)
+    arriving.copies.drop_superseded(NeededCopies(ranks={0: (step_id(1),)}), sender=0)
     assert matching(arriving.keeper.root, "peers/*/base-*"), "it may still come"
-    arriving.copies.want(Wanted(ranks={0: (step_id(2),)}), sender=0)
+    arriving.copies.drop_superseded(NeededCopies(ranks={0: (step_id(2),)}), sender=0)
     assert not matching(arriving.keeper.root, "peers/*")
 
 

@@ -61,7 +61,7 @@ async def test_a_copy_that_is_kept_here_is_read_from_here(pair: Pair) -> None:
     async with running(here, buddy):
         slot, _ = await sent(here, buddy, 5)
         buddy.knows()  # the other pod is gone
-        (remote,) = (await buddy.remote_tier.look()).shards
+        (remote,) = (await buddy.remote_tier.scan()).shards
         (source,) = buddy.remote_tier.sources(remote)
         assert "from the copy kept here" in source.where
         view = empty_slot(slot.layout)
@@ -89,7 +89,7 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make, pair
     again = node(1)
     again.knows()
     async with running(again):
-        assert (await again.remote_tier.look()).answer is Answer.NONE
+        assert (await again.remote_tier.scan()).answer is Answer.NONE
     assert [path.name for path in (again.root / "quarantine").iterdir()] == [
         f"{found.step_id}.rank-00000-of-00002.torn.1"
     ]

@@ -52,7 +52,7 @@ def receiver(tmp_path: Path, authority: Authority) -> Iterator[Start]:
         process.stdout.close()
 
 
-def told(node: Node, address: str) -> None:
+def introduce(node: Node, address: str) -> None:
     node.remote_tier.peers_are((Peer(node_rank=1, address=address, buddy=True),))
 
 
@@ -69,11 +69,11 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
         slot, found = here.write(5, rank=0, parameters=BIG)
         name, at, hit = point.partition("@")
         address, dying = receiver(f"{name}:kill{at}{hit}")
-        told(here, address)
+        introduce(here, address)
         durable(here.remote_tier, found)
         await until(lambda: dying.poll() is not None, what=f"death at {point}")
         address, _ = receiver()
-        told(here, address)
+        introduce(here, address)
         await until(lambda: not here.remote_tier.status().backlog)
         whole = slot.layout.digests_begin
         sent = here.remote_tier.status().sent_bytes
@@ -83,7 +83,7 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
             assert sent == 0, "all chunks had arrived before it died"
         here.volume.retire(found.step_id)
         gone(here.remote_tier, [found.step_id])
-        seen = await here.remote_tier.look()
+        seen = await here.remote_tier.scan()
         assert seen.answer is Answer.STEPS
         view = empty_slot(slot.layout)
         await reading.load(here.remote_tier, seen.shards[0], view)
@@ -97,7 +97,7 @@ async def test_while_the_receiver_is_dead_nothing_is_half_there(
     async with running(here):
         _, found = here.write(5, rank=0, parameters=BIG)
         address, dying = receiver("peer.control-sync:kill")
-        told(here, address)
+        introduce(here, address)
         durable(here.remote_tier, found)
         await until(lambda: dying.poll() is not None)
         await until(lambda: here.remote_tier.status().trouble)
@@ -105,4 +105,4 @@ async def test_while_the_receiver_is_dead_nothing_is_half_there(
     buddy = node(1)
     async with running(buddy):
         buddy.knows()
-        assert (await buddy.remote_tier.look()).answer is Answer.NONE
+        assert (await buddy.remote_tier.scan()).answer is Answer.NONE

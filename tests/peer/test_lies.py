@@ -15,7 +15,7 @@ from keepstep.errors import DigestError, ImageError
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.peer.protocol import NeededCopies
 from keepstep_sidecar.tiers.peer.serve import Reading
 from tests.harness import flip, until
 from tests.peer.nodes import BIG, Node, running, same
@@ -42,13 +42,13 @@ async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(n
     async with running(here, liar, honest):
         slot, found = await two_copies(here, liar, honest)
         flip(liar.copy_path(found.step_id), 2 * CHUNK_BYTES + 5)
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         assert remote.key == (liar.address, honest.address)
         view = empty_slot(slot.layout)
         await reading.load(here.remote_tier, remote, view)
         assert same(view, slot)
         # it is not offered again as a holder of this shard, and nothing of it was deleted
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         assert remote.key == (honest.address,)
         assert liar.copies() == [(5, 0)]
 
@@ -60,7 +60,7 @@ async def test_when_only_a_liar_is_left_the_error_names_it_and_the_slot_has_no_s
     async with running(here, liar):
         slot, found = await two_copies(here, liar)
         flip(liar.copy_path(found.step_id), 2 * CHUNK_BYTES + 5)
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         view = empty_slot(slot.layout)
         with pytest.raises(DigestError, match=r"node rank 1 .*chunk 2 .*damaged"):
             await reading.load(here.remote_tier, remote, view)
@@ -78,7 +78,7 @@ async def test_a_damaged_table_or_seal_is_found_before_any_chunk_is_used(
         layout = slot.layout
         at = layout.digests_begin if what == "table" else layout.control_begin
         flip(liar.copy_path(found.step_id), at)
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         with pytest.raises(ImageError, match="node rank 1"):
             await reading.load(here.remote_tier, remote, empty_slot(layout))
 
@@ -98,7 +98,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
             )
 
         monkeypatch.setattr(liar.remote_tier._served.shards, "listing", lie)
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         with pytest.raises(DigestError, match=r"node rank 1 .*was promised"):
             await reading.load(here.remote_tier, remote, empty_slot(slot.layout))
 
@@ -145,7 +145,7 @@ async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
     here, dying, other = node(0), node(1), node(2)
     async with running(here, dying, other):
         slot, _ = await two_copies(here, dying, other)
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         read = Reading.read
 
         def die(self: Reading, into: memoryview, begin: int) -> None:
@@ -165,7 +165,7 @@ async def test_a_cancelled_load_leaves_the_slot_alone(
     here, slow = node(0), node(1)
     async with running(here, slow):
         slot, _ = await two_copies(here, slow)
-        (remote,) = (await here.remote_tier.look()).shards
+        (remote,) = (await here.remote_tier.scan()).shards
         read = Reading.read
 
         def dawdle(self: Reading, into: memoryview, begin: int) -> None:
@@ -214,14 +214,14 @@ def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> 
     commit = step_id(7)
     for wrong in ({-1: ()}, {1 << 20: ()}, {1 << 70: ()}, dict.fromkeys(range(70_000), ())):
         with pytest.raises(ValueError, match="ranks"):
-            Wanted(committed=commit, ranks=wrong)
+            NeededCopies(committed=commit, ranks=wrong)
     for _ in range(3):
         for sender in range(200):
             ranks = dict.fromkeys(range(sender * 1000 % 60_000, sender * 1000 % 60_000 + 1000), ())
-            copies.want(Wanted(committed=commit, ranks=ranks), sender=sender)
-    assert sum(len(request.ranks) for request in copies._told.values()) <= 1 << 16
-    copies.want(Wanted(committed=commit, ranks={3: ()}), sender=199)
-    assert list(copies._told[199].ranks) == [3]
+            copies.drop_superseded(NeededCopies(committed=commit, ranks=ranks), sender=sender)
+    assert sum(len(request.ranks) for request in copies._needed.values()) <= 1 << 16
+    copies.drop_superseded(NeededCopies(committed=commit, ranks={3: ()}), sender=199)
+    assert list(copies._needed[199].ranks) == [3]
 
 
 @pytest.mark.parametrize(

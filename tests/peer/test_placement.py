@@ -14,7 +14,7 @@ from keepstep.leader.buddies import buddies as assigned
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.tiers.peer.members import Directory
-from keepstep_sidecar.tiers.peer.protocol import Listing, Wanted
+from keepstep_sidecar.tiers.peer.protocol import Listing, NeededCopies
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
 _STEPS = st.builds(
@@ -75,7 +75,7 @@ def _left(held: dict[int, set[StepId]], gone: list[tuple[StepId, int]]) -> dict[
 def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
     held: dict[int, set[StepId]], requests: dict[int, set[StepId]], committed: StepId | None
 ) -> None:
-    request = Wanted(
+    request = NeededCopies(
         committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in requests.items()}
     )
     gone = superseded(held, request.ranks, committed=committed)
@@ -108,9 +108,9 @@ def test_what_was_seen_counts_at_a_silent_agent_and_at_no_machine_that_votes_its
     machine, agent = Peer(node_rank=1, address="10.0.0.1:9465"), "10.0.0.9:9465"
     directory.peers_are((machine,), own="", agents={"node-9": agent})
     assert directory.may_hold(agent)
-    directory.heard(agent, Listing(run="gpt"))
+    directory.update(agent, Listing(run="gpt"))
     assert not directory.may_hold(agent), "it says itself what it holds"
-    directory.heard(agent, None, "no answer in time")
+    directory.update(agent, None, "no answer in time")
     assert directory.may_hold(agent)
     assert not directory.may_hold(machine.address)
     directory.peers_are((), own="", complete=False)

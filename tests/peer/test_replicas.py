@@ -42,7 +42,7 @@ def write(node: Node, slot: Slot) -> LocalShard:
 async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> None:
     """Read back from the buddy, bit by bit."""
     here.volume.retire(found.step_id)
-    (remote,) = [shard for shard in (await here.remote_tier.look()).shards if shard.rank == 0]
+    (remote,) = [shard for shard in (await here.remote_tier.scan()).shards if shard.rank == 0]
     view = empty_slot(slot.layout)
     await reading.load(here.remote_tier, remote, view)
     assert same(view, slot)

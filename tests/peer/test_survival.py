@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
-from keepstep_sidecar.tiers.peer.buddy import due, wanted
+from keepstep_sidecar.tiers.peer.buddy import due, needed_copies
 from keepstep_sidecar.tiers.peer.client import Link
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.serve import Shards
@@ -52,7 +52,7 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
                 lambda: new.remote_tier.status().sent == 1 and not new.remote_tier.status().backlog
             )
             (place,) = new.remote_tier._places.values()
-            await until(lambda: place.told == wanted(new.remote_tier.facts.local()))
+            await until(lambda: place.announced == needed_copies(new.remote_tier.facts.local()))
             assert buddy.copies() == [(100, 0), (110, 0)]
             committed(new.remote_tier, later.step_id, [later])
             await until(lambda: buddy.copies() == [(110, 0)])
@@ -69,7 +69,7 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     assert due(before).owed == {dead.step_id}
     after = LocalInventory(shards={live.step_id: {0: live}})
     assert due(after).owed == {live.step_id}
-    assert wanted(after).ranks == {0: (live.step_id,)}
+    assert needed_copies(after).ranks == {0: (live.step_id,)}
     asyncio.run(here.remote_tier.close())
     here.volume.close()
 
@@ -109,7 +109,7 @@ async def test_a_pod_whose_drive_dies_still_asks_the_others(
         durable(here.remote_tier, found)
         await until(lambda: buddy.copies() == [(1, 0)])
         die(drive)
-        inventory = await buddy.remote_tier.look()
+        inventory = await buddy.remote_tier.scan()
         (shard,) = inventory.shards
         places = [source.where for source in buddy.remote_tier.sources(shard)]
         assert "node rank 0" in places[-1]

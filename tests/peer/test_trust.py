@@ -70,7 +70,7 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
         _, found = stranger.write(5, rank=1)
         durable(stranger.remote_tier, found)
         await until(lambda: stranger.remote_tier.status().trouble)
-        seen, own = await stranger.remote_tier.look(), await pod.remote_tier.look()
+        seen, own = await stranger.remote_tier.scan(), await pod.remote_tier.scan()
     # both sides refuse, whoever calls
     for inventory in (seen, own):
         assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
@@ -88,7 +88,7 @@ async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> No
     async with running(here, two):
         assert (
             "is node rank 2 of run team/gpt, not node rank 1"
-            in (await here.remote_tier.look()).reason
+            in (await here.remote_tier.scan()).reason
         )
 
 
@@ -98,17 +98,17 @@ async def test_new_certificates_hold_from_the_next_connection_on(
     here, other = node(0), node(1)
     here.knows(other)
     async with running(here, other):
-        assert (await here.remote_tier.look()).answer is Answer.NONE
+        assert (await here.remote_tier.scan()).answer is Answer.NONE
         expired = authority.files(0, ends=-timedelta(minutes=1))
         shutil.copy(expired.certificate, here.files.certificate)
         # half of a new pair: the old one stays
-        assert (await here.remote_tier.look()).answer is Answer.NONE
+        assert (await here.remote_tier.scan()).answer is Answer.NONE
         shutil.copy(expired.key, here.files.key)
-        assert "expired" in (await here.remote_tier.look()).reason
+        assert "expired" in (await here.remote_tier.scan()).reason
         good = authority.files(0)
         shutil.copy(good.key, here.files.key)
         shutil.copy(good.certificate, here.files.certificate)
-        assert (await here.remote_tier.look()).answer is Answer.NONE
+        assert (await here.remote_tier.scan()).answer is Answer.NONE
 
 
 def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> None:
@@ -133,9 +133,9 @@ async def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
     await away.remote_tier.close()  # nobody listens there any more
     first.knows(away)
     async with running(first):
-        seen = await first.remote_tier.look()
+        seen = await first.remote_tier.scan()
         assert seen.answer is Answer.UNKNOWN
         assert seen.reason.startswith("node rank 1: ")
         first.knows()
-        assert (await first.remote_tier.look()).answer is Answer.NONE
+        assert (await first.remote_tier.scan()).answer is Answer.NONE
     away.volume.close()

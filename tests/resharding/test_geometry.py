@@ -13,7 +13,7 @@ from keepstep.errors import CoverageError
 from keepstep.image import FlatBox
 from keepstep.restore.images import Images, view_of
 from keepstep.restore.images import fill as fill_from
-from keepstep.restore.plan import Box, Piece, Want, blocks, byte_range, cover, make
+from keepstep.restore.plan import Box, Piece, TensorRequest, blocks, byte_range, cover, make
 from keepstep.restore.targets import boxes
 from tests.resharding.worlds import Step, bits, cut, some, take
 from tests.torch_version import NEWER_DTYPES
@@ -62,7 +62,7 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
                 data = torch.zeros(box.sizes[::-1], dtype=tensor.dtype).permute(
                     *reversed(range(len(box.sizes)))
                 )
-            requests.append(Want(f"t{number}", box))
+            requests.append(TensorRequest(f"t{number}", box))
             targets.append(data)
             expected.append(take(tensor, box))
     size = fill(step, tmp_path, requests, targets, rank=generator.randrange(4))
@@ -86,11 +86,11 @@ def test_any_ranges_of_elements_are_put_together_into_any_boxes_and_ranges(tmp_p
         vector = torch.zeros(end - begin, dtype=tensor.dtype)
         parts = list(boxes(vector, (begin,), flat))
         assert len(parts) < max(2 * len(shape), 2)
-        requests += [Want("t", box) for _, box in parts]
+        requests += [TensorRequest("t", box) for _, box in parts]
         targets += [part for part, _ in parts]
         expected.append((vector, elements(tensor, flat)[begin:end]))
     for _, box in cut(generator, shape, 1):
-        requests.append(Want("t", box))
+        requests.append(TensorRequest("t", box))
         targets.append(torch.zeros(box.sizes, dtype=tensor.dtype))
         expected.append((targets[-1], take(tensor, box)))
     fill(step, tmp_path, requests, targets)
@@ -162,7 +162,7 @@ def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
         step.add(rank, "model.w", take(tensor, box), box, (8, 4))
         step.add(rank, "model.b", take(tensor, box), box, (8, 4))
     targets = [torch.zeros(8, 4), torch.zeros(8, 4)]
-    requests = [Want("model.w", whole((8, 4))), Want("model.b", whole((8, 4)))]
+    requests = [TensorRequest("model.w", whole((8, 4))), TensorRequest("model.b", whole((8, 4)))]
     with pytest.raises(CoverageError) as caught:
         fill(step, tmp_path, requests, targets, without=(1, 2))
     text = str(caught.value)
@@ -172,7 +172,7 @@ def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
     assert all(not target.any() for target in targets)
     # what does not need the lost images is restored all the same
     part = [torch.zeros(2, 4)]
-    fill(step, tmp_path, [Want("model.w", Box((6, 0), (2, 4)))], part, without=(1, 2))
+    fill(step, tmp_path, [TensorRequest("model.w", Box((6, 0), (2, 4)))], part, without=(1, 2))
     assert torch.equal(part[0], tensor[6:])
 
 
@@ -185,7 +185,7 @@ def test_boxes_that_overlap_by_mistake_are_refused_with_both_files(tmp_path):
     with pytest.raises(
         CoverageError, match=r"offsets \[5\], sizes \[1\] is in .*overlap"
     ) as caught:
-        fill(step, tmp_path, [Want("model.w", whole((10,)))], [target])
+        fill(step, tmp_path, [TensorRequest("model.w", whole((10,)))], [target])
     assert "rank-00000-of-00002" in str(caught.value)
     assert "rank-00001-of-00002" in str(caught.value)
     assert not target.any()
@@ -199,12 +199,12 @@ def test_whole_replicas_that_were_cut_differently_are_no_mistake(tmp_path):
         box = Box((low,), (high - low,))
         step.add(rank, "model.w", take(tensor, box), box, (12,))
     target = torch.zeros(12)
-    size = fill(step, tmp_path, [Want("model.w", whole((12,)))], [target])
+    size = fill(step, tmp_path, [TensorRequest("model.w", whole((12,)))], [target])
     assert torch.equal(target, tensor)
     assert size >= 48
     # and when a node of one replica is gone, the other one serves
     target.zero_()
-    fill(step, tmp_path, [Want("model.w", whole((12,)))], [target], without=(1,))
+    fill(step, tmp_path, [TensorRequest("model.w", whole((12,)))], [target], without=(1,))
     assert torch.equal(target, tensor)
 
 
@@ -214,7 +214,7 @@ def test_a_name_with_two_dtypes_is_refused_with_both_files(tmp_path):
     step.add(1, "model.w", torch.zeros(2).bfloat16(), Box((2,), (2,)), (4,))
     match = r"F32\[4\] in rank-00000-of-00002.* but BF16\[4\] in rank-00001-of-00002"
     with pytest.raises(CoverageError, match=match):
-        fill(step, tmp_path, [Want("model.w", whole((4,)))], [torch.zeros(4)])
+        fill(step, tmp_path, [TensorRequest("model.w", whole((4,)))], [torch.zeros(4)])
 
 
 def test_equal_boxes_are_read_from_different_images_by_different_ranks(tmp_path):
@@ -224,6 +224,6 @@ def test_equal_boxes_are_read_from_different_images_by_different_ranks(tmp_path)
     read = []
     for rank in range(4):
         target = torch.zeros(3)
-        fill(step, tmp_path, [Want("model.w", whole((3,)))], [target], rank=rank)
+        fill(step, tmp_path, [TensorRequest("model.w", whole((3,)))], [target], rank=rank)
         read.append(target[0].item())
     assert read == [0, 1, 2, 3]

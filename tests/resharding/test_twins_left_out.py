@@ -24,7 +24,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         asked.append(every)
         index = IndexBuilder(2).build(() if every else left_out)
         return SimpleNamespace(
-            wanted=(), index=index, skeleton=lambda _: "[]", stand_in=lambda _: 0
+            requested=(), index=index, skeleton=lambda _: "[]", stand_in=lambda _: 0
         )
 
     class Loader:

@@ -7,7 +7,7 @@ from typing import Any
 
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.report.reporter import Reporter, ReportSource
 
 
 async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -> None:
@@ -15,7 +15,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -
     unused: Any = None
     reporter = Reporter(
         unused,
-        Look(measure=unused, report=unused, urgent=lambda: waiting),
+        ReportSource(measure=unused, report=unused, urgent=lambda: waiting),
         leader=LeaderLink(changes),
         apply=unused,
         changes=changes,

@@ -55,7 +55,7 @@ def test_a_broken_connection_is_tried_again_at_once_and_another_replica_is_found
         assert min(tried_s for tried_s in tried_at_s if tried_s >= led_at_s) <= led_at_s + 2.0
 
 
-def told(rank: ReportedRanks) -> Report:
+def report_of(rank: ReportedRanks) -> Report:
     return Report(sidecar="test", started_at=1.0, sequence=1, ready=True, ranks=(rank,))
 
 
@@ -71,11 +71,11 @@ def holding(**steps: tuple[int, ...]) -> ReportedRanks:
 
 
 def test_only_what_a_commit_needs_is_pressing() -> None:
-    before = pressing(told(holding(memory=(3,), local=(1, 2), peer=(1,))))
-    assert pressing(told(holding(memory=(3, 4), local=(2,), peer=(1, 2)))) == before
-    assert pressing(told(holding(memory=(3,), local=(1, 2, 3), peer=(1,)))) != before
+    before = pressing(report_of(holding(memory=(3,), local=(1, 2), peer=(1,))))
+    assert pressing(report_of(holding(memory=(3, 4), local=(2,), peer=(1, 2)))) == before
+    assert pressing(report_of(holding(memory=(3,), local=(1, 2, 3), peer=(1,)))) != before
     dead = replace(holding(memory=(3,), local=(1, 2), peer=(1,)), alive=False)
-    assert pressing(told(dead)) != before, "a vote may be near"
+    assert pressing(report_of(dead)) != before, "a vote may be near"
 
 
 # --- span ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Quicker(RemoteTier):
 
     tier, where = Tier.PEER, "there"
 
-    async def look(self) -> Inventory:
+    async def scan(self) -> Inventory:
         return Inventory(answer=Answer.NONE, epochs=(NEXT,))
 
 
@@ -38,7 +38,7 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
 
         async def story() -> None:
             await committer.scan()
-            await committer.look_beyond()
+            await committer.refresh_remotes()
             assert NEXT in committer.node.ledger.epochs
             await committer.start_epoch(NEXT)
 

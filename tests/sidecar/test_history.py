@@ -15,7 +15,7 @@ from trainer import FakeTrainer
 
 from keepstep.core.history import Event, Kind, Tally
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.status import History as Told
+from keepstep.wire.status import History as HistoryPage
 from keepstep_sidecar.history import KEPT, TEXT_CHARS, History
 from keepstep_sidecar.volume.files import FAULTS_ENV
 from keepstep_sidecar.volume.history_file import HistoryFile
@@ -40,11 +40,11 @@ def step(number: int) -> StepId:
     return StepId(EPOCH, number)
 
 
-def events(sidecar: SidecarProcess, since: int = 0) -> Told:
-    return msgspec.convert(sidecar.get(f"/v1/history?since={since}"), Told)
+def events(sidecar: SidecarProcess, since: int = 0) -> HistoryPage:
+    return msgspec.convert(sidecar.get(f"/v1/history?since={since}"), HistoryPage)
 
 
-def of(kind: Kind, page: Told) -> list[Event]:
+def of(kind: Kind, page: HistoryPage) -> list[Event]:
     return [event for event in page.events if event.kind is kind]
 
 
@@ -64,8 +64,12 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     found = eventually(
         lambda: of(Kind.SKIPPED, now := events(sidecar)) and now, what="it is told within a second"
     )
-    assert [event.kind for event in found.events][:3] == [Kind.STARTED, Kind.CAME, Kind.RESTORED]
-    assert (of(Kind.CAME, found)[0].rank, of(Kind.CAME, found)[0].seconds) == (0, 3.0)
+    assert [event.kind for event in found.events][:3] == [
+        Kind.STARTED,
+        Kind.CONNECTED,
+        Kind.RESTORED,
+    ]
+    assert (of(Kind.CONNECTED, found)[0].rank, of(Kind.CONNECTED, found)[0].seconds) == (0, 3.0)
     staged = of(Kind.STAGED, found)
     assert (staged[0].first, staged[-1].step) == (0, step(4))
     assert sum(event.count for event in staged) == 5
@@ -125,8 +129,8 @@ def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
     found = history.all()
     assert KEPT // 2 < len(found) <= KEPT
     assert max(len(event.text) for event in found) == TEXT_CHARS
-    assert msgspec.json.encode(history.told("run", 0))
-    assert history.told("run", 0).oldest == found[0].sequence > 1
+    assert msgspec.json.encode(history.events_since("run", 0))
+    assert history.events_since("run", 0).oldest == found[0].sequence > 1
 
 
 # --- the file --------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clo
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
     path.unlink()  # as when somebody removed the run's directory
     file.append(history.all(), history.before)
-    history.note(Kind.CAME, rank=0)
+    history.note(Kind.CONNECTED, rank=0)
     file.append(history.all(), history.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
 
@@ -169,7 +173,7 @@ def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPat
     before, _ = file.read(now=clock.now)
     assert before == known.all()[: len(before)]
     again = History(before, clock=clock)
-    again.note(Kind.CAME, rank=0)
+    again.note(Kind.CONNECTED, rank=0)
     file.append(again.all(), again.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == again.all()
 
@@ -199,7 +203,7 @@ def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, cl
     file.append(history.all(), history.before)
     assert [read()[1].id for _ in range(2)] == [history.id] * 2
     path.unlink()
-    history.note(Kind.CAME, rank=0)
+    history.note(Kind.CONNECTED, rank=0)
     file.append(history.all(), history.before)
     assert read()[1].id == history.id, "the file is replaced, the history goes on"
     path.write_bytes(HEAD.replace(ID, b"../../x") + EVENT)

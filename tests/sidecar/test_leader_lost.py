@@ -102,8 +102,8 @@ def test_a_member_behind_a_firewall_trains_on_and_both_sides_say_so(
         step_id = behind.stage(step)
         assert all(rank.wait(step_id, "durable").reached for rank in behind.ranks)
     here, there = behind.machines
-    _says(here, "no connection from node ranks 1", within_s=30)
-    _says(there, "a firewall drops the connection", within_s=30)
+    _logs(here, "no connection from node ranks 1", within_s=30)
+    _logs(there, "a firewall drops the connection", within_s=30)
     for machine in behind.machines:
         assert max(machine.steps()) == 3
     firewall.open()
@@ -182,5 +182,5 @@ def _comes_back(trainer: FakeTrainer) -> None:
     trainer.slot = None
 
 
-def _says(machine: Machine, text: str, *, within_s: float) -> None:
+def _logs(machine: Machine, text: str, *, within_s: float) -> None:
     eventually(lambda: text in machine.warnings(), what=machine.warnings, within_s=within_s)

@@ -67,10 +67,10 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
     copies = {shard.step_id: Copy(volumes, shard) for shard in volumes.scan().shards}
     committer: Any = SimpleNamespace(
-        look=lambda: SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
+        read_ledger=lambda: SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
         restart=SimpleNamespace(plan=lambda: SimpleNamespace(id=PLANNED)),
         copies=SimpleNamespace(origins=lambda image, rank: [copies[image].source]),
-        remotes=SimpleNamespace(looked=True),
+        remotes=SimpleNamespace(scanned=True),
         feed=lambda event: None,
     )
     waits = asyncio.Event()

@@ -44,7 +44,7 @@ class Team(Ranks):
         return self.come([pod.socket for pod in self.pods], local_world=local_world)
 
 
-def nobody() -> str:
+def unreachable() -> str:
     """An address on loopback where nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ def team(pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Tra
 @pytest.fixture
 def lone_team(pods: Callable[[str], list[Pod]], trainers: Trainers) -> Team:
     """Its operator is away."""
-    return Team(pods(nobody()), trainers)
+    return Team(pods(unreachable()), trainers)
 
 
 def events(pod: Pod, event: str) -> list[dict[str, object]]:

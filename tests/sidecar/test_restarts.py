@@ -22,7 +22,7 @@ class Clock:
 
 def life(restarts: Restarts, clock: Clock, attempt: str, *, age_s: float) -> Clock:
     """Comes, restores for 2 s of 3, has a step after 4 more, ends after 100."""
-    restarts.came(0, attempt, age_s=age_s)
+    restarts.connected(0, attempt, age_s=age_s)
     clock += 3.0
     restarts.restored(0, seconds=2.0)
     clock += 4.0
@@ -51,9 +51,9 @@ def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_n
     clock = life(restarts, clock, "a", age_s=5.0)
     life(restarts, clock, "a", age_s=50.0)
     assert restarts.last == {}
-    restarts.came(0, "b", age_s=0.0)
+    restarts.connected(0, "b", age_s=0.0)
     restarts.ended(0, "a")
-    restarts.came(0, "c", age_s=0.0)
+    restarts.connected(0, "c", age_s=0.0)
     restarts.restored(0, seconds=1.0)
     restarts.staged(0, STEP)
     assert restarts.last == {}, "b had not ended"

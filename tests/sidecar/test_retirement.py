@@ -8,7 +8,7 @@ from pathlib import Path
 
 from committers import make_committer, write
 
-from keepstep.core.node import Heard, Reading
+from keepstep.core.node import LastReply, Reading
 from keepstep_sidecar.memory.directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
@@ -32,7 +32,7 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
         committer.feed(Reading(step_id(1), begins=True))
         write(committer, 2)
         await committer.refresh()
-        committer.feed(Heard(commit=step_id(2), retire=frozenset({step_id(1)})))
+        committer.feed(LastReply(commit=step_id(2), retire=frozenset({step_id(1)})))
         await committer.refresh()
         assert sorted(committer.local_shards.published) == [step_id(1), step_id(2)], (
             "somebody reads the first"

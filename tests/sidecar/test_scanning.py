@@ -52,14 +52,14 @@ class Held:
     """A survey that has looked, and does not tell yet."""
 
     def __init__(self, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.looked, self.tell = threading.Event(), threading.Event()
+        self.scanned, self.release = threading.Event(), threading.Event()
         self._scan = volumes.scan
         monkeypatch.setattr(volumes, "scan", self)
 
     def __call__(self) -> Scan:
         found = self._scan()
-        self.looked.set()
-        assert self.tell.wait(20)
+        self.scanned.set()
+        assert self.release.wait(20)
         return found
 
 
@@ -81,9 +81,9 @@ async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
     write(committer, 2)
     held = Held(volumes, monkeypatch)
     scan = asyncio.ensure_future(committer.scan())
-    await asyncio.to_thread(held.looked.wait, 20)
+    await asyncio.to_thread(held.scanned.wait, 20)
     meanwhile(committer)
-    held.tell.set()
+    held.release.set()
     await scan
     assert sorted(step_id.step for step_id in committer.local_shards.shards) == left
 

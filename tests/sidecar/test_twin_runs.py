@@ -26,14 +26,14 @@ def listing(shard: Shard = SHARD) -> Listing:
     return Listing(run="gpt", shards=(Listed.listed(shard, copy=False),))
 
 
-def heard(listed: Listing | dict[str, Any]) -> Shard:
+def received(listed: Listing | dict[str, Any]) -> Shard:
     (shard,) = msgspec.json.decode(msgspec.json.encode(listed), type=Listing).shards
     return Shard(**shard.facts)
 
 
 def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
     assert len(msgspec.json.encode(listing())) < 400
-    assert heard(listing()) == SHARD
+    assert received(listing()) == SHARD
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_runs_that_cannot_be_are_refused_as_they_are_read(runs: list[list[int]])
     listed = msgspec.to_builtins(listing())
     listed["shards"][0]["alike"]["runs"] = runs
     with pytest.raises(msgspec.ValidationError, match=r"twins|ranks"):
-        heard(listed)
+        received(listed)

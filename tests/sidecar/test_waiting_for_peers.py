@@ -32,7 +32,7 @@ class Peers(RemoteTier):
         self.asked = 0
         self.answers = asyncio.Event()
 
-    async def look(self) -> Inventory:
+    async def scan(self) -> Inventory:
         self.asked += 1
         known = self.known
         await self.answers.wait()
@@ -51,11 +51,11 @@ async def _let_begin(work: asyncio.Task[Any]) -> None:
 async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
     peers = Peers()
     remotes = RemoteInventory(peers=cast("PeerTier", peers))
-    before = asyncio.create_task(remotes.look())
+    before = asyncio.create_task(remotes.scan())
     await _let_begin(before)
     peers.known = (MET,)
     shared, new, newer = (
-        asyncio.create_task(remotes.look(refresh=refresh)) for refresh in (False, True, True)
+        asyncio.create_task(remotes.scan(refresh=refresh)) for refresh in (False, True, True)
     )
     await _let_begin(new)
     assert peers.asked == 1
@@ -72,25 +72,25 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     remotes = RemoteInventory(peers=cast("PeerTier", peers))
 
     async def scan_remotes(*, refresh: bool = False) -> None:
-        await remotes.look(refresh=refresh)
+        await remotes.scan(refresh=refresh)
 
     committer: Any = SimpleNamespace(
         remotes=remotes,
-        look_beyond=scan_remotes,
+        refresh_remotes=scan_remotes,
         local_shards=SimpleNamespace(scanned_at=0.0),
         leader_answers=True,
     )
     changes = Changes()
     beyond = RemoteTiers(committer, changes, operated=False, leads=True)
-    await beyond.look()
+    await beyond.scan()
     peers.answers.clear()
     scans: list[asyncio.Task[None]] = []
 
     def spawn(work: Coroutine[Any, Any, None], name: str) -> None:
         scans.append(asyncio.create_task(work, name=name))
 
-    beyond.meet((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
-    votes = Votes(lambda rank: beyond.view(held=True, replied_at=0.0), beyond.look, changes)
+    beyond.set_peers((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
+    votes = Votes(lambda rank: beyond.view(held=True, replied_at=0.0), beyond.scan, changes)
     vote = asyncio.create_task(votes.ready(0, timeout_s=60.0))
     await _let_begin(vote)
     assert "just named" in votes.waits[0], "and it can be told why"

@@ -73,7 +73,7 @@ def _all_pods(team: Team, before: Seen, dice: random.Random) -> int:
 
 
 def _job(team: Team, before: Seen, dice: random.Random) -> int:
-    tiers.went(team.kubectl)
+    tiers.ended(team.kubectl)
     team.kubectl.apply(team.job)
     return before.committed
 

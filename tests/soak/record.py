@@ -33,7 +33,7 @@ class Struck:
 
 
 class Record:
-    """Of all teams together. `say` is called with each line."""
+    """Of all teams together. `print` is called with each line."""
 
     def __init__(self, path: Path, *, of: int) -> None:
         self.struck: list[Struck] = []

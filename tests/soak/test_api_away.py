@@ -20,7 +20,7 @@ from tests.soak import team
 from tests.soak.team import STEP_S, Team
 
 _AWAY_S = float(os.environ.get("KEEPSTEP_SOAK_API_AWAY_S", "3600"))
-_LOOK_S = 60.0
+_POLL_S = 60.0
 _MANIFEST = "/etc/kubernetes/manifests/kube-apiserver.yaml"
 
 
@@ -34,7 +34,7 @@ def test_an_hour_without_the_api_server_stops_no_commit(cluster: Cluster) -> Non
             while (gone_s := time.monotonic() - began) < _AWAY_S:
                 published.append(_published_beyond(job, published[-1]))
                 print(f"soak {gone_s / 60:4.1f} min, committed: {published[-1]}", flush=True)
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         after = job.lives_on(before, ends=False, within_s=300)
         runs.committed_beyond(job.kubectl, published[-1])
         trained = after.life.last - before.life.last

@@ -58,7 +58,7 @@ def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
     namespace("scale", "deployment/s3", "--replicas=1")
     tiers.beyond(namespace, "archive", life.last, within_s=240)
     sent = [
-        line for line in tiers.said(namespace, MASTER) if line["event"] == "archive.step_uploaded"
+        line for line in tiers.logged(namespace, MASTER) if line["event"] == "archive.step_uploaded"
     ]
     steps = [StepId.parse(line["step"]).step for line in sent]
     assert steps == sorted(steps), "oldest first"

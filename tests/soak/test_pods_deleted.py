@@ -33,7 +33,7 @@ _NAMED = re.compile(r"(?:goes on from|goes back to) step (\d+)")
 
 
 @dataclass(frozen=True)
-class Told:
+class Promise:
     """What was said before: the step that the run goes on from at the least, None for step 0."""
 
     least: int | None
@@ -80,7 +80,7 @@ def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
         kind = chance.choice(sorted(teams))
         pod, kubectl = chance.choice(_DELETED), teams[kind]
         how, options = chance.choice([("is deleted", ()), ("is killed", _KILLED)])
-        promised, began = _told(kubectl), time.time()
+        promised, began = _promise(kubectl), time.time()
         kubectl("delete", "pod", pod, "--wait=false", *options)
         life = _next_life(kubectl, began)
         right = life.first == 0 if promised.least is None else life.first > promised.least
@@ -93,15 +93,15 @@ def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
     assert not wrong, f"seed {seed}"
 
 
-def _told(kubectl: Kubectl) -> Told:
+def _promise(kubectl: Kubectl) -> Promise:
     """What the status says once the condition is True."""
     message = runs.becomes(kubectl, "Protected", within_s=120)["message"]
     if "PodRestart" not in runs.status(kubectl)["survives"]:
         assert "the run then begins at step 0" in message, message
-        return Told(None)
+        return Promise(None)
     of_pods = [part for part in message.split("; ") if "pod" in part and _NAMED.search(part)]
     assert of_pods, message
-    return Told(min(int(_NAMED.search(part)[1]) for part in of_pods))  # type: ignore[index]
+    return Promise(min(int(_NAMED.search(part)[1]) for part in of_pods))  # type: ignore[index]
 
 
 def _next_life(kubectl: Kubectl, began: float) -> jobs.Life:

@@ -42,7 +42,7 @@ def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_pat
         soak = Soak(teams, kept, count=count)
         soak.run(random.Random(seed))
         for job in teams:
-            tiers.went(job.kubectl)
+            tiers.ended(job.kubectl)
         archives = [_archive(cluster, job, tmp_path / job.name) for job in teams]
         trained = max(max(job.losses) for job in teams)
         expected = team.reference(cluster, teams[0].nodes[0], trained)

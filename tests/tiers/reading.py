@@ -45,7 +45,7 @@ async def load(remote_tier: RemoteTier, shard: RemoteShard, view: memoryview) ->
     return await read(remote_tier, shard, lambda at, cancel: transfer.load(at, view, cancel=cancel))
 
 
-async def chunks(remote_tier: RemoteTier, shard: RemoteShard, buffers: transfer.Wanted) -> None:
+async def chunks(remote_tier: RemoteTier, shard: RemoteShard, buffers: transfer.ChunkViews) -> None:
     def work(source: ShardSource, cancel: Cancel) -> None:
         with transfer.opened(source, cancel) as opened:
             transfer.fill(opened, buffers)

@@ -59,7 +59,7 @@ def _slot() -> Slot:
 
 
 async def _seen(remote_tier: RemoteTier) -> ShardSource:
-    shards = (await remote_tier.look()).shards
+    shards = (await remote_tier.scan()).shards
     (source,) = remote_tier.sources(next(shard for shard in shards if shard.rank == 0))
     return source
 

@@ -96,8 +96,8 @@ def s3(request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Scene]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is looked at from time to time is looked at often."""
     for name in (
-        "replicator.LOOK_AGAIN_S",
-        "peer.tier._LOOK_EVERY_S",
+        "replicator.SCAN_AGAIN_S",
+        "peer.tier._LIST_EVERY_S",
         "replicator._COMPARE_EVERY_S",
     ):
         monkeypatch.setattr(f"keepstep_sidecar.tiers.{name}", 0.1)
@@ -113,7 +113,7 @@ async def test_a_tier_without_anything_says_so(
     tiers: Tiers, request: pytest.FixtureRequest
 ) -> None:
     async with tiers(request) as scene:
-        seen = await scene.tier.look()
+        seen = await scene.tier.scan()
         assert (seen.answer, seen.shards, seen.reason) == (Answer.NONE, (), "")
         assert scene.tier.status().backlog == 0
 
@@ -125,7 +125,7 @@ async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
     async with tiers(request) as scene:
         found = scene.send(5)
         assert await scene.tier.drain(timeout_s=60)
-        seen = await scene.tier.look()
+        seen = await scene.tier.scan()
         assert seen.answer is Answer.STEPS
         remote = next(shard for shard in seen.shards if shard.rank == 0)
         assert (remote.step_id, remote.world, remote.size_bytes) == (
@@ -175,7 +175,7 @@ async def test_a_tier_that_is_away_is_unknown_with_a_reason_and_keeps_a_backlog(
         await scene.leave()
         scene.send(5)
         assert not await scene.tier.drain(timeout_s=1)
-        seen = await scene.tier.look()
+        seen = await scene.tier.scan()
         assert seen.answer is Answer.UNKNOWN
         assert seen.reason
         assert scene.tier.status().backlog > 0
@@ -195,7 +195,7 @@ async def test_a_store_that_was_emptied_behind_its_back_is_filled_again(
             path.unlink()
         await until(lambda: scene.files() == before)
         assert await scene.tier.drain(timeout_s=60)
-        assert (await scene.tier.look()).answer is Answer.STEPS
+        assert (await scene.tier.scan()).answer is Answer.STEPS
 
 
 @pytest.mark.usefixtures("quick")

@@ -53,7 +53,7 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
         event(Kind.COMMITTED, 1.5, step=StepId(ONE, 11)),
         staged(3, 21, seconds=0.1),
         event(Kind.ENDED, 4, 0),
-        event(Kind.CAME, 60, 0),
+        event(Kind.CONNECTED, 60, 0),
         staged(70, 22, epoch=TWO),
         staged(71, 23, epoch=TWO),
     ]

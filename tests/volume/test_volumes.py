@@ -52,12 +52,12 @@ def test_a_run_is_not_removed_as_long_as_a_volume_is_only_read(
     shutil.rmtree(volumes.volumes[1].root)
     assert volumes.volumes[1].is_removed()
     assert not volumes.is_removed()
-    assert volumes.mend()
+    assert volumes.repair()
 
 
 def test_any_ranks_are_spread_evenly(volumes: VolumeSet) -> None:
-    assert sorted(volumes.lane(rank) for rank in (0, 2, 4, 6)) == [0, 0, 1, 1]
-    assert volumes.lane(2) == volumes.lane(2)
+    assert sorted(volumes.home_volume(rank) for rank in (0, 2, 4, 6)) == [0, 0, 1, 1]
+    assert volumes.home_volume(2) == volumes.home_volume(2)
 
 
 def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., Volume]) -> None:

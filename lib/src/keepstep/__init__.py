@@ -59,7 +59,7 @@ __all__ = [
 if os.environ.get("KEEPSTEP_SOCKET"):  # a training process: its errors are of interest from here on
     from keepstep.client import uncaught as _uncaught
 
-    _uncaught.watch(_uncaught.tell)
+    _uncaught.watch(_uncaught.report)
 
 if os.environ.get("KEEPSTEP_COMPILE_CACHE_DIR"):  # torch reads its variables when it first compiles
     from keepstep import compile_cache as _compile_cache

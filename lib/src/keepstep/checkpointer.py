@@ -46,7 +46,7 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import Layout, extras
-from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, telling
+from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, reporting
 from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
 from keepstep.restore.restore import PartialRestore, Restore, without_collections
@@ -194,7 +194,7 @@ class Checkpointer:
         self._changed: frozenset[str] = frozenset()
         self._refused: tuple[Structure, str] = {}, ""
         self._unsaved: UnsavedBuffers | None = None
-        self._slow_said = False
+        self._slow_reported = False
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
@@ -207,7 +207,7 @@ class Checkpointer:
         self._turn = threading.RLock()
         self._saving = False
         self._stats = Stats()
-        self._off, self._off_said = "", False
+        self._off, self._off_reported = "", False
         self._restore_timeout_s = restore_timeout_s()
         self._socket = embedded.socket(dir, run)
         if self._socket:
@@ -284,7 +284,7 @@ class Checkpointer:
                 whole=False,
             )
 
-        with telling(self._socket, lambda: collective.doing, rank=self._rank):
+        with reporting(self._socket, lambda: collective.doing, rank=self._rank):
             agreed = collective.restore(self._connect, begin, meet=nothing, begin_fresh=nothing)
         parent = agreed.epoch.parent if isinstance(agreed, Agreed) else None
         return None if parent is None else (parent.step, found)
@@ -330,11 +330,11 @@ class Checkpointer:
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
-            waits = telling(self._socket, lambda: collective.doing, rank=self._rank)
+            waits = reporting(self._socket, lambda: collective.doing, rank=self._rank)
             with waits, without_collections(), PartialRestore() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
-                    self._connect, begin, meet=self._meet, begin_fresh=self._begin_anew
+                    self._connect, begin, meet=self._meet, begin_fresh=self._begin_fresh
                 )
         finally:
             probed, self._probed = self._probed, None
@@ -384,7 +384,7 @@ class Checkpointer:
             seconds=seconds,
             bytes=restoring.bytes,
         )
-        telemetry.tell(
+        telemetry.record_span(
             "checkpoint_load",
             seconds,
             step=restored.step,
@@ -466,7 +466,7 @@ class Checkpointer:
         else:
             self._agree(gather, self._known)
 
-    def _begin_anew(self, gather: Gather) -> None:
+    def _begin_fresh(self, gather: Gather) -> None:
         """Agree again, on the whole state, as there is nothing to restore. Raises UsageError as
         `_meet` does."""
         if self._world > 1:
@@ -621,7 +621,7 @@ class Checkpointer:
         """
         agent = self._agent
         if agent is None:
-            return self._say_off(step)
+            return self._warn_off(step)
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
         if healthy and number is not None and number % self._stage_every:
@@ -637,7 +637,7 @@ class Checkpointer:
             kept = self._save_alone(agent, number, started)
             if kept and telemetry.MODULE in sys.modules:
                 seconds = time.perf_counter() - started
-                telemetry.tell("checkpoint_save", seconds, step=number, rank=self._rank)
+                telemetry.record_span("checkpoint_save", seconds, step=number, rank=self._rank)
             return kept
         except _Unkeepable as error:
             first, self._raised = not (self._submitted or self._raised), True
@@ -683,19 +683,19 @@ class Checkpointer:
         # `close` must not stage this state as an earlier step
         self._unhealthy, self._moved = step, True
         agent.skip(step, "the script says that it is not healthy")
-        self._tell_failure("save(healthy=False)")
+        self._report_failure("save(healthy=False)")
         return False
 
-    def _tell_failure(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         """Tell the sidecar that the script itself failed. A sidecar that is away does not learn of
         it."""
         step = max(self._last_step, self._off_grid, self._unhealthy)
         if self._agent is not None and self._epoch is not None and step >= 0:
             self._agent.session.failed(StepId(self._epoch.id, step), reason)
 
-    def _say_off(self, step: object) -> bool:
-        if self._off and not self._off_said:
-            self._off_said = True
+    def _warn_off(self, step: object) -> bool:
+        if self._off and not self._off_reported:
+            self._off_reported = True
             log.warning(
                 "keepstep: rank %d: step %s is not kept: %s [save.step_skipped]",
                 *(self._rank, step, self._off),
@@ -746,7 +746,7 @@ class Checkpointer:
             raise _Unkeepable(str(error) or type(error).__name__) from error
         if self._replicas is not None:
             self._replicas.sample(state.taken, step)
-        self._tell_unsaved(agent, state.taken)
+        self._report_unsaved(agent, state.taken)
         lazy = self._lazy and not agent.copies_eagerly
         try:
             slot = agent.await_slot(timeout_s=patience_s)
@@ -826,7 +826,7 @@ class Checkpointer:
         base, snapshots = self._base(agent, taken), self._snapshots
         fits = snapshots is not None and snapshots.fits(taken, extras_bytes)
         if snapshots is None or not fits or snapshots.base is not base:
-            self._tell_changes(agent, taken)
+            self._report_changes(agent, taken)
             options = self._layout_options(taken, extras_bytes, base)
             specs = [spec for spec in taken.specs if base is None or spec.name not in base.names]
             layout = Layout.build(specs, before=self._restored, **options)
@@ -858,7 +858,7 @@ class Checkpointer:
             )
         return base
 
-    def _tell_changes(self, agent: Agent, taken: Taken) -> None:
+    def _report_changes(self, agent: Agent, taken: Taken) -> None:
         """Name what a restart could not restore unless the script builds it first."""
         now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
         found = changes(self._structure, now)
@@ -901,8 +901,8 @@ class Checkpointer:
         data = encode(
             taken, rng=captured, trusted=self._trusted, difference=difference, reloaded=reloaded
         )
-        if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_said:
-            self._slow_said = True
+        if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_reported:
+            self._slow_reported = True
             log.warning(
                 "keepstep: rank %d: each save takes %.0f ms for values that are no tensors, most of"
                 " it for %s; make arrays or tensors of numbers, or keep less of it"
@@ -911,7 +911,7 @@ class Checkpointer:
             )
         return data
 
-    def _tell_unsaved(self, agent: Agent, taken: Taken) -> None:
+    def _report_unsaved(self, agent: Agent, taken: Taken) -> None:
         if self._unsaved is None:
             self._unsaved = UnsavedBuffers(self._components)
         if names := self._unsaved.changed(taken):
@@ -1131,7 +1131,7 @@ class Checkpointer:
         elif self._agent is not None:
             self._agent.drain(timeout_s=1.0)
             if is_own(error):
-                self._tell_failure(_named(error))
+                self._report_failure(_named(error))
             self._let_go("an error ended the `with` block", timeout_s=5.0)
 
     def __reduce__(self) -> NoReturn:
@@ -1269,7 +1269,7 @@ def _hook_failures() -> None:
 
     def report(error: BaseException) -> None:
         for checkpointer in list(_LIVE):
-            checkpointer._tell_failure(_named(error))
+            checkpointer._report_failure(_named(error))
 
     on_uncaught(report)
 

@@ -142,7 +142,10 @@ class Export:
         self._files = _divided([self._entry(name, dtype) for name in self._saved], shard_bytes)
         self._read_dtypes = list(self._dtypes.values())
         self._plan = self._made(
-            [plan.Want(tensor.name, Box.whole(tensor.shape)) for tensor in self._saved.values()]
+            [
+                plan.TensorRequest(tensor.name, Box.whole(tensor.shape))
+                for tensor in self._saved.values()
+            ]
         )
 
     @property
@@ -215,7 +218,9 @@ class Export:
             return False
         dtypes = [_dtype_of(first)] * 2
         targets = [torch.empty(first.shape, dtype=dtype) for dtype in dtypes]
-        requests = [plan.Want(saved.name, Box.whole(first.shape)) for saved in (first, other)]
+        requests = [
+            plan.TensorRequest(saved.name, Box.whole(first.shape)) for saved in (first, other)
+        ]
         fill(self._made(requests), targets, images, dtypes)
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
@@ -247,7 +252,7 @@ class Export:
         shape = self._of.shapes.get(saved.name, saved.shape)
         return _Entry(name, dtype if converted and dtype else kept, shape)
 
-    def _made(self, requests: list[plan.Want]) -> plan.Plan:
+    def _made(self, requests: list[plan.TensorRequest]) -> plan.Plan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
         return plan.make(requests, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 

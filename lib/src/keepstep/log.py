@@ -25,17 +25,17 @@ class Journal:
     def __init__(self, name: str) -> None:
         self._log = logging.getLogger(name)
 
-    def say(self, event: str, *, level: int = logging.INFO, **fields: object) -> None:
+    def info(self, event: str, *, level: int = logging.INFO, **fields: object) -> None:
         """Log one change of state."""
         if self._log.isEnabledFor(level):
             self._log.log(level, event, extra={"fields": fields})
 
     def warn(self, event: str, **fields: object) -> None:
-        """As `say`, at level WARNING: for what a person should look at."""
-        self.say(event, level=logging.WARNING, **fields)
+        """As `info`, at level WARNING: for what a person should look at."""
+        self.info(event, level=logging.WARNING, **fields)
 
     def crash(self, event: str, **fields: object) -> None:
-        """As `say`, at level ERROR and with the traceback of the exception that is being handled:
+        """As `info`, at level ERROR and with the traceback of the exception that is being handled:
         for a bug in keepstep."""
         self._log.exception(event, extra={"fields": fields})
 

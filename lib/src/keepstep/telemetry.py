@@ -30,7 +30,7 @@ class _Span(NamedTuple):
     context: Any
 
 
-def tell(name: str, seconds: float, **attributes: str | int) -> None:
+def record_span(name: str, seconds: float, **attributes: str | int) -> None:
     """Make a span that took `seconds` and ends now; names of `attributes` get `keepstep.` before
     them. Does nothing where OpenTelemetry is not imported. Never waits or raises."""
     if MODULE not in sys.modules:

@@ -7,7 +7,7 @@ import logging
 from keepstep import log
 
 _journal = log.Journal("keepstep.operator")
-say, warn, crash = _journal.say, _journal.warn, _journal.crash
+info, warn, crash = _journal.info, _journal.warn, _journal.crash
 
 
 def configure(component: str, *, level: str = "info") -> None:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from keepstep_operator import __version__
-from keepstep_operator.journal import say
+from keepstep_operator.journal import info
 
 _SHUTDOWN_S: Final = 5.0
 _KEEPALIVE_S: Final = 5.0
@@ -106,5 +106,5 @@ async def until_signal() -> str:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, note, number)
     name = await caught
-    say("process.stopping", signal=name)
+    info("process.stopping", signal=name)
     return name

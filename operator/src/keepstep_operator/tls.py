@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from keepstep.errors import UsageError
-from keepstep_operator.journal import say, warn
+from keepstep_operator.journal import info, warn
 
-_LOOK_EVERY_S: Final = 5.0
+_CHECK_EVERY_S: Final = 5.0
 
 Shown = tuple[bytes, bytes]
 """PEM of a certificate and of its key."""
@@ -51,10 +51,10 @@ class ServerTls:
             warn("certificate.load_failed", error=str(error))
             return False
         self._loaded = shown
-        say("certificate.loaded")
+        info("certificate.loaded")
         return True
 
-    async def keep_fresh(self, *, every_s: float = _LOOK_EVERY_S) -> None:
+    async def keep_fresh(self, *, every_s: float = _CHECK_EVERY_S) -> None:
         """Reload a changed pair, for ever."""
         while True:
             await asyncio.sleep(every_s)

@@ -17,7 +17,7 @@ from keepstep.wire.reports import ReportReply
 from keepstep_sidecar import connections, log
 from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving, StepWaits
+from keepstep_sidecar.api.saving import Saving, StepLongPoll
 from keepstep_sidecar.api.server import listen
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
@@ -36,7 +36,7 @@ from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
 from keepstep_sidecar.report.led import Led
-from keepstep_sidecar.report.reporter import Look, Reporter
+from keepstep_sidecar.report.reporter import Reporter, ReportSource
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
@@ -138,7 +138,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         grid=Grid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
         alone=config.alone,
-        rollback_request=config.wish,
+        rollback_request=config.rollback_request,
         history=history,
     )
     committer.epochs.training = lambda: leases.training
@@ -185,7 +185,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         chunk_buffers=chunk_buffers,
         saving=saving,
         restoring=Restoring(saving, remote_tiers, leader),
-        step_waits=StepWaits(saving, remote_tiers),
+        step_waits=StepLongPoll(saving, remote_tiers),
         pinning=Pinning(
             committer,
             changes,
@@ -203,10 +203,10 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
     led.start(tasks, committer.alarm)
 
     async def apply(reply: ReportReply) -> None:
-        await service.obey(reply)
+        await service.apply_reply(reply)
         await led.learn(reply.authorities)
 
-    observed = Look(
+    observed = ReportSource(
         measure=lambda: volume_status(service),
         report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
         urgent=lambda: report.urgent(service),

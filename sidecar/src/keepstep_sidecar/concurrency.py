@@ -124,7 +124,7 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> bool:
 T = TypeVar("T")
 
 
-async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
+async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
     """All results, once all have ended; or the first error. Cancelling this cancels all of them."""
     values: list[T] = []
     for result in await asyncio.gather(*work, return_exceptions=True):
@@ -134,15 +134,15 @@ async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
     return values
 
 
-async def few_at_once(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int) -> list[T]:
-    """`all_of` the calls, at most `most` at the same time."""
+async def gather_limited(calls: Sequence[Callable[[], Awaitable[T]]], *, most: int) -> list[T]:
+    """`gather_all` the calls, at most `most` at the same time."""
     slots = asyncio.Semaphore(most)
 
     async def limited(call: Callable[[], Awaitable[T]]) -> T:
         async with slots:
             return await call()
 
-    return await all_of([limited(call) for call in calls])
+    return await gather_all([limited(call) for call in calls])
 
 
 # --- blocking work ---------------------------------------------------------------------------

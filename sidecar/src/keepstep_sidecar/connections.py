@@ -41,7 +41,7 @@ class _Place:
     since: float
 
 
-class Strangers(Generic[C]):
+class UnauthenticatedConnections(Generic[C]):
     """At most `most` strangers, `most_each` of one address, each for `seconds`. Thread-safe.
 
     `close` ends a connection and must not block.
@@ -135,7 +135,7 @@ def listen(port: int) -> socket.socket:
 async def serve(
     protocol: Callable[[], asyncio.Protocol],
     listening: socket.socket,
-    strangers: Strangers[asyncio.Transport],
+    strangers: UnauthenticatedConnections[asyncio.Transport],
 ) -> None:
     """Give each incoming connection a protocol and a place, until cancelled. Clients that speak
     plain HTTP stay strangers."""
@@ -159,7 +159,7 @@ async def serve(
         strangers.end_all()
 
 
-async def _sweep(strangers: Strangers[asyncio.Transport]) -> None:
+async def _sweep(strangers: UnauthenticatedConnections[asyncio.Transport]) -> None:
     while True:
         await asyncio.sleep(_SWEEP_S)
         strangers.end_overdue()

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from keepstep.core.history import RELEASED, Event, Goodput, Kind, Restart, Tally
 from keepstep.steps import Epoch, StepId, Tier
-from keepstep.wire.status import History as Told
+from keepstep.wire.status import History as HistoryPage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.log import say
+from keepstep_sidecar.log import info
 
 KEPT: Final = 4096
 """The most events that are kept. The oldest are dropped, a quarter of the list at a time."""
@@ -214,11 +214,11 @@ class History:
         self._close(before=self._clock() - _TOGETHER_S)
         return self._tally.goodput(self._clock())
 
-    def told(self, run: str, since: int) -> Told:
+    def events_since(self, run: str, since: int) -> HistoryPage:
         """The answer to GET /v1/history."""
         events = tuple(self.since(since))
         oldest = self._events[0].sequence if self._events else 0
-        return Told(run=run, oldest=oldest, last=self._last, events=events)
+        return HistoryPage(run=run, oldest=oldest, last=self._last, events=events)
 
     def _after(self, sequence: int) -> list[Event]:
         return self._events[
@@ -258,9 +258,9 @@ class Restarts:
         self._clock = clock
         self._lives: dict[int, _Life] = {}
 
-    def came(self, rank: int, attempt: str, *, age_s: float) -> None:
+    def connected(self, rank: int, attempt: str, *, age_s: float) -> None:
         """A trainer comes, or reconnects. Its process began `age_s` seconds ago."""
-        self._history.note(Kind.CAME, rank=rank, attempt=attempt, seconds=age_s)
+        self._history.note(Kind.CONNECTED, rank=rank, attempt=attempt, seconds=age_s)
         before = self._lives.get(rank)
         if before is not None and before.attempt == attempt:
             before.ended = None
@@ -303,4 +303,4 @@ class Restarts:
         self._history.note(Kind.RESTARTED, rank=rank, attempt=life.attempt, restart=restart)
         spans = {name: round(value, 3) for name, value in dataclasses.asdict(restart).items()}
         del spans["at"]
-        say("trainer.resumed", rank=rank, **spans)
+        info("trainer.resumed", rank=rank, **spans)

@@ -7,7 +7,7 @@ import logging
 from keepstep import log
 
 _journal = log.Journal("keepstep.sidecar")
-say, warn = _journal.say, _journal.warn
+info, warn = _journal.info, _journal.warn
 
 
 def configure(run: str, *, level: int = logging.INFO) -> None:

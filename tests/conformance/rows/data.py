@@ -130,7 +130,7 @@ for _name, _make in _LOADERS.items():
         _batches,
         _make,
         kills=(1, 5),
-        looks=False,
+        observed=False,
         control=Result.DIFFERS,
         reason=_NO_POSITION,
     )
@@ -139,7 +139,7 @@ TABLE.add(
     _batches,
     lambda: _loader(_torch_noise, shuffle=True, num_workers=1),
     kills=(1, 5),
-    looks=False,
+    observed=False,
     control=Result.DIFFERS,
     keepstep=Result.DIFFERS_LESS,
     reason="batches that are done are left out unread, so a worker draws their numbers later",
@@ -149,7 +149,7 @@ TABLE.add(
     _batches,
     _LOADERS["DataLoader(shuffle=True)"],
     kills=(3,),
-    looks=False,
+    observed=False,
     control=Result.DIFFERS,
     reason=_NO_POSITION,
 )

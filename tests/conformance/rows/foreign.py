@@ -339,7 +339,7 @@ TABLE.add(
     "objects in the state (GaLore)",
     lambda: _with(Galore),
     keepstep=Result.REFUSED_AT_FIRST_SAVE,
-    says="Projector",
+    message="Projector",
     reason="an object that is no data is kept with `trusted=True` only; the first save says so",
 )
 
@@ -471,7 +471,9 @@ TABLE.add(
 )
 
 
-@TABLE.row("PostLocalSGDOptimizer of torch, whose state has the step of its averager", looks=False)
+@TABLE.row(
+    "PostLocalSGDOptimizer of torch, whose state has the step of its averager", observed=False
+)
 def _() -> Training:
     import os
     import tempfile
@@ -547,7 +549,7 @@ TABLE.add(
     lambda: _groups(ready=False),
     control=Result.RAISES,
     keepstep=Result.NAMED_AT_SAVE,
-    says="latest_step",
+    message="latest_step",
     reason="a restart needs the same groups: add them before the restore",
 )
 
@@ -556,7 +558,7 @@ TABLE.add(
     "a group that is removed at step 3",
     control=Result.RAISES,
     keepstep=Result.NAMED_AT_SAVE,
-    says="latest_step",
+    message="latest_step",
     reason="a restart needs the same groups: remove them before the restore",
 )
 def _() -> Training:
@@ -888,7 +890,7 @@ TABLE.add(
     lambda: _late_ema(ready=False),
     control=Result.DIFFERS,
     keepstep=Result.NAMED_AT_SAVE,
-    says="ema",
+    message="ema",
     reason="a restart must make it before the restore; with `torch.save` it is lost in silence",
 )
 TABLE.add(
@@ -987,7 +989,7 @@ TABLE.add(
     "an object whose state is a dict of its own kind",
     lambda: _object(OfItsOwnKind(), Counter.advance),
     keepstep=Result.REFUSED_AT_START,
-    says="Typed",
+    message="Typed",
     reason="an object that is no data: return `dict(state)`",
 )
 

@@ -149,9 +149,11 @@ def _root(kind: type[Root]) -> Training:
 
 TABLE.add("`load_state_dict` of the root", _root, RootThatLoads)
 TABLE.add(
-    "`state_dict` and `load_state_dict` of the root, nested", _root, RootThatWraps, looks=False
+    "`state_dict` and `load_state_dict` of the root, nested", _root, RootThatWraps, observed=False
 )
-TABLE.add("`state_dict` of the root, which derives a tensor", _root, RootThatLeavesOut, looks=False)
+TABLE.add(
+    "`state_dict` of the root, which derives a tensor", _root, RootThatLeavesOut, observed=False
+)
 
 
 @TABLE.row("a load post hook on the root")
@@ -622,7 +624,7 @@ TABLE.add(
     lambda: trained(Grows("none")),
     control=Result.RAISES,
     keepstep=Result.NAMED_AT_SAVE,
-    says="mean",
+    message="mean",
     reason=_APPEARS,
 )
 TABLE.add(
@@ -630,7 +632,7 @@ TABLE.add(
     lambda: trained(Grows("new")),
     control=Result.RAISES,
     keepstep=Result.NAMED_AT_SAVE,
-    says="mean",
+    message="mean",
     reason=_APPEARS,
 )
 TABLE.add(
@@ -638,7 +640,7 @@ TABLE.add(
     lambda: trained(Grows("resized")),
     control=Result.RAISES,
     keepstep=Result.NAMED_AT_SAVE,
-    says="mean",
+    message="mean",
     reason=_APPEARS,
 )
 TABLE.add(
@@ -676,7 +678,7 @@ def _() -> Training:
     "an expanded buffer",
     control=Result.RAISES,
     keepstep=Result.REFUSED_AT_START,
-    says="wide",
+    message="wide",
     reason="its elements share memory, so nothing can be copied into it: `.clone()` it",
 )
 def _() -> Training:
@@ -736,7 +738,7 @@ TABLE.add(
     lambda: _flagged(lambda model: model.bfloat16()),
     control=Result.DIFFERS,
     keepstep=Result.NAMED_AT_SAVE,
-    says="0.weight",
+    message="0.weight",
     reason="a restart must cast before the restore; with `torch.save` it trains on in float32",
 )
 
@@ -844,7 +846,7 @@ for _name, _change in _CHANGES.items():
         kills=(2, 5),
         control=Result.RAISES,
         keepstep=Result.NAMED_AT_SAVE,
-        says="latest_step",
+        message="latest_step",
         reason=_APPEARS,
     )
     TABLE.add(
@@ -883,7 +885,7 @@ TABLE.add(
     lambda: _unfreezes(ready=False),
     control=Result.RAISES,
     keepstep=Result.NAMED_AT_SAVE,
-    says="latest_step",
+    message="latest_step",
     reason=_APPEARS,
 )
 TABLE.add(
@@ -903,7 +905,7 @@ def _() -> Training:
     "lazy layers that have seen no batch",
     keepstep=Result.REFUSED_AT_START,
     control=Result.EQUAL,
-    says="batch",
+    message="batch",
     reason="they have no tensors yet: pass one batch through them before the restore",
 )
 def _() -> Training:

@@ -127,7 +127,7 @@ _add(
     lambda: _quantized("Linear4bit", compute_dtype=torch.float32, quant_type="nf4"),
     control=Result.RAISES,
     keepstep=Result.REFUSED_AT_START,
-    says="base",
+    message="base",
     reason="Linear4bit does not load what it saves: keep the adapter alone",
 )
 _add(
@@ -136,7 +136,7 @@ _add(
     lambda: _quantized("Linear8bitLt", has_fp16_weights=False, threshold=6.0),
     control=Result.RAISES,
     keepstep=Result.RAISES,
-    says="Linear8bitLt",
+    message="Linear8bitLt",
     reason="on a CPU, Linear8bitLt does not load what it saves: keep the adapter alone. Its hook"
     " reads a table of its module, so it is not rehearsed before the first step",
 )
@@ -221,7 +221,7 @@ _add(
     _galore,
     "GaLoreAdamW",
     keepstep=Result.REFUSED_AT_FIRST_SAVE,
-    says="GaLoreProjector",
+    message="GaLoreProjector",
     reason="an object that is no data is kept with `trusted=True` only; the first save says so",
 )
 

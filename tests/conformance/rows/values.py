@@ -188,7 +188,7 @@ TABLE.add(
     lambda: _kept({"x": torch.eye(3).to_sparse()}, _counts),
     kills=(2,),
     keepstep=Result.REFUSED_AT_START,
-    says="sparse",
+    message="sparse",
     reason="keep its indices and its values",
 )
 
@@ -210,7 +210,7 @@ TABLE.add(
     lambda: _kept({"thing": Thing()}, _uses_thing),
     kills=(2,),
     keepstep=Result.REFUSED_AT_START,
-    says="Thing",
+    message="Thing",
     reason="keepstep unpickles nothing unless `trusted=True` asks for it",
 )
 TABLE.add(
@@ -224,7 +224,7 @@ TABLE.add(
     kills=(2,),
     control=Result.DIFFERS,
     keepstep=Result.REFUSED_AT_START,
-    says="itself",
+    message="itself",
     reason="a tree that contains itself is refused by name",
 )
 
@@ -262,7 +262,7 @@ TABLE.add(
     lambda: _kept({"numbers": array.array("d", [1.0, -0.0])}, _counts),
     kills=(2,),
     keepstep=Result.REFUSED_AT_START,
-    says="array",
+    message="array",
     reason="an object that is no data: keep a list, or an array of numpy",
 )
 TABLE.add(
@@ -270,7 +270,7 @@ TABLE.add(
     lambda: _kept({"config": Config(lr=0.1)}, _counts),
     kills=(2,),
     keepstep=Result.REFUSED_AT_START,
-    says="Config",
+    message="Config",
     reason="an object that is no data: keep `dict(config)`",
 )
 
@@ -469,7 +469,7 @@ TABLE.add(
     "a list of 50,000 numbers that grows",
     lambda: _kept({"losses": []}, _log, final=lambda: None),
     kills=(2,),
-    looks=False,
+    observed=False,
 )
 
 

@@ -390,7 +390,7 @@ def test_a_pod_on_the_hosts_network_declares_no_port() -> None:
     assert "ports" not in sidecar_of(inject(pod, policy(), DEFAULTS))
 
 
-def _told(pod: Body) -> tuple[str, ...]:
+def _warnings(pod: Body) -> tuple[str, ...]:
     injected = injected_of(parse_pod(pod))
     assert injected is not None
     return injected.warnings
@@ -413,7 +413,7 @@ def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None
     injected = inject(pod, policy(), DEFAULTS)
     assert [port["name"] for port in sidecar_of(injected)["ports"]] == ["keepstep-peer"]
     assert "KEEPSTEP_METRICS_PORT" not in environment_of(sidecar_of(injected))
-    assert "serves no metrics, since container more uses port 26740" in _told(injected)[0]
+    assert "serves no metrics, since container more uses port 26740" in _warnings(injected)[0]
 
 
 def test_a_pod_that_uses_the_port_of_the_page_has_no_page() -> None:
@@ -440,7 +440,10 @@ def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
     environment = environment_of(sidecar_of(injected))
     assert environment["KEEPSTEP_PEER_LISTEN"] == ":26743"
     assert environment["KEEPSTEP_PEER_ADVERTISE"] == "$(KEEPSTEP_POD_IP):26743"
-    assert "peers connect to port 26743, since container main uses port 26741" in _told(injected)[1]
+    assert (
+        "peers connect to port 26743, since container main uses port 26741"
+        in _warnings(injected)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -459,7 +462,7 @@ def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
 def test_a_pod_that_cannot_find_the_operator_by_name_is_told_so(
     spec: Body, words: str | None
 ) -> None:
-    messages = _told(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
+    messages = _warnings(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
     assert any(words in message for message in messages) if words else messages == ()
 
 

@@ -117,7 +117,7 @@ def begun(*pods: PodRecord, known: PolicyRecord | None = None) -> Run:
     return transitions.policy_seen(run, known or policy())
 
 
-def heard(run: Run, report_: RunReport | None = None, *, at: float = T0) -> Run:
+def reported(run: Run, report_: RunReport | None = None, *, at: float = T0) -> Run:
     """The run after a report of its leader."""
     return transitions.reported(run, report_ or report(), at=at)
 

@@ -18,10 +18,10 @@ from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     T0,
     begun,
-    heard,
     pod,
     policy,
     report,
+    reported,
     run_object,
     step,
 )
@@ -29,26 +29,26 @@ from tests.operator.reconcile.samples import (
 S3 = Archive(store=Bucket(kind="s3", name="ckpt"))
 
 
-def said(
+def verdict_of(
     run: Run, condition: str, *, now: float = T0, cluster: Cluster | None = None
 ) -> Verdict | None:
     return verdicts(run, cluster or Cluster(), now=now).get(condition)
 
 
 def brief(run: Run, condition: str, **more: Any) -> tuple[str, str] | None:
-    found = said(run, condition, **more)
+    found = verdict_of(run, condition, **more)
     return None if found is None else (found.status, found.reason)
 
 
 def doubted(kind: DoubtKind, text: str = "look at it") -> Run:
     known = policy(peers=Peers(), archive=S3)
-    return heard(begun(known=known), report(doubts=(Doubt(kind=kind, text=text),)))
+    return reported(begun(known=known), report(doubts=(Doubt(kind=kind, text=text),)))
 
 
 @pytest.mark.parametrize("kind", DoubtKind)
 def test_each_doubt_decides_the_condition_that_it_belongs_to(kind: DoubtKind) -> None:
     condition, status, reason = _DOUBTS[kind]
-    assert said(doubted(kind), condition) == Verdict(status, reason, "look at it")
+    assert verdict_of(doubted(kind), condition) == Verdict(status, reason, "look at it")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_protected_is_false_for_what_costs_steps(
 
 
 def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
-    run = heard(begun())
+    run = reported(begun())
     found = verdicts(run, Cluster(), now=T0)
     assert {condition: verdict.status for condition, verdict in found.items()} == {
         "Protected": "True",
@@ -97,8 +97,8 @@ def test_protected_says_what_the_loss_of_a_pod_costs(
     safe: Safe, volumes: VolumeKind, words: str
 ) -> None:
     pods = [pod(rank, volumes=(volumes,)) for rank in (0, 1)]
-    run = heard(begun(*pods), report(safe=replace(safe, restart=step(100))))
-    found = said(run, "Protected")
+    run = reported(begun(*pods), report(safe=replace(safe, restart=step(100))))
+    found = verdict_of(run, "Protected")
     assert found is not None
     assert words in found.message
 
@@ -107,45 +107,45 @@ def test_protected_says_what_the_loss_of_a_pod_costs(
 def test_before_the_first_report_nothing_is_claimed(early: str) -> None:
     run = begun(pod(0, trouble="not scheduled: no room"), pod(1))
     assert brief(run, early) == ("Unknown", "NoReports")
-    found = said(run, "Protected")
+    found = verdict_of(run, "Protected")
     assert found is not None
     assert "gpt-worker-0 is not scheduled: no room" in found.message
 
 
 def test_pods_without_a_sidecar_come_first() -> None:
-    run = heard(begun(pod(0), pod(1, injected=False, trouble="no room for it.")))
-    found = said(run, "Protected")
+    run = reported(begun(pod(0), pod(1, injected=False, trouble="no room for it.")))
+    found = verdict_of(run, "Protected")
     assert found is not None
     assert found.reason == "NotInjected"
     assert "no room for it. Then let its job make it again" in found.message
 
 
 def test_two_pods_of_one_node_rank_are_named() -> None:
-    run = heard(begun(pod(0), pod(1), pod(1, life=2, name="gpt-other")))
+    run = reported(begun(pod(0), pod(1), pod(1, life=2, name="gpt-other")))
     assert brief(run, "DuplicateNodeRank") == ("True", "DuplicateNodeRank")
     assert brief(run, "Protected") == ("False", "DuplicateNodeRank")
-    found = said(run, "DuplicateNodeRank")
+    found = verdict_of(run, "DuplicateNodeRank")
     assert found is not None
     assert "pods gpt-other, gpt-worker-1 share node rank 1" in found.message
 
 
 def test_a_pod_that_is_replaced_is_no_duplicate() -> None:
-    run = heard(begun(pod(0), pod(1, deleting=True), pod(1, life=2)))
+    run = reported(begun(pod(0), pod(1, deleting=True), pod(1, life=2)))
     assert brief(run, "DuplicateNodeRank") is None
 
 
 def test_a_stall_between_two_pods_of_one_rank_is_explained_by_them() -> None:
     run = begun(pod(0), pod(1), pod(1, life=2))
-    run = heard(run, report(doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text="none since"),)))
-    found = said(run, "Committing")
+    run = reported(run, report(doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text="none since"),)))
+    found = verdict_of(run, "Committing")
     assert found is not None
     assert "share node rank 1" in found.message
 
 
 def test_a_leader_that_falls_silent_is_named() -> None:
-    run = heard(begun())
+    run = reported(begun())
     assert brief(run, "Protected", now=T0 + SILENT_S - 1) == ("True", "Protected")
-    found = said(run, "Protected", now=T0 + SILENT_S)
+    found = verdict_of(run, "Protected", now=T0 + SILENT_S)
     assert found is not None
     assert (found.status, found.reason) == ("Unknown", "SidecarsSilent")
     assert "gpt-worker-0" in found.message
@@ -153,22 +153,22 @@ def test_a_leader_that_falls_silent_is_named() -> None:
 
 
 def test_a_member_that_does_not_reach_its_leader_is_named() -> None:
-    run = heard(begun(), report(missing="1"))
-    found = said(run, "Protected")
+    run = reported(begun(), report(missing="1"))
+    found = verdict_of(run, "Protected")
     assert found is not None
     assert found.reason == "SidecarsSilent"
     assert "gpt-worker-1" in found.message
 
 
 def test_a_member_whose_container_has_just_started_is_waited_for() -> None:
-    run = heard(begun(pod(0), pod(1, training_since=T0 - 10)), report(missing="1"))
+    run = reported(begun(pod(0), pod(1, training_since=T0 - 10)), report(missing="1"))
     assert brief(run, "Protected") == ("True", "Protected")
 
 
 def test_a_trainer_that_never_comes_is_missed_after_a_minute() -> None:
     verdict = report(without_library="0-1")
-    run = heard(begun(pod(0), pod(1, training_since=T0 - 59)), verdict)
-    found = said(run, "Protected")
+    run = reported(begun(pod(0), pod(1, training_since=T0 - 59)), verdict)
+    found = verdict_of(run, "Protected")
     assert found is not None
     assert (found.reason, "gpt-worker-0" in found.message) == ("LibraryMissing", True)
     assert "more pods" not in found.message
@@ -176,20 +176,20 @@ def test_a_trainer_that_never_comes_is_missed_after_a_minute() -> None:
 
 def test_replicated_needs_two_nodes() -> None:
     known = policy(peers=Peers())
-    run = heard(begun(pod(0), pod(1, node="node-0"), known=known))
+    run = reported(begun(pod(0), pod(1, node="node-0"), known=known))
     assert brief(run, "Replicated") == ("False", "OneNode")
     apart = begun(known=known)
-    assert brief(heard(apart), "Replicated") == ("Unknown", "NothingReplicated")
+    assert brief(reported(apart), "Replicated") == ("Unknown", "NothingReplicated")
     safe = report(safe=Safe(restart=step(100), node=step(99)))
-    assert brief(heard(apart, safe), "Replicated") == ("True", "Replicated")
-    assert brief(heard(begun()), "Replicated") is None, "no peers in the policy"
+    assert brief(reported(apart, safe), "Replicated") == ("True", "Replicated")
+    assert brief(reported(begun()), "Replicated") is None, "no peers in the policy"
 
 
 def test_archived_says_what_is_there() -> None:
     run = begun(known=policy(archive=S3))
-    assert brief(heard(run), "Archived") == ("Unknown", "NothingArchived")
+    assert brief(reported(run), "Archived") == ("Unknown", "NothingArchived")
     run_report = report(safe=Safe(restart=step(100), archived=step(80)), archived=4)
-    found = said(heard(run, run_report), "Archived")
+    found = verdict_of(reported(run, run_report), "Archived")
     assert found == Verdict("True", "Archived", "step 80 is in s3://ckpt, and 3 older")
 
 
@@ -217,24 +217,24 @@ def test_a_rollback_is_followed(
     known: RestoreFrom | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     run = transitions.object_seen(begun(), run_object(restore_from="90"))
-    run = heard(run, report(record=Record(restore_from=known), **more))
+    run = reported(run, report(record=Record(restore_from=known), **more))
     assert brief(run, "RestoreFrom") == expected
 
 
 def test_a_drained_node_with_the_only_copy_is_named() -> None:
-    run = heard(begun(), report(safe=Safe(restart=step(100), sole=("node-0", "node-1"))))
+    run = reported(begun(), report(safe=Safe(restart=step(100), sole=("node-0", "node-1"))))
     cluster = Cluster(nodes={"node-1": NodeRecord(name="node-1", cordoned=True)})
-    found = said(run, "Protected", cluster=cluster)
+    found = verdict_of(run, "Protected", cluster=cluster)
     assert found is not None
     assert "node node-1 is cordoned" in found.message
     assert "node-0" not in found.message
 
 
 def test_a_run_that_is_over_says_what_it_kept() -> None:
-    run = heard(begun())
+    run = reported(begun())
     for rank in (0, 1):
         run = transitions.pod_seen(run, pod(rank, phase="Succeeded"), at=T0)
-    found = said(run, "Protected")
+    found = verdict_of(run, "Protected")
     assert found is not None
     assert (found.status, found.reason) == ("Unknown", "Finished")
     assert "its last committed step is 100" in found.message
@@ -243,5 +243,5 @@ def test_a_run_that_is_over_says_what_it_kept() -> None:
 
 
 def test_memory_that_no_quota_counts_is_named() -> None:
-    run = heard(begun(pod(0, uncounted=True), pod(1)))
+    run = reported(begun(pod(0, uncounted=True), pod(1)))
     assert brief(run, "CountedByQueue") == ("False", "MemoryAdded")

@@ -21,9 +21,9 @@ from tests.operator.reconcile.samples import (
     T0,
     accepted,
     begun,
-    heard,
     pod,
     policy,
+    reported,
     run_object,
 )
 
@@ -117,7 +117,7 @@ def test_a_policy_of_the_second_job_is_not_that_of_the_run() -> None:
 
 
 def test_a_run_whose_pods_all_succeeded_is_finished_without_asking() -> None:
-    run = seen(heard(begun()), pod(0, phase="Succeeded"))
+    run = seen(reported(begun()), pod(0, phase="Succeeded"))
     assert run.finished_at is None
     run = seen(run, pod(1, phase="Succeeded"))
     assert run.finished_at == T0
@@ -125,7 +125,7 @@ def test_a_run_whose_pods_all_succeeded_is_finished_without_asking() -> None:
 
 
 def test_pods_that_failed_may_be_made_again_so_the_job_is_asked_about() -> None:
-    run = seen(heard(begun()), pod(0, phase="Failed"), pod(1, phase="Failed"))
+    run = seen(reported(begun()), pod(0, phase="Failed"), pod(1, phase="Failed"))
     assert transitions.asks_job(run)
     assert transitions.job_answered(run, JobState.ACTIVE, at=T0) == run
     assert transitions.job_answered(run, JobState.FAILED, at=T0).finished_at == T0
@@ -135,12 +135,12 @@ def test_pods_that_failed_may_be_made_again_so_the_job_is_asked_about() -> None:
 
 
 def test_a_pod_that_comes_back_makes_the_run_go_on() -> None:
-    run = seen(heard(begun()), pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))
+    run = seen(reported(begun()), pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))
     assert seen(run, pod(0, life=2)).finished_at is None
 
 
 def test_the_object_goes_a_ttl_after_the_job_and_never_before_the_pods() -> None:
-    run = seen(heard(begun()), pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))
+    run = seen(reported(begun()), pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))
     later = T0 + run.ttl_s
     assert not transitions.is_expired(run, later)
     for uid in [*run.pods]:

@@ -26,8 +26,8 @@ JOBS = f"/apis/kubeflow.org/v1/namespaces/{KEY.namespace}/pytorchjobs"
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
-        (rounds, "LOOK_S", 0.2), (rounds, "TICK_S", 0.2), (rounds, "JOB_S", 0.2),
-        (rounds, "LATE_S", 0.2), (rounds, "SWEEP_S", 0.5), (writers, "_MEND_S", 0.2),
+        (rounds, "CHECK_S", 0.2), (rounds, "TICK_S", 0.2), (rounds, "JOB_S", 0.2),
+        (rounds, "LATE_S", 0.2), (rounds, "SWEEP_S", 0.5), (writers, "_REPAIR_S", 0.2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 

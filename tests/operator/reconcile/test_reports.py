@@ -175,8 +175,8 @@ def largest() -> wire.RunReport:
         kept=(Kept(step=str(step_id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
         safe=Safe(restart=step_id, node=step_id, pod=step_id, archived=step_id,
                   sole=(name,) * wire.MOST_SOLE),
-        alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_SAID,
-        doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_SAID,
+        alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_MESSAGES,
+        doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_MESSAGES,
         recent=(Happened(time="2026-11-27T10:00:00Z", type="FreshStart", message=text),)
         * wire.MOST_RECENT,
         record=Record(

@@ -23,10 +23,10 @@ from tests.operator.reconcile.samples import (
     T0,
     accepted,
     begun,
-    heard,
     pod,
     policy,
     report,
+    reported,
     run_object,
     step,
 )
@@ -38,49 +38,53 @@ RESTORED = Happened(time=utc(T0), type="Restored", step=90, lost_steps=10, messa
 
 
 def test_a_report_that_was_overtaken_changes_nothing() -> None:
-    run = heard(begun(), report(200, sequence=5))
-    assert heard(run, report(100, sequence=4)) is run
-    assert heard(run, report(100, sequence=5)) is run
+    run = reported(begun(), report(200, sequence=5))
+    assert reported(run, report(100, sequence=4)) is run
+    assert reported(run, report(100, sequence=5)) is run
 
 
 def test_a_leader_that_begins_asks_for_the_record_and_does_not_change_it() -> None:
     record = Record(restarts=3, holders=(Holder(node="node-7", node_ranks="1"),))
-    run = heard(begun(), report(record=record))
-    again = heard(run, report(leader="leader-2", sequence=1))
+    run = reported(begun(), report(record=record))
+    again = reported(run, report(leader="leader-2", sequence=1))
     assert again.record == record
     assert requested(again, Cluster()).record == record
-    later = heard(again, report(leader="leader-2", sequence=2, record=replace(record, restarts=4)))
+    later = reported(
+        again, report(leader="leader-2", sequence=2, record=replace(record, restarts=4))
+    )
     assert later.record.restarts == 4
     assert requested(later, Cluster()).record is None
 
 
 def test_a_commit_is_as_old_as_it_was_first_seen() -> None:
-    run = heard(begun(), report(100))
-    run = heard(run, report(100, sequence=3), at=T0 + 60)
+    run = reported(begun(), report(100))
+    run = reported(run, report(100, sequence=3), at=T0 + 60)
     assert run.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
 
 
 def test_a_commit_out_of_sight_stands_until_all_members_have_reported() -> None:
-    run = heard(begun(), report(100))
-    partial = heard(run, report(None, sequence=1, leader="leader-2", settled=False))
+    run = reported(begun(), report(100))
+    partial = reported(run, report(None, sequence=1, leader="leader-2", settled=False))
     assert partial.committed == run.committed
-    whole = heard(partial, report(None, sequence=2, leader="leader-2"))
+    whole = reported(partial, report(None, sequence=2, leader="leader-2"))
     assert whole.committed is None
 
 
 def test_a_rollback_goes_back_to_an_older_commit() -> None:
     after = Epoch(EpochId(2, "bbbbbbbb"), step(50))
-    run = heard(heard(begun(), report(100)), replace(report(sequence=3), committed=step(60, after)))
+    run = reported(
+        reported(begun(), report(100)), replace(report(sequence=3), committed=step(60, after))
+    )
     assert run.committed is not None
     assert run.committed.step == 60
 
 
 def test_what_happened_is_kept_once_and_the_newest_only() -> None:
-    run = heard(begun(), report(recent=(RESTORED,)))
-    run = heard(run, report(sequence=3, recent=(RESTORED,)))
+    run = reported(begun(), report(recent=(RESTORED,)))
+    run = reported(run, report(sequence=3, recent=(RESTORED,)))
     assert run.recent == (RESTORED,)
     more = tuple(replace(RESTORED, time=utc(T0 + number)) for number in range(1, 20))
-    assert len(heard(run, report(sequence=4, recent=more)).recent) == MOST_RECENT
+    assert len(reported(run, report(sequence=4, recent=more)).recent) == MOST_RECENT
 
 
 # --- policies ------------------------------------------------------------------------------------
@@ -104,14 +108,14 @@ def test_a_policy_that_is_deleted_or_wrong_leaves_the_run_its_own() -> None:
 
 
 def test_what_an_earlier_process_wrote_is_taken_over() -> None:
-    old = heard(begun(), report(record=Record(restarts=2, lost_steps=30), recent=(RESTORED,)))
+    old = reported(begun(), report(record=Record(restarts=2, lost_steps=30), recent=(RESTORED,)))
     status = read_status(as_json(render(old, Cluster(), now=T0)))
     run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=status))
     assert (run.committed, run.recent, run.job) == (old.committed, old.recent, JOB)
     assert run.record == replace(old.record, counted="0001.aaaaaaaa")
     assert run.resumes(T0 + 30)
     assert not run.resumes(T0 + 60)
-    assert not heard(run).resumes(T0)
+    assert not reported(run).resumes(T0)
 
 
 def test_a_status_is_read_back_as_it_was_written() -> None:

@@ -17,7 +17,7 @@ from keepstep.wire.runs import (
     Kept,
     Record,
     Safe,
-    Stall,
+    SaveOverhead,
     utc,
 )
 from keepstep_operator.api.model import Job, NodeRecord
@@ -35,11 +35,11 @@ from tests.operator.reconcile.samples import (
     KEY,
     T0,
     begun,
-    heard,
     node,
     pod,
     policy,
     report,
+    reported,
     run_object,
     step,
 )
@@ -56,10 +56,10 @@ def test_a_healthy_run_is_shown_in_its_columns() -> None:
     run_report = report(
         watermarks={Tier.MEMORY: step(101), Tier.LOCAL: step(100)},
         held_by=(Tier.LOCAL,),
-        stall=Stall(skipped=1),
+        stall=SaveOverhead(skipped=1),
         record=Record(restarts=2, lost_steps=7),
     )
-    status = shown(heard(begun(), run_report))
+    status = shown(reported(begun(), run_report))
     assert (status.phase, status.world, status.nodes) == ("Running", 2, 2)
     assert (status.step, status.behind, status.epoch) == (101, 1, "0001.aaaaaaaa")
     assert status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
@@ -87,7 +87,7 @@ def test_a_run_survives_what_its_copies_outlive(
     volumes: VolumeKind, labelled: bool, safe: Safe, survives: str
 ) -> None:
     pods = [pod(rank, volumes=(volumes,), labelled=labelled) for rank in (0, 1)]
-    assert shown(heard(begun(*pods), report(safe=safe))).survives_summary == survives
+    assert shown(reported(begun(*pods), report(safe=safe))).survives_summary == survives
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_a_run_survives_what_its_copies_outlive(
     ],
 )
 def test_the_phase_says_what_the_run_does(changes: dict[str, Any], phase: str) -> None:
-    assert shown(heard(begun(), replace(report(), **changes))).phase == phase
+    assert shown(reported(begun(), replace(report(), **changes))).phase == phase
 
 
 def test_before_a_report_what_an_earlier_process_wrote_stays() -> None:
-    old = shown(heard(begun()))
+    old = shown(reported(begun()))
     run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=old))
     run = transitions.pod_seen(run, pod(0), at=T0)
     status = shown(run, now=T0 + 60)
@@ -112,7 +112,7 @@ def test_before_a_report_what_an_earlier_process_wrote_stays() -> None:
 
 
 def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
-    run = heard(begun())
+    run = reported(begun())
     for rank in (0, 1):
         run = transitions.pod_seen(run, pod(rank, phase="Succeeded"), at=T0)
     old = shown(run)
@@ -126,9 +126,9 @@ def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
 
 
 def test_a_transition_is_a_change_of_status_alone() -> None:
-    run = heard(begun())
+    run = reported(begun())
     first = shown(run)
-    run = heard(replace(run, status=first), report(110, sequence=3), at=T0 + 100)
+    run = reported(replace(run, status=first), report(110, sequence=3), at=T0 + 100)
     second = shown(run, now=T0 + 100)
     times = [
         {condition.type: condition.last_transition_time for condition in of.conditions}
@@ -145,7 +145,7 @@ def test_warnings_name_their_pods_and_come_once() -> None:
     slow = tuple(node(rank, warnings=("the drive is slow",)) for rank in (0, 1))
     pods = pod(0, warnings=("no metrics",)), pod(1, trouble="container x: CrashLoopBackOff")
     alarm = Alarm(kind="WorldChanged", text="the world changed from 2 to 3")
-    assert shown(heard(begun(*pods), report(nodes=slow, alarms=(alarm,)))).warnings == (
+    assert shown(reported(begun(*pods), report(nodes=slow, alarms=(alarm,)))).warnings == (
         "the world changed from 2 to 3",
         "pod gpt-worker-1: container x: CrashLoopBackOff",
         "no metrics (pod gpt-worker-0)",
@@ -162,12 +162,12 @@ def test_warnings_name_their_pods_and_come_once() -> None:
     ],
 )
 def test_a_policy_that_is_another_one_now_is_a_warning(now: Any, words: str) -> None:
-    (warning,) = shown(transitions.policy_seen(heard(begun()), now)).warnings
+    (warning,) = shown(transitions.policy_seen(reported(begun()), now)).warnings
     assert words in warning
 
 
 def test_an_earlier_run_and_a_fresh_start_say_what_to_do() -> None:
-    run = replace(heard(begun(), report(fresh="0002.bbbbbbbb")), earlier="gpt-00000000")
+    run = replace(reported(begun(), report(fresh="0002.bbbbbbbb")), earlier="gpt-00000000")
     fresh, earlier = shown(run).warnings
     assert "keepstep.dev/fresh-start=newest" in fresh
     assert "keepstep.dev/run: gpt-00000000" in earlier
@@ -189,7 +189,7 @@ def test_each_change_is_told_once() -> None:
         Doubt(kind=DoubtKind.COMMIT_STALLED, text="no"),
     )
     run_report = report(recent=(started, restored), alarms=(alarm,), doubts=(doubt,))
-    after = heard(run, run_report)
+    after = reported(run, run_report)
     assert reasons(run, after) == [
         ("Committed", False),
         ("FreshStart", True),
@@ -197,12 +197,12 @@ def test_each_change_is_told_once() -> None:
         ("TwoWriters", True),
         ("CommitStalled", True),
     ]
-    assert reasons(after, heard(after, replace(run_report, sequence=3))) == []
+    assert reasons(after, reported(after, replace(run_report, sequence=3))) == []
 
 
 def test_a_warning_of_a_sidecar_names_its_pod() -> None:
-    run = heard(begun())
-    after = heard(run, report(sequence=3, nodes=(node(1, warnings=("slow",)),)))
+    run = reported(begun())
+    after = reported(run, report(sequence=3, nodes=(node(1, warnings=("slow",)),)))
     assert [event.message for event in events(run, after)] == ["gpt-worker-1: slow"]
 
 
@@ -215,7 +215,7 @@ def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
 
 
 def test_what_holds_is_told_again_as_long_as_it_does() -> None:
-    run = heard(
+    run = reported(
         begun(pod(0), pod(1), pod(2, injected=False)),
         report(without_library="1", safe=Safe(sole=("node-0",))),
     )
@@ -265,7 +265,9 @@ def kept(number: int, *tiers: Tier) -> Kept:
 
 
 def test_there_is_an_object_for_each_kept_step() -> None:
-    run = heard(begun(), report(kept=(kept(90, Tier.LOCAL, Tier.ARCHIVE), kept(80)), certain=True))
+    run = reported(
+        begun(), report(kept=(kept(90, Tier.LOCAL, Tier.ARCHIVE), kept(80)), certain=True)
+    )
     names = [checkpoints.name_of(run, checkpoint) for checkpoint in (kept(90), kept(80))]
     known = {names[0]: ("archive",), f"{KEY.name}-{step(10)}": ("archive",)}
     due = checkpoints.changes(run, known)
@@ -280,7 +282,7 @@ def test_there_is_an_object_for_each_kept_step() -> None:
 def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
     known = {f"{KEY.name}-{step(10)}": ("archive",)}
     assert checkpoints.changes(begun(), known) == checkpoints.Changes()
-    assert checkpoints.changes(heard(begun(), report(certain=False)), known).gone == ()
+    assert checkpoints.changes(reported(begun(), report(certain=False)), known).gone == ()
 
 
 # --- what the leader is told ---------------------------------------------------------------------
@@ -314,7 +316,7 @@ def test_zones_are_the_value_of_the_policy_s_key() -> None:
 
 def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> None:
     holders = (Holder(node="node-7", node_ranks="1"), Holder(node="node-9", node_ranks="2"))
-    run = heard(begun(), report(record=Record(holders=holders)))
+    run = reported(begun(), report(record=Record(holders=holders)))
     cluster = Cluster(
         nodes={"node-7": NodeRecord(name="node-7")},
         agents={"node-7": "10.0.0.7:26741", "node-8": "10.0.0.8:26741"},

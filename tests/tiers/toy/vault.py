@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keepstep.image.manifest import Manifest
 from keepstep.steps import Answer, StepId, Tier, shard_name
-from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Due, Key
+from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, Due, Key
 from keepstep_sidecar.tiers.source import FileSource, ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.volume.directories import LocalShard, read_manifest
@@ -22,7 +22,7 @@ class VaultTier(RemoteTier):
     """The tier, and its only place."""
 
     tier = Tier.VAULT
-    fresh_s = LOOK_AGAIN_S
+    fresh_s = SCAN_AGAIN_S
 
     def __init__(self, directory: Path, *, run: str) -> None:
         super().__init__(due=self._due, places=lambda: {self.where: self})
@@ -30,7 +30,7 @@ class VaultTier(RemoteTier):
 
     # --- list, open --------------------------------------------------------------------------
 
-    async def look(self) -> Inventory:
+    async def scan(self) -> Inventory:
         found = await asyncio.to_thread(self._found)
         return Inventory(
             answer=Answer.STEPS if found else Answer.NONE,

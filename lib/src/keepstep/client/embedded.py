@@ -38,7 +38,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._pause_s = 0.0
         self._tried_at = float("-inf")
-        self._said = ""
+        self._message = ""
 
     def revive(self) -> None:
         """Called when the sidecar does not answer. If an attempt is due, start the sidecar in the
@@ -63,23 +63,23 @@ class Keeper:
         try:
             _start(self._directory, self._run, self._environment)
         except (UsageError, OSError) as error:
-            self._say(f"the sidecar ended and cannot be started again: {error}")
+            self._warn(f"the sidecar ended and cannot be started again: {error}")
         else:
-            self._say("")
+            self._warn("")
             log.warning(
                 "keepstep: the sidecar ended and was started again; training went on (why:"
                 " sidecar.log of the run below %s) [sidecar.restarted]",
                 self._directory,
             )
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         """Log a failure, but only once while it stays the same. '': it is over."""
-        if text and text != self._said:
+        if text and text != self._message:
             log.warning(
                 "keepstep: %s; keepstep tries again, and training goes on [sidecar.restart_failed]",
                 text,
             )
-        self._said = text
+        self._message = text
 
 
 def socket(directory: str | os.PathLike[str] | None, run: str | None = None) -> str:

@@ -33,7 +33,7 @@ def watch(report: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-def tell(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Tell the sidecar of this error, if it is one of a script. Raises nothing."""
     path = os.environ.get("KEEPSTEP_SOCKET")
     if not path or not isinstance(error, Exception):

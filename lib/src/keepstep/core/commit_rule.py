@@ -332,7 +332,7 @@ class ReportedTier:
         return cls(answer=Answer.STEPS if listed else nothing, shards=listed)
 
     @property
-    def says(self) -> object:
+    def facts(self) -> object:
         """What ranks must have in common to be reported together."""
         return self.answer, self.gone, tuple((shard.step_id, shard.world) for shard in self.shards)
 
@@ -349,7 +349,7 @@ class ReportedTier:
 
 RankReport = Mapping[Tier, ReportedTier]
 """What one node has of one rank. A tier that is not named is left as it was."""
-Told = TypeVar("Told", bound="RanksReport")
+AnyReport = TypeVar("AnyReport", bound="RanksReport")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,27 +367,27 @@ class RanksReport:
         return self.ranks.bits
 
     @property
-    def says(self) -> object:
+    def facts(self) -> object:
         """What ranks must have in common to be reported together."""
-        return tuple((tier, report.says) for tier, report in self.tiers.items())
+        return tuple((tier, report.facts) for tier, report in self.tiers.items())
 
-    def each(self: Told) -> Iterator[tuple[int, Told]]:
+    def each(self: AnyReport) -> Iterator[tuple[int, AnyReport]]:
         """Each rank, with what is said of it alone."""
         for index, rank in enumerate(self.ranks):
             tiers = {tier: report.at(index) for tier, report in self.tiers.items()}
             yield rank, replace(self, ranks=Ranks.of((rank,)), tiers=tiers)
 
 
-def together(each: Iterable[Told]) -> tuple[Told, ...]:
+def together(each: Iterable[AnyReport]) -> tuple[AnyReport, ...]:
     """The same reports, with one entry for all ranks of which the same is said. Each of `each` is
     of one rank."""
-    alike: dict[object, list[Told]] = {}
+    alike: dict[object, list[AnyReport]] = {}
     for report in each:
-        alike.setdefault(report.says, []).append(report)
+        alike.setdefault(report.facts, []).append(report)
     return tuple(map(_joined, alike.values()))
 
 
-def _joined(each: list[Told]) -> Told:
+def _joined(each: list[AnyReport]) -> AnyReport:
     if len(each) == 1:
         return each[0]
     each = sorted(each, key=lambda report: report.ranks.last)
@@ -433,7 +433,7 @@ class Tally:
         self.known: dict[Tier, bool] = {}
         self.reach: dict[tuple[Tier, int], RankUnion] = {}
 
-    def came(self, held: Holding, ranks: int) -> None:
+    def add(self, held: Holding, ranks: int) -> None:
         """Images of these ranks were added to this copy."""
         self.copies[held.place] = held
         self._changed(held)
@@ -507,12 +507,12 @@ class Tally:
 
 ALL_RANKS = -1
 """Bitmap of every rank."""
-_Said = dict[Answer | None, int]
+_AnswerCounts = dict[Answer | None, int]
 """By answer, the bitmap of the ranks for which it was given. None: a node had answered for these
 ranks before it, or the rank, was gone."""
 
 
-def _nothing_said() -> _Said:
+def _no_answers() -> _AnswerCounts:
     return dict.fromkeys((*Answer, None), 0)
 
 
@@ -530,8 +530,8 @@ class Completeness:
         self._steps: list[StepId] = []
         self._epochs_held: Counter[EpochId] = Counter()
         self._contested: set[StepId] = set()
-        self._answers: dict[tuple[int, Tier], _Said] = {}
-        self._merged: dict[Tier, _Said] = {}
+        self._answers: dict[tuple[int, Tier], _AnswerCounts] = {}
+        self._merged: dict[Tier, _AnswerCounts] = {}
         self._in_memory = RankUnion()
         self.changed: set[StepId] = set()
 
@@ -549,7 +549,7 @@ class Completeness:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, reports_)
                 held = self.held(at, tier)
-                self._hear(node_rank, tier, reports_, held=held)
+                self._count_answers(node_rank, tier, reports_, held=held)
                 if tier is Tier.MEMORY:
                     self._in_memory.put(node_rank, held)
 
@@ -600,7 +600,7 @@ class Completeness:
             insort(self._steps, step_id)
             self._epochs_held[step_id.epoch] += 1
         here[key] = held
-        tally.came(held, changed)
+        tally.add(held, changed)
         self._note(step_id, tally)
 
     def drop(self, *, node_rank: int, rank: int | None = None) -> None:
@@ -643,7 +643,7 @@ class Completeness:
             if not self._epochs_held[step_id.epoch]:
                 del self._epochs_held[step_id.epoch]
 
-    def _hear(
+    def _count_answers(
         self,
         node_rank: int,
         tier: Tier,
@@ -651,7 +651,7 @@ class Completeness:
         *,
         held: int,
     ) -> None:
-        before = self._answers.get((node_rank, tier)) or _nothing_said()
+        before = self._answers.get((node_rank, tier)) or _no_answers()
         answers = self._answers[node_rank, tier] = dict(before)
         for reports, report in reports_:
             of = reports.bits
@@ -740,7 +740,7 @@ class Completeness:
         Without any answer it is UNKNOWN.
         """
         ranks = ALL_RANKS if tier.shared else 1 << rank
-        answers = self._said(tier)
+        answers = self._answers_of(tier)
         steps = answers[Answer.STEPS] & ranks or (tier.shared and self.steps_at(NO_NODE))
         if answers[Answer.UNKNOWN] & ranks or not (answers[Answer.NONE] & ranks or steps):
             return Answer.UNKNOWN
@@ -751,21 +751,21 @@ class Completeness:
         reported. So it may have infinitely many bits (a negative number)."""
         if tier.shared:
             return ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
-        answers = self._said(tier)
+        answers = self._answers_of(tier)
         return answers[Answer.UNKNOWN] | ~(answers[Answer.NONE] | answers[Answer.STEPS])
 
     def out_of_reach(self, rank: int, tier: Tier) -> bool:
         """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
         for an answer is useless."""
-        answers = self._said(tier)
+        answers = self._answers_of(tier)
         return bool(answers[None] >> rank & 1) and not any(
             answers[answer] >> rank & 1 for answer in Answer
         )
 
-    def _said(self, tier: Tier) -> _Said:
+    def _answers_of(self, tier: Tier) -> _AnswerCounts:
         """What all nodes answered on this tier."""
         if tier not in self._merged:
-            merged = self._merged[tier] = _nothing_said()
+            merged = self._merged[tier] = _no_answers()
             for (_, of), answers in self._answers.items():
                 for answer, ranks in answers.items() if of is tier else ():
                     merged[answer] |= ranks

@@ -41,7 +41,7 @@ class Kind(StrEnum):
     """
 
     STARTED = "started"
-    CAME = "came"
+    CONNECTED = "came"
     ENDED = "ended"
     FAILED = "failed"
     RESTORED = "restored"
@@ -251,8 +251,8 @@ class Tally:
 
     def _after(self, event: Event) -> Tally:
         match event.kind:
-            case Kind.CAME:
-                return self._came(event)
+            case Kind.CONNECTED:
+                return self._connected(event)
             case Kind.ENDED | Kind.FAILED if self.epoch is not None:
                 quiet = event.text == RELEASED and (self.ended is None or self.quiet)
                 first = event.at if self.ended is None else self.ended
@@ -263,7 +263,7 @@ class Tally:
                 return self._staged(event)
         return self
 
-    def _came(self, event: Event) -> Tally:
+    def _connected(self, event: Event) -> Tally:
         began = event.at - max(0.0, event.seconds)
         if self.since is None:
             began = max(began, event.at - _FIRST_LIFE_S, 0.0)

@@ -565,9 +565,9 @@ class Ledger(Completeness):
 
     def _incomplete(self) -> str:
         named = reversed(self.steps[-_STEPS_NAMED:])
-        return "; ".join(f"{step_id} ({self.what_ails(step_id)})" for step_id in named)
+        return "; ".join(f"{step_id} ({self.why_unusable(step_id)})" for step_id in named)
 
-    def what_ails(self, step_id: StepId) -> str:
+    def why_unusable(self, step_id: StepId) -> str:
         """Why this step, of which at least one image is held, cannot be restored."""
         standing = self.lineage.standing(step_id)
         if standing is Standing.DEAD:

@@ -53,16 +53,16 @@ absent                  | Sealed                                | staged    | No
 absent, staged, durable | Serves, Settled, Sealed, EpochStarted | writing   | Node._begin
 absent, staged, durable | Overwritten, Wrote, Died, Flush       | writing   | Node._begin
 writing                 | Wrote                                 | durable   | Node._wrote
-any                     | Listed, Reported, Heard, EpochStarted | committed | Node.commits
+any                     | Listed, Reported, LastReply, EpochStarted | committed | Node.commits
 any                     | Listed                                | published | Node._report
-durable, committed      | Listed, Reported, Heard, EpochStarted | retiring  | Node._conclude
-published               | Listed, Reported, Heard, EpochStarted | retiring  | Node._conclude
+durable, committed      | Listed, Reported, LastReply, EpochStarted | retiring  | Node._conclude
+published               | Listed, Reported, LastReply, EpochStarted | retiring  | Node._conclude
 absent, staged          | Listed                                | retiring  | Node._conclude
-durable, committed      | Full                                  | retiring  | Node._least_wanted
-published               | Full                                  | retiring  | Node._least_wanted
+durable, committed      | Full                                  | retiring  | Node._least_valuable
+published               | Full                                  | retiring  | Node._least_valuable
 any                     | Listed                                | absent, staged | Node._report
 any                     | Listed                                | durable   | Node._report
-committed               | Reported, Heard, EpochStarted         | durable   | Node.commits
+committed               | Reported, LastReply, EpochStarted     | durable   | Node.commits
 writing                 | Wrote                                 | committed, published | Node._wrote
 writing                 | Wrote                                 | absent, staged | Node._wrote
 staged                  | Overwritten, EpochStarted             | absent    | SlotTable.assign
@@ -186,7 +186,7 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class LastReply:
     """What the leader says of the whole run; see `wire.reports.ReportReply`.
 
     `commit`: the newest committed step. `commits`: the committed steps that this machine holds.
@@ -211,7 +211,7 @@ class Full:
 
 Event = (
     Serves | Settled | Sealed | Overwritten | Wrote | Died | Flush
-    | Scanned | Reading | Listed | Reported | EpochStarted | Heard | Full
+    | Scanned | Reading | Listed | Reported | EpochStarted | LastReply | Full
 )  # fmt: skip
 
 
@@ -256,30 +256,30 @@ class LeaderView:
 
     alone: bool = False
     commit: StepId | None = None
-    heard_at: float | None = None
-    word: Heard = field(default_factory=Heard)
+    replied_at: float | None = None
+    last_reply: LastReply = field(default_factory=LastReply)
     began: float = 0.0
 
     @property
     def pins_known(self) -> bool:
         """Whether it is known which steps are pinned: the leader has answered in this life of the
         sidecar."""
-        return self.heard_at is not None
+        return self.replied_at is not None
 
     def silent(self, now: float) -> bool:
         """Whether the leader has not answered for more than `SILENT_AFTER_S`."""
-        return now - (self.began if self.heard_at is None else self.heard_at) > SILENT_AFTER_S
+        return now - (self.began if self.replied_at is None else self.replied_at) > SILENT_AFTER_S
 
-    def remember(self, word: Heard) -> None:
+    def remember(self, word: LastReply) -> None:
         """Take in what an earlier sidecar wrote down, or what the leader says. Either may know
         less than this machine, so `commit` never becomes older."""
-        self.word = word
+        self.last_reply = word
         if word.commit is not None:
             self.commit = max(word.commit, self.commit or word.commit)
 
-    def hear(self, word: Heard, now: float) -> None:
+    def update(self, word: LastReply, now: float) -> None:
         """Take in an answer of the leader, received at `now`."""
-        self.heard_at = now
+        self.replied_at = now
         self.remember(word)
 
 
@@ -340,8 +340,8 @@ class Node:
             case Listed() | Reported() | EpochStarted():
                 actions = self._report(event)
                 return (*self._forget_dead(event), *actions, *self._conclude(now))
-            case Heard():
-                self.leader_view.hear(event, now)
+            case LastReply():
+                self.leader_view.update(event, now)
                 return self._conclude(now)
             case Scanned():
                 self._in_doubt = event.in_doubt
@@ -353,7 +353,7 @@ class Node:
                 self._reads += Counter()  # keeps only those that are still read
                 return ()
             case Full():
-                doomed = self._least_wanted(event)
+                doomed = self._least_valuable(event)
                 self.short = self.short or not self.surplus.issuperset(doomed)
                 return tuple(map(self._retire, doomed))
             case Wrote():
@@ -380,9 +380,9 @@ class Node:
         return self.planner.grid.interval(step)
 
     @property
-    def heard(self) -> Heard:
+    def last_reply(self) -> LastReply:
         """What the leader said last."""
-        return self.leader_view.word
+        return self.leader_view.last_reply
 
     @property
     def shortage(self) -> str:
@@ -398,7 +398,7 @@ class Node:
     def surplus(self) -> set[StepId]:
         """Steps that the policy does not keep, as far as this machine's ledger shows: the leader is
         about to name them."""
-        policy = replace(self.keep, pinned=self.leader_view.word.pinned)
+        policy = replace(self.keep, pinned=self.leader_view.last_reply.pinned)
         return {*self.ledger.expendable(Tier.LOCAL, policy)}
 
     def is_dead(self, step_id: StepId) -> bool:
@@ -423,7 +423,7 @@ class Node:
         """
         view, steps = self.leader_view, set[StepId]()
         if not view.alone:
-            steps |= view.word.commits | self._published
+            steps |= view.last_reply.commits | self._published
         if not view.alone and view.commit is not None:
             steps.add(view.commit)
         beyond = {step_id for step_id in steps if self.ledger.lineage.restorable(step_id)}
@@ -664,12 +664,12 @@ class Node:
         """Steps that may be deleted, oldest first: the leader decides, because it sees the whole
         run; while it is silent, `unwatched` decides. What will never be whole is known to a machine
         that is alone."""
-        view, pinned = self.leader_view, self.leader_view.word.pinned
+        view, pinned = self.leader_view, self.leader_view.last_reply.pinned
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
             return unwatched(live, last_commit=self._last_whole(), pinned=pinned)
-        dismissed_steps = dismissed(view.word.retire, last_commit=view.commit, pinned=pinned)
+        dismissed_steps = dismissed(view.last_reply.retire, last_commit=view.commit, pinned=pinned)
         lost = {*self._never_whole(here)} - pinned if view.alone else set()
         return sorted({*dismissed_steps, *lost})
 
@@ -713,14 +713,14 @@ class Node:
             step_id for step_id in here if self.ledger.lineage.standing(step_id) is Standing.LIVE
         ]
 
-    def _least_wanted(self, full: Full) -> tuple[StepId, ...]:
+    def _least_valuable(self, full: Full) -> tuple[StepId, ...]:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
 
         The ledger says which steps may go. If it names none and there are other machines, the last
         known commit decides (`unwatched`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
-        pinned = self.leader_view.word.pinned
+        pinned = self.leader_view.last_reply.pinned
         commits = self.ledger.committed(Tier.LOCAL)
         surplus = {*self.ledger.expendable(Tier.LOCAL, Retention(last=1, pinned=pinned))}
         surplus |= {*self._live(commits)[:-1]} - pinned  # including the proven step

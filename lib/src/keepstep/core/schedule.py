@@ -713,7 +713,7 @@ class UnequalSteps:
 
     # --- events --------------------------------------------------------------------------
 
-    def came(self, rank: int, now: float) -> None:
+    def joined(self, rank: int, now: float) -> None:
         """A trainer has the rank's lease now."""
         known = self._ranks.setdefault(rank, _Saved(now))
         known.present, known.closed, known.at = True, False, now
@@ -735,7 +735,7 @@ class UnequalSteps:
 
     def staged(self, rank: int, step_id: StepId, now: float) -> None:
         """The rank has staged this step."""
-        self.came(rank, now)
+        self.joined(rank, now)
         self.began(step_id.epoch, now)
         if step_id.epoch != self._epoch:
             return
@@ -747,7 +747,7 @@ class UnequalSteps:
 
     def lost(self, rank: int, step: int, now: float, *, count: int = 1) -> None:
         """The rank has saved `count` steps that were not staged, the last of them `step`."""
-        self.came(rank, now)
+        self.joined(rank, now)
         lost = self._ranks[rank].lost
         lost[step] = lost.get(step, 0) + count
 

@@ -91,7 +91,7 @@ class Ranks:
         return _kept_bits(self) if self.is_short else _bits(self)
 
 
-NOBODY: Final = Ranks()
+NO_RANKS: Final = Ranks()
 
 
 def _bits(ranks: Ranks) -> int:
@@ -122,7 +122,7 @@ class Shard:
     size_bytes: int = field(default=0, compare=False)
     root: str | None = None
     params_digest: str | None = None
-    alike: Ranks = NOBODY
+    alike: Ranks = NO_RANKS
     written_at: float | None = None
     base: Shard | None = None
 
@@ -139,7 +139,7 @@ class Shard:
     def to_send(self) -> Shard:
         """The shard as messages name it: without its twins if they would take too many runs
         (`Ranks.is_short`)."""
-        return Shard(**self.facts | ({} if self.alike.is_short else {"alike": NOBODY}))
+        return Shard(**self.facts | ({} if self.alike.is_short else {"alike": NO_RANKS}))
 
     @property
     def is_possible(self) -> bool:
@@ -191,7 +191,7 @@ class StepShards:
             sizes=tuple(group.sizes[0] for group in each),
             roots=_column([group.roots for group in each], None),
             params_digests=_column([group.params_digests for group in each], None),
-            alike=_column([group.alike for group in each], NOBODY),
+            alike=_column([group.alike for group in each], NO_RANKS),
             written_at=max((group.written_at for group in each if group.written_at), default=None),
         )
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from keepstep.core.commit_rule import Lineage, Standing, is_full, trace
-from keepstep.core.shard import NOBODY, Ranks
+from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.core.suspicion import Doubt, Failure
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
@@ -64,7 +64,7 @@ class Offer:
     id: StepId
     tier: Tier
     world: int
-    images: Ranks = NOBODY
+    images: Ranks = NO_RANKS
     ranks: Ranks | None = None
 
     def bits(self) -> int:
@@ -159,8 +159,8 @@ class View:
     Times are of the caller's clock, `NEVER` for an event that has not happened.
 
     `scanned_at`: when the scan of the volumes ended. `held`: the rank has an image in this pod.
-    `heard_at`: when the leader answered, or when it became clear that it does not. `led`: it does
-    answer. `told_at`: when the leader last named the other machines. `introduced`: it has
+    `replied_at`: when the leader answered, or when it became clear that it does not. `led`: it does
+    answer. `named_at`: when the leader last named the other machines. `introduced`: it has
     named all of them. `awaits`: the shards that it is making reachable, as text. `pods_unasked`:
     some machines were not asked since they were named.
 
@@ -171,12 +171,12 @@ class View:
     """
 
     scanned_at: float
-    heard_at: float
+    replied_at: float
     tiers: bool = False
     listed_at: float = NEVER
     held: bool = False
     led: bool = False
-    told_at: float = -NEVER
+    named_at: float = -NEVER
     introduced: bool = True
     awaits: str = ""
     pods_unasked: bool = False
@@ -209,8 +209,8 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
     if view.scanned_at == NEVER:
         return Wait(NEVER, "the volumes are still being scanned")
     scanned = max(began, view.scanned_at)
-    answered = max(scanned, min(view.heard_at, scanned + FIRST_ANSWER_S))
-    if view.heard_at == NEVER and now < answered:
+    answered = max(scanned, min(view.replied_at, scanned + FIRST_ANSWER_S))
+    if view.replied_at == NEVER and now < answered:
         return Wait(answered, "the leader of the run has not answered yet")
     if not view.tiers:
         return Ready()
@@ -220,7 +220,7 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
 def _waits(view: View, answered: float) -> list[Wait]:
     """Everything that this vote waits for, each with its own deadline. `answered`: when it was
     known what this machine has and what the leader says."""
-    named, latest = max(answered, view.told_at), answered + START_S
+    named, latest = max(answered, view.named_at), answered + START_S
     searching = not view.held and not view.known
     waits: list[Wait] = []
     if view.listed_at == NEVER or view.pods_unasked:

@@ -67,7 +67,7 @@ from keepstep.restore.plan import (
     Piece,
     Plan,
     Saved,
-    Want,
+    TensorRequest,
     byte_range,
     make,
 )
@@ -285,7 +285,7 @@ class StepReader:
         """For each tensor, the saved boxes that make it up, by their offsets."""
         named = {key: self._index.find(key) for key in (*self._index.tensors, *self._index.aliases)}
         saved = {name: tensor for name, tensor in named.items() if tensor is not None}
-        requests = [Want(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
+        requests = [TensorRequest(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
         try:
             made = make(requests, self._index, rank=rank, nearness=nearness)
         except CoverageError as error:
@@ -294,7 +294,7 @@ class StepReader:
             ) from error
         boxes: dict[str, dict[KeyPath, Piece]] = {name: {} for name in saved}
         for piece in made.pieces():
-            boxes[requests[piece.want].name][piece.at] = piece
+            boxes[requests[piece.request].name][piece.at] = piece
         for name, tensor in saved.items():
             if not boxes[name]:  # no elements: any of its boxes is the whole tensor
                 holder, begin = tensor.rows[0, :2].tolist()
@@ -378,7 +378,7 @@ class StepReader:
         if isinstance(self._images, Folder):
             self._images.verify(
                 [
-                    (piece.rank, *byte_range(piece, dtypes[piece.want].itemsize))
+                    (piece.rank, *byte_range(piece, dtypes[piece.request].itemsize))
                     for piece in moves.pieces()
                 ]
                 + [self._images.extras_range(rank) for rank in holders]
@@ -426,7 +426,7 @@ class StepReader:
         dims = max((len(item.lengths) for item in items), default=0)
         for number, item in enumerate(items):
             box, sizes = self.stored(item.storage_index), tuple(item.lengths)
-            request = Want(item.storage_index.fqn, Box.whole(sizes))
+            request = TensorRequest(item.storage_index.fqn, Box.whole(sizes))
             requests.append(request)
             if not request.box.empty:
                 padding = [0] * (dims - len(sizes))

@@ -153,7 +153,7 @@ class _Encoder:
         self._open: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._arrays: dict[int, array[Any]] = {} if before is None else before._arrays
-        self._wanted: set[int] = set() if before is None else before.twice
+        self._repeated: set[int] = set() if before is None else before.twice
         self.twice: set[int] = set()
         self.packed: list[array[Any]] = []
 
@@ -180,7 +180,7 @@ class _Encoder:
         self._open.add(key)
         tree = self._tree(value, kind, depth - 1)
         self._open.discard(key)
-        if key not in self._wanted:
+        if key not in self._repeated:
             return tree
         self._numbers[key] = len(self._numbers)
         return {"!def": tree}
@@ -304,7 +304,7 @@ class _Encoder:
     def _are_single(self, rows: Collection[Any]) -> bool:
         """Whether none of these objects is met elsewhere, as far as is known; notes them as met."""
         met = dict(zip(map(id, rows), rows, strict=True))
-        fresh = self._met.keys().isdisjoint(met) and self._wanted.isdisjoint(met)
+        fresh = self._met.keys().isdisjoint(met) and self._repeated.isdisjoint(met)
         if len(met) < len(rows) or not fresh:
             return False
         self._met |= met

@@ -24,7 +24,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from keepstep.core.shard import NOBODY, Ranks
+from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.errors import FormatError, TornError
 from keepstep.image import strictjson
 from keepstep.image.strictjson import MAX_BYTES, Reader, is_text, quoted
@@ -518,7 +518,7 @@ class Layout(Header):
     @cached_property
     def alike(self) -> Ranks:
         """The rank and its twins; no ranks if it has no twins."""
-        return Ranks.of((self.rank, *self.twins)) if self.twins else NOBODY
+        return Ranks.of((self.rank, *self.twins)) if self.twins else NO_RANKS
 
     def joined(self, base: Layout | None) -> Layout:
         """What this image and its base hold together, to be asked for names and boxes; the places

@@ -40,8 +40,8 @@ _MIB = 1 << 20
 
 
 class Training:
-    """One training of a framework, as its adapter goes through it: `leaves_alone`, `look_ahead`,
-    `restore`, and `say_complete` if nothing is left.
+    """One training of a framework, as its adapter goes through it: `leaves_alone`, `prepare`,
+    `restore`, and `report_complete` if nothing is left.
 
     `kept`: what goes into each step beside the framework's objects, refilled in place by a restore.
     `at`: the restored step. `speaks`: whether this rank logs what all ranks know.
@@ -83,7 +83,7 @@ class Training:
         self._left_alone = f"{argument}={path!r}"
         return True
 
-    def look_ahead(
+    def prepare(
         self, components: Mapping[str, Any], model: nn.Module
     ) -> tuple[int, dict[str, Any]] | None:
         """Make the Checkpointer; returns the step that `restore` will bring back, and what it will
@@ -131,10 +131,10 @@ class Training:
                     " hold; start this job again, or a new run"
                 )
             if self.speaks and not self._options["frozen_once"]:
-                _say_frozen(self._components.get("model"))
+                _warn_frozen(self._components.get("model"))
             return None
         if self.speaks:
-            _say_changed(self.kept["arguments"], now, step=self.at.step)
+            _warn_changed(self.kept["arguments"], now, step=self.at.step)
         self.kept["arguments"] = now
         self.trainable.take_up(self.kept["trainable"])
         return self.at
@@ -156,7 +156,7 @@ class Training:
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(error), error, None)
 
-    def say_complete(self, step: int, last: int | None = None) -> None:
+    def report_complete(self, step: int, last: int | None = None) -> None:
         """Log that nothing is left to train."""
         if self.speaks:
             log.warning(
@@ -215,7 +215,7 @@ def _noted(arguments: Mapping[str, Any]) -> str:
     return json.dumps(plain, sort_keys=True)
 
 
-def _say_changed(before: str, now: str, *, step: int) -> None:
+def _warn_changed(before: str, now: str, *, step: int) -> None:
     """Log which arguments are others than at the restored step."""
     old, new = json.loads(before), json.loads(now)
     changed = [
@@ -241,7 +241,7 @@ def _has_adapter(model: nn.Module) -> bool:
     return any(hasattr(module, "peft_config") for module in model.modules())
 
 
-def _say_frozen(model: object) -> None:
+def _warn_frozen(model: object) -> None:
     """Log that most of each step does not train. `model`: what is kept of it; a script's own object
     knows best."""
     if not isinstance(model, nn.Module):

@@ -298,7 +298,7 @@ class _Fit(Training):
         self._undo()
         if (checkpointer := self.checkpointer) is not None:
             if self.at is not None:
-                self.say_complete(self.at.step)
+                self.report_complete(self.at.step)
                 checkpointer.restore_rng()
             else:
                 self._note()  # with --stage-every, `close` may stage the last step only now
@@ -342,7 +342,7 @@ class _Fit(Training):
         self._nothing_yet()
         self.components["trainer"] = self.kept
         try:
-            found = self.look_ahead(self.components, self.trainer.lightning_module)
+            found = self.prepare(self.components, self.trainer.lightning_module)
         finally:
             self.callback.checkpointer = self.checkpointer
         if found is None:

@@ -86,7 +86,7 @@ class Batches:
                 " epoch again: keepstep.Checkpointer(..., batches=batches)"
             )
         if self._fetches_ahead and checkpointer.epoch is not None:
-            tell_of_draws(self._base)
+            warn_of_draws(self._base)
         for name in ("iteration", "_num_iter_calls"):  # accelerate's, Fabric's
             if name in getattr(self.loader, "__dict__", ()):
                 setattr(self.loader, name, self.epoch)
@@ -147,7 +147,7 @@ def _refuse_plugins() -> None:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
 
 
-def tell_of_draws(loader: Any) -> None:
+def warn_of_draws(loader: Any) -> None:
     """Warn, once, if a loader fetches a batch ahead and the batches of its next epoch draw from the
     generators of the process.
 

@@ -45,7 +45,7 @@ _LINGER = "15m"
 """Longer than it takes Ray to find a node for a worker, most times."""
 _PORTS = range(20_000, 30_000)
 """Below those that Linux gives to connections, and Ray to its workers."""
-_HEED_S = 2.0
+_PREEMPTION_POLL_S = 2.0
 """How often a worker looks whether its node is to go. Ray itself looks every 5 s."""
 _GONE = "the step was retired meanwhile"
 
@@ -61,7 +61,7 @@ class _Place(NamedTuple):
 class RayCheckpointer(Checkpointer):
     """The `Checkpointer` of a worker of Ray Train, which `checkpointer` makes."""
 
-    _home, _archived, _reported, _said = Path(), False, "", ""
+    _home, _archived, _reported, _warned = Path(), False, "", ""
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """`ray.train.report(metrics)`, with the newest committed step of this life as checkpoint,
@@ -88,7 +88,7 @@ class RayCheckpointer(Checkpointer):
                 checkpoint = ray.train.Checkpoint(str(place), storage.storage_filesystem)
             elif self._rank == 0:
                 shutil.rmtree(place, ignore_errors=True)
-                self._say(failed)
+                self._warn(failed)
         mode = ray.train.CheckpointUploadMode.NO_UPLOAD
         ray.train.report(dict(metrics), checkpoint, checkpoint_upload_mode=mode)
 
@@ -106,9 +106,9 @@ class RayCheckpointer(Checkpointer):
         newest = max((step_id for step_id in common if step_id.epoch == epoch), default=None)
         return None if newest is None or str(newest) == self._reported else newest
 
-    def _say(self, failed: str) -> None:
-        if failed not in (_GONE, self._said):
-            self._said = failed
+    def _warn(self, failed: str) -> None:
+        if failed not in (_GONE, self._warned):
+            self._warned = failed
             log.warning(
                 "keepstep: Ray gets no checkpoint, as it cannot hold hard links to files of %s:"
                 " %s; training goes on, and keepstep keeps each step [ray.checkpoint_not_reported]",
@@ -163,7 +163,7 @@ def checkpointer(
     kept._home = (archive if kept._archived else Path(os.path.abspath(dir))) / name
     if kept._socket and context.get_local_rank() == 0:
         watched = (kept._socket, context.get_world_rank())
-        threading.Thread(target=_heed_preemption, args=watched, daemon=True).start()
+        threading.Thread(target=_watch_preemption, args=watched, daemon=True).start()
     return kept
 
 
@@ -192,7 +192,7 @@ def _link(source: Path, place: Path) -> str:
     return ""
 
 
-def _heed_preemption(socket: str, rank: int) -> None:
+def _watch_preemption(socket: str, rank: int) -> None:
     """Make the newest steps durable, again and again, from when Ray says that this node is to go.
 
     `ray.train.get_preemption_info` makes all workers wait for each other, so a thread must not call
@@ -203,7 +203,7 @@ def _heed_preemption(socket: str, rank: int) -> None:
         from ray.train.v2._internal.execution.context import get_train_context
 
         notice = get_train_context().preemption_context
-        while not end.wait(_HEED_S):
+        while not end.wait(_PREEMPTION_POLL_S):
             if notice.preemption_info and rank in notice.preemption_info.preempted_ranks:
                 with (
                     contextlib.suppress(SidecarError),

@@ -145,23 +145,23 @@ class _Watch:
         self._trainer, self._own = trainer, own
         self._components = frozenset(id(component) for component in components)
         self._kept = frozenset(_names_of(type(trainer)))
-        self._steps, self._next, self._said = 0, 2, False
+        self._steps, self._next, self._warned = 0, 2, False
         self._first: dict[str, Any] = {}
 
     def step(self) -> None:
         """One more step was kept."""
         self._steps += 1
         if self._steps == 1:
-            self._first = self._look()
-        elif self._steps == self._next and not self._said:
+            self._first = self._observe()
+        elif self._steps == self._next and not self._warned:
             self._next *= 2
-            self._say()
+            self._warn()
 
-    def _say(self) -> None:
-        now = self._look()
+    def _warn(self) -> None:
+        now = self._observe()
         changed = sorted(name for name, value in now.items() if self._first.get(name) != value)
         if changed:
-            self._said = True
+            self._warned = True
             log.warning(
                 "keepstep: %s: changes from step to step, and is in no step: after a restart it"
                 " begins as in a new training. Name it in keepstep_components() of a class with"
@@ -170,9 +170,9 @@ class _Watch:
                 few(changed, _SHOWN),
             )
 
-    def _look(self) -> dict[str, Any]:
+    def _observe(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        observed = _Look(self._trainer, self._components)
+        observed = _TrainerState(self._trainer, self._components)
         if self._own:
             names = vars(self._trainer).keys() - _trainers_own() - self._kept - _INCIDENTAL
             prefix = type(self._trainer).__name__
@@ -189,7 +189,7 @@ class _Watch:
         return found
 
 
-class _Look:
+class _TrainerState:
     """What can be compared of values that may be anything."""
 
     def __init__(self, trainer: Any, components: frozenset[int]) -> None:
@@ -439,20 +439,20 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         self._prepare_for_training(max_steps, self._now.loader, resume_from_checkpoint)
         training, kept = self._now, self._now.kept
         components = {**self.keepstep_components(), "trainer": kept}
-        training.look_ahead(components, self.model)
+        training.prepare(components, self.model)
         at = training.restore(self.model, _arguments(self))
         if self.checkpointer is not None and self.checkpointer.epoch is not None:
             if training.speaks:
                 mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
                 training.watch = _Watch(self, components.values(), own=mine)
-            loaders.tell_of_draws(_torchs(training.loader))
+            loaders.warn_of_draws(_torchs(training.loader))
         if at is None:
             kept.update(epoch=begin[0], begun_at=begin[0] * num_update_steps_per_epoch)
             return begin
         self._take_up_state()
         step = self.state.global_step
         if step >= max_steps or kept["stopped"] == max_steps:
-            training.say_complete(step, max_steps)
+            training.report_complete(step, max_steps)
             return num_train_epochs, 0
         if self.args.ignore_data_skip:
             kept["begun_at"] = step

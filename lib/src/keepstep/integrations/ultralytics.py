@@ -136,7 +136,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
             "stopper": vars(self.stopper),
             "trainer": kept,
         }
-        training.look_ahead(components, self.model)
+        training.prepare(components, self.model)
         arguments = {name: var for name, var in vars(self.args).items() if name not in _OF_A_LIFE}
         if training.restore(self.model, arguments) is None:
             return

@@ -13,7 +13,7 @@ from typing import Final
 from keepstep.core.ledger import Restart
 from keepstep.errors import few
 from keepstep.leader.leader import Leader
-from keepstep.leader.left_shards import SERVED, said
+from keepstep.leader.left_shards import SERVED, described
 from keepstep.leader.node_rank import Place
 from keepstep.steps import Tier
 from keepstep.wire.runs import Doubt, DoubtKind, utc
@@ -49,7 +49,7 @@ def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Doubt, ...
     )
 
 
-Said = Iterator[tuple[DoubtKind, str]]
+DoubtTexts = Iterator[tuple[DoubtKind, str]]
 
 
 def _there(leader: Leader) -> Iterator[tuple[str, Place]]:
@@ -70,7 +70,7 @@ def _warned(leader: Leader) -> str:
 # --- commits -------------------------------------------------------------------------------------
 
 
-def _commits(leader: Leader, behind: int | None, at: float) -> Said:
+def _commits(leader: Leader, behind: int | None, at: float) -> DoubtTexts:
     history = leader.history
     if stalled := _failed_volume(leader) or _stalled(leader, behind, at):
         yield DoubtKind.COMMIT_STALLED, stalled
@@ -136,7 +136,7 @@ def _what_hinders(leader: Leader) -> str:
     return f"The volumes of {name} hold the oldest step. {_ONWARD}"
 
 
-def _refused(leader: Leader) -> Said:
+def _refused(leader: Leader) -> DoubtTexts:
     times, why = max(
         ((place.sidecar.refusals, place.sidecar.refused) for _, place in _there(leader)),
         default=(0, ""),
@@ -146,7 +146,7 @@ def _refused(leader: Leader) -> Said:
         yield DoubtKind.RESTORE_REFUSED, f"{starts} refused: {why}"
 
 
-def _absent(leader: Leader, at: float) -> Said:
+def _absent(leader: Leader, at: float) -> DoubtTexts:
     """Ranks that the trainers speak of and no sidecar has: their pods do not ask for keepstep."""
     ledger, since = leader.ledger, leader.history.alive_since
     serving = sum(place.own.bit_count() for _, place in _there(leader))
@@ -166,7 +166,7 @@ def _absent(leader: Leader, at: float) -> Said:
 # --- what is kept --------------------------------------------------------------------------------
 
 
-def _kept(leader: Leader) -> Said:
+def _kept(leader: Leader) -> DoubtTexts:
     """Nothing if a restart goes on from a step. Otherwise, what it does by the ranks' own rule."""
     asked = leader.requests
     outlook = asked.outlook()
@@ -201,7 +201,7 @@ def _kept(leader: Leader) -> Said:
 # --- tiers beyond the pods -----------------------------------------------------------------------
 
 
-def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> Said:
+def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> DoubtTexts:
     """Trouble with a tier while shards wait to be sent there. Trouble with a shared one counts even
     if none wait: those that waited may have been retired."""
     again = "The sidecar tries again until it works; training goes on"
@@ -221,16 +221,16 @@ def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> S
             return
 
 
-def _not_serving(leader: Leader) -> Said:
+def _not_serving(leader: Leader) -> DoubtTexts:
     mute = [name for name, place in _there(leader) if not place.sidecar.peer_address]
     if leader.requests.policy.replicas and mute:
         text = f"{few(mute, _NAMED)} do not serve their peers yet, so no copy can be sent to them"
         yield DoubtKind.PEERS_NOT_SERVING, text
 
 
-def _left(leader: Leader) -> Said:
+def _left(leader: Leader) -> DoubtTexts:
     left = leader.requests.left
-    if unserved := said(left.unserved, "not served, as no agent is ready, on node"):
+    if unserved := described(left.unserved, "not served, as no agent is ready, on node"):
         yield DoubtKind.LEFT_NOT_SERVED, unserved
-    if served := said(left.served, SERVED):
+    if served := described(left.served, SERVED):
         yield DoubtKind.LEFT_SERVED, served

@@ -53,7 +53,7 @@ class RunHistory:
         self.stand_in: StepId | None = None
         self.alive_since: float | None = None
         self.resumed = False
-        self.said_of_drives = ""
+        self.reported_drives = ""
         self._alarms: dict[str, tuple[float, str]] = {}
         self._durable: tuple[StepId | None, StepId | None] = None, None
         self._ledger = ledger
@@ -150,7 +150,7 @@ class RunHistory:
         every = on_grid(policy.archive_every, grid)
         return stands_in(step_id.step, before=before.step, commits=commits, every=every)
 
-    def look_for_commit(self, left: LeftShards) -> None:
+    def check_commit(self, left: LeftShards) -> None:
         """Note that the newest commit is lost: with a pod, and not only out of sight, because a
         member has not reported or an agent serves it."""
         known, ledger = self.commit, self._ledger
@@ -166,7 +166,7 @@ class RunHistory:
                 reason = "".join(word.capitalize() for word in str(action.kind).split("-"))
                 self._alarms.pop(action.text, None)  # to the end: the oldest is forgotten first
                 self._alarms[action.text] = at, reason
-        while len(self._alarms) > wire.MOST_SAID:
+        while len(self._alarms) > wire.MOST_MESSAGES:
             del self._alarms[next(iter(self._alarms))]
 
     def alarms(self, *, at: float) -> tuple[wire.Alarm, ...]:
@@ -206,7 +206,7 @@ class RunHistory:
             aside = ledger.core.lineage.fresh == restart.epoch
             if again := aside and fleeting:  # older steps are of no use without what is gone
                 ledger.acknowledge(restart.epoch)
-            drives, self.said_of_drives = self.said_of_drives, ""
+            drives, self.reported_drives = self.reported_drives, ""
             self.remember(
                 Happened(
                     time=utc(at),

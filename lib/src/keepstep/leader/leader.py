@@ -63,7 +63,7 @@ class _Member:
     whole: bool = False
     holds: str = ""
     sequence: int = 0
-    heard: int = 0
+    acknowledged: int = 0
     number: int = 0
     restore: int = 0
     last: int | None = None
@@ -138,7 +138,7 @@ class Leader:
         self._reported: set[int] = set()
         self._patient: set[int] = set()
         """Members that are still to be answered; the patient ones wait for a commit."""
-        self._told: tuple[_Advice, tuple[object, ...]] | None = None
+        self._published: tuple[_Advice, tuple[object, ...]] | None = None
         self._configure()
 
     # --- members -------------------------------------------------------------------------
@@ -152,7 +152,11 @@ class Leader:
         self._members[node_rank] = member
         member.connected, member.leaving = True, member_report.leaving
         (self._patient if _is_of_steps(report) else self._reported).add(node_rank)
-        member.holds, member.heard, self._advice = report.peers_version, member_report.heard, None
+        member.holds, member.acknowledged, self._advice = (
+            report.peers_version,
+            member_report.heard,
+            None,
+        )
         sender = Sender(
             pod=member.pod,
             node_rank=node_rank,
@@ -286,7 +290,7 @@ class Leader:
     @property
     def _pinned(self) -> tuple[StepId, ...]:
         """Steps that stay: the pinned ones, and the one that the run is to go back to."""
-        target, pinned = self.requests.wanted, self.pins.steps
+        target, pinned = self.requests.restore_target, self.pins.steps
         return pinned if target is None or target in pinned else (*pinned, target)
 
     # --- the operator --------------------------------------------------------------------
@@ -302,15 +306,15 @@ class Leader:
     def follow(self, *, at: float) -> bool:
         """Called every second or so: what becomes true by waiting. Returns whether members are to
         be told of it."""
-        before = self._wishes()
+        before = self._requested()
         self.requests.follow(at=at)
-        if changed := self._wishes() != before:
+        if changed := self._requested() != before:
             self._configure()
         return changed
 
-    def _wishes(self) -> tuple[object, ...]:
+    def _requested(self) -> tuple[object, ...]:
         asked = self.requests
-        return asked.wanted, asked.fresh.allowed, asked.gone_for_good, self.history.stand_in
+        return asked.restore_target, asked.fresh.allowed, asked.gone_for_good, self.history.stand_in
 
     # --- asking --------------------------------------------------------------------------
 
@@ -336,21 +340,21 @@ class Leader:
         there = {rank for rank, place in self.ledger.places.items() if not place.gone}
         return there | self.requests.awaited()
 
-    def heard_all(self) -> bool:
+    def has_all_reports(self) -> bool:
         """Whether all connected members have acted on the reply that the leader ends."""
         return all(
-            member.last is not None and member.heard >= member.last
+            member.last is not None and member.acknowledged >= member.last
             for member in self._members.values()
             if member.connected and member.life != self.life
         )
 
     def restore_known(self) -> bool:
         """Whether all members know which step the run is to go back to."""
-        target = self.requests.wanted
+        target = self.requests.restore_target
         return not self.missing() and all(
             member.sent is not None
             and member.sent.reply.restore_from == target
-            and member.heard >= member.restore
+            and member.acknowledged >= member.restore
             for member in self._members.values()
             if member.connected
         )
@@ -359,7 +363,7 @@ class Leader:
         """The members for whom there may be news: all if what all are told has changed, else those
         that have reported since. `patient`: without those that can wait for the next commit."""
         advice, rest = self._advise(), (self.requests.left, self.closing, self.pins)
-        before, self._told = self._told, (advice, rest)
+        before, self._published = self._published, (advice, rest)
         changed = before is None or before[1] != rest or not advice.adds_little_to(before[0])
         due = self._reported if patient else self._reported | self._patient
         ranks = [rank for rank in self.connected if changed or rank in due]
@@ -429,11 +433,11 @@ class Leader:
                 least_gap_s=self._gap_s,
                 committed={str(tier): step_id for tier, step_id in ledger.watermarks().items()},
                 commits=ledger.commits(),
-                plan=None if paused else asked.wanted or ledger.plan(),
+                plan=None if paused else asked.restore_target or ledger.plan(),
                 pinned=self._pinned,
                 all_peers=here,
                 leaving=asked.leaving or any(self._leaving()),
-                restore_from=asked.wanted,
+                restore_from=asked.restore_target,
                 authorities=asked.answer.authorities,
                 archive=self.history.stand_in,
                 failures=self._failures,

@@ -82,9 +82,9 @@ class Place:
     running and which world it reported. `staged`: for each newest staged step, the ranks that
     staged it.
 
-    `sidecar`: the last report, without what is in the ledger or above. `heard_at`: when it came, by
-    the leader's clock. `gone`: the pod is gone. `dropped`: its images are removed from the ledger,
-    too. `stays`: its volumes outlive it, on its node.
+    `sidecar`: the last report, without what is in the ledger or above. `reported_at`: when it came,
+    by the leader's clock. `gone`: the pod is gone. `dropped`: its images are removed from the
+    ledger, too. `stays`: its volumes outlive it, on its node.
     """
 
     pod: str
@@ -92,7 +92,7 @@ class Place:
     sidecar: Report
     epochs: tuple[Epoch, ...]
     ranks: RankSets
-    heard_at: float
+    reported_at: float
     gone: bool = False
     dropped: bool = False
     stays: bool = False
@@ -117,7 +117,7 @@ class Place:
         return self.ranks.own
 
     @property
-    def archive_told(self) -> int:
+    def archive_answers(self) -> int:
         """The ranks of its own of which it reported what is archived."""
         return self.own & functools.reduce(operator.or_, self.ranks.archive.values(), 0)
 
@@ -249,7 +249,7 @@ def renewed(
         sidecar=replace(report, ranks=(), epochs=(), restores=(), goodput=None),
         epochs=epochs,
         ranks=ranks,
-        heard_at=at,
+        reported_at=at,
         stays=sender.local_stays,
     )
 

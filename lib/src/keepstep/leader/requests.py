@@ -14,10 +14,10 @@ from keepstep.core.ledger import Outlook, Restart, outlook
 from keepstep.errors import few
 from keepstep.leader.fresh_start import FreshStart
 from keepstep.leader.history import RunHistory
-from keepstep.leader.left_shards import SERVED, LeftShards, said
+from keepstep.leader.left_shards import SERVED, LeftShards, described
 from keepstep.leader.node_rank import Place
 from keepstep.leader.orphaned_shards import OrphanedShard
-from keepstep.leader.restore_request import followed, request, wanted
+from keepstep.leader.restore_request import followed, request, restore_target
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
 from keepstep.wire.runs import Happened, Member, Requested, RestoreFrom, RunPolicy, utc
@@ -80,9 +80,9 @@ class Requests:
             if place.stays != self.policy.outlives_pod and not place.gone:
                 self._ledger.places[node_rank] = replace(place, stays=self.policy.outlives_pod)
             if node_rank not in connected:
-                self._look_for(node_rank, place, at=at)
+                self._check_place(node_rank, place, at=at)
 
-    def _look_for(self, node_rank: int, place: Place, *, at: float) -> None:
+    def _check_place(self, node_rank: int, place: Place, *, at: float) -> None:
         """Note that the pod of this place is gone, or the node on which its volumes outlived it."""
         pod = self.pods.get(place.pod)
         if place.gone:
@@ -128,13 +128,13 @@ class Requests:
                 self._happened("RolledBack", text, step, at=at)
         self.fresh.follow(ledger, at=at)
         left = self.left
-        served = said(left.served, SERVED)
+        served = described(left.served, SERVED)
         if served and served != self._served:
             self._happened("LeftShardsServed", served, None, at=at)
         self._served = served
-        history.look_for_commit(left)
-        if (drives := self.other_drives) and drives != history.said_of_drives:
-            history.said_of_drives = drives
+        history.check_commit(left)
+        if (drives := self.other_drives) and drives != history.reported_drives:
+            history.reported_drives = drives
             onward = (
                 "the next start begins again at step 0; what is left of older steps is kept"
                 if self.gone_for_good
@@ -155,9 +155,9 @@ class Requests:
     # --- asking --------------------------------------------------------------------------
 
     @property
-    def wanted(self) -> StepId | None:
+    def restore_target(self) -> StepId | None:
         """The step that the next restart must begin from; None: the newest."""
-        return wanted(self.restore_from)
+        return restore_target(self.restore_from)
 
     @property
     def leaving(self) -> bool:

@@ -37,7 +37,7 @@ class Restart:
 
 
 @dataclass(kw_only=True)
-class _Told:
+class _Known:
     """What was reported of one epoch. `before`: the newest step that all ranks had staged when it
     began. `ranks`: the ranks that reported it, as bits.
 
@@ -85,14 +85,14 @@ class RestartHistory:
         self.lost_steps = 0
         self.counted: EpochId | None = None
         self._done: set[EpochId] = set()
-        self._told: dict[EpochId, _Told] = {}
+        self._known: dict[EpochId, _Known] = {}
 
     def resume(self, *, restarts: int, lost_steps: int, counted: EpochId | None) -> None:
         """Go on from what an earlier leader counted, which members have reported again."""
         self.restarts, self.lost_steps, self.counted = restarts, lost_steps, counted
         after = counted.number if counted is not None else -1
-        self._told = {
-            epoch_id: known for epoch_id, known in self._told.items() if epoch_id.number > after
+        self._known = {
+            epoch_id: known for epoch_id, known in self._known.items() if epoch_id.number > after
         }
 
     def take(
@@ -111,12 +111,12 @@ class RestartHistory:
             self._note(recorded[current], named, before, at)
         for restore in report.restores:
             self._note(restore.epoch, named, None, at)
-            if restore.epoch.id in self._told:
-                self._told[restore.epoch.id].add(restore)
+            if restore.epoch.id in self._known:
+                self._known[restore.epoch.id].add(restore)
 
     def _note(self, epoch: Epoch, named: set[EpochId], before: int | None, at: float) -> None:
-        if epoch.id not in self._told and not self._is_counted(epoch.id, named):
-            self._told[epoch.id] = _Told(epoch=epoch, since=at, before=before)
+        if epoch.id not in self._known and not self._is_counted(epoch.id, named):
+            self._known[epoch.id] = _Known(epoch=epoch, since=at, before=before)
 
     def _is_counted(self, epoch_id: EpochId, named: set[EpochId]) -> bool:
         """Whether this epoch is counted already. An epoch with a lower number than the counted one
@@ -131,18 +131,18 @@ class RestartHistory:
         """The restarts that are accounted for now, oldest first. Each is returned once."""
         ripe = [
             known
-            for known in self._told.values()
+            for known in self._known.values()
             if (world is not None and known.ranks.bit_count() >= world)
             or at - known.since >= PATIENCE_S
         ]
         found = []
         for known in sorted(ripe, key=lambda restart: restart.epoch.id):
-            del self._told[known.epoch.id]
+            del self._known[known.epoch.id]
             restart = self._account(known, known.as_restart(world=world, at=at))
             found += [restart] if restart else []
         return found
 
-    def _account(self, known: _Told, restart: Restart) -> Restart | None:
+    def _account(self, known: _Known, restart: Restart) -> Restart | None:
         first = self.counted is None and not restart.parent and not known.before
         begins = self.counted is None and bool(restart.origin)
         self.counted = restart.epoch

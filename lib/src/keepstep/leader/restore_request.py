@@ -14,7 +14,7 @@ from dataclasses import replace
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.runs import RestoreFrom
 
-_WANTED = re.compile(
+_TARGET = re.compile(
     r"(?:([a-z0-9][-a-z0-9]*)/)?(?:([0-9]{1,18})|([0-9]{4,9}\.[0-9a-f]{8}-[0-9]+))"
 )
 
@@ -26,7 +26,7 @@ def request(
     its present epoch."""
     if not text or (known is not None and text == known.asked):
         return known if text else None
-    named = _WANTED.fullmatch(text)
+    named = _TARGET.fullmatch(text)
     other = named[1] if named and named[1] not in (None, own) else ""
     return RestoreFrom(asked=text, run=other, since=newest.number if newest else 0)
 
@@ -36,7 +36,7 @@ def followed(asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]
     are known. `held`: the committed steps. No sidecar can bring a step of another run."""
     if asked.epoch or asked.run:
         return asked
-    named = _WANTED.fullmatch(asked.asked)
+    named = _TARGET.fullmatch(asked.asked)
     if named is not None and not asked.step:
         found = [step_id for step_id in held if _means(named, step_id)]
         asked = replace(asked, step=str(max(found, default="")))
@@ -48,7 +48,7 @@ def followed(asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]
     return replace(asked, epoch=str(max(began, default="")))
 
 
-def wanted(asked: RestoreFrom | None) -> StepId | None:
+def restore_target(asked: RestoreFrom | None) -> StepId | None:
     """The step that the next restart must begin from; None: the newest."""
     return _parsed(asked.step) if asked is not None and not asked.epoch else None
 

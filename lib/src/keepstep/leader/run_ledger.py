@@ -69,7 +69,7 @@ class RunLedger:
         self.places = Places()
         self.orphans = OrphanedShards()
         self.progress: StepId | None = None
-        self._told: dict[int, int] = {}
+        self._answers: dict[int, int] = {}
         """By node rank, the ranks that it has named since its volumes were scanned, as a bitmap."""
         self._asked: set[int] = set()
         """Node ranks whose next report must be whole."""
@@ -116,11 +116,11 @@ class RunLedger:
         if report.ready:
             self.orphans.back(sender.node_rank, sender.node)
         self._forget_unnamed(sender.node_rank, report)
-        self._hear(sender.node_rank, report)
+        self._apply(sender.node_rank, report)
         now = self.places[sender.node_rank] = self._renewed(place, sender, report, at)
-        if place is not None and report.since and now.archive_told & ~place.archive_told:
+        if place is not None and report.since and now.archive_answers & ~place.archive_answers:
             self._asked.add(sender.node_rank)  # others may have been believed
-        if place is not None and place.archive_told & ~now.archive_told:
+        if place is not None and place.archive_answers & ~now.archive_answers:
             self._ask_all()
         self._know_world()
         self._advance()
@@ -130,11 +130,11 @@ class RunLedger:
         """What follows from all changes since the last call."""
         return self.core.actions()
 
-    def _hear(self, node_rank: int, report: Report) -> None:
+    def _apply(self, node_rank: int, report: Report) -> None:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
         if any(Tier.ARCHIVE in rank.tiers and kept(rank) for rank in report.ranks):
-            version = self._heard(node_rank)
+            version = self._answered(node_rank)
             ranks = (found for rank in report.ranks for found in self._of(node_rank, rank, version))
             event = replace(event, ranks=tuple(ranks))
         self.core.take(event)
@@ -198,7 +198,7 @@ class RunLedger:
                 self.places[node_rank] = replace(place, gone=True, dropped=not local_stays)
                 self._ask_all()
                 if not local_stays:
-                    self._told.pop(node_rank, None)
+                    self._answers.pop(node_rank, None)
                     self.core.take(Gone(node_rank))
                     self._forget_epochs()
                 elif not place.gone:
@@ -233,12 +233,12 @@ class RunLedger:
     def _forget_unnamed(self, node_rank: int, report: Report) -> None:
         """Remove the ranks that this node had and, after the scan of its volumes, no longer has."""
         named = report.named
-        known = self._told.get(node_rank, 0)
+        known = self._answers.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
                 self.core.take(Gone(node_rank, rank))
             known = 0
-        self._told[node_rank] = known | named
+        self._answers[node_rank] = known | named
 
     def _forget_epochs(self) -> None:
         """Forget epochs of which no pod has a record any more: they must not outrank an epoch that
@@ -256,12 +256,12 @@ class RunLedger:
         places = self.places.values()
         return [epoch for place in places if not place.dropped for epoch in place.epochs]
 
-    def _heard(self, but: int) -> int:
+    def _answered(self, but: int) -> int:
         """Ranks whose own pods exist and have reported what is archived, as a bitmap. The pod of
         node rank `but` does not count."""
         found = 0
         for at, place in self.places.items():
-            found |= place.archive_told if at != but and not place.gone else 0
+            found |= place.archive_answers if at != but and not place.gone else 0
         return found
 
     def _know_world(self) -> None:

@@ -25,7 +25,7 @@ from keepstep.wire.runs import (
     Record,
     RunReport,
     Safe,
-    Stall,
+    SaveOverhead,
     within_bounds,
 )
 
@@ -134,9 +134,9 @@ def _fullest(there: Iterable[Place]) -> float | None:
     )
 
 
-def _stall(there: Iterable[Place]) -> Stall:
+def _stall(there: Iterable[Place]) -> SaveOverhead:
     stalls = [place.sidecar.stall for place in there]
-    return Stall(
+    return SaveOverhead(
         skipped=sum(counts.skipped for counts in stalls),
         discarded=sum(counts.discarded for counts in stalls),
         blocked_seconds=round(sum(counts.blocked_seconds for counts in stalls), 1),
@@ -150,7 +150,7 @@ def _silent(leader: Leader, at: float) -> Iterator[int]:
     """The node ranks that are not connected: since long, or since this leader began."""
     for rank in leader.missing():
         place = leader.ledger.places.get(rank)
-        if place is None or at - place.heard_at >= SILENT_S:
+        if place is None or at - place.reported_at >= SILENT_S:
             yield rank
 
 

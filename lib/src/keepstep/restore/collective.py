@@ -98,12 +98,12 @@ class _Failure(NamedTuple):
 class _Ballot(NamedTuple):
     """The vote of one rank.
 
-    `said`: the rank's `Candidates`, packed. Most ranks send identical bytes, which are unpacked
+    `packed`: the rank's `Candidates`, packed. Most ranks send identical bytes, which are unpacked
     once. `without`: the name of the machine if it has no sidecar, for example because admission did
     not answer when the pod was created. `step`: the step that the script asks for.
     """
 
-    said: bytes | None
+    packed: bytes | None
     nonce: str
     error: str = ""
     without: str = ""
@@ -271,7 +271,7 @@ class Collective:
             ballot = zlib.compress(pickle.dumps(ask_candidates(self._session)), 1)
         except SidecarError as error:
             return mine._replace(error=str(error))
-        return mine._replace(said=ballot)
+        return mine._replace(packed=ballot)
 
     def _raise_errors(self, ballots: list[_Ballot]) -> None:
         errors = [
@@ -335,7 +335,7 @@ def _news(decision: Decision, votes: list[Candidates]) -> Iterator[str]:
 
 def _votes(ballots: list[_Ballot]) -> list[Candidates]:
     """The candidates of the ranks that have a sidecar."""
-    texts = [ballot.said for ballot in ballots if ballot.said is not None]
+    texts = [ballot.packed for ballot in ballots if ballot.packed is not None]
     read: dict[bytes, Candidates] = {
         chunk: pickle.loads(zlib.decompress(chunk)) for chunk in dict.fromkeys(texts)
     }
@@ -403,7 +403,7 @@ def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def telling(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]:
+def reporting(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]:
     """Log what this rank waits for after 10 s, and every 30 s from then on.
 
     `path`: the socket of the sidecar, which knows why a rank may not vote yet and what it has

@@ -78,7 +78,7 @@ _MAPPED = 0
 _NEARNESS = {tier: number for number, tier in enumerate(NEAREST_FIRST, start=1)}
 
 
-class Wanted(Protocol):
+class ChunkRequest(Protocol):
     """A chunk of the image of a saved rank."""
 
     @property
@@ -87,7 +87,7 @@ class Wanted(Protocol):
     def chunk(self) -> int: ...
 
 
-W = TypeVar("W", bound=Wanted)
+W = TypeVar("W", bound=ChunkRequest)
 
 
 class Bytes(Protocol):
@@ -110,10 +110,10 @@ class _UnusableError(KeepstepError):
 
 
 class Images:
-    """The images of one step that were found. `index`: what they hold, one box per row. `wanted`:
-    the chunks that other ranks are to send."""
+    """The images of one step that were found. `index`: what they hold, one box per row.
+    `requested`: the chunks that other ranks are to send."""
 
-    wanted: tuple[ChunkRun, ...] = ()
+    requested: tuple[ChunkRun, ...] = ()
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Images:
             yield from self._reader().stream(chain((first,), chunks))
 
     def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
-        """What was `wanted` comes from these chunks."""
+        """What was `requested` comes from these chunks."""
 
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
         """Announce the chunks that will be requested, in this order.
@@ -466,7 +466,7 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
     """The chunks that hold `pieces`, each once. `pieces` come in the order of the files."""
     current: Load | None = None
     for piece in pieces:
-        size = dtypes[piece.want].itemsize
+        size = dtypes[piece.request].itemsize
         begin, end = byte_range(piece, size)
         for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             parts = list(blocks(piece, size, chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES))
@@ -476,7 +476,7 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
                 if current is not None:
                     yield current
                 current = Load(piece.rank, chunk)
-            current.parts.extend((piece.want, part) for part in parts)
+            current.parts.extend((piece.request, part) for part in parts)
     if current is not None:
         yield current
 
@@ -548,11 +548,11 @@ def _mapped(
         flat = images.flat(piece.rank)
         if flat is None:
             continue
-        target, dtype = targets[piece.want], dtypes[piece.want]
+        target, dtype = targets[piece.request], dtypes[piece.request]
         size = math.prod(piece.extent) * dtype.itemsize
         total += size
         is_whole = piece.extent == piece.sizes == target.shape
-        if is_whole and plain[piece.want] and target.dtype == dtype:
+        if is_whole and plain[piece.request] and target.dtype == dtype:
             moves.append(copying.Move(target.data_ptr(), flat.data_ptr() + piece.begin, size))
         else:
             whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
@@ -591,7 +591,7 @@ def show(images: Images) -> Shown:
 
 
 class LentImages(Images):
-    """The images that the lenders showed. `wanted`: the chunks that this rank's plan needs."""
+    """The images that the lenders showed. `requested`: the chunks that this rank's plan needs."""
 
     def __init__(self, link: Session, step_id: StepId, shown: Sequence[Shown | None]) -> None:
         """`shown`: by running rank. Of several lenders of an image, the first lends it."""
@@ -627,7 +627,7 @@ class LentImages(Images):
 
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
         """Note what the plan needs; the lenders hear of it with all other ranks."""
-        self.wanted = runs
+        self.requested = runs
 
     def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
         """From now on, `stream` reads these chunks: all that any rank wants, in order."""

@@ -95,7 +95,7 @@ class Loader(Tensors):
                 self.differ(_missing(name))
         raise_differences(self._differences)
         self._plan = make(
-            self._wants,
+            self._requests,
             self._images.index,
             rank=self._rank,
             nearness=self._images.nearness,

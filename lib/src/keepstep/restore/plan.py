@@ -302,7 +302,7 @@ _SHOWN = 20
 _RANKS_SHOWN = 8
 
 
-class Want(NamedTuple):
+class TensorRequest(NamedTuple):
     """A box to fill.
 
     `own`: prefer the value of the same rank to an equal box of another rank. This is for buffers,
@@ -319,12 +319,12 @@ class Piece(NamedTuple):
 
     The saved box has the shape `sizes` and begins at byte `begin` of the image of `rank`. The part
     begins at `low` in the saved box and has the shape `extent`. It belongs at `at` in the wanted
-    box number `want`.
+    box number `request`.
     """
 
     rank: int
     begin: int
-    want: int
+    request: int
     sizes: tuple[int, ...]
     low: tuple[int, ...]
     extent: tuple[int, ...]
@@ -341,7 +341,7 @@ class Plan:
     same on all ranks, so the ranks of a node can share what they read.
     """
 
-    wants: Sequence[Want]
+    requests: Sequence[TensorRequest]
     columns: Tensor
     dims: int
     wholes: Sequence[Piece] = ()
@@ -355,13 +355,13 @@ class Plan:
         """The rows as objects, made on demand."""
         for rows in self.columns.split(4096):
             for row in rows.tolist():
-                dims = len(self.wants[row[2]].box.sizes)
+                dims = len(self.requests[row[2]].box.sizes)
                 ends = [3 + (part + 1) * self.dims for part in range(4)]
                 yield Piece(*row[:3], *(tuple(row[end - dims : end]) for end in ends))
 
 
 def make(
-    requests: Sequence[Want],
+    requests: Sequence[TensorRequest],
     index: Index,
     *,
     rank: int,
@@ -418,7 +418,7 @@ class _Planner:
         order[self._rank % self._index.world] = -1
         return order
 
-    def add(self, number: int, request: Want) -> None:
+    def add(self, number: int, request: TensorRequest) -> None:
         if request.box.empty:
             return
         saved = self._index.find(request.name)

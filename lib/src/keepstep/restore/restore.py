@@ -233,7 +233,7 @@ class Restore:
             self._plan_from(self._all_images(every=True), taken)
         self._partial.check(self._id, self._lasting(taken), self._loader.targets)
         self._compare_base(taken)
-        return self._loader.unused(), images.wanted
+        return self._loader.unused(), images.requested
 
     def _compare_base(self, taken: Taken) -> None:
         """Compare what the script has of the base with the base.

@@ -23,7 +23,7 @@ from keepstep.errors import MismatchError, few
 from keepstep.image import FlatBox, Section, base_of, extras, local_name
 from keepstep.image.codecs import ViewForm
 from keepstep.restore.images import Images
-from keepstep.restore.plan import Box, Index, Saved, Want
+from keepstep.restore.plan import Box, Index, Saved, TensorRequest
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
 from keepstep.state.leaves import (
@@ -48,7 +48,7 @@ class Target(NamedTuple):
 
     `name`: the name that the tensor would be saved under. `first`: the first of the names that are
     tied to one tensor. `live`: the user's tensor, perhaps a DTensor; None for a new tensor. `own`:
-    see `Want`. `flat`: see `TensorSpec`.
+    see `TensorRequest`. `flat`: see `TensorSpec`.
     """
 
     name: str
@@ -228,7 +228,7 @@ class Tensors:
         self.names = Names(images.index, images.stand_in(rank))
         self.refill = Refill()
         self.targets: list[Tensor] = []
-        self._wants: list[Want] = []
+        self._requests: list[TensorRequest] = []
         self._finishers: list[tuple[str, Callable[[], None]]] = []
         self._differences: list[str] = []
         self._trees: dict[int, dict[str, SavedTree]] = {}
@@ -258,7 +258,7 @@ class Tensors:
         saved = self.names.find(here.name, whole=here.whole)
         first, other = self._first(here, here.name, saved)
         if first == here.name:
-            self._want(here, saved)
+            self._request(here, saved)
             self._give(saved, here)
         elif saved is not None and self._are_two(saved, other):
             self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
@@ -280,7 +280,7 @@ class Tensors:
             if not same or self._were_two(saved, other):
                 made = self.made(saved, here.tensor.device)
                 return self._given.setdefault(saved.name, made)
-        self._want(here._replace(name=name), saved)
+        self._request(here._replace(name=name), saved)
         self._give(saved, here)
         return here.live
 
@@ -303,7 +303,7 @@ class Tensors:
         """The saved tensors that have several names."""
         return frozenset(self._images.index.aliases.values())
 
-    def _want(self, target: Target, saved: Saved | None) -> None:
+    def _request(self, target: Target, saved: Saved | None) -> None:
         dtype = target.tensor.dtype
         if saved is None:
             here = describe(target.shape, dtype)
@@ -316,7 +316,7 @@ class Tensors:
         else:
             for tensor, box in boxes(target.tensor, target.offsets, target.flat):
                 self.targets.append(tensor)
-                self._wants.append(Want(saved.name, box, own=target.own))
+                self._requests.append(TensorRequest(saved.name, box, own=target.own))
 
     def _give(self, saved: Saved | None, here: Target) -> None:
         """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
@@ -367,7 +367,7 @@ class Tensors:
         """A new tensor to be filled.
 
         If `like` is a DTensor of the saved shape, the new tensor is placed like it and gets a box
-        of the saved tensor. Otherwise it gets the whole saved tensor. `own`: see `Want`.
+        of the saved tensor. Otherwise it gets the whole saved tensor. `own`: see `TensorRequest`.
         """
         if like is not None and sharding.is_dtensor(like) and saved.shape == tuple(like.shape):
             sharing = sharding.sharing_of(like, saved.name)
@@ -398,7 +398,7 @@ class Tensors:
         copying.prefer_huge_pages(tensor)
         for part, box in boxes(tensor, offsets, flat):
             self.targets.append(part)
-            self._wants.append(Want(saved.name, box, own=own))
+            self._requests.append(TensorRequest(saved.name, box, own=own))
         return tensor
 
     def built(

@@ -596,7 +596,7 @@ class Agent:
             return self._report
         if self._registered is not None and is_registered and self._asked and self._held is None:
             return self._fetch
-        return self._tell_skips if self._skips else None
+        return self._report_skips if self._skips else None
 
     def _copy(self) -> None:
         pending = self.pending
@@ -821,7 +821,7 @@ class Agent:
             if self._base is base:
                 self._registered, self.refusal = layout, ""
 
-    def _tell_skips(self) -> None:
+    def _report_skips(self) -> None:
         with self._lock:
             reason, skips = next(iter(self._skips.items()))
         request = SkippedRequest(

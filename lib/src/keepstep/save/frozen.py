@@ -331,11 +331,11 @@ class Frozen:
         return self.base
 
     def _made(self, taken: Taken, rank: int, world: int) -> Base | None:
-        self._look_back()
+        self._compare_earlier()
         leaves = self._candidates(taken)
         return _base_of(leaves, taken, rank, world) if _worth(leaves, taken) else None
 
-    def _look_back(self) -> None:
+    def _compare_earlier(self) -> None:
         """Leave out what has changed where it lay since `watch`."""
         watched, self._watched = self._watched, None
         if watched is not None:

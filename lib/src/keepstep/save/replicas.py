@@ -94,11 +94,11 @@ def describe_absent(ranks: Sequence[int], *, saving: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The samples of one step: by group, memory of the host that is filled once `told` is."""
+    """The samples of one step: by group, memory of the host that is filled once `flags` is."""
 
     step: int
     groups: Mapping[Group, list[Tensor]]
-    told: tuple[Tensor, ...]
+    flags: tuple[Tensor, ...]
 
 
 class Replicas:
@@ -144,7 +144,7 @@ class Replicas:
         }
         for device in flags:
             ones = accelerator.here().zeros(1, device) + 1
-            flags[device] = accelerator.here().tell(ones)
+            flags[device] = accelerator.here().to_host_flag(ones)
         if self._everybody:
             groups.setdefault(self._everybody, [])
         self._samples.put(_Sample(step, groups, tuple(flags.values())))
@@ -168,8 +168,8 @@ class Replicas:
             store = _store()
             while not self._closed and (sample := self._samples.get()) is not None:
                 for group, samples in sorted(sample.groups.items()):
-                    await_flag = accelerator.here().await_told
-                    if all(await_flag(tensor, lambda: self._closed) for tensor in sample.told):
+                    await_flag = accelerator.here().await_flag
+                    if all(await_flag(tensor, lambda: self._closed) for tensor in sample.flags):
                         self._compare(store, group, sample.step, _digest(samples))
         except Exception as error:  # the store's server ends with rank 0
             log.debug("keepstep: replicas are not compared any more: %s", error)
@@ -192,7 +192,7 @@ class Replicas:
         if self._await(store, [verdict], _WITHIN_S + _SLACK_S):
             differ, absent = json.loads(store.get(verdict))
             if differ:
-                self._tell(describe(differ, group=group, step=step))
+                self._report(describe(differ, group=group, step=step))
             if absent and not self._missed:
                 self._missed = True
                 self._warn(describe_absent(absent, saving=group[0], step=step))
@@ -215,7 +215,7 @@ class Replicas:
             pause_s = min(2 * pause_s, _LONGEST_S)
         return True
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if not self.difference:
             self.difference = text
             self._warn(text)

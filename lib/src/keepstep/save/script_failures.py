@@ -90,11 +90,11 @@ def is_own(error: BaseException | None) -> bool:
 
 def _comes_from_outside(error: BaseException) -> bool:
     return (
-        _tells_of_a_peer(error)
+        _names_a_peer(error)
         or isinstance(error, _NOT_OWN)
         or is_of_a_handler(error)
         or (isinstance(error, OSError) and _errno_of(error) in _ERRNOS)
-        or (isinstance(error, RuntimeError) and _tells_of_a_device(str(error)))
+        or (isinstance(error, RuntimeError) and _names_a_device(str(error)))
         or _is_of_a_client(error)
     )
 
@@ -106,7 +106,7 @@ def _errno_of(error: OSError) -> int | None:
     return int(found[-1])
 
 
-def _tells_of_a_device(text: str) -> bool:
+def _names_a_device(text: str) -> bool:
     if any(mark in text for mark in _OF_MEMORY + _OF_WORKERS):
         return True
     of_a_device = any(mark in text for mark in _OF_DEVICES)
@@ -195,7 +195,7 @@ _ENDING = _Ending()
 os.register_at_fork(after_in_child=_ENDING.forget)
 
 
-def _tells_of_a_peer(error: BaseException) -> bool:
+def _names_a_peer(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _OF_PEERS):
         return True
     return isinstance(error, _DIST_ERRORS)
@@ -214,7 +214,7 @@ def on_uncaught(report: Callable[[BaseException], None]) -> None:
         with contextlib.suppress(Exception):
             if is_own(error):
                 report(error)
-            elif any(map(_tells_of_a_peer, chain(error, contexts=True))):
+            elif any(map(_names_a_peer, chain(error, contexts=True))):
                 # Python's end joins gloo's thread, and that thread may still wait for the lost
                 # peer, by default for half an hour. This timer is a thread of C, so it also runs
                 # while the interpreter ends.

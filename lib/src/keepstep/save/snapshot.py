@@ -64,9 +64,9 @@ class Pending:
     """One image on its way; see the module.
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
-    the agent thread. `done`: per accelerator, the event after its queued copies; `told`: what tells
-    the agent thread of it; `reads`: what they read, which is not freed until then. `late`: writes
-    into the slot that must wait for them. `samples`: those
+    the agent thread. `done`: per accelerator, the event after its queued copies; `flags`: what
+    tells the agent thread of it; `reads`: what they read, which is not freed until then. `late`:
+    writes into the slot that must wait for them. `samples`: those
     of the guard, in host memory once the copies are done. `thread`: the thread that trains.
     `fenced`: of an image of an accelerator, whether its copies are done and the devices were asked
     to compare. `filling`: the base that is copied beside it, if it is the first to refer to it.
@@ -80,7 +80,7 @@ class Pending:
     transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
-    told: dict[torch.device, Tensor] = field(default_factory=dict)
+    flags: dict[torch.device, Tensor] = field(default_factory=dict)
     base: Base | None = None
     apart: tuple[Tensor, ...] = ()
     filling: Filling | None = None
@@ -130,8 +130,8 @@ class Pending:
 
     def copy_beside(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
-        await_flag = accelerator.here().await_told
-        self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.told.values()))
+        await_flag = accelerator.here().await_flag
+        self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.flags.values()))
 
     def _copy(self, devices_are_done: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -169,7 +169,9 @@ class Pending:
                 differences = [differs for guard in guards for differs in guard.differences()]
                 for differs in (*self.apart, *differences):
                     if device.device_of(differs) is not None:
-                        self._differences.append(device.tell(differs.to(torch.uint8) + _SAME))
+                        self._differences.append(
+                            device.to_host_flag(differs.to(torch.uint8) + _SAME)
+                        )
                     elif differs:
                         self.culprit = "?"
             for place in self.done:
@@ -225,7 +227,7 @@ class Pending:
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
         """Judge by what the devices found when they came to the fence."""
         versions = [
-            accelerator.here().await_told(difference, give_up) for difference in self._differences
+            accelerator.here().await_flag(difference, give_up) for difference in self._differences
         ]
         if 0 not in versions:  # else it was given up
             self._decide(lambda: self.culprit or ("?" if _DIFFERS in versions else ""))
@@ -263,7 +265,7 @@ class Pending:
     def _let_go(self) -> None:
         """Memory that a device still reads, of an image that was given up, waits for its stream."""
         device = accelerator.here()
-        if not all(map(bool, self.told.values())):
+        if not all(map(bool, self.flags.values())):
             for tensor in (tensor for lot in self.reads for tensor in lot.tensors):
                 place = device.device_of(tensor)
                 if place is not None:
@@ -486,7 +488,7 @@ class Snapshots:
             with device.on(device.copying(place)):
                 if place not in self._ones:
                     self._ones[place] = device.zeros(1, place) + 1
-                pending.told[place] = device.tell(self._ones[place])
+                pending.flags[place] = device.to_host_flag(self._ones[place])
 
     def _bring_samples(self, all_samples: list[Tensor], place: torch.device) -> None:
         """Queue copies of what the fingerprint read on a device, for the agent thread."""

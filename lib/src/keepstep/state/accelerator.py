@@ -33,7 +33,7 @@ from keepstep.errors import UsageError
 
 log = logging.getLogger("keepstep")
 
-_LOOK_S, _LONGEST_S = 0.0005, 0.002
+_POLL_S, _LONGEST_S = 0.0005, 0.002
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
@@ -233,7 +233,7 @@ class Accelerator:
             return False
         return queue(batch, place.index or 0, torch.cuda.current_stream(place).cuda_stream)
 
-    def tell(self, value: Tensor) -> Tensor:
+    def to_host_flag(self, value: Tensor) -> Tensor:
         """Memory of the host that is zero until the device's current stream has come to this call,
         and then holds the value, which is not zero. The host waits for nothing."""
         flag = self.pinned_zeros_like(value)
@@ -244,8 +244,8 @@ class Accelerator:
         """Zeros in memory of the host into which a device copies while the host goes on."""
         return torch.zeros_like(value, device="cpu", pin_memory=True)
 
-    def await_told(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
-        """What `tell` told; 0 after `give_up`. For threads beside the one that trains.
+    def await_flag(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
+        """What `to_host_flag` told; 0 after `give_up`. For threads beside the one that trains.
 
         It only reads memory. Most calls that ask a device, from any thread, break the capture of a
         graph that is under way, and `Event.synchronize` keeps a core busy.
@@ -253,7 +253,7 @@ class Accelerator:
         began = time.monotonic()
         while not (value := int(flag)) and not give_up():
             # each look takes the interpreter from the training thread
-            time.sleep(min(_LONGEST_S, max(_LOOK_S, (time.monotonic() - began) / 16)))
+            time.sleep(min(_LONGEST_S, max(_POLL_S, (time.monotonic() - began) / 16)))
         return value
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:

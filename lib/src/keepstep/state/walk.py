@@ -199,7 +199,7 @@ class _Owner(NamedTuple):
     sharded: bool
 
 
-_NOBODY = _Owner("", None, False)
+_NO_OWNER = _Owner("", None, False)
 
 
 class Walker:
@@ -234,7 +234,7 @@ class Walker:
         self._inner: Any = None
         self._there: set[int] | None = None
         self._owners: dict[str, _Owner] = {}
-        self._owner = _NOBODY
+        self._owner = _NO_OWNER
         self._section = Section.REST
         self._lazy = self._lenient = self._module = self._formed = False
         self._open: list[tuple[int, str]] = []
@@ -527,7 +527,7 @@ class Walker:
         try:
             return self._branch(child, owner.path)
         finally:
-            self._owner = _NOBODY
+            self._owner = _NO_OWNER
 
     def _item(self, key: Any, child: Any, node: Node | None, path: str) -> tuple[Any, Node]:
         if type(key) is not str and type(key) is not int:
@@ -619,7 +619,7 @@ class Walker:
         if live is not local:
             sharing = sharding.sharing_of(live, path)
             return sharing, (owner.path or path, sharing.members)
-        if owner is _NOBODY:
+        if owner is _NO_OWNER:
             members = self._parameters.get(shown_path)
             return _same_on(members, local), (path, members)
         if not owner.sharded:

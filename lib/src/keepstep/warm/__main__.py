@@ -57,7 +57,7 @@ def _count(text: str) -> int:
     return number
 
 
-def say(text: str) -> None:
+def note(text: str) -> None:
     """Print one line on stderr; stdout belongs to the command."""
     print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
@@ -66,7 +66,7 @@ class Lives:
     """Runs one command, and starts it again as long as its lives finish steps."""
 
     def __init__(self, path: str, command: Sequence[str], modules: Sequence[str]) -> None:
-        self._starter = Starter(path, command, modules, say)
+        self._starter = Starter(path, command, modules, note)
         self._stopped = False
 
     def run(self, fruitless: int) -> int:
@@ -89,7 +89,7 @@ class Lives:
             # a sidecar that is away, or has forgotten its steps, reports no new step
             failed = 0 if after - before else failed + 1
             before |= after
-            say(
+            note(
                 f"the command ended with {code}"
                 + (
                     "; it starts again"
@@ -139,12 +139,12 @@ def main() -> int:
     asked = _arguments(sys.argv[1:])
     path = shutil.which(asked.command[0])
     if path is None:
-        say(f"{asked.command[0]}: command not found")
+        note(f"{asked.command[0]}: command not found")
         return _NOT_FOUND
     try:
         return Lives(path, asked.command, asked.preload).run(asked.fruitless)
     except OSError as error:
-        say(f"{path}: {error.strerror}")
+        note(f"{path}: {error.strerror}")
         return _NOT_EXECUTABLE
 
 

@@ -262,7 +262,7 @@ class Starter:
         self._argv = (path, *command[1:])
         self._command = tuple(command)
         self._modules = tuple(modules)
-        self._say = report
+        self._report = report
         self._server: ForkServer | None = None
         self._cold_for_good = False
 
@@ -304,7 +304,7 @@ class Starter:
                 if error.for_good:
                     self._cold(str(error))
                 else:
-                    self._say(f"a cold start this time: {error}")
+                    self._report(f"a cold start this time: {error}")
                     if self._server.ready:  # stale: no use for later starts either
                         self._server.close()
         pid = spawn_command(self._argv[0], self._command, environment, own_group=own_group)
@@ -314,7 +314,7 @@ class Starter:
     def _cold(self, reason: str) -> None:
         self._cold_for_good = True
         self._server = None
-        self._say(f"starts are cold, not warm: {reason}")
+        self._report(f"starts are cold, not warm: {reason}")
 
     def close(self) -> None:
         """End the server."""

@@ -18,7 +18,7 @@ from keepstep.core.ledger import Reported
 from keepstep.core.shard import StepShards
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.runs import Stall
+from keepstep.wire.runs import SaveOverhead
 from keepstep.wire.status import TierProgress, VolumeUsage
 
 AUDIENCE = "reports.keepstep.dev"
@@ -44,9 +44,9 @@ class ReportedRanks(RanksReport):
     staged: StepId | None = None
 
     @property
-    def says(self) -> object:
+    def facts(self) -> object:
         """What ranks must have in common to be reported together."""
-        return self.world, self.alive, self.staged, super().says
+        return self.world, self.alive, self.staged, super().facts
 
     def shards(self, *tiers: Tier) -> tuple[StepShards, ...]:
         """All shards that are listed under these tiers; without arguments, under any."""
@@ -150,7 +150,7 @@ class Report:
     pinned: str = ""
     epochs: tuple[Epoch, ...] = ()
     ranks: tuple[ReportedRanks, ...] = ()
-    stall: Stall = field(default_factory=Stall)
+    stall: SaveOverhead = field(default_factory=SaveOverhead)
     restores: tuple[ReportedRestore, ...] = ()
     volumes: tuple[ReportedVolume, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -24,7 +24,7 @@ LARGEST_BYTES = 128 << 10
 
 MOST_NODES = 64
 MOST_NODE_WARNINGS = 2
-MOST_SAID = 12
+MOST_MESSAGES = 12
 MOST_RECENT = 10
 MOST_EPOCHS = 4
 MOST_COMMITS = 16
@@ -258,7 +258,7 @@ class Safe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stall:
+class SaveOverhead:
     """What saving cost, summed over ranks since their sidecars started."""
 
     skipped: int = 0
@@ -307,7 +307,7 @@ class RunReport:
     certain: bool = False
     archived: int = 0
     safe: Safe = Safe()
-    stall: Stall = Stall()
+    stall: SaveOverhead = SaveOverhead()
     fullest: float | None = None
     sidecar: str = ""
     library: str = ""
@@ -340,10 +340,12 @@ def within_bounds(report: RunReport) -> RunReport:
             for event in report.recent[:MOST_RECENT]
         ),
         alarms=tuple(
-            replace(alarm, text=alarm.text[:LONGEST_TEXT]) for alarm in report.alarms[:MOST_SAID]
+            replace(alarm, text=alarm.text[:LONGEST_TEXT])
+            for alarm in report.alarms[:MOST_MESSAGES]
         ),
         doubts=tuple(
-            replace(doubt, text=doubt.text[:LONGEST_TEXT]) for doubt in report.doubts[:MOST_SAID]
+            replace(doubt, text=doubt.text[:LONGEST_TEXT])
+            for doubt in report.doubts[:MOST_MESSAGES]
         ),
         record=replace(
             record,

@@ -21,7 +21,7 @@ from keepstep_operator.admission.server import (
     deadline_of,
 )
 from keepstep_operator.injection import Defaults
-from keepstep_operator.journal import say
+from keepstep_operator.journal import info
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import Client
 from keepstep_operator.names import ADMISSION_PORT
@@ -169,12 +169,12 @@ async def serve(settings: Settings) -> None:
                 server.application(ready), port=settings.port, ssl_context=tls.context
             ) as port,
         ):
-            say("admission.started", port=port, metrics_port=seen)
+            info("admission.started", port=port, metrics_port=seen)
             await until_signal()
             ending.set()
             await asyncio.sleep(settings.drain_s)
         reloading.cancel()
-    say("admission.stopped")
+    info("admission.stopped")
 
 
 def _text(path: Path) -> str:

@@ -35,7 +35,7 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.api.run import cut
 from keepstep_operator.injection import Defaults, is_injected
-from keepstep_operator.journal import crash, say
+from keepstep_operator.journal import crash, info
 from keepstep_operator.kube.errors import KubeError, Unavailable
 from keepstep_operator.serving import Ready, health_routes
 
@@ -150,13 +150,13 @@ class Admission:
         try:
             review = parse_review(raw)
         except ReviewError as error:
-            say("admission.request_refused", level=logging.WARNING, error=str(error))
+            info("admission.request_refused", level=logging.WARNING, error=str(error))
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
         response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
         seconds = time.perf_counter() - begun
         self._metrics.reviewed(verdict, seconds=seconds)
-        _tell(review, verdict, seconds)
+        _log_verdict(review, verdict, seconds)
         return response
 
 
@@ -181,11 +181,11 @@ def _place(review: Review) -> Placement | None:
         return None
 
 
-def _tell(review: Review, verdict: Verdict, seconds: float) -> None:
+def _log_verdict(review: Review, verdict: Verdict, seconds: float) -> None:
     if verdict.reason == "NotAsked":
         return
     level = logging.WARNING if verdict.warnings else logging.INFO
-    say(
+    info(
         "admission.pod_reviewed",
         level=level,
         result=verdict.result.value,

@@ -226,7 +226,7 @@ def node_rank(pod: Pod) -> int:
         return completion
     index = _index_by(pod, kind) if kind is not None else None
     if index is None:
-        raise PodError("UnknownJobKind", _nothing_tells(root))
+        raise PodError("UnknownJobKind", _no_rank_source(root))
     return index
 
 
@@ -283,7 +283,7 @@ def asked_node_rank(pod: Pod) -> str | None:
     return None if ours else pod.labels.get(names.NODE_RANK_LABEL)
 
 
-def _nothing_tells(root: Job) -> str:
+def _no_rank_source(root: Job) -> str:
     return (
         f"the pod belongs to a {root.kind} ({root.api_version}), and nothing on it tells which of"
         f" its pods it is: set the label {names.NODE_RANK_LABEL} on each pod, a number of its own"

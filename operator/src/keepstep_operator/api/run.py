@@ -19,7 +19,7 @@ from keepstep.wire.runs import (
     Record,
     RestoreFrom,
     RunGoodput,
-    Stall,
+    SaveOverhead,
 )
 from keepstep_operator.printing import printable
 
@@ -123,7 +123,7 @@ class RunStatus:
     protected: str = "Unknown"
     pinned: str = ""
     memory: MemoryStatus | None = None
-    stall: Stall | None = None
+    stall: SaveOverhead | None = None
     restarts: int = 0
     lost_steps: int = 0
     goodput: RunGoodput | None = None

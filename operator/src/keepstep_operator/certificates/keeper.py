@@ -17,7 +17,7 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.certificates import ring as rings
 from keepstep_operator.certificates.pki import Pair, Validity, make_authority, make_server, validity
 from keepstep_operator.certificates.ring import Move, Ring, due
-from keepstep_operator.journal import say, warn
+from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import Conflict, NotFound, Rejected
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS, PatchType
@@ -57,7 +57,7 @@ class Keeper:
             try:
                 return await self._round()
             except Conflict as error:  # noqa: PERF203
-                say("certificate.write_conflicted", secret=self._kept.secret, error=str(error))
+                info("certificate.write_conflicted", secret=self._kept.secret, error=str(error))
         return await self._round()
 
     async def _round(self) -> Validity:
@@ -69,7 +69,7 @@ class Keeper:
             await self._publish(ring)
         move = due(ring, now=self._clock(), overlap=self._kept.overlap)
         if move is not Move.NONE:
-            say("certificate.rotated", secret=self._kept.secret, move=move.value)
+            info("certificate.rotated", secret=self._kept.secret, move=move.value)
             ring = self._moved(ring, move)
         new = rings.write(old, self._kept.secret, ring)
         if old is None:
@@ -128,7 +128,7 @@ async def publish_in_webhook(client: Client, name: str, ring: Ring) -> None:
         await client.patch(WEBHOOKS, name, patch, kind=PatchType.JSON)
     except Rejected as error:  # a `test` failed: the list has changed since it was read
         raise Conflict(str(error), status=error.status) from error
-    say("certificate.authority_published", webhook=name)
+    info("certificate.authority_published", webhook=name)
 
 
 def _new_path() -> str:

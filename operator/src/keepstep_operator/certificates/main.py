@@ -13,7 +13,7 @@ from prometheus_client import Counter, Gauge
 
 from keepstep_operator import journal
 from keepstep_operator.certificates.keeper import Keeper, Kept
-from keepstep_operator.journal import say, warn
+from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import KubeError
@@ -114,10 +114,10 @@ async def serve(settings: Settings) -> None:
             return "" if kept.is_set() else "no round has succeeded yet: the log says why"
 
         async with listening(observed(metrics.registry, ready), port=settings.metrics_port) as port:
-            say("certificates.started", metrics_port=port)
+            info("certificates.started", metrics_port=port)
             await until_signal()
         loop.cancel()
-    say("certificates.stopped")
+    info("certificates.stopped")
 
 
 async def _rounds(

@@ -36,7 +36,7 @@ def cli() -> None:
     describe ckrun, get ckpt, logs."""
 
 
-def say(text: str) -> None:
+def note(text: str) -> None:
     """Print lines. Every output of the plugin goes through here, since it may be text of a pod, and
     could be meant for the terminal."""
     click.echo(printable(text, lines=True))
@@ -64,4 +64,4 @@ def ui(run: str, port: int, namespace: str | None, context: str | None) -> None:
     if not running:
         cluster.require_run(run)  # that there is no such run is said first
         raise click.ClickException(f"no pod of node rank 0 of run {run} is running now")
-    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, report=say))
+    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, report=note))

@@ -14,14 +14,14 @@ from keepstep_operator.api.run import cut
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.conditions import doubts, draining, without_library
-from keepstep_operator.reconcile.render import rivals
+from keepstep_operator.reconcile.render import pods_of_other_jobs
 from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import FINISHED, Run
 
 CONTROLLER: Final = "keepstep.dev/reconcile"
 _NORMAL: Final = {"Restored", "Forked", "RolledBack", "LeftShardsServed"}
 """What happened and asks for no action."""
-_TOLD: Final = {DoubtKind.COMMIT_STALLED, DoubtKind.RESTORE_REFUSED, DoubtKind.PART_GONE}
+_REPORTED: Final = {DoubtKind.COMMIT_STALLED, DoubtKind.RESTORE_REFUSED, DoubtKind.PART_GONE}
 """Doubts that are an Event, too, when they begin."""
 _COMMITTED_S: Final = 300.0
 _AGAIN_S: Final = 600.0
@@ -57,10 +57,10 @@ def events(before: Run, after: Run) -> Iterator[Event]:
         if alarm not in known:
             yield Event(reason=alarm.kind, message=alarm.text, topic=alarm.text)
     for doubt in doubts(after):
-        if doubt.kind in _TOLD and doubt.kind not in {doubt.kind for doubt in doubts(before)}:
+        if doubt.kind in _REPORTED and doubt.kind not in {doubt.kind for doubt in doubts(before)}:
             yield Event(reason=str(doubt.kind), message=doubt.text)
     yield from _of_sidecars(before, after)
-    for pod in rivals(after):
+    for pod in pods_of_other_jobs(after):
         if pod.job not in before.rivals:
             message = messages.rival(pod, after.job, after.key)
             yield Event(reason="RunTaken", message=message, topic=str(pod.job), about=pod.job)

@@ -76,7 +76,7 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
             memo.operator.policy_gone(policy.namespace, policy.name)
             return
         if (verdict := memo.operator.policy_seen(policy)) is not None:
-            memo.writer.tell(Run(key=RunKey(policy.namespace, policy.name), since=0.0), verdict)
+            memo.writer.emit(Run(key=RunKey(policy.namespace, policy.name), since=0.0), verdict)
         before: Body = body.get("status") or {}
         status = policy_status(policy, before, now=memo.operator.clock())
         if status != before:

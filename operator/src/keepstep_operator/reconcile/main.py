@@ -13,7 +13,7 @@ import click
 import kopf
 
 from keepstep_operator import journal
-from keepstep_operator.journal import say
+from keepstep_operator.journal import info
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import Client
 from keepstep_operator.names import REPORTS_PORT
@@ -99,7 +99,7 @@ class Parts:
         self.operator = Operator(clock=time.time)
         self.metrics = Metrics(self.operator.runs)
         self.writer = Writer(self.operator, client, metrics=self.metrics)
-        self.operator.mark, self.operator.tell = self.writer.mark, self.writer.tell
+        self.operator.mark, self.operator.emit = self.writer.mark, self.writer.emit
         self.rounds = Rounds(
             self.operator,
             client,
@@ -128,7 +128,7 @@ class Parts:
             loading.cancel()
             return
         background = (
-            self.rounds.look(),
+            self.rounds.check(),
             self.rounds.tick(),
             self.writer.run(),
             self.writer.write_events(),
@@ -178,8 +178,8 @@ async def serve(settings: Settings) -> None:
                 parts.reports.application(), port=settings.port, ssl_context=tls.context
             ) as port,
         ):
-            say("reconcile.started", port=port, metrics_port=metrics_port)
+            info("reconcile.started", port=port, metrics_port=metrics_port)
             await parts.work()
         reloading.cancel()
         ended.cancel()
-    say("reconcile.stopped")
+    info("reconcile.stopped")

@@ -29,11 +29,11 @@ LONGEST_S: Final = 30.0
 _EACH_S: Final = 0.03
 
 Mark = Callable[[RunKey], None]
-Tell = Callable[[Run, Event], None]
+Emit = Callable[[Run, Event], None]
 
 
 class Operator:
-    """The runs, and what is known beside them. `mark`: this run may have to be written. `tell`:
+    """The runs, and what is known beside them. `mark`: this run may have to be written. `emit`:
     emit this Event. `clock`: unix seconds."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
@@ -41,7 +41,7 @@ class Operator:
         self.cluster = Cluster()
         self.clock = clock
         self.mark: Mark = lambda key: None
-        self.tell: Tell = lambda run, event: None
+        self.emit: Emit = lambda run, event: None
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
 
@@ -63,7 +63,7 @@ class Operator:
             return
         self.runs[key] = after
         for event in events(before, after):
-            self.tell(after, event)
+            self.emit(after, event)
         self.mark(key)
 
     def _begun(self, key: RunKey) -> Run:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from keepstep.wire.reports import AGENTS, CertificateRequest, IssuedCertificate
 from keepstep_operator.api.model import AgentRecord, PodRecord
 from keepstep_operator.certificates.pki import Pair, fits, sign_request, sign_server, validity
-from keepstep_operator.journal import say
+from keepstep_operator.journal import info
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_operator.tls import Shown, mounted
 
@@ -49,7 +49,7 @@ class PeerCertificates:
             signed = sign_request(authority, text, uri=uri, now=now, life=LIFE)
         except ValueError as error:
             raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
-        say("certificate.signed", identity=uri)
+        info("certificate.signed", identity=uri)
         return IssuedCertificate(certificate=signed.decode(), authorities=bundle)
 
     def serving(self, *names: str) -> Callable[[], Shown]:

@@ -208,7 +208,7 @@ def _all_warnings(run: Run, cluster: Cluster) -> Iterator[str]:
             f" job does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
             f" {run.earlier} on its pods"
         )
-    yield from (messages.rival(pod, run.job, run.key) for pod in rivals(run))
+    yield from (messages.rival(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
     yield from (alarm.text for alarm in (report.alarms if report is not None else ()))
     for pod in sorted(run.members, key=lambda pod: pod.name):
         if pod.trouble and pod.injected:
@@ -220,7 +220,7 @@ def _all_warnings(run: Run, cluster: Cluster) -> Iterator[str]:
         yield f"{text} (pod {min(pods)}{f' and {more} more' if more else ''})"
 
 
-def rivals(run: Run) -> list[PodRecord]:
+def pods_of_other_jobs(run: Run) -> list[PodRecord]:
     """The pods of other jobs with the run's label."""
     pods = (pod for pod in run.pods.values() if pod.job in run.rivals and pod.stays)
     return sorted(pods, key=lambda pod: pod.uid)

@@ -112,7 +112,7 @@ class ReportsApi:
         """The pod of this token, by our own record. Raises Refused."""
         pod = self._operator.pod(identity.pod_uid)
         if pod is None:  # a sidecar may be faster than the watch
-            pod = parse_pod_record(await self._look_up(identity))
+            pod = parse_pod_record(await self._resolve(identity))
             if pod is not None:
                 self._operator.pod_seen(pod)
         if pod is None or not pod.injected or pod.namespace != identity.namespace:
@@ -126,12 +126,12 @@ class ReportsApi:
 
     async def _agent(self, identity: Identity) -> AgentRecord:
         """The agent of this token. Only the chart makes pods in its namespace. Raises Refused."""
-        body = await self._look_up(identity)
+        body = await self._resolve(identity)
         if names.AGENT_LABEL not in ((body.get("metadata") or {}).get("labels") or {}):
             raise Refused(403, "not-injected", f"pod {identity.pod_name} is no agent of a node")
         return parse_agent(body)
 
-    async def _look_up(self, identity: Identity) -> Body:
+    async def _resolve(self, identity: Identity) -> Body:
         try:
             body = await self._client.get(PODS, identity.pod_name, namespace=identity.namespace)
         except NotFound:
@@ -177,8 +177,8 @@ def bounded(report: RunReport) -> RunReport:
     lists = (
         (report.nodes, wire.MOST_NODES),
         (report.recent, wire.MOST_RECENT),
-        (report.alarms, wire.MOST_SAID),
-        (report.doubts, wire.MOST_SAID),
+        (report.alarms, wire.MOST_MESSAGES),
+        (report.doubts, wire.MOST_MESSAGES),
         (report.epochs, wire.MOST_EPOCHS),
         (report.commits, wire.MOST_COMMITS),
         (report.kept, wire.MOST_KEPT),

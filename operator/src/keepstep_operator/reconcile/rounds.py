@@ -35,7 +35,7 @@ _UNINJECTED: Final = (
 TrainJob consist of Jobs). Pods of other kinds of jobs have no label by which the server could
 select them."""
 _LIVING: Final = "status.phase!=Succeeded,status.phase!=Failed"
-LOOK_S: Final = 20.0
+CHECK_S: Final = 20.0
 SWEEP_S: Final = 600.0
 TICK_S: Final = 15.0
 LATE_S: Final = 45.0
@@ -71,17 +71,17 @@ class Rounds:
                 self._operator.pod_seen(pod)
         self._operator.cluster = replace(self._operator.cluster, complete=True)
 
-    async def look(self) -> None:
-        """Look at what has no watch each `LOOK_S`, and at all names each `SWEEP_S`; for ever."""
+    async def check(self) -> None:
+        """Look at what has no watch each `CHECK_S`, and at all names each `SWEEP_S`; for ever."""
         swept = self._operator.clock()
         while True:
-            await self._tried(self._look_for_uninjected, "pods without a sidecar")
+            await self._tried(self._find_uninjected, "pods without a sidecar")
             if self._agents:
-                await self._tried(self._look_for_agents, "agents of nodes")
+                await self._tried(self._find_agents, "agents of nodes")
             if self._operator.clock() - swept >= SWEEP_S:
                 swept = self._operator.clock()
                 await self._tried(self._sweep, "what vanished")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     async def tick(self) -> None:
         """Mark the runs whose leader is late each `TICK_S`, and ask about jobs; for ever."""
@@ -90,7 +90,7 @@ class Rounds:
             await asyncio.sleep(TICK_S)
             for run in [*operator.runs.values()]:
                 for event in standing(run, operator.cluster, now=operator.clock()):
-                    operator.tell(run, event)
+                    operator.emit(run, event)
                 late = operator.clock() - run.reported_at > LATE_S
                 if late and run.finished_at is None:
                     operator.mark(run.key)
@@ -118,7 +118,7 @@ class Rounds:
         for key in runs_before - runs:
             operator.object_gone(key)
 
-    async def _look_for_uninjected(self) -> None:
+    async def _find_uninjected(self) -> None:
         """Pods that ask for keepstep, have not ended, and were created while admission did not
         answer. Only metadata is listed, so that the pods of others take no memory."""
         found: dict[str, Body] = {}
@@ -142,7 +142,7 @@ class Rounds:
         if (pod := parse_pod_record(body)) is not None:
             self._operator.pod_seen(pod)
 
-    async def _look_for_agents(self) -> None:
+    async def _find_agents(self) -> None:
         """The agents of nodes. Only the chart makes pods in their namespace."""
         labels, found = names.AGENT_LABEL, list[Body]()
         async for body in self._client.list(PODS, namespace=self._namespace, labels=labels):

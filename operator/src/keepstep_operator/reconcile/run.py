@@ -112,14 +112,14 @@ def pod_seen(run: Run, pod: PodRecord, *, at: float) -> Run:
         run = replace(run, volumes=pod.volumes, labelled=pod.labelled)
     if not pod.over:
         run = replace(run, finished_at=None)
-    return _looked_over(_adopting(_belonging(run)), at)
+    return _reviewed(_adopting(_belonging(run)), at)
 
 
 def pod_gone(run: Run, uid: str, *, at: float) -> Run:
     """The pod's object was deleted."""
     pods = {key: pod for key, pod in run.pods.items() if key != uid}
     jobs = {pod.job for pod in pods.values()}
-    return _looked_over(replace(run, pods=pods, rivals=run.rivals & jobs), at)
+    return _reviewed(replace(run, pods=pods, rivals=run.rivals & jobs), at)
 
 
 def _rivals(run: Run, pod: PodRecord) -> frozenset[Job]:
@@ -169,7 +169,7 @@ def owner_found(run: Run, job: Job, owner: Job | None) -> Run:
 # --- the end of the job --------------------------------------------------------------------------
 
 
-def _looked_over(run: Run, at: float) -> Run:
+def _reviewed(run: Run, at: float) -> Run:
     """Note whether any pod will go on, and whether all have succeeded."""
     pods = list(run.pods.values())
     if not all(pod.over for pod in pods):
@@ -186,7 +186,7 @@ def job_answered(run: Run, state: JobState, *, at: float) -> Run:
     if state is JobState.ACTIVE:
         return run
     if run.rivals and not any(pod.stays for pod in run.members):
-        return _looked_over(_adopting(_belonging(replace(run, rivals=frozenset()))), at)
+        return _reviewed(_adopting(_belonging(replace(run, rivals=frozenset()))), at)
     if run.idle_since is None:
         return run
     if state is not JobState.UNKNOWN:

@@ -25,7 +25,7 @@ from keepstep_operator.api.leader import service_body
 from keepstep_operator.api.model import RunKey
 from keepstep_operator.api.run import RunStatus, as_json
 from keepstep_operator.bodies import Body
-from keepstep_operator.journal import crash, say, warn
+from keepstep_operator.journal import crash, info, warn
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import Conflict, KubeError, NotFound
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES, PatchType
@@ -38,13 +38,13 @@ from keepstep_operator.reconcile.run import Run
 
 LIST_S: Final = 600.0
 """How often a run's Checkpoint objects are listed at least. Deleted ones are then made again."""
-_MEND_S: Final = 10.0
+_REPAIR_S: Final = 10.0
 """A status that others wrote is written again after this time: two writers that disagree must not
 make a loop, and a watch that is late is no reason to write."""
 _AT_ONCE: Final = 8
 _PAUSE_S: Final = 0.25
 _MOST_EVENTS: Final = 1000
-_TOLD: Final = 20_000
+_MOST_EMITTED: Final = 20_000
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Written:
 
 
 class Writer:
-    """Writes the runs that are `mark`ed, and the events that are given to `tell`."""
+    """Writes the runs that are `mark`ed, and the events that are given to `emit`."""
 
     def __init__(self, operator: Operator, client: Client, *, metrics: Metrics) -> None:
         self._operator = operator
@@ -76,7 +76,7 @@ class Writer:
         """Runs whose Checkpoint objects are to be compared, in order."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._events: asyncio.Queue[tuple[Run, Event]] = asyncio.Queue(_MOST_EVENTS)
-        self._told: TTLCache[tuple[object, ...], float] = TTLCache(_TOLD, 3600.0)
+        self._emitted: TTLCache[tuple[object, ...], float] = TTLCache(_MOST_EMITTED, 3600.0)
 
     def mark(self, key: RunKey) -> None:
         """The run may have changed."""
@@ -96,10 +96,10 @@ class Writer:
             due, self._due = self._due, set()
             async with asyncio.TaskGroup() as group:
                 for key in due:
-                    group.create_task(self._look_after(key), name=f"write {key}")
+                    group.create_task(self._maintain(key), name=f"write {key}")
             await asyncio.sleep(_PAUSE_S)
 
-    async def _look_after(self, key: RunKey) -> None:
+    async def _maintain(self, key: RunKey) -> None:
         """Write one run. An error is logged, and ends nothing else."""
         async with self._turns:
             run = self._operator.runs.get(key)
@@ -119,7 +119,7 @@ class Writer:
         if run.resumes(now):
             return
         status = render(run, self._operator.cluster, now=now)
-        overwritten = written.shown != written.stored and now - written.at >= _MEND_S
+        overwritten = written.shown != written.stored and now - written.at >= _REPAIR_S
         changed = status != run.status or run.object is None or overwritten
         quiet = not overwritten and run.object is not None and _same(status, run.status)
         if changed and not (quiet and now - written.at < self._operator.pace_s):
@@ -237,7 +237,7 @@ class Writer:
         for name in due.gone:
             with contextlib.suppress(NotFound):
                 await self._client.delete(CHECKPOINTS, name, namespace=namespace)
-                say("checkpoint.deleted", run=str(run.key), checkpoint=name)
+                info("checkpoint.deleted", run=str(run.key), checkpoint=name)
         written.kept, written.listed_at = kept, now
 
     async def _listed(self, key: RunKey) -> dict[str, checkpoints.Tiers]:
@@ -265,13 +265,13 @@ class Writer:
 
     # --- Events ------------------------------------------------------------------------------
 
-    def tell(self, run: Run, event: Event) -> None:
+    def emit(self, run: Run, event: Event) -> None:
         """Write the event, unless the same one was written within its period."""
         key, now = (run.key, event.reason, event.topic, event.about), self._operator.clock()
-        if now - self._told.get(key, -event.period_s) < event.period_s:
+        if now - self._emitted.get(key, -event.period_s) < event.period_s:
             return
-        self._told[key] = now
-        say("run.event_recorded", run=str(run.key), reason=event.reason, message=event.message)
+        self._emitted[key] = now
+        info("run.event_recorded", run=str(run.key), reason=event.reason, message=event.message)
         try:
             self._events.put_nowait((run, event))
         except asyncio.QueueFull:

@@ -36,7 +36,7 @@ from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar import log
 from keepstep_sidecar.agent import directories
 from keepstep_sidecar.agent.directories import DNS_LABEL, NODE_RANK
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.volume.directories import LOCK, RECORD
 
 _EVERY_S: Final = (1.0, 600.0)
@@ -74,7 +74,7 @@ def _finish(namespace: Directory) -> None:
     for name in filter(_SET_ASIDE.fullmatch, namespace.names()):
         found = namespace.lstat(name)
         if found is not None and found.st_uid == os.geteuid():
-            say("run.removed", path=str(namespace.path / name), files=namespace.remove(name))
+            info("run.removed", path=str(namespace.path / name), files=namespace.remove(name))
 
 
 @contextlib.contextmanager
@@ -188,12 +188,12 @@ class Cleaner:
     def _failed(self, place: Directory, run: str, since: float | None) -> str:
         """Clean one run, or finish what was begun (''). Returns why something had to stay."""
         try:
-            self._look_at(place, run, since) if run else _finish(place)
+            self._check(place, run, since) if run else _finish(place)
         except (KeepstepError, OSError) as error:
             return str(error)
         return ""
 
-    def _look_at(self, namespace: Directory, run: str, since: float | None) -> None:
+    def _check(self, namespace: Directory, run: str, since: float | None) -> None:
         now, path = self._clock(), namespace.path / run
         if since is not None:
             self._gone_since[path] = since  # also if the API server does not answer now
@@ -209,7 +209,7 @@ class Cleaner:
             self._gone_since[path] = now
             raise
         del self._gone_since[path]
-        say("run.removed", path=str(path), files=files)
+        info("run.removed", path=str(path), files=files)
 
 
 def run(tops: Sequence[Path], *, grace_s: float) -> None:

@@ -19,7 +19,7 @@ from keepstep.errors import StorageError
 from keepstep_sidecar import connections, log
 from keepstep_sidecar.agent import directories
 from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.log import say
+from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers.peer import copies
 from keepstep_sidecar.tiers.peer.handlers import Buffers, ServerContext
 from keepstep_sidecar.tiers.peer.serve import Shards
@@ -79,4 +79,4 @@ async def _serve(listen: str, credentials: IssuedCredentials, left: LeftShards) 
     await ended.wait()
     fresh.cancel()
     await asyncio.to_thread(server.stop)
-    say("agent.stopped")
+    info("agent.stopped")

@@ -32,9 +32,13 @@ class Pinning:
         known = {*self.committer.local_shards.shards, *self.committer.remotes.ids}
         if request.pinned and step_id not in known:
             raise refuse("pins", f"step {step_id} is not here, and in no archive")
-        now = node.heard.pinned | {step_id} if request.pinned else node.heard.pinned - {step_id}
+        now = (
+            node.last_reply.pinned | {step_id}
+            if request.pinned
+            else node.last_reply.pinned - {step_id}
+        )
         self.share(now)
-        if not await self.changes.until(lambda: node.heard.pinned == now, timeout_s=_SHARED_S):
+        if not await self.changes.until(lambda: node.last_reply.pinned == now, timeout_s=_SHARED_S):
             raise refuse("pins", "the leader of the run does not answer; try again")
         await self.committer.notes.take(at_once=True)
         return Pinned(steps=tuple(sorted(now)))

@@ -25,7 +25,7 @@ from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 
 _RESTORES_KEPT = 16
 
@@ -89,7 +89,7 @@ class Restoring:
         saving = self.saving
         self.leases, self.slots, self.committer = saving.leases, saving.slots, saving.committer
         self.restorer, self.history, self.changes = saving.restorer, saving.history, saving.changes
-        self.votes = Votes(self._vote_view, self.remote_tiers.look, self.changes)
+        self.votes = Votes(self._vote_view, self.remote_tiers.scan, self.changes)
         self._local_shards = self.committer.local_shards
 
     def _vote_view(self, rank: int) -> View:
@@ -130,7 +130,7 @@ class Restoring:
         )
         self.restorer.release(lease.rank)
         self.refusals, self.refused = {}, ""
-        say(
+        info(
             "restore.finished" if request.epoch.parent else "restore.nothing_found",
             rank=lease.rank,
             epoch=str(request.epoch.id),

@@ -52,7 +52,7 @@ from keepstep_sidecar.leases import (
     local_world,
     parse_layout,
 )
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.allocator import SLOTS, Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
@@ -105,15 +105,15 @@ class Saving:
         ranks_here = local_world(request, environment=os.environ, alone=self.config.alone)
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
-        self.unequal_steps.came(lease.rank, time.monotonic())
+        self.unequal_steps.joined(lease.rank, time.monotonic())
         self.leased_at = time.time()
-        self.restarts.came(lease.rank, lease.attempt, age_s=request.age_s)
+        self.restarts.connected(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
         except BaseException:  # cancelled, because the trainer has gone already
             self.leases.end(lease)
             raise
-        say(
+        info(
             "trainer.connected",
             rank=lease.rank,
             world_size=lease.world,
@@ -166,7 +166,7 @@ class Saving:
         self.restarts.ended(lease.rank, lease.attempt, released=released)
         self.unequal_steps.left(lease.rank, closed=released)
         self.compare_steps()
-        say("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
+        info("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
         self.restorer.release(lease.rank)
         self.committer.feed(Died(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
@@ -189,7 +189,7 @@ class Saving:
         ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
-            (rank.current.wanted for rank in self.slots.ranks.values() if rank.current),
+            (rank.current.target for rank in self.slots.ranks.values() if rank.current),
             default=SLOTS,
         )
         if self._local_shards.scanned:  # before the scan it is unknown what is already durable
@@ -244,13 +244,13 @@ class Saving:
         if lacking is not None:
             self.allocator.fill(lacking)
         if slots.current is not None and slots.current is not slot_set:
-            slots.current.wanted = slots.current.count  # no trainer fills more of these
+            slots.current.target = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
         self.allocator.fill(slot_set)
         self.plan_persists()
         return LayoutAccepted(
             layout=layout.id,
-            slots=slot_set.wanted,
+            slots=slot_set.target,
             slot_bytes=layout.size_bytes,
             warning=slots.warning,
         )
@@ -349,7 +349,7 @@ class Saving:
         self._epochs.see(request.epoch)
         self.uncaught = None
         self.restarts.staged(slots.rank, step_id, blocked_s=request.blocked_s)
-        say("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(step_id))
+        info("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(step_id))
         self.committer.feed(Sealed(slots.rank, step_id))
         self.unequal_steps.staged(slots.rank, step_id, time.monotonic())
         self.compare_steps()
@@ -367,7 +367,7 @@ class Saving:
             lease, current = self.leases.of(rank), slots.current
             if lease is None or current is None:
                 continue
-            if current.wanted < self.allocator.wanted(lease):
+            if current.target < self.allocator.target_slots(lease):
                 slots.warning = self.allocator.fit(slots, current, lease)
                 self.allocator.fill(current)
         self.plan_persists()
@@ -505,7 +505,7 @@ _NEWEST = 2
 
 
 @dataclass(eq=False)
-class StepWaits:
+class StepLongPoll:
     """Long polls on the state of steps."""
 
     saving: Saving
@@ -538,7 +538,7 @@ class StepWaits:
         with self._counted(request.state):
             await self.changes.until(settled, timeout_s=request.timeout_s)
         if reached() and request.state == State.ARCHIVED:
-            self._remotes.want(request.id)
+            self._remotes.request(request.id)
             return await self._archived(request.id, deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
@@ -554,7 +554,7 @@ class StepWaits:
         deadline, tiers = time.monotonic() + max(0.0, left_s), self.remote_tiers
         if await tiers.drain(timeout_s=max(0.0, left_s), tier=Tier.ARCHIVE):
             if not tiers.archived(step_id):
-                await tiers.look(refresh=True)  # an earlier life may have brought it there
+                await tiers.scan(refresh=True)  # an earlier life may have brought it there
             if unknown := self._remotes.why_unknown(Tier.ARCHIVE):
                 left_s = deadline - time.monotonic()
                 await self.changes.until(lambda: tiers.archived(step_id), timeout_s=left_s)

@@ -33,7 +33,7 @@ from keepstep_sidecar.concurrency import Tasks
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import answer, refuse
 from keepstep_sidecar.leases import Lease
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.directories import DirectoryLock, make_way
 
 # --- routes ----------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class _Routes:
                     timeout_s=_PING_S,
                 )
         except ConnectionResetError:
-            say("trainer.connection_lost", level=logging.DEBUG, rank=lease.rank)
+            info("trainer.connection_lost", level=logging.DEBUG, rank=lease.rank)
         finally:
             self._tasks.spawn(service.saving.ended(lease), f"lease of rank {lease.rank} ended")
         return response
@@ -177,7 +177,7 @@ class _Routes:
         since = request.query.get("since", "0")
         if not (since.isascii() and since.isdigit() and len(since) <= 18):
             raise refuse("bad-request", f"since={since[:80]!r}: expected an event's sequence")
-        return _json(self._service.history.told(self._service.config.run, int(since)))
+        return _json(self._service.history.events_since(self._service.config.run, int(since)))
 
 
 @web.middleware
@@ -263,8 +263,8 @@ async def _watch(service: Service, lock: DirectoryLock, door: _Door) -> None:
                 warn("socket.removed", path=str(service.config.socket))
                 lock.take()
                 await door.open()
-                say("socket.recreated")
-            await service.mend_memory()
+                info("socket.recreated")
+            await service.repair_memory()
             trouble = ""
         except (KeepstepError, OSError) as error:
             if str(error) != trouble:
@@ -290,13 +290,13 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))
-    say("sidecar.started", socket=str(service.config.socket), pid=os.getpid())
+    info("sidecar.started", socket=str(service.config.socket), pid=os.getpid())
     try:
         await service.ended.wait()
     finally:
         await runner.cleanup()
         await public.cleanup()
-        say("sidecar.stopped")
+        info("sidecar.stopped")
 
 
 async def _serve_metrics(
@@ -307,11 +307,13 @@ async def _serve_metrics(
     while listening is None:
         await asyncio.sleep(_LISTEN_AGAIN_S)
         listening = _listening(port, service)
-    strangers: connections.Strangers[asyncio.Transport] = connections.Strangers(
-        lambda transport: transport.abort(),
-        most=_MOST_SCRAPES,
-        most_each=_MOST_SCRAPES // 2,
-        seconds=_SCRAPE_S,
+    strangers: connections.UnauthenticatedConnections[asyncio.Transport] = (
+        connections.UnauthenticatedConnections(
+            lambda transport: transport.abort(),
+            most=_MOST_SCRAPES,
+            most_each=_MOST_SCRAPES // 2,
+            seconds=_SCRAPE_S,
+        )
     )
     assert runner.server is not None
     await connections.serve(runner.server, listening, strangers)
@@ -332,7 +334,7 @@ def _listening(port: int, service: Service) -> socket.socket | None:
         )
         return None
     if service.no_metrics:
-        say("metrics.port_opened", port=port)
+        info("metrics.port_opened", port=port)
     service.no_metrics = ""
     return listening
 

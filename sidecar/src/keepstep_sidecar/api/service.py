@@ -26,13 +26,13 @@ from keepstep.wire.trainer import (
 )
 from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving, StepWaits
+from keepstep_sidecar.api.saving import Saving, StepLongPoll
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Tasks, detached
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Owner
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.allocator import SLOTS
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.sources import ImageSources
@@ -72,7 +72,7 @@ class Service:
     chunk_buffers: ChunkBuffers
     saving: Saving
     restoring: Restoring
-    step_waits: StepWaits
+    step_waits: StepLongPoll
     pinning: Pinning
     history_file: HistoryFile
     run_warnings: Callable[[], Iterable[str]] = tuple
@@ -84,7 +84,7 @@ class Service:
     leaves: bool = False
     """The pod is being deleted, or this sidecar ends: until a trainer comes."""
     _closing: bool = False
-    _came: int = 0
+    _arrived: int = 0
     """How often a trainer or an owner of the run has come."""
     _mending: asyncio.Lock = field(default_factory=asyncio.Lock)
     _outliving: bool = False
@@ -107,7 +107,7 @@ class Service:
             self.allocator.settle(file)
         for number in range(self.allocator.threads):
             self.tasks.keep(self.allocator.run, f"make slots {number}")
-        self.tasks.keep(self._keep_looking, "scan")
+        self.tasks.keep(self._scan_forever, "scan")
         self.tasks.keep(self._watch_volumes, "watch volumes")
         self.tasks.keep(self.committer.sweep, "retire what was in use")
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
@@ -116,21 +116,21 @@ class Service:
         if self.config.linger_s is not None:
             self.tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
 
-    async def _keep_looking(self) -> None:
+    async def _scan_forever(self) -> None:
         """Scan the volumes. A scan that fails is repeated with growing pauses; also a later one,
         for example after a shard turned out to be damaged. Runs until cancelled."""
-        await self._look()
+        await self._scan()
         pause_s = _WATCH_S
         while True:
             await asyncio.sleep(pause_s)
             if failed := self.local_shards.scan_failed:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 warn("volume.scan_failed", error=failed)
-                await self._look()
+                await self._scan()
             else:
                 pause_s = _WATCH_S
 
-    async def _look(self) -> None:
+    async def _scan(self) -> None:
         await self.committer.scan()
         self.saving.plan_persists()
         await self.restorer.prefetch()
@@ -149,7 +149,7 @@ class Service:
                     return
             try:
                 repaired = self.local_shards.scanned and await self.local_shards.blocking(
-                    self.volumes.mend
+                    self.volumes.repair
                 )
             except StorageError as error:
                 if str(error) != trouble:
@@ -161,7 +161,7 @@ class Service:
                 warn("volume.recreated", reason="the run's directory was removed")
                 self.local_shards.removed()  # whether or not the scan succeeds
                 self.committer.feed(Serves(frozenset(), SLOTS))  # and then anew
-                await self._look()
+                await self._scan()
 
     async def _is_given_up(self) -> bool:
         """Whether somebody removed the run's directory while the run neither trains nor is
@@ -182,7 +182,7 @@ class Service:
     def _is_alone(self) -> bool:
         return len(self.leases) == 0 and not self.owner.present
 
-    async def mend_memory(self) -> None:
+    async def repair_memory(self) -> None:
         """Make slots again that were removed or truncated, so that the next step is kept.
 
         Images that have lost only their names are made durable first. The trainer's lease ends: the
@@ -211,7 +211,7 @@ class Service:
         self.slots.directories.give_up_huge(
             f"the trainer of rank {lease.rank} does not see it; mount it there, too"
         )
-        await self.mend_memory()
+        await self.repair_memory()
         return {}
 
     async def _linger(self, linger_s: float) -> None:
@@ -219,8 +219,8 @@ class Service:
             while await self.changes.until(lambda: not self._is_alone(), timeout_s=linger_s):
                 while not self._is_alone():
                     await self.changes.until(self._is_alone, timeout_s=linger_s)
-            say("sidecar.linger_expired", linger_s=linger_s)
-            await self.stop(StopRequest(), arrived=self._came)
+            info("sidecar.linger_expired", linger_s=linger_s)
+            await self.stop(StopRequest(), arrived=self._arrived)
 
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end. Memory stays for the next sidecar.
@@ -270,8 +270,8 @@ class Service:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
             await self.committer.refresh()  # nothing is in use any more
-        if arrived not in (None, self._came):
-            say("sidecar.stop_cancelled", reason="a trainer connected")
+        if arrived not in (None, self._arrived):
+            info("sidecar.stop_cancelled", reason="a trainer connected")
             return flushed
         self._closing = True
         try:
@@ -321,19 +321,19 @@ class Service:
         """A trainer comes. Raises SidecarError `stopping` once the end has begun."""
         if self.ending or self._closing:
             raise refuse("stopping", "this sidecar is ending; try again when the next sidecar runs")
-        self._came += 1
+        self._arrived += 1
         self.leaves = False
 
     def own(self, request: OwnerRequest) -> None:
         """From now on another process stands for this run; see `Owner`."""
-        self._came += 1
+        self._arrived += 1
         self.owner.watch(request.pid)
 
-    async def obey(self, reply: ReportReply) -> None:
+    async def apply_reply(self, reply: ReportReply) -> None:
         """Apply the leader's answer to a report. A new plan is prefetched meanwhile."""
-        before = self.node.heard.plan
-        await self.committer.hear(reply)
-        self.remote_tiers.meet(
+        before = self.node.last_reply.plan
+        await self.committer.apply_reply(reply)
+        self.remote_tiers.set_peers(
             reply.peers,
             self.tasks.spawn,
             agents=reply.agents,
@@ -342,11 +342,11 @@ class Service:
         )
         if reply.plan is not None and reply.plan != before and self.local_shards.scanned:
             self.tasks.spawn(self.restorer.prefetch(), "prefetch")
-        self._heed(leaving=reply.leaving)
+        self._flush_if_leaving(leaving=reply.leaving)
 
     # --- a pod of the run leaves -------------------------------------------------------------
 
-    def _heed(self, *, leaving: bool) -> None:
+    def _flush_if_leaving(self, *, leaving: bool) -> None:
         """Keep the newest step when a pod begins to leave: at once, and again for steps staged
         since, once no trainer is left here. While trainers are here, the schedule decides."""
         if not leaving:
@@ -375,7 +375,7 @@ class Service:
             timeout_s = 0.0  # no answer would come
         committed = await self.step_waits.until_committed(steps, timeout_s=timeout_s)
         if committed is not None:
-            self.committer.remotes.want(committed)
+            self.committer.remotes.request(committed)
 
     # --- flush -------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class Service:
         """Make the newest two steps durable that all ranks here have in common."""
         with self.volumes.pace.lifted():
             flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
-        say(
+        info(
             "flush.finished",
             steps=[str(step_id) for step_id in flushed.steps],
             reason=flushed.reason,

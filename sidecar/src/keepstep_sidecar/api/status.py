@@ -31,10 +31,10 @@ async def status(service: Service) -> Status:
     """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
     committer = service.committer
-    node, ledger, totals = committer.node, committer.look(), committer.images.totals
+    node, ledger, totals = committer.node, committer.read_ledger(), committer.images.totals
     pacing, doubt = node.pacing, committer.restart.doubt()
     marks = {
-        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), node.heard.memory),
+        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), node.last_reply.memory),
         Tier.LOCAL: node.last_commit(),
         **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
     }
@@ -54,7 +54,7 @@ async def status(service: Service) -> Status:
         or max(ledger.epochs, key=lambda epoch: epoch.id, default=None),
         watermarks={str(tier): step_id for tier, step_id in marks.items() if step_id is not None},
         committed_at=committer.local_shards.committed_at,
-        reported_at=service.leader.heard_at,
+        reported_at=service.leader.replied_at,
         persist_every=node.persist_every(newest),
         persist_interval=pacing.interval if pacing else None,
         persist_measured=pacing.measured if pacing else None,
@@ -249,7 +249,7 @@ def hints(service: Service) -> tuple[str, ...]:
     current = [rank.current for rank in service.slots.ranks.values() if rank.current]
     lacking = sum(
         slot_set.layout.size_bytes
-        * (slot_set.wanted - sum(file.huge for _, file in slot_set.present()))
+        * (slot_set.target - sum(file.huge for _, file in slot_set.present()))
         for slot_set in current
         if slot_set.layout.size_bytes % HUGE_PAGE_BYTES == 0
     )

@@ -57,8 +57,8 @@ def _goes_on(held: Holdings) -> str:
 
 def _newest(held: Holdings) -> str:
     newest, committed = held.newest, held.committed
-    if newest is None and nobody_came(held):
-        return f"the beginning: {_NOBODY}"
+    if newest is None and is_unused(held):
+        return f"the beginning: {_NO_TRAINER}"
     if newest is None:
         return "the beginning: no step is held by all ranks"
     text = named(newest)
@@ -101,14 +101,14 @@ def waits_for(tier: Tier, status: TierStatus) -> str:
     )
 
 
-_NOBODY = "no trainer has connected"
+_NO_TRAINER = "no trainer has connected"
 _HOW_TO_COME = (
     "a script makes a keepstep.Checkpointer and calls its restore(), a framework takes the line of"
     " docs/frameworks.md"
 )
 
 
-def nobody_came(held: Holdings) -> bool:
+def is_unused(held: Holdings) -> bool:
     """Whether the live sidecar has seen neither a trainer nor a step of one."""
     return held.live is not None and not held.live.ranks and not held.steps
 
@@ -134,7 +134,7 @@ def ended(
 ) -> str:
     """How the command ended, the newest committed step, the goodput, and the memory that remains.
     `unused`: no trainer ever connected. `complete`: see `saved_nothing`."""
-    parts = [f"the command {ended_how(code)}", _NOBODY if unused else _committed(held)]
+    parts = [f"the command {ended_how(code)}", _NO_TRAINER if unused else _committed(held)]
     if unused and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
     if complete is not None and code == 0:

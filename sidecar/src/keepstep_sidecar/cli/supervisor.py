@@ -61,20 +61,20 @@ _SENT_BY_KERNEL: Final = 0x80  # SI_KERNEL: the terminal, which signals its whol
 _TICK_S: Final = 0.5
 _GRACE_S: Final = 5.0
 _LOG_CHECK_S: Final = 10.0
-_FIRST_LOOK_S: Final = 2.0
-_LOOK_S: Final = 10.0
-_SAY_AGAIN_S: Final = 600.0
+_FIRST_CHECK_S: Final = 2.0
+_CHECK_S: Final = 10.0
+_REPEAT_S: Final = 600.0
 _STILL_WAITS_S: Final = 60.0
 
 
-def say(text: str) -> None:
+def note(text: str) -> None:
     """Print one line on stderr. Stdout belongs to the command."""
     output.echo(f"keepstep: {text}", err=True)
 
 
-def _try_to_say(text: str) -> None:
+def _try_to_note(text: str) -> None:
     with contextlib.suppress(OSError):
-        say(text)
+        note(text)
 
 
 @contextmanager
@@ -86,24 +86,24 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Look:
-    """Looks at the sidecar from time to time. `nobody`: no trainer has connected. `complete`: see
+class _StatusView:
+    """Looks at the sidecar from time to time. `unused`: no trainer has connected. `complete`: see
     `messages.saved_nothing`."""
 
     def __init__(self, kept: RunDir) -> None:
-        self.nobody = False
+        self.unused = False
         self.complete: StepId | None = None
         self._kept = kept
-        self._next_at = time.monotonic() + _FIRST_LOOK_S
+        self._next_at = time.monotonic() + _FIRST_CHECK_S
         self._running = threading.Lock()
-        self._said: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def due(self) -> bool:
         """Whether it is time for a look. If so, the next one is due later."""
         now = time.monotonic()
         if now <= self._next_at or self._running.locked():
             return False
-        self._next_at = now + _LOOK_S
+        self._next_at = now + _CHECK_S
         return True
 
     def __call__(self, *, ending: bool) -> None:
@@ -114,26 +114,26 @@ class _Look:
             held = inventory.read(self._kept)
             if held.live is None:
                 return
-            self.nobody = messages.nobody_came(held)
+            self.unused = messages.is_unused(held)
             self.complete = messages.saved_nothing(held)
             for warning in held.live.warnings:
-                self._say_again(f"warning: {warning}", after_s=_SAY_AGAIN_S)
+                self._repeat(f"warning: {warning}", after_s=_REPEAT_S)
             for tier, status in held.live.tiers.items() if ending else ():
                 if status.backlog:
-                    self._say_again(messages.waits_for(tier, status), after_s=_STILL_WAITS_S)
+                    self._repeat(messages.waits_for(tier, status), after_s=_STILL_WAITS_S)
 
     def last(self) -> None:
         """The last look before the sidecar ends, unless one is under way."""
         if not self._running.locked():
             self(ending=True)
 
-    def _say_again(self, text: str, *, after_s: float) -> None:
+    def _repeat(self, text: str, *, after_s: float) -> None:
         """Print `text` unless it was printed in the last `after_s`. Texts that differ only in their
         numbers count as the same."""
         kind, now = _NUMBERS.sub("#", text), time.monotonic()
-        if now - self._said.get(kind, -after_s) >= after_s:
-            self._said[kind] = now
-            say(text)
+        if now - self._reported.get(kind, -after_s) >= after_s:
+            self._reported[kind] = now
+            note(text)
 
 
 @dataclass
@@ -152,7 +152,7 @@ class _Sidecar:
     def start(self, delay_s: float) -> None:
         """Have it started after `delay_s`."""
         if self.seen:
-            say(f"the sidecar ended and is started again; training goes on (why: {self.kept.log})")
+            note(f"the sidecar ended and is started again; training goes on (why: {self.kept.log})")
         self.due = time.monotonic() + delay_s
 
     def launch(self) -> Process | None:
@@ -161,7 +161,7 @@ class _Sidecar:
         try:
             self.process = Process.of(launcher.launch(self.kept))
         except (OSError, KeepstepError) as error:
-            say(f"the sidecar cannot be started: {error}")
+            note(f"the sidecar cannot be started: {error}")
             self.process = None
         return self.process
 
@@ -189,7 +189,7 @@ class _Sidecar:
             return
         memory, now = launcher.identity(self.kept.memory), time.monotonic()
         if self._memory is not None and memory != self._memory:
-            say(messages.memory_removed(self.kept))
+            note(messages.memory_removed(self.kept))
         self._memory = memory
         if launcher.identity(self.kept.socket) is not None:
             self._gone_since = None
@@ -229,7 +229,7 @@ class Supervisor:
         self._own_group = not _in_foreground()
         self._command_pid = 0
         self._sidecar = _Sidecar(self.kept, self.adopted)
-        self._look = _Look(self.kept)
+        self._view = _StatusView(self.kept)
         self._hurry = threading.Event()
         self._log_checked = self._sidecar.since
         self._exit: int | None = None
@@ -287,8 +287,8 @@ class Supervisor:
             self._log_checked = now
             with contextlib.suppress(OSError):  # it may grow until the next start, which says why
                 launcher.bound_log(self.kept.log)
-        if (self._command_pid or self._ending) and self._look.due():
-            probe = functools.partial(self._look, ending=self._ending)
+        if (self._command_pid or self._ending) and self._view.due():
+            probe = functools.partial(self._view, ending=self._ending)
             self._in_background("look for warnings", probe)
         self._sidecar.watch_memory(running=self._command_pid != 0)
 
@@ -333,7 +333,7 @@ class Supervisor:
                     self._await_sidecar(self._sidecar.process)
             case AnnounceRestart(attempt, code):
                 restarts, held = self.restarts, self._held()
-                say(messages.restarted(held, code=code, attempt=attempt, restarts=restarts))
+                note(messages.restarted(held, code=code, attempt=attempt, restarts=restarts))
             case Do.FLUSH:
                 self._ending = True
                 self._in_background("flush", self._flush)
@@ -347,7 +347,7 @@ class Supervisor:
         self._life_since = time.time()
         if attempt == 0:
             adopted = self.adopted is not None
-            say(messages.started(self.kept, self._held(), adopted=adopted))
+            note(messages.started(self.kept, self._held(), adopted=adopted))
         spawn = (
             functools.partial(processes.spawn_command, self.path, tuple(self.command))
             if self.starter is None
@@ -356,7 +356,7 @@ class Supervisor:
         try:
             self._command_pid = spawn(self._environment, own_group=self._own_group)
         except OSError as error:
-            say(f"{self.command[0]}: {error.strerror}")
+            note(f"{self.command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
         else:
             launcher.note_command(self.kept, self._command_pid)
@@ -400,16 +400,16 @@ class Supervisor:
             if launcher.wait_up(self.kept, None, timeout_s=_GRACE_S):
                 calls.flush(self.kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
-            _try_to_say(f"not flushed: {error}")
+            _try_to_note(f"not flushed: {error}")
         return News.FINISHED
 
     def _close(self) -> Event:
         try:
             launcher.wait_up(self.kept, None, timeout_s=_GRACE_S)
-            self._look.last()
+            self._view.last()
             self._closed = launcher.end(self.kept) and not launcher.slots_left(self.kept)
         except KeepstepError as error:
-            _try_to_say(f"not closed: {error}")
+            _try_to_note(f"not closed: {error}")
         return News.FINISHED
 
     def _finish(self, action: Exit) -> None:
@@ -417,15 +417,15 @@ class Supervisor:
         if self._state.attempt == 0 and not self._sidecar.seen:
             if not action.interrupted:
                 tail = launcher.log_tail(self.kept.log)
-                say(f"the sidecar does not start; the end of {self.kept.log}:\n{tail}")
+                note(f"the sidecar does not start; the end of {self.kept.log}:\n{tail}")
             return
         if action.interrupted:
-            say("interrupted: the flush was not awaited")
+            note("interrupted: the flush was not awaited")
         held = self._held()
-        unused = self._look.nobody
+        unused = self._view.unused
         if not self._closed:
-            unused = held is not None and messages.nobody_came(held)
-        say(
+            unused = held is not None and messages.is_unused(held)
+        note(
             messages.ended(
                 self.kept,
                 held,
@@ -433,12 +433,12 @@ class Supervisor:
                 freed=self._closed,
                 goodput=inventory.goodput(self.kept, held),
                 unused=unused,
-                complete=self._look.complete,
+                complete=self._view.complete,
             )
         )
         if action.repeats:
             why = "not started again, because the next start would end in the same way"
-            say(f"{why}: {action.repeats}")
+            note(f"{why}: {action.repeats}")
 
     def _held(self) -> Holdings | None:
         """What the run holds; None if that cannot be read. An error must not stop the command."""

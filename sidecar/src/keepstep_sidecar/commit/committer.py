@@ -3,7 +3,7 @@
 Its duties as a host (docs/protocol.md): list what this machine holds whenever that changes, record
 an epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
 storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run of several
-machines, none sees a complete step. The leader tells each which steps are committed (`Heard`).
+machines, none sees a complete step. The leader tells each which steps are committed (`LastReply`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepstep.core.node import (
     Event,
     Flush,
     Full,
-    Heard,
+    LastReply,
     Node,
     Publish,
     Retire,
@@ -41,9 +41,9 @@ from keepstep_sidecar.commit.epochs import Epochs, RestartStep, Rollback
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.commit.leader_link import LeaderNotes
 from keepstep_sidecar.concurrency import Changes, OnThread
-from keepstep_sidecar.config.sidecar import Wish
+from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.history import History
-from keepstep_sidecar.log import Seldom, say, warn
+from keepstep_sidecar.log import Seldom, info, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
@@ -131,7 +131,7 @@ class StepDirectories:
             warn("step.delete_failed", step=str(step_id), error=str(error))
             return
         self.retired += 1  # not earlier: a write that found no room before this must still make it
-        say("step.deleted", level=logging.DEBUG, step=str(step_id), size_bytes=freed)
+        info("step.deleted", level=logging.DEBUG, step=str(step_id), size_bytes=freed)
 
 
 # --- images from slots -----------------------------------------------------------------------
@@ -216,7 +216,7 @@ class ImageWriter:
         while True:
             retired = self.directories.retired
             try:
-                return await self._writers[volumes.lane(control.rank)](write)
+                return await self._writers[volumes.home_volume(control.rank)](write)
             except NoSpaceError:
                 if not await self.directories.make_room(size_bytes, retired=retired):
                     raise
@@ -225,7 +225,7 @@ class ImageWriter:
         self.trouble = ""
         self.totals.bytes += written.bytes
         self.totals.seconds += written.seconds
-        say(
+        info(
             "shard.written",
             rank=written.shard.rank,
             step=str(written.shard.step_id),
@@ -265,7 +265,7 @@ class Committer:
         grid: Grid,
         pacing: Pacing | None = None,
         alone: bool = False,
-        rollback_request: Wish | None = None,
+        rollback_request: RollbackRequest | None = None,
         history: History | None = None,
     ) -> None:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
@@ -297,7 +297,7 @@ class Committer:
             local,
             remotes,
             must_stay=self.node.must_stay,
-            choose=self._least_wanted,
+            choose=self._least_valuable,
             surplus=lambda: self.node.surplus,
             keep=str(keep),
             history=self._history,
@@ -324,7 +324,7 @@ class Committer:
     @property
     def leader_answers(self) -> bool:
         """Whether the run's leader answers. It will then say when it has heard of all machines."""
-        return self.node.leader_view.heard_at is not None and not self.silent
+        return self.node.leader_view.replied_at is not None and not self.silent
 
     # --- events in, actions out --------------------------------------------------------------
 
@@ -341,11 +341,11 @@ class Committer:
                 case Committed(tier=Tier.LOCAL):
                     # Seldom: the lines that matter must not scroll out of the log.
                     if (left_out := self._seldom.due("step.committed")) is not None:
-                        say("step.committed", step=str(action.id), left_out=left_out)
+                        info("step.committed", step=str(action.id), left_out=left_out)
                 case Committed():
                     pass
                 case Interval():
-                    say("persist.interval_changed", steps=action.steps, limited_by=action.limit)
+                    info("persist.interval_changed", steps=action.steps, limited_by=action.limit)
                     self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)
                 case _:
                     left.append(action)
@@ -360,10 +360,10 @@ class Committer:
         """Tell the node what this machine holds, and do what it then says."""
         await self.directories.carry_out(self.feed(self.copies.here()))
 
-    def look(self) -> Ledger:
+    def read_ledger(self) -> Ledger:
         """The ledger with the newest list, to be queried. Actions that the node asks for are left
         for later."""
-        if self.copies.beyond_is_stale:  # `look_beyond` is about to tell it anyway
+        if self.copies.beyond_is_stale:  # `refresh_remotes` is about to tell it anyway
             self.feed(self.copies.beyond())
         self.feed(self.copies.here())
         return self.node.ledger
@@ -376,8 +376,8 @@ class Committer:
             if not all(map(self.node.must_stay, self.node.deferred)):
                 await self.refresh()
 
-    def _least_wanted(self, full: Full) -> list[StepId]:
-        self.look()
+    def _least_valuable(self, full: Full) -> list[StepId]:
+        self.read_ledger()
         return [action.id for action in self.feed(full)]
 
     async def _write(self, write: Write) -> None:
@@ -389,7 +389,7 @@ class Committer:
                 self.wrote(written.shard)
                 ended = replace(
                     ended,
-                    drive=self.local_shards.volumes.lane(write.rank),
+                    drive=self.local_shards.volumes.home_volume(write.rank),
                     seconds=written.seconds,
                     size_bytes=written.shard.size_bytes,
                 )
@@ -420,13 +420,13 @@ class Committer:
         await self.refresh()
         self._changes.ring()
 
-    async def look_beyond(self, *, refresh: bool = False) -> None:
+    async def refresh_remotes(self, *, refresh: bool = False) -> None:
         """Ask the remote tiers what they hold, and tell the ledger.
 
-        `refresh`: see `RemoteInventory.look`.
+        `refresh`: see `RemoteInventory.scan`.
         """
-        first = not self.remotes.looked
-        if not await self.remotes.look(refresh=refresh) and not first:
+        first = not self.remotes.scanned
+        if not await self.remotes.scan(refresh=refresh) and not first:
             return
         await self.directories.carry_out(self.feed(self.copies.beyond()))
         self._changes.ring()
@@ -445,16 +445,16 @@ class Committer:
             self.local_shards.lose(rank, step_id)  # unless the scan finds it sound
             await self.scan()
 
-    async def hear(self, reply: ReportReply) -> None:
+    async def apply_reply(self, reply: ReportReply) -> None:
         """Apply the leader's answer: publish commits, and delete steps that nobody needs."""
         view = self.node.leader_view
-        before = (view.commit, view.word.plan)
-        self.rollback.hear(reply)
+        before = (view.commit, view.last_reply.plan)
+        self.rollback.apply_reply(reply)
         self.restart.learn(reply.failures)
         if reply.archive is not None:  # before the same reply retires it
-            self.remotes.want(reply.archive)
+            self.remotes.request(reply.archive)
         actions = self.feed(
-            Heard(
+            LastReply(
                 commit=reply.committed.get(str(Tier.LOCAL)),
                 commits=frozenset(reply.commits),
                 memory=reply.committed.get(str(Tier.MEMORY)),
@@ -466,7 +466,7 @@ class Committer:
         if self.local_shards.scanned:
             await self.directories.carry_out(actions)
         await self.notes.take(at_once=False)
-        if before != (view.commit, view.word.plan):
+        if before != (view.commit, view.last_reply.plan):
             self._changes.ring()
 
     # --- epochs ------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ class Committer:
         self.epochs.current = epoch
         self.rollback.began(epoch)
         await self.directories.carry_out(self.feed(EpochStarted(epoch)))
-        say("epoch.started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
+        info("epoch.started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -502,7 +502,7 @@ class Committer:
         until it expired."""
         if self.local_shards.was_published(step_id):
             return True
-        known = (self.node.leader_view.commit, *self.node.heard.commits)
+        known = (self.node.leader_view.commit, *self.node.last_reply.commits)
         return step_id not in self.local_shards.shards and step_id in known
 
     def facts(self, changed: Callable[[], None]) -> RunFacts:

@@ -21,7 +21,7 @@ from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
-from keepstep_sidecar.config.sidecar import Wish
+from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.log import warn
 
 Row = TypeVar("Row", Shard, StepShards)
@@ -45,7 +45,7 @@ class Epochs:
     def own(self, *begun: Epoch) -> tuple[Epoch, ...]:
         """All epochs that are certainly this run's own: those recorded here, told by the run's
         other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
-        own = (*self.remotes.told_by(Tier.PEER), *self.local.record.epochs, *begun)
+        own = (*self.remotes.epochs_in(Tier.PEER), *self.local.record.epochs, *begun)
         return line(own, self.node.ledger.epochs)
 
     def unrecorded(self, epoch: Epoch) -> tuple[Epoch, ...]:
@@ -74,7 +74,7 @@ class Epochs:
         life, epochs = self.life(), tuple(epochs)
         view, known = self.node.leader_view, set[EpochId]()
         if not view.alone:  # else the leader only says what was seen here
-            steps = (view.commit, view.word.plan, *view.word.commits)
+            steps = (view.commit, view.last_reply.plan, *view.last_reply.commits)
             known = {step_id.epoch for step_id in steps if step_id is not None}
         known |= {epoch.id for epoch in (self.own() if life is None else self.own(life))}
         found = set(self.local.record.strangers - known)
@@ -185,32 +185,32 @@ class Rollback:
     cannot come back.
     """
 
-    start: Wish | None
+    start: RollbackRequest | None
     recorded: Callable[[], Iterable[Epoch]]
     asked: StepId | None = None
     begin_again: bool = False
     gone_for_good: bool = False
-    _told: StepId | None = None
+    _reported: StepId | None = None
     _began: StepId | None = None
 
-    def hear(self, reply: ReportReply) -> None:
+    def apply_reply(self, reply: ReportReply) -> None:
         """Take in the leader's reply, which holds until the next one."""
-        self._told = reply.restore_from
+        self._reported = reply.restore_from
         self.begin_again = reply.begin_again
         self.gone_for_good = reply.gone_for_good
-        if self._told != self._began:
+        if self._reported != self._began:
             self._began = None
 
     def began(self, epoch: Epoch) -> None:
         """This epoch begins now. The leader will hear of it later."""
-        if epoch.parent is not None and epoch.parent == self._told:
+        if epoch.parent is not None and epoch.parent == self._reported:
             self._began = epoch.parent
 
     @property
-    def wish(self) -> Wish | None:
+    def request(self) -> RollbackRequest | None:
         """The wish that is not yet fulfilled. None: restore the newest step."""
-        if self._told is not None:
-            return Wish(id=self._told) if self._told != self._began else None
+        if self._reported is not None:
+            return RollbackRequest(id=self._reported) if self._reported != self._began else None
         if (request := self.start) is None:
             return None
         done = any(
@@ -237,11 +237,11 @@ class Rollback:
         """Whether this may be the wanted step, which must not be deleted."""
         if step_id == self.asked:
             return True
-        return (request := self.wish) is not None and request.names(step_id)
+        return (request := self.request) is not None and request.names(step_id)
 
     def resolve(self, whole: Iterable[StepId], held: Collection[StepId]) -> StepId | None:
         """The wanted step; of several with its number, the newest. Prefers steps in `whole`."""
-        if (request := self.wish) is None:
+        if (request := self.request) is None:
             return None
         if request.id is not None:
             return request.id
@@ -299,7 +299,7 @@ class RestartStep:
     @property
     def trusted(self) -> frozenset[StepId]:
         """Steps that a person has pinned, as far as this machine was told."""
-        return self.node.heard.pinned
+        return self.node.last_reply.pinned
 
     def doubt(self) -> Doubt:
         """Which steps are suspect and which are proven, as far as this machine knows."""
@@ -334,7 +334,7 @@ class RestartStep:
             return None
         return self.trusted.union(filter(self.rollback.names, self.copies.ids()))
 
-    def wanted(self) -> StepId | None:
+    def target(self) -> StepId | None:
         """The step that a person wants to go back to, if this machine knows it."""
         ledger = self.node.ledger
         held = [step_id for step_id in self.copies.ids() if ledger.lineage.restorable(step_id)]
@@ -343,7 +343,7 @@ class RestartStep:
     def plan(self) -> RestorePlan | None:
         """The step that would be restored now and its tiers; None if that is unknown."""
         ledger = self.node.ledger
-        if (chosen := self.wanted() or self._instead()) is not None:
+        if (chosen := self.target() or self._instead()) is not None:
             return self._plan_of(chosen)
         beyond, complete = self._plan_beyond(), ledger.watermark(Tier.MEMORY)
         # A step that is whole only by twins does not tell what ranks elsewhere could restore.
@@ -363,7 +363,7 @@ class RestartStep:
         something newer and the leader is away, only the vote can tell whether the other ranks
         have it too.
         """
-        plan = self.node.heard.plan
+        plan = self.node.last_reply.plan
         restorable = plan is not None and self.node.ledger.lineage.restorable(plan)
         if plan is not None and restorable and (found := self._plan_of(plan)) is not None:
             return found

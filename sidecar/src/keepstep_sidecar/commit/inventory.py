@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from keepstep.core.commit_rule import RankReport, ReportedTier, bits, is_full, of_ranks
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
-from keepstep.core.shard import NOBODY, Ranks, Shard
+from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import NEVER, Offer
 from keepstep.errors import ImageError, VersionError
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
@@ -253,7 +253,7 @@ _TOO_EARLY = Inventory(
 
 
 class RemoteInventory:
-    """The remote tiers of this sidecar. `looked`: each was asked at least once. `index`: increases
+    """The remote tiers of this sidecar. `scanned`: each was asked at least once. `index`: increases
     when what they hold is seen to have changed."""
 
     def __init__(
@@ -271,13 +271,13 @@ class RemoteInventory:
             sorted(remote_tiers, key=lambda tier: NEAREST_FIRST.index(tier.tier))
         )  # nearest first
         self.peers, self.archive, self.ancestor = peers, archive, ancestor
-        self.looked = not remote_tiers
+        self.scanned = not remote_tiers
         self.index = 0
         self._inventories = dict.fromkeys(self.remote_tiers, _NOT_ASKED)
         self._refused: set[ShardSource] = set()
         self._at: dict[StepId, dict[int, list[ShardSource]]] = {}
         self._of_rank: dict[int, dict[Tier, list[Shard]]] = {}
-        self._looking: asyncio.Task[bool] | None = None
+        self._scanning: asyncio.Task[bool] | None = None
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -289,20 +289,20 @@ class RemoteInventory:
 
     # --- looking -----------------------------------------------------------------------------
 
-    async def look(self, *, refresh: bool = False) -> bool:
+    async def scan(self, *, refresh: bool = False) -> bool:
         """Ask every remote tier what it holds. Returns whether anything changed.
 
         A call during a running query waits for the answers to that query. With `refresh` it waits
         for the answers to a query that begins after the call.
         """
-        if refresh and self._looking is not None and not self._looking.done():
-            await asyncio.wait({self._looking})
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(), name="look at remote tiers")
-        return await asyncio.shield(self._looking)
+        if refresh and self._scanning is not None and not self._scanning.done():
+            await asyncio.wait({self._scanning})
+        if self._scanning is None or self._scanning.done():
+            self._scanning = asyncio.create_task(self._scan(), name="look at remote tiers")
+        return await asyncio.shield(self._scanning)
 
-    async def _look(self) -> bool:
-        answers = await asyncio.gather(*(tier.look() for tier in self.remote_tiers))
+    async def _scan(self) -> bool:
+        answers = await asyncio.gather(*(tier.scan() for tier in self.remote_tiers))
         found, last = dict(zip(self.remote_tiers, answers, strict=True)), self._inventories
         others = [
             inventory.answer for tier, inventory in found.items() if tier is not self.ancestor
@@ -316,8 +316,8 @@ class RemoteInventory:
         for tier, new in self._inventories.items():
             if new.answer is Answer.UNKNOWN and new.reason != last[tier].reason:
                 warn("tier.unreachable", tier=str(tier.tier), error=new.reason)
-        changed = not self.looked or self._inventories != last
-        self.looked = True
+        changed = not self.scanned or self._inventories != last
+        self.scanned = True
         if changed:
             self._index()
         return changed
@@ -360,10 +360,10 @@ class RemoteInventory:
 
     # --- what is sent there ------------------------------------------------------------------
 
-    def want(self, step_id: StepId) -> None:
+    def request(self, step_id: StepId) -> None:
         """Have this step archived, whether it is due or not."""
         if self.archive is not None:
-            self.archive.want(step_id)
+            self.archive.request(step_id)
 
     def wake(self) -> None:
         """Tell the remote tiers that what this machine holds has changed."""
@@ -398,7 +398,7 @@ class RemoteInventory:
         """Every epoch that any remote tier knows, oldest first."""
         return merged(epoch for each in self._inventories.values() for epoch in each.epochs)
 
-    def told_by(self, tier: Tier) -> tuple[Epoch, ...]:
+    def epochs_in(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this kind know."""
         return tuple(epoch for _, inventory in self._of_kind(tier) for epoch in inventory.epochs)
 
@@ -467,7 +467,7 @@ class Copies:
         self._remotes = remotes
         self._ranks: set[int] = set()
         self._remote_ranks: set[int] = set()
-        self._index_told = remotes.index
+        self._index_seen = remotes.index
 
     # --- what the ledger is told -------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class Copies:
     def beyond(self) -> Reported:
         """What remote tiers hold, for every rank of which they ever held something. For ranks known
         on this machine, `here` reports it too."""
-        self._index_told = self._remotes.index
+        self._index_seen = self._remotes.index
         self._remote_ranks.update(self._remotes.ranks)
         ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
         return Reported(ranks=of_ranks(ranks), epochs=self._remotes.epochs)
@@ -503,7 +503,7 @@ class Copies:
     @property
     def beyond_is_stale(self) -> bool:
         """Whether the remote inventory changed since `beyond` was called."""
-        return self._index_told != self._remotes.index
+        return self._index_seen != self._remotes.index
 
     def ranks(self) -> list[int]:
         """Every rank of which this machine holds or held something."""
@@ -569,7 +569,7 @@ class Copies:
         alike = {shard.rank: shard.alike for _, shard in reversed(list(self.at_rest(step_id)))}
         reading, needed = set(known), list[int]()
         for rank in ranks:
-            if reading.isdisjoint(alike.get(rank, NOBODY)):
+            if reading.isdisjoint(alike.get(rank, NO_RANKS)):
                 needed.append(rank)
                 reading.add(rank)
         return needed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from keepstep.core.node import Heard, LeaderView
+from keepstep.core.node import LastReply, LeaderView
 from keepstep.core.vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
@@ -21,14 +21,14 @@ from keepstep_sidecar.log import warn
 class LeaderLink:
     """How reporting to the run's leader goes.
 
-    `tried_at`: when a report first succeeded or failed, on the monotonic clock. `heard_at`: time of
-    the newest answer, in Unix seconds. `failing`: the last report was not answered. `finishing`:
+    `tried_at`: when a report first succeeded or failed, on the monotonic clock. `replied_at`: time
+    of the newest answer, in Unix seconds. `failing`: the last report was not answered. `finishing`:
     the last report is to be sent now. `ended`: it was sent.
     """
 
     def __init__(self, changes: Changes) -> None:
         self.tried_at = NEVER
-        self.heard_at: float | None = None
+        self.replied_at: float | None = None
         self.finishing = False
         self.ended = False
         self.failing = False
@@ -51,7 +51,7 @@ class LeaderNotes:
     def __init__(self, leader_view: LeaderView, local: LocalShards) -> None:
         """Gives `leader_view` what an earlier sidecar recorded."""
         record = local.record
-        leader_view.remember(Heard(commit=record.committed, pinned=record.pinned))
+        leader_view.remember(LastReply(commit=record.committed, pinned=record.pinned))
         self._run_view = leader_view
         self._local = local
         self._noted = self._word
@@ -76,4 +76,4 @@ class LeaderNotes:
     def _word(self) -> tuple[StepId | None, frozenset[StepId]]:
         """The commit, which a machine alone finds on its own volumes, and the pins."""
         view = self._run_view
-        return None if view.alone else view.commit, view.word.pinned
+        return None if view.alone else view.commit, view.last_reply.pinned

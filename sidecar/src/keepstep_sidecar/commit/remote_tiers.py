@@ -19,7 +19,7 @@ from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.tier import RemoteTier, TierStatus
 
-_LOOK_EVERY_S = 60.0
+_SCAN_EVERY_S = 60.0
 _RETRY_S = 5.0
 """How often to ask again while a remote tier does not answer."""
 
@@ -35,9 +35,9 @@ class RemoteTiers:
     changes: Changes
     operated: bool
     leads: bool
-    _told: tuple[tuple[Peer, ...], Mapping[str, str], str, bool] | None = None
-    _looked_at: float = NEVER
-    _told_at: float = -NEVER
+    _listed: tuple[tuple[Peer, ...], Mapping[str, str], str, bool] | None = None
+    _scanned_at: float = NEVER
+    _listed_at: float = -NEVER
     _meeting: int = 0
     awaits: str = ""
 
@@ -54,7 +54,7 @@ class RemoteTiers:
     def start(self, tasks: Tasks, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`on_scan`: called once all remote tiers were asked for the first time."""
         facts = replace(
-            self.committer.facts(lambda: tasks.spawn(self.look(), "look at what is new")),
+            self.committer.facts(lambda: tasks.spawn(self.scan(), "look at what is new")),
             operated=self.operated,
             leads=self.leads,
         )
@@ -65,35 +65,35 @@ class RemoteTiers:
             tasks.keep(functools.partial(self._watch, on_scan), "look at remote tiers")
 
     async def _watch(self, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await self.look()
+        await self.scan()
         await on_scan()
         while True:
-            await asyncio.sleep(_RETRY_S if self._remotes.unknown else _LOOK_EVERY_S)
-            await self.look()
+            await asyncio.sleep(_RETRY_S if self._remotes.unknown else _SCAN_EVERY_S)
+            await self.scan()
 
-    async def look(self, *, refresh: bool = False) -> None:
-        """Ask all remote tiers what they hold; `refresh` as in `RemoteInventory.look`."""
-        await self.committer.look_beyond(refresh=refresh)
-        self._looked_at = time.monotonic()
+    async def scan(self, *, refresh: bool = False) -> None:
+        """Ask all remote tiers what they hold; `refresh` as in `RemoteInventory.scan`."""
+        await self.committer.refresh_remotes(refresh=refresh)
+        self._scanned_at = time.monotonic()
 
-    async def _look_at_peers(self) -> None:
+    async def _scan_peers(self) -> None:
         try:
-            await self.look(refresh=True)
+            await self.scan(refresh=True)
         finally:
             self._meeting -= 1
             self.changes.ring()
 
     def view(self, *, held: bool, replied_at: float) -> View:
         """The facts that decide whether a rank may vote; `held`, `replied_at`: as in `View`."""
-        peers, others = self._remotes.peers, bool(self._told and any(self._told[:2]))
+        peers, others = self._remotes.peers, bool(self._listed and any(self._listed[:2]))
         return View(
             scanned_at=self._local_shards.scanned_at,
-            heard_at=replied_at,
+            replied_at=replied_at,
             tiers=bool(self.remote_tiers),
-            listed_at=self._looked_at if self._remotes.looked else NEVER,
+            listed_at=self._scanned_at if self._remotes.scanned else NEVER,
             held=held,
             led=self.committer.leader_answers,
-            told_at=self._told_at,
+            named_at=self._listed_at,
             introduced=peers is None or peers.introduced,
             awaits=self.awaits if peers is not None else "",
             pods_unasked=self._meeting > 0,
@@ -103,7 +103,7 @@ class RemoteTiers:
             uncertified=peers is not None and others and not self.address,
         )
 
-    def meet(
+    def set_peers(
         self,
         peers: tuple[Peer, ...],
         spawn: Spawn,
@@ -115,13 +115,13 @@ class RemoteTiers:
         """The leader names the other machines of the run, and agents of nodes. `awaits`: what it is
         making reachable. `complete`: all machines have reported to it."""
         peer_list = peers, agents, awaits, complete
-        if self._remotes.peers is None or self._told == peer_list:
+        if self._remotes.peers is None or self._listed == peer_list:
             return
-        self._told, self._told_at, self.awaits = peer_list, time.monotonic(), awaits
+        self._listed, self._listed_at, self.awaits = peer_list, time.monotonic(), awaits
         self.changes.ring()
         self._remotes.peers.peers_are(peers, agents=agents, awaits=awaits, complete=complete)
         self._meeting += 1
-        spawn(self._look_at_peers(), "look at peers")
+        spawn(self._scan_peers(), "look at peers")
 
     # --- waiting -----------------------------------------------------------------------------
 

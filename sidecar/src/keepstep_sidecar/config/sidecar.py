@@ -156,7 +156,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class RollbackRequest:
     """A step's `number` or its full `id`. `since`: the newest epoch when the wish was made."""
 
     number: int | None = None
@@ -202,7 +202,7 @@ class Fork:
         return f"{self.run}/{NEWEST if named is None else named}"
 
 
-def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
+def parse_restore_from(text: str, *, since: int = 0) -> RollbackRequest | Fork:
     """`STEP`: a number or an id. `RUN/STEP`: also `latest`. Raises UsageError for all else."""
     run, slash, step = text.rpartition("/")
     if slash and not _RUN.fullmatch(run):
@@ -225,7 +225,7 @@ def parse_restore_from(text: str, *, since: int = 0) -> Wish | Fork:
         ) from error
     if slash:
         return Fork(run=run, number=number, id=step_id)
-    return Wish(number=number, id=step_id, since=since)
+    return RollbackRequest(number=number, id=step_id, since=since)
 
 
 # --- all settings ----------------------------------------------------------------------------
@@ -631,9 +631,9 @@ class Config:
         return f"`kubectl annotate --overwrite ckrun {self.run} keepstep.dev/fresh-start=allow`"
 
     @property
-    def wish(self) -> Wish | None:
+    def rollback_request(self) -> RollbackRequest | None:
         """The step from which the next epoch is to go on."""
-        return self._start if isinstance(self._start, Wish) else None
+        return self._start if isinstance(self._start, RollbackRequest) else None
 
     @property
     def fork(self) -> Fork | None:
@@ -641,7 +641,7 @@ class Config:
         return self._start if isinstance(self._start, Fork) else None
 
     @cached_property
-    def _start(self) -> Wish | Fork | None:
+    def _start(self) -> RollbackRequest | Fork | None:
         text = (self.restore_from or "").removeprefix(f"{self.run}/")
         return parse_restore_from(text, since=self.restore_since) if text else None
 

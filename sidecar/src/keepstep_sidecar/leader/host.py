@@ -153,7 +153,7 @@ class Host:
         if time.monotonic() < self._silent_until:
             self._soon()
         else:
-            self._tell()
+            self._publish()
 
     def _take_pending(self) -> None:
         pending, self._pending = self._pending, {}
@@ -162,7 +162,7 @@ class Host:
         if pending:
             self._settle()
 
-    def _tell(self, *, patient: bool = True) -> None:
+    def _publish(self, *, patient: bool = True) -> None:
         began = time.monotonic()
         for rank in self.leader.waiting(patient=patient):
             member, reply = self._members.get(rank), self.leader.news(rank)
@@ -183,14 +183,14 @@ class Host:
 
     def _answer(self) -> None:
         self._answers = None
-        self._tell(patient=False)
+        self._publish(patient=False)
 
     async def finish(self, *, timeout_s: float) -> None:
         """Return when all members have acted on what the leader knows, or after `timeout_s`."""
         self._take_pending()
         self.leader.closing = True
-        self._tell(patient=False)
-        await self._changes.until(self.leader.heard_all, timeout_s=timeout_s)
+        self._publish(patient=False)
+        await self._changes.until(self.leader.has_all_reports, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Tell nobody anything any more."""

@@ -21,7 +21,7 @@ from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar.concurrency import detached
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.leader.hub import HELLO_BYTES
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers.peer.frames import LIMITS, Frames, Kind, Limits
 from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Tls, explain, of_peer
 
@@ -90,7 +90,7 @@ class Link:
             return
         self.connected, self.reason = connected, reason
         if connected:
-            say("leader.connected", address=self.address)
+            info("leader.connected", address=self.address)
         else:
             warn("leader.disconnected", error=reason)
         self._changed()

@@ -24,7 +24,7 @@ from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases, sees_all
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.directories import entered
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
@@ -52,7 +52,7 @@ _log = logging.getLogger("keepstep.sidecar")
 
 @dataclass(eq=False, kw_only=True)
 class Allocator:
-    """Decides how many slots there are (`SlotSet.wanted`), and makes them. Memory limit and tmpfs
+    """Decides how many slots there are (`SlotSet.target`), and makes them. Memory limit and tmpfs
     space are divided among this machine's ranks. `run` is its worker, one task per thread."""
 
     config: Config
@@ -79,7 +79,7 @@ class Allocator:
 
     def fill(self, slot_set: SlotSet) -> None:
         """Order the slots that this slot set lacks."""
-        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.wanted):
+        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.target):
             self._making[id(slot_set)] += 1
             self._queue.put_nowait((position, next(self._numbers), slot_set))
 
@@ -103,10 +103,10 @@ class Allocator:
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
         try:
-            if slot_set.count >= slot_set.wanted:  # the layout was dropped, or has enough
+            if slot_set.count >= slot_set.target:  # the layout was dropped, or has enough
                 return
             file = await self._create(slot_set)
-        except FileNotFoundError as error:  # the directory was removed: see `Service.mend_memory`
+        except FileNotFoundError as error:  # the directory was removed: see `Service.repair_memory`
             warn("slot.allocation_failed", rank=layout.rank, error=str(error))
             return
         except (NoMemoryError, OSError) as error:
@@ -116,7 +116,7 @@ class Allocator:
                     f"a slot has {layout.size_bytes} bytes; raise the limit on files (ulimit -f)"
                 )
                 slot_set.failure = f"{error}: {limit}"
-            slot_set.wanted = slot_set.count
+            slot_set.target = slot_set.count
             warn("slot.allocation_failed", rank=layout.rank, error=str(error))
             return
         finally:
@@ -124,12 +124,12 @@ class Allocator:
             self._making += Counter()  # without those of which none is ordered
             self.changes.ring()
         given_up = file.huge and self.pool.directories.huge is None
-        if slot_set.count >= slot_set.wanted or given_up:
+        if slot_set.count >= slot_set.target or given_up:
             file.unlink()  # the layout was dropped meanwhile, or trainers do not see huge pages
             self.fill(slot_set)
             return
         slot_set.add(file)
-        say(
+        info(
             "slot.allocated",
             rank=layout.rank,
             slot=file.name,
@@ -147,7 +147,7 @@ class Allocator:
             try:
                 return await self._create_in(huge, slot_set, first=_FIRST_HUGE)
             except (NoMemoryError, OSError) as error:  # others were faster, or a limit is lower
-                say("slot.small_pages_used", rank=rank, error=str(error))
+                info("slot.small_pages_used", rank=rank, error=str(error))
                 self.pool.directories.require_small(size_bytes)
         return await self._create_in(small, slot_set, first=0)
 
@@ -178,7 +178,7 @@ class Allocator:
 
     # --- how many ----------------------------------------------------------------------------
 
-    def wanted(self, lease: Lease | None) -> int:
+    def target_slots(self, lease: Lease | None) -> int:
         """How many images of a rank shall be in memory, if there is room."""
         if self.config.slots is not None:
             return self.config.slots
@@ -192,7 +192,7 @@ class Allocator:
         Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
         images of former layouts are on the drive.
         """
-        size_bytes, target = slot_set.layout.size_bytes, self.wanted(lease)
+        size_bytes, target = slot_set.layout.size_bytes, self.target_slots(lease)
         others = [other for other in slots.slot_sets.values() if other is not slot_set]
         # once: slots that are given up below have no names any more, but still take their memory
         total_bytes = self._total_bytes(size_bytes)
@@ -218,7 +218,7 @@ class Allocator:
             raise refuse("memory-busy", "images of a former layout are on their way to the drive")
         warning = self._shortage(lease, total_bytes, size_bytes, count)
         slot_set.failure = ""
-        slot_set.wanted = max(count, slot_set.count)
+        slot_set.target = max(count, slot_set.count)
         if warning:
             warn("slot.count_reduced", rank=slots.rank, slots=count, reason=warning)
         return warning
@@ -226,7 +226,7 @@ class Allocator:
     def _shortage(self, lease: Lease, total_bytes: int, slot_bytes: int, count: int) -> str:
         """The warning about fewer slots than configured; "" when there are enough. Raises
         NoMemoryError when even two do not fit."""
-        target, ranks = self.wanted(lease), _ranks(lease)
+        target, ranks = self.target_slots(lease), _ranks(lease)
         if count >= target:
             return ""
         there = self._share_bytes(lease, total_bytes) * ranks
@@ -248,8 +248,8 @@ class Allocator:
     def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self.leases.of(slots.rank))
-        if slot_set.count >= slot_set.wanted and slot_set.wanted < most:
-            slot_set.wanted += 1
+        if slot_set.count >= slot_set.target and slot_set.target < most:
+            slot_set.target += 1
             self.fill(slot_set)
 
     async def base_slot(self, slots: RankSlots, layout: Layout) -> Slot:
@@ -259,7 +259,7 @@ class Allocator:
         if self._total_bytes(size_bytes) - self.pool.made_bytes < size_bytes:
             text = f"rank {slots.rank}: {size_bytes} bytes for its base do not fit beside what is"
             raise NoMemoryError(f"{text} there; raise --memory-limit", code="no-slot")
-        slot_set.wanted, slot_set.failure = slot_set.count + 1, ""
+        slot_set.target, slot_set.failure = slot_set.count + 1, ""
         self.fill(slot_set)
         index: int | None = None
 
@@ -279,12 +279,12 @@ class Allocator:
         total_bytes = self._total_bytes(size_bytes)
         if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
             others = self.pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
-            return min(self.wanted(lease), (total_bytes - others) // size_bytes)
+            return min(self.target_slots(lease), (total_bytes - others) // size_bytes)
         taken = slots.taken_bytes - slot_set.size_bytes
 
         def affordable(lease: Lease) -> int:
             left = self._share_bytes(lease, total_bytes) - taken
-            return max(0, min(self.wanted(lease) + 1, left // size_bytes))
+            return max(0, min(self.target_slots(lease) + 1, left // size_bytes))
 
         if not affordable(lease):
             self._give_up_gone(lease, keep=_KEPT_OF_GONE)

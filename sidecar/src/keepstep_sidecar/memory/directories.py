@@ -179,13 +179,13 @@ def usual_mount() -> Path | None:
     """The mount of this machine's hugetlbfs; None unless it has pages and this user may write."""
     with contextlib.suppress(OSError):
         there = page_bytes(USUAL_MOUNT) == HUGE_PAGE_BYTES and os.access(USUAL_MOUNT, os.W_OK)
-        return USUAL_MOUNT if there and _told("nr_hugepages") else None
+        return USUAL_MOUNT if there and _number_in("nr_hugepages") else None
     return None
 
 
 def free_huge_bytes() -> int:
     """Bytes of huge pages that are neither used nor reserved; 0 when the kernel does not tell."""
-    free = max(0, _told("free_hugepages") - _told("resv_hugepages"))
+    free = max(0, _number_in("free_hugepages") - _number_in("resv_hugepages"))
     return free * HUGE_PAGE_BYTES
 
 
@@ -205,14 +205,16 @@ def advice(lacking_bytes: int) -> str:
         # vm.nr_hugepages counts pages of the default size
         return ""
     lacking = -(-max(0, lacking_bytes - free_huge_bytes()) // HUGE_PAGE_BYTES)
-    commands = [f"sysctl -w vm.nr_hugepages={_told('nr_hugepages') + lacking}"] if lacking else []
+    commands = (
+        [f"sysctl -w vm.nr_hugepages={_number_in('nr_hugepages') + lacking}"] if lacking else []
+    )
     with contextlib.suppress(OSError):
         if not USUAL_MOUNT.exists() or page_bytes(USUAL_MOUNT) != HUGE_PAGE_BYTES:
             commands.append(f"mount --mkdir -t hugetlbfs none {USUAL_MOUNT}")
     return " && ".join(commands)
 
 
-def _told(name: str) -> int:
+def _number_in(name: str) -> int:
     """A number that the kernel reports about its pool of huge pages; 0 if it has no pool."""
     try:
         return int((_POOL / name).read_text())

@@ -176,7 +176,7 @@ class SlotFile:
         hole = self.huge and found.st_blocks * 512 < self.layout.size_bytes
         return hole or found.st_size != self.layout.size_bytes
 
-    def ails(self, step_id: StepId, *, run: str) -> str:
+    def damage(self, step_id: StepId, *, run: str) -> str:
         """Why a trainer cannot restore from the image `step_id` in this slot; '' when it can."""
         if lacks := self.lacks():
             return f"the slot has lost {lacks}"

@@ -18,7 +18,7 @@ from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.steps import StepId, Tier
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.directories import SlotDirectories, entered
 from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished, slot_number
 
@@ -201,7 +201,7 @@ class SlotPool:
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slot_set.adopt(file, control)
         slots.world = layout.world
-        say("slot.adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
+        info("slot.adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
 
     def settle(self, rank: int, *, holding: tuple[str, ...], trusted: bool) -> tuple[str, ...]:
         """The rank's trainer says which slots it fills. Returns the slots with which it may go on.
@@ -238,7 +238,9 @@ class SlotPool:
             file = slot.file
             rejected = "a trainer could not use it" if str(file.path) in bad else ""
             if not (
-                why := rejected or file.ails(step_id, run=self._run) or self._base_ails(slot, bad)
+                why := rejected
+                or file.damage(step_id, run=self._run)
+                or self._base_damage(slot, bad)
             ):
                 return slot
             warn(
@@ -252,14 +254,14 @@ class SlotPool:
         """The slot with the base to which the image in `slot` refers; None if it has none."""
         return None if slot.base is None else self.rank(slot.layout.rank).bases.find(slot.base)
 
-    def _base_ails(self, slot: Slot, bad: Collection[str]) -> str:
+    def _base_damage(self, slot: Slot, bad: Collection[str]) -> str:
         """Why the base of this image cannot be used; '' when it can, or there is none."""
         if (ref := slot.base) is None:
             return ""
         if (base := self.base_of(slot)) is None:
             return "its base is gone"
         rejected = "a trainer could not use it" if str(base.file.path) in bad else ""
-        why = rejected or base.file.ails(ref.step, run=self._run)
+        why = rejected or base.file.damage(ref.step, run=self._run)
         return why and f"its base: {why}"
 
     def damaged(self) -> list[RankSlots]:
@@ -351,7 +353,7 @@ class SlotPool:
                 if newest is None or newest < common:
                     del slots.slot_sets[key]
                     slots.current = None if slot_set is slots.current else slots.current
-                    slot_set.wanted = 0
+                    slot_set.target = 0
                     self.unlink([*slot_set.files, *slot_set.drop_orphans()])
                     freed = True
             self.unlink(slots.free_bases())
@@ -360,14 +362,14 @@ class SlotPool:
     def unlink(self, files: list[SlotFile]) -> None:
         """Remove the files of slots."""
         for file in files:
-            say("slot.removed", level=logging.DEBUG, slot=file.name)
+            info("slot.removed", level=logging.DEBUG, slot=file.name)
             file.unlink()
 
     def forget_all(self) -> None:
         """Free all memory: the run has ended."""
         for slots in self.ranks.values():
             for slot_set in slots.slot_sets.values():
-                slot_set.wanted = 0
+                slot_set.target = 0
                 self.unlink([*slot_set.files, *slot_set.orphans.values()])
             self.unlink([file for slot_set in slots.bases.sets.values() for file in slot_set.files])
             self.directories.remove(slots.rank)
@@ -486,7 +488,7 @@ class SlotSet:
 
     def __init__(self, layout: Layout, *, target: int = 0) -> None:
         self.layout = layout
-        self.wanted = target
+        self.target = target
         self.failure = ""
         self.table = SlotTable(0)
         self.files: list[SlotFile] = []
@@ -557,14 +559,14 @@ class SlotSet:
         while (index := self.table.reserve(expendable)) is not None:
             self.table.remove(index)
             given_up.append(self.files[index])
-        self.wanted = len(self._there())
+        self.target = len(self._there())
         return given_up
 
     # --- the trainer fills -------------------------------------------------------------------
 
     def assign(self) -> Assigned | None:
         """The next slot to fill; None while there is none."""
-        if (index := self.table.assign(growing=self.count < self.wanted)) is None:
+        if (index := self.table.assign(growing=self.count < self.target)) is None:
             return None
         generation = next(_generations)
         self.uses[index] = Use(generation, base=self.uses[index].base)
@@ -608,7 +610,7 @@ class SlotSet:
     @property
     def size_bytes(self) -> int:
         """Bytes that this slot set takes once all wanted slots are made."""
-        return max(self.wanted, self.count) * self.layout.size_bytes
+        return max(self.target, self.count) * self.layout.size_bytes
 
     @property
     def count(self) -> int:
@@ -660,7 +662,7 @@ class BaseSlots:
         if step is not None and slot_set.table.holds(step) is not None:
             self.step = step
         elif self._empty(slot_set) is None:
-            slot_set.wanted, slot_set.failure = slot_set.count + 1, ""
+            slot_set.target, slot_set.failure = slot_set.count + 1, ""
             return slot_set
         return None
 
@@ -705,7 +707,7 @@ class BaseSlots:
                     slot_set.table.remove(index)
                     given_up.append(file)
             if slot_set is not self.current:
-                slot_set.wanted = slot_set.count
+                slot_set.target = slot_set.count
                 if not slot_set.count:
                     del self.sets[key]
         return given_up
@@ -729,7 +731,7 @@ class BaseSlots:
             while (index := self._empty(slot_set)) is not None:
                 slot_set.table.remove(index)
                 given_up.append(slot_set.files[index])
-            slot_set.wanted = slot_set.count
+            slot_set.target = slot_set.count
         return given_up
 
     def _empty(self, slot_set: SlotSet) -> int | None:

@@ -52,15 +52,15 @@ class Channel:
         leaves: Callable[[], bool],
     ) -> None:
         self._link = link
-        self._told, self.pins = frame, frame.pins
+        self._sent, self.pins = frame, frame.pins
         self._leaves, self._left = leaves, False
         self._running: asyncio.Task[None] | None = None
         self._changes, self._epoch = changes, epoch
         self._news: LeaderReply | None = None
-        self._heard = 0
+        self._acknowledged = 0
         self._closing = self._pinned = False
         self._peers: tuple[Peer, ...] = ()
-        self._peers_version = self._said_version = ""
+        self._peers_version = self._sent_version = ""
 
     async def __aenter__(self) -> Channel:
         if self._link is not None:
@@ -85,7 +85,7 @@ class Channel:
         """Whether a report is wanted now. A leader that ends waits until it knows that its last
         reply was acted on, and a person waits until it knows the pins. A pod that leaves has no
         time to lose. A list of peers is repeated until the leader knows that it has arrived."""
-        new = self._peers_version != self._said_version
+        new = self._peers_version != self._sent_version
         return self._closing or self._pinned or new or self._leaves() != self._left
 
     def pin(self, pinned: Collection[StepId]) -> None:
@@ -106,18 +106,18 @@ class Channel:
 
     def _frame(self, report: Report) -> MemberReport:
         self._closing = self._pinned = False
-        self._left, self._said_version = self._leaves(), self._peers_version
+        self._left, self._sent_version = self._leaves(), self._peers_version
         return replace(
-            self._told,
+            self._sent,
             report=replace(report, peers_version=self._peers_version),
-            heard=self._heard,
+            heard=self._acknowledged,
             pins=self.pins,
             leaving=self._left,
         )
 
     def _taken(self, leader_reply: LeaderReply) -> ReportReply:
         """What it says, with the list of peers also where that did not change."""
-        self._heard, self._closing = leader_reply.number, leader_reply.closing
+        self._acknowledged, self._closing = leader_reply.number, leader_reply.closing
         if leader_reply.pins.version >= self.pins.version:
             self.pins = leader_reply.pins
         reply, epoch = leader_reply.reply, self._epoch()

@@ -12,7 +12,7 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.leader.host import Host
 from keepstep_sidecar.leader.hub import Hub
 from keepstep_sidecar.leader.link import Link
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.operator_reporter import OperatorReporter
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
 from keepstep_sidecar.tiers.peer.tier import PeerTier
@@ -82,7 +82,7 @@ class Machines:
         except (UsageError, OSError) as error:
             warn("certificate.authorities_update_failed", error=str(error))
         else:
-            say("certificate.authorities_updated")
+            info("certificate.authorities_updated")
 
     def warnings(self) -> Iterator[str]:
         """What keeps the machines of the run apart."""

@@ -20,7 +20,7 @@ from keepstep.leader.summary import fitted, summary
 from keepstep.wire.runs import Requested, RunReport
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import ReportFailed
 from keepstep_sidecar.report.reporter import Rhythm
 
@@ -30,8 +30,8 @@ _LAST_S: Final = 2.0
 _LEAST_GAP_S: Final = 1.5
 """The operator refuses reports that come within a second."""
 _PART: Final = 50
-"""Working out a report takes at most one part in so many of the time, while `_LOOK_S` allows."""
-_LOOK_S: Final = 10.0
+"""Working out a report takes at most one part in so many of the time, while `_CHECK_S` allows."""
+_CHECK_S: Final = 10.0
 """How often to look whether a doubt has come by waiting alone."""
 
 _decode = msgspec.json.Decoder(Requested).decode
@@ -59,7 +59,7 @@ class OperatorReporter:
         self._failures, self._broken = 0, False
         self._logged: set[str] = set()
         self._gap_s = _LEAST_GAP_S
-        self._looked_at = 0.0
+        self._checked_at = 0.0
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -87,21 +87,21 @@ class OperatorReporter:
         while (left_s := began + pause_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, _LEAST_GAP_S))
             self._follow()
-            if not self._failures and self._is_due_to_look(seen):
+            if not self._failures and self._is_due_to_check(seen):
                 seen = self._changes.count
                 if self._news(self._summary()) != self._sent:
                     return
 
-    def _is_due_to_look(self, seen: int) -> bool:
-        since_s = time.monotonic() - self._looked_at
-        return since_s >= (self._gap_s if self._changes.count != seen else _LOOK_S)
+    def _is_due_to_check(self, seen: int) -> bool:
+        since_s = time.monotonic() - self._checked_at
+        return since_s >= (self._gap_s if self._changes.count != seen else _CHECK_S)
 
     def _summary(self) -> RunReport:
         began = time.monotonic()
         found = summary(self._leader, sequence=self._sequence, at=time.time())
-        self._looked_at = time.monotonic()
-        took_s = self._looked_at - began
-        self._gap_s = min(_LOOK_S, max(_LEAST_GAP_S, _PART * took_s))
+        self._checked_at = time.monotonic()
+        took_s = self._checked_at - began
+        self._gap_s = min(_CHECK_S, max(_LEAST_GAP_S, _PART * took_s))
         return found
 
     def _news(self, report: RunReport) -> tuple[object, ...]:
@@ -125,7 +125,7 @@ class OperatorReporter:
             self._failed(failure)
             return
         if self._failures or self._sent is None:
-            say("operator.report_accepted", url=self._config.address, failures=self._failures)
+            info("operator.report_accepted", url=self._config.address, failures=self._failures)
         self._failures, self._broken = 0, False
         self._logged.clear()
         self._sent = self._news(report)

@@ -19,10 +19,10 @@ from keepstep.wire.reports import (
     ReportedRanks,
     ReportedVolume,
 )
-from keepstep.wire.runs import Stall
+from keepstep.wire.runs import SaveOverhead
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
-from keepstep_sidecar.api import status as look
+from keepstep_sidecar.api import status as shown_status
 from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.history import History
 from keepstep_sidecar.volume.volume import Volume
@@ -61,7 +61,9 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
         stall=_stall(service),
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
-        warnings=tuple(text[:_WARNING_CHARACTERS] for text in look.warnings(service)[:_WARNINGS]),
+        warnings=tuple(
+            text[:_WARNING_CHARACTERS] for text in shown_status.warnings(service)[:_WARNINGS]
+        ),
         peer_address=service.remote_tiers.address,
         tiers={
             tier: TierProgress(**_part_of(status, TierProgress))
@@ -79,9 +81,9 @@ def _goodput(history: History) -> ReportedGoodput | None:
     return None if goodput is None else ReportedGoodput.of(goodput, history.id)
 
 
-def _stall(service: Service) -> Stall:
+def _stall(service: Service) -> SaveOverhead:
     counted = [service.saving.of(rank) for rank in service.committer.copies.ranks()]
-    return Stall(
+    return SaveOverhead(
         skipped=sum(sum(counts.skipped.values()) for counts in counted),
         discarded=sum(counts.discarded for counts in counted),
         blocked_seconds=sum(counts.blocked_s for counts in counted),
@@ -89,7 +91,7 @@ def _stall(service: Service) -> Stall:
 
 
 def _pinned(service: Service) -> str:
-    return look.pinned(service) if any(service.slots.files()) else ""
+    return shown_status.pinned(service) if any(service.slots.files()) else ""
 
 
 def _epochs(service: Service) -> tuple[Epoch, ...]:

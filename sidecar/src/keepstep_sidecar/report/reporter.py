@@ -22,7 +22,7 @@ from keepstep.wire.reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import Channel, ReportFailed
 from keepstep_sidecar.report.report import changes, news, pressing
 
@@ -32,7 +32,7 @@ _LONGEST_BACKOFF_S = 30.0
 _FIRST_BACKOFF_S = 5.0
 _FIRST_FAILURES = 30
 """How many first retries are quick: the other side may only begin again."""
-_LOOKING_S = 2.0
+_MEASURING_S = 2.0
 """The longest pause between these retries while the connection fails: there is nobody whom they
 could overload."""
 _AT_ONCE_S = 0.5
@@ -49,7 +49,7 @@ _BOUNDS_GAP_S = (0.05, 60.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class ReportSource:
     """How the reporter sees the sidecar. `measure` may take as long as a drive does."""
 
     measure: Callable[[], Awaitable[tuple[VolumeStatus, ...]]]
@@ -96,7 +96,7 @@ class Rhythm:
         exponential: float = self.least_gap_s * 2.0 ** min(failures - 1, 10)
         longest = _LONGEST_BACKOFF_S
         if broken and failures <= _FIRST_FAILURES:
-            longest = max(_LOOKING_S, self.least_gap_s)
+            longest = max(_MEASURING_S, self.least_gap_s)
         elif urgent:
             longest = _LONGEST_URGENT_BACKOFF_S
         elif failures <= _FIRST_FAILURES:
@@ -133,7 +133,7 @@ class Reporter:
     def __init__(
         self,
         channel: Channel,
-        observe: Look,
+        observe: ReportSource,
         *,
         leader: LeaderLink,
         apply: Callable[[ReportReply], Awaitable[None]],
@@ -141,9 +141,9 @@ class Reporter:
     ) -> None:
         self._channel = channel
         self._leader = leader
-        self._look = observe
+        self._source = observe
         self._volumes = _Volumes(observe.measure)
-        self._obey = apply
+        self._apply = apply
         self._changes = changes
         self._rhythm = Rhythm()
         self._sequence = 0
@@ -188,7 +188,7 @@ class Reporter:
         failed_at, chance = time.monotonic(), random.random()
 
         def is_over() -> bool:
-            urgent = self._look.urgent()
+            urgent = self._source.urgent()
             pause_s = self._rhythm.backoff_s(
                 self._failures, urgent=urgent, broken=self._broken, chance=chance
             )
@@ -214,7 +214,7 @@ class Reporter:
         return self._since() >= self._silence_s(0.0)
 
     def _silence_s(self, chance: float) -> float:
-        return self._rhythm.silence_s(urgent=self._look.urgent(), chance=chance)
+        return self._rhythm.silence_s(urgent=self._source.urgent(), chance=chance)
 
     # --- what --------------------------------------------------------------------------------
 
@@ -232,8 +232,8 @@ class Reporter:
     async def _exchange(self) -> None:
         self._seen = self._changes.count
         if (pushed := self._channel.pushed()) is not None:
-            await self._obey(pushed)
-        report = self._look.report(await self._volumes.measured(), self._sequence + 1)
+            await self._apply(pushed)
+        report = self._source.report(await self._volumes.measured(), self._sequence + 1)
         if not self._is_due(report):
             return
         self._sequence += 1
@@ -245,7 +245,7 @@ class Reporter:
             self._failed(failure)
             return
         self._succeeded(report, changed, reply)
-        await self._obey(reply)
+        await self._apply(reply)
 
     # --- how it went -------------------------------------------------------------------------
 
@@ -262,13 +262,13 @@ class Reporter:
     def _succeeded(self, report: Report, changed: Report, reply: ReportReply) -> None:
         """`changed`: what was sent of `report`. If the leader cannot follow changes, the next
         report is sent whole, at once."""
-        if self._failures or self._leader.heard_at is None:
+        if self._failures or self._leader.replied_at is None:
             address = self._channel.address
-            say("leader.report_accepted", address=address, failures=self._failures)
+            info("leader.report_accepted", address=address, failures=self._failures)
         self._failures = 0
         self._leader.failing = False
         self._logged.clear()
-        self._leader.heard_at = time.time()
+        self._leader.replied_at = time.time()
         follows = reply.changes_since == report.sequence
         self._known = report if follows else None
         taken = follows or not changed.since

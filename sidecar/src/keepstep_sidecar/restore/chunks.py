@@ -30,7 +30,7 @@ from keepstep.wire.trainer import (
     Window,
     WindowRequest,
 )
-from keepstep_sidecar.concurrency import all_of
+from keepstep_sidecar.concurrency import gather_all
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
@@ -197,7 +197,7 @@ class ChunkBuffers:
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({chunk.rank for chunk in request.chunks})
-        found = await all_of([self.fetcher.layout(request.id, rank) for rank in saved])
+        found = await gather_all([self.fetcher.layout(request.id, rank) for rank in saved])
         layouts = dict(zip(saved, found, strict=True))
         chunks_ = [
             ((chunk.rank, chunk.chunk), _frame(window, chunk, layouts[chunk.rank]))
@@ -213,7 +213,7 @@ class ChunkBuffers:
         keys = [chunk.key[1] for chunk in chunks]
         tier = await self._bring(step_id, layout, list(zip(keys, frames, strict=True)))
         self.read_bytes[tier] += sum(map(len, frames))
-        await all_of(
+        await gather_all(
             [
                 asyncio.to_thread(copy, filled, frame)
                 for filled, chunk in zip(frames, chunks, strict=True)

@@ -17,7 +17,7 @@ from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leases import Leases
-from keepstep_sidecar.log import say
+from keepstep_sidecar.log import info
 from keepstep_sidecar.memory.allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.tiers import transfer
@@ -63,8 +63,8 @@ class Fetcher:
     ) -> ShardSource | None:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
         left = [origin for origin in self._copies.origins(step_id, saved) if origin not in tried]
-        if not left and not self._remotes.looked:
-            await self.committer.look_beyond()
+        if not left and not self._remotes.scanned:
+            await self.committer.refresh_remotes()
             left = [
                 origin for origin in self._copies.origins(step_id, saved) if origin not in tried
             ]
@@ -169,7 +169,7 @@ class Prefetcher:
             self.committer.feed(Reading(step_id, begins=False))
         slot.seal(control.id, tier=source.tier)
         slots.refer(slot, control)
-        say(
+        info(
             "restore.shard_loaded",
             rank=source.shard.rank,
             step=str(step_id),
@@ -199,7 +199,7 @@ class Prefetcher:
             await self.fetcher.load(beside, slot.file.view)
         except BaseException:
             self.pool.unlink([slot.slot_set.abandon(slot.index)])
-            slot.slot_set.wanted = slot.slot_set.count
+            slot.slot_set.target = slot.slot_set.count
             raise
         slot.seal(ref.step, tier=beside.tier)
 
@@ -214,7 +214,7 @@ class Prefetcher:
             index = slot_set.table.reserve(self._expendable(slots))
             if index is None and not slot_set.failure:
                 self.allocator.grow(slots, slot_set)
-            hopeless = slot_set.wanted == 0 and self.leases.of(slots.rank) is None
+            hopeless = slot_set.target == 0 and self.leases.of(slots.rank) is None
             return index is not None or bool(slot_set.failure) or hopeless or overtaken()
 
         def overtaken() -> bool:
@@ -243,7 +243,7 @@ class Prefetcher:
         sealed = slots.sealed()
         agreed = self.agreed.get(slots.rank)
         beyond = {step_id for step_id in sealed if agreed is not None and step_id > agreed}
-        ledger = self.committer.look()
+        ledger = self.committer.read_ledger()
         if (planned := self._restart.plan()) is None:
             return beyond
         whole = set(ledger.whole())

@@ -59,7 +59,7 @@ class Restorer:
         """
         for step_id in self.pool.rank(lease.rank).sealed():
             self.pool.sound(lease.rank, step_id)
-        ledger = self.committer.look()
+        ledger = self.committer.read_ledger()
         hidden = self._hidden()
         offers = self._copies.offers(set(ledger.whole()) - hidden)
         held = {
@@ -99,7 +99,7 @@ class Restorer:
             fleeting=self.fleeting or self._rollback.gone_for_good,
             begin_again=self._rollback.begin_again,
             way_out=self.way_out,
-            **self._wanted(),
+            **self._rollback_fields(),
         )
 
     def _never_whole(self) -> str:
@@ -127,12 +127,12 @@ class Restorer:
         volumes = self._local_shards.volumes.volumes
         return [volume for volume in volumes if volume.failed and not volume.read_only]
 
-    def _wanted(self) -> dict[str, Any]:
+    def _rollback_fields(self) -> dict[str, Any]:
         """The step that a person wants to go back to. Other steps are still listed, so that the
         vote can tell what there is. Another sidecar may not know of the wish."""
-        if (request := self._rollback.wish) is None:
+        if (request := self._rollback.request) is None:
             return {}
-        return {"wanted": str(request), "limit": self._restart.wanted(), "exact": True}
+        return {"wanted": str(request), "limit": self._restart.target(), "exact": True}
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """The rank's own images, each on its nearest tier, without dead steps."""
@@ -166,7 +166,7 @@ class Restorer:
             newest = max(committed)
             return Answer.UNKNOWN, (
                 f"step {newest} of {self._copies.world_of(newest)} ranks was committed, but it"
-                f" is not whole any more: {self._ledger.what_ails(newest)}"
+                f" is not whole any more: {self._ledger.why_unusable(newest)}"
             )
         return self._of_other_worlds(lease)
 
@@ -182,14 +182,14 @@ class Restorer:
         saved = f"{copies.world_of(newest) or 'different numbers of'} ranks"
         return Answer.UNKNOWN, (
             f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
-            f"whole: {ledger.what_ails(newest)}"
+            f"whole: {ledger.why_unusable(newest)}"
         )
 
     # --- ahead of time -----------------------------------------------------------------------
 
     async def prefetch(self) -> None:
         """Bring the planned step into memory for every rank here that will restore it."""
-        self.committer.look()
+        self.committer.read_ledger()
         if (planned := self._restart.plan()) is None:
             return
         here = set(self._copies.ranks()) - self.pool.moved

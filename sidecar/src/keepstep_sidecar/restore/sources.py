@@ -22,7 +22,7 @@ from keepstep.image.manifest import Manifest
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.concurrency import few_at_once
+from keepstep_sidecar.concurrency import gather_limited
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
@@ -139,15 +139,15 @@ class ImageSources:
                 asked.append(own % world)
             if not asked:
                 break
-            found_sources = await few_at_once(
-                [partial(self._told, step_id, rank) for rank in asked], most=_AT_ONCE
+            found_sources = await gather_limited(
+                [partial(self._remote_sources, step_id, rank) for rank in asked], most=_AT_ONCE
             )
             tried = set(asked)
             found.update((source.rank, source) for some in found_sources for source in some)
             left = [rank for rank in left if rank not in tried]
         return tuple(sorted(left))
 
-    async def _told(self, step_id: StepId, saved: int) -> tuple[Source, ...]:
+    async def _remote_sources(self, step_id: StepId, saved: int) -> tuple[Source, ...]:
         """The source at the nearest place that can show the shard's control page, and that of its
         base if it has one; else none."""
         if (known := self._beyond_memory.get((step_id, saved))) is not None:
@@ -182,7 +182,7 @@ class ImageSources:
         self.leases.require(request.lease)
         asked = [partial(self._header, request.id, saved) for saved in request.ranks]
         try:
-            texts = await few_at_once(asked, most=_AT_ONCE)
+            texts = await gather_limited(asked, most=_AT_ONCE)
         except (ImageError, StorageError) as error:
             raise refuse("not-verified", f"step {request.id}: {error}") from error
         return Headers(headers=tuple(texts))

@@ -53,12 +53,12 @@ class IncomingCopy:
     def __init__(
         self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: Engine
     ) -> None:
-        """Open or make the file, in its full size. `look` finds out which chunks are missing."""
+        """Open or make the file, in its full size. `inspect` finds out which chunks are missing."""
         self.path = path
         self.manifest = manifest
         self._filesystem = filesystem
         self._lock = threading.Lock()
-        self._looking = threading.Lock()
+        self._inspecting = threading.Lock()
         self.shared_bytes = 0
         self._users = 0
         self._closed = False
@@ -81,7 +81,7 @@ class IncomingCopy:
         except BaseException:
             self._file.close()
             raise
-        self._looked = not existed
+        self._inspected = not existed
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -89,18 +89,18 @@ class IncomingCopy:
         with self._lock:
             return tuple(sorted(self._missing))
 
-    def look(self) -> None:
+    def inspect(self) -> None:
         """Find out which chunks a predecessor has left. Reads the whole file, once. Other callers
         wait meanwhile; arriving chunks do not. Raises OSError, and StorageError as `write` does."""
-        with self._looking:
-            if self._looked:
+        with self._inspecting:
+            if self._inspected:
                 return
             with aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
                 for chunk in range(self.manifest.layout.chunk_count):
-                    self._look_at(chunk, view)
-            self._looked = True
+                    self._inspect(chunk, view)
+            self._inspected = True
 
-    def _look_at(self, chunk: int, view: memoryview) -> None:
+    def _inspect(self, chunk: int, view: memoryview) -> None:
         begin, end = self.manifest.bounds(chunk)
         with view[: end - begin] as data, self._using() as fd:
             self._filesystem.read(fd, data, begin)
@@ -131,7 +131,7 @@ class IncomingCopy:
                     if not self._share(chunk, fd):
                         self._write_own(chunk, read, whose=other.source.where)
 
-        with self._looking, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+        with self._inspecting, aligned_buffer(CHUNK_BYTES) as buffer, memoryview(buffer) as view:
             missing = reversed(self.missing)
             alike = [chunk for chunk in missing if _alike(chunk, self.manifest, other.manifest)]
             # A separate thread: the calling thread has other requests to answer, and niceness

@@ -21,11 +21,11 @@ from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers.source import Gone, Unreadable
 from keepstep_sidecar.volume.directories import LocalShard
 
-LOOK_AGAIN_S = 60.0
+SCAN_AGAIN_S = 60.0
 """How often a place lists again what it holds: it may have lost its drive."""
 _COMPARE_EVERY_S = 15.0
 
@@ -281,22 +281,22 @@ class _Lane:
             return 0.0
         if settled:
             self._polls = 0
-            return self._listed_at + LOOK_AGAIN_S - time.monotonic()
+            return self._listed_at + SCAN_AGAIN_S - time.monotonic()
         self._polls += 1
         return self._replicator.later_s(self._polls)
 
     async def _round(self) -> bool:
         age_s = time.monotonic() - self._listed_at
         waits = self._next() is not None
-        if not self._listed_at or age_s >= (self.place.fresh_s if waits else LOOK_AGAIN_S):
-            await self._look()
+        if not self._listed_at or age_s >= (self.place.fresh_s if waits else SCAN_AGAIN_S):
+            await self._scan()
         self.sending = self._next()
         try:
             return await self.place.settle(await self._send(self.sending))
         finally:
             self.sending = None
 
-    async def _look(self) -> None:
+    async def _scan(self) -> None:
         began = time.monotonic()
         self._there = await self.place.held(self._there)
         self._listed_at = began
@@ -345,7 +345,7 @@ class _Lane:
 
     def _works(self) -> None:
         if self.trouble:
-            say("tier.recovered", tier=str(self._replicator.tier), target=self.name)
+            info("tier.recovered", tier=str(self._replicator.tier), target=self.name)
         self.trouble, self._failures = "", 0
 
     def _failed(self, error: KeepstepError) -> float:

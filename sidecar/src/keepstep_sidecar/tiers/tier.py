@@ -74,7 +74,7 @@ class RunFacts:
     `pinned`: steps that must not be deleted; None until the leader has named them. `commit`: the
     run's newest commit, as far as this machine was told. `outgrown`: the run has a commit of its
     own, so nothing of another run is asked for or offered. `changed`: to be called when there is
-    something new to `look` at. `operated`: an operator says who belongs to the run. `leads`: this
+    something new to `scan` at. `operated`: an operator says who belongs to the run. `leads`: this
     machine leads the run. `life`: the epoch in which a trainer of this machine trains now.
     `strangers`: those of these epochs that another run of this name began; `meet`: put them on
     record.
@@ -93,7 +93,7 @@ class RunFacts:
 
 
 class RemoteTier:
-    """What every remote tier can do: list (`look`), open (`sources`), write and delete (`Place` of
+    """What every remote tier can do: list (`scan`), open (`sources`), write and delete (`Place` of
     the replicator), say its `status`. Methods that only concern a pod's peers, an archive or a fork
     are in these packages.
 
@@ -123,7 +123,7 @@ class RemoteTier:
         """Call this once, before anything else."""
         self.facts = facts
 
-    async def look(self) -> Inventory:
+    async def scan(self) -> Inventory:
         """List everything that the tier holds of this run now. Never raises: a tier that cannot be
         reached answers UNKNOWN, with the reason."""
         raise NotImplementedError

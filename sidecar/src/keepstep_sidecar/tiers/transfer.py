@@ -23,7 +23,7 @@ from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing
 
 T = TypeVar("T")
 
-Wanted = Sequence[tuple[int, memoryview]]
+ChunkViews = Sequence[tuple[int, memoryview]]
 """Chunk numbers, each with a page-aligned buffer of exactly its bytes."""
 
 _PIECE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class Opened:
     fetch: Read
     turn: threading.Semaphore = field(default_factory=hashing)
 
-    def read(self, chunks: Wanted) -> Iterator[tuple[int, memoryview]]:
+    def read(self, chunks: ChunkViews) -> Iterator[tuple[int, memoryview]]:
         """Fill the buffers of consecutive chunks, and yield each once it is verified."""
         begin = self.manifest.bounds(chunks[0][0])[0]
         views = self.fetch(begin, [view for _, view in chunks])
@@ -126,7 +126,7 @@ def opened(
 # --- into buffers ----------------------------------------------------------------------------
 
 
-def fill(open_source: Opened, chunks: Wanted) -> None:
+def fill(open_source: Opened, chunks: ChunkViews) -> None:
     """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
     _check_sizes(open_source.manifest, chunks)
     runs = list(_runs(chunks, open_source.source.chunks_per_read))
@@ -173,7 +173,7 @@ def _load(open_source: Opened, view: memoryview) -> ControlPage:
     return control
 
 
-def _check_sizes(manifest: Manifest, chunks: Wanted) -> None:
+def _check_sizes(manifest: Manifest, chunks: ChunkViews) -> None:
     for chunk, into in chunks:
         if chunk not in manifest.chunks:
             raise FormatError(f"chunk {chunk} of {len(manifest.chunks)}")
@@ -182,7 +182,7 @@ def _check_sizes(manifest: Manifest, chunks: Wanted) -> None:
             raise UsageError(f"chunk {chunk}: a buffer of {len(into)} bytes, not {end - begin}")
 
 
-def _runs(chunks: Wanted, most: int) -> Iterator[Wanted]:
+def _runs(chunks: ChunkViews, most: int) -> Iterator[ChunkViews]:
     """Group consecutive chunks, at most `most` in each group."""
     run: list[tuple[int, memoryview]] = []
     for chunk, view in sorted(chunks, key=lambda pair: pair[0]):

@@ -269,11 +269,13 @@ async def serving(
     """Serve the page on `listening`, which is closed in the end. `names`, `read`: see `Board`.
     `place`, `text`: see `Pages`."""
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="keepstep-ui-read")
-    strangers: connections.Strangers[asyncio.Transport] = connections.Strangers(
-        lambda transport: transport.abort(),
-        most=_STRANGERS,
-        most_each=_STRANGERS,
-        seconds=_STRANGER_S,
+    strangers: connections.UnauthenticatedConnections[asyncio.Transport] = (
+        connections.UnauthenticatedConnections(
+            lambda transport: transport.abort(),
+            most=_STRANGERS,
+            most_each=_STRANGERS,
+            seconds=_STRANGER_S,
+        )
     )
 
     def admitted(request: web.Request) -> None:

@@ -79,7 +79,7 @@ class RunPage:
 POINTS: Final = 400
 """The most points in a line of a chart."""
 
-_BREAKS: Final = frozenset({Kind.STARTED, Kind.CAME, Kind.ENDED, Kind.RESTORED})
+_BREAKS: Final = frozenset({Kind.STARTED, Kind.CONNECTED, Kind.ENDED, Kind.RESTORED})
 """If one of these lies between two staged steps, the time between them is not a step's time."""
 
 _RECENT: Final = 30

@@ -227,7 +227,7 @@ def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Sca
             found = filesystem.lstat(path)
             if found is None or stat.S_ISLNK(found.st_mode):  # a link: a shard on another volume
                 continue
-            seen = _look(path, filesystem, run=run, published=tree.is_published(path))
+            seen = _checked(path, filesystem, run=run, published=tree.is_published(path))
             if isinstance(seen, LocalShard):
                 shards.append(seen)
             elif seen is not None:
@@ -269,7 +269,7 @@ def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
     ]
 
 
-def _look(
+def _checked(
     path: Path, filesystem: Filesystem, *, run: str, published: bool
 ) -> LocalShard | Refused | None:
     """What a file is; None when the volume's owner moved or retired it meanwhile.
@@ -522,7 +522,7 @@ class Directories:
     def discard(self, paths: Iterable[Path]) -> None:
         """Delete these files. One that cannot be deleted stays and is logged."""
         for path in paths:
-            with _said(path), contextlib.suppress(FileNotFoundError):
+            with _explained(path), contextlib.suppress(FileNotFoundError):
                 self.filesystem.unlink(path)
 
     def quarantine(self, path: Path, reason: str) -> Path:
@@ -570,16 +570,16 @@ class Directories:
         and is logged. It must not hide the shards that a scan would find.
         """
         for directory in self.entries(self.tree.retired):
-            with _said(directory):
+            with _explained(directory):
                 self.delete(directory)
         for directory in list(step_directories(self.tree, self.filesystem)):
-            with _said(directory):
+            with _explained(directory):
                 self._sweep_step(directory, keep)
 
     def _sweep_step(self, directory: Path, keep: Collection[Path]) -> None:
         for path in self.entries(directory):
             if is_temporary(path.name) and path not in keep:
-                with _said(path):
+                with _explained(path):
                     self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
             self.discard(self.bases_alone(directory))
@@ -625,7 +625,7 @@ class Directories:
 
 
 @contextlib.contextmanager
-def _said(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -26,7 +26,7 @@ from keepstep.core.history import Event, Tally
 from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.volume.directories import opened
 from keepstep_sidecar.volume.files import Filesystem, fault_point
 
@@ -140,7 +140,7 @@ class HistoryFile:
         forgotten = events[0].sequence - 1 - self.written
         directory = Directory.opened(path.parent)
         if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
-            say("history.shortened", path=str(path), events=forgotten)
+            info("history.shortened", path=str(path), events=forgotten)
         elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
             # Start with a newline, in case the last line is torn.
             news = (event for event in events if event.sequence > self.written)

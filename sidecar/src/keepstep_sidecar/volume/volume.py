@@ -394,7 +394,7 @@ class Volume:
             nearest = self._nearest()
             return nearest.is_dir() and nearest.stat().st_dev == self._device
 
-    def mend(self) -> bool:
+    def repair(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
         known shards are then out of date, and `scan` must look again."""
         with self._changing(f"cannot make {self.root} again"):
@@ -813,13 +813,13 @@ class VolumeSet:
 
         If no volume is healthy, it is the rank's own: every step is a new file, and so a new try.
         """
-        home = self.volumes[self.lane(rank)]
+        home = self.volumes[self.home_volume(rank)]
         healthy = [volume for volume in self.volumes if not volume.failed]
         if home in healthy or not healthy:
             return home
         return healthy[rank % len(healthy)]
 
-    def lane(self, rank: int) -> int:
+    def home_volume(self, rank: int) -> int:
         """The number of the rank's own volume. Ranks are spread evenly, whatever their numbers."""
         with self._lock:
             if rank not in self._homes:
@@ -892,10 +892,10 @@ class VolumeSet:
         """Whether somebody removed the run's directory on every volume. Raises StorageError."""
         return all(volume.is_removed() for volume in self.volumes)
 
-    def mend(self) -> bool:
-        """`Volume.mend` on each volume. True if any was mended. Raises StorageError when one failed
-        and none was mended."""
-        return bool(self._of_each(Volume.mend))
+    def repair(self) -> bool:
+        """`Volume.repair` on each volume. True if any was mended. Raises StorageError when one
+        failed and none was mended."""
+        return bool(self._of_each(Volume.repair))
 
     def publish(self, step_id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
         """Make a committed step visible. Returns the directory that shows all its shards.

@@ -346,7 +346,7 @@ async def _add_peers(
     for address in peers:
         split(address)
     credentials = SecretCredentials(read_secret(secret), kept.run, kept.config.node_rank)
-    found, silent = await client.look(peers, credentials, run=kept.run)
+    found, silent = await client.list_peer(peers, credentials, run=kept.run)
     for source in found:
         held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
     return silent

@@ -95,14 +95,14 @@ def run(
           --memory-limit 64Gi --persist-every 10 -- torchrun train.py --lr 1e-3
     """
     from keepstep.warm.client import Starter
-    from keepstep_sidecar.cli.supervisor import Supervisor, say
+    from keepstep_sidecar.cli.supervisor import Supervisor, note
 
     if preload and not warm:
         raise click.UsageError("--preload has no effect without --warm")
     program = _program(command[0])
     kept = _kept(directory, values, command)
     if launcher.free_removed(kept, orphans=True):
-        say(messages.freed_removed(kept))
+        note(messages.freed_removed(kept))
     make_home(kept)
     with launcher.supervising(kept):
         launcher.require_idle(kept, timeout_s=_DYING_S)
@@ -112,8 +112,8 @@ def run(
             command=command,
             restarts=restarts,
             adopted=launcher.adopt(kept),
-            starter=Starter(program, command, preload, say) if warm else None,
-            variables=_compile_cache(kept, compile_cache_bytes, say),
+            starter=Starter(program, command, preload, note) if warm else None,
+            variables=_compile_cache(kept, compile_cache_bytes, note),
         )
         ctx.exit(supervisor.run())
 
@@ -153,7 +153,7 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
         )
     given |= _secret_id(config)
     kept = RunDir.of(directory, name, **given)
-    if config.wish is None:
+    if config.rollback_request is None:
         return kept
     # the rollback has happened once an epoch newer than this began from its step; forks need none
     newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)

@@ -161,7 +161,7 @@ async def _pull(
                 on_chunk(len(data))
 
             with contextlib.closing(copy):
-                copy.look()
+                copy.inspect()
                 missing = copy.missing
                 for chunk in set(opened.manifest.chunks).difference(missing):
                     begin, end = opened.manifest.bounds(chunk)

@@ -59,7 +59,7 @@ class DirectoryStore:
                 key=lambda entry: entry.name,
             )
 
-        return await self._look(work)
+        return await self._attempt(work)
 
     async def directories(self, prefix: str) -> list[str]:
         def work() -> list[str]:
@@ -71,7 +71,7 @@ class DirectoryStore:
             named = [name for name, value in found.items() if value and stat.S_ISDIR(value.st_mode)]
             return sorted(map(_text, named))
 
-        return await self._look(work)
+        return await self._attempt(work)
 
     async def find(self, name: str) -> Stored | None:
         def work() -> Stored | None:
@@ -81,7 +81,7 @@ class DirectoryStore:
                 return None
             return None if found is None else _stored(Path(name), found)
 
-        return await self._look(work)
+        return await self._attempt(work)
 
     async def read(self, name: str, begin: int, view: memoryview) -> None:
         def work() -> None:
@@ -223,7 +223,7 @@ class DirectoryStore:
         """Run `work` on a thread."""
         return await self._named(blocking(self._threads, work))
 
-    async def _look(self, work: Callable[[], T]) -> T:
+    async def _attempt(self, work: Callable[[], T]) -> T:
         """Run `work`, which changes nothing, on a thread. A sidecar that ends does not wait for it:
         a server that is away, or a directory without end, may take for ever."""
         return await self._named(detached(work, "keepstep-archive-look"))

@@ -23,7 +23,7 @@ from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
-from keepstep_sidecar.concurrency import blocking, few_at_once
+from keepstep_sidecar.concurrency import blocking, gather_limited
 from keepstep_sidecar.tiers.archive import lives
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Place
@@ -234,7 +234,7 @@ class Surveyor:
             for stored, total in zip(records_there, read_bytes, strict=True)
         ]
         # Only from this listing: another survey with an older listing may be under way.
-        found = self._known = dict(await few_at_once(reads, most=IN_FLIGHT))
+        found = self._known = dict(await gather_limited(reads, most=IN_FLIGHT))
         steps = tuple(
             self._judge(step_id, files, found) for step_id, files in sorted(by_step.items())
         )

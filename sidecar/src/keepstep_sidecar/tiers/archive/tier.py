@@ -18,7 +18,7 @@ from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
-from keepstep_sidecar.log import say
+from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers.archive.index import (
     ArchivedStep,
     Survey,
@@ -84,7 +84,7 @@ class ArchiveTier(RemoteTier):
         self._surveyor = Surveyor(store, run)
         self._sender = Sender(store=store, run=run, patience_s=patience_s)
         self._lives = Lives(store, run)
-        self._wanted: set[StepId] = set()
+        self._requested: set[StepId] = set()
         """Steps to be archived that are no multiples of `_base`."""
         self._held_before: set[StepId] = set()
         self._unsettled: dict[StepId, _Unsettled] = {}
@@ -99,8 +99,8 @@ class ArchiveTier(RemoteTier):
 
     # --- reading -----------------------------------------------------------------------------
 
-    async def look(self) -> Inventory:
-        """See `RemoteTier.look`. If there are only steps that cannot be used, the answer is UNKNOWN
+    async def scan(self) -> Inventory:
+        """See `RemoteTier.scan`. If there are only steps that cannot be used, the answer is UNKNOWN
         and names them."""
         try:
             survey = await self._survey()
@@ -124,7 +124,7 @@ class ArchiveTier(RemoteTier):
         self._listed = survey
         self._complete = frozenset(step.id for step in survey.complete)
         self._had |= self._complete
-        self._wanted -= self._complete
+        self._requested -= self._complete
         self.wake()
         return survey
 
@@ -177,13 +177,13 @@ class ArchiveTier(RemoteTier):
         local = self.facts.local()
         held = self._settled_here(local)
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
-        self._wanted -= self._held_before - held.keys()
+        self._requested -= self._held_before - held.keys()
         self._held_before = set(held)
         steps = {
             step_id for step_id in held.keys() - self._complete if step_id.step % self._base == 0
         }
         steps -= unkept(self._listed, self._retention(), steps, epochs=self._epochs())
-        owed = frozenset(steps | (self._wanted & held.keys()))
+        owed = frozenset(steps | (self._requested & held.keys()))
         return Due(shards={step_id: held[step_id] for step_id in owed}, owed=owed, settled=owed)
 
     def _settled_here(self, local: LocalInventory) -> dict[StepId, Mapping[int, LocalShard]]:
@@ -203,11 +203,11 @@ class ArchiveTier(RemoteTier):
         kept = self.config.retention
         return replace(kept, pinned=kept.pinned.union(self.facts.pinned() or ()))
 
-    def want(self, step_id: StepId) -> None:
+    def request(self, step_id: StepId) -> None:
         """Archive this step although it is not due: it is the last one of a run, or a client waits
         for it. Every sidecar of the run must be told, because each sends its own ranks' shards."""
         if step_id not in self._complete:
-            self._wanted.add(step_id)
+            self._requested.add(step_id)
             self.wake()
 
     # --- sending -----------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class ArchiveTier(RemoteTier):
         return not self._unsettled
 
     async def _archived(self, step_id: StepId) -> None:
-        say("archive.step_uploaded", step=str(step_id), target=self.where)
+        info("archive.step_uploaded", step=str(step_id), target=self.where)
         del self._unsettled[step_id]
         for older in [
             at for at, pending in self._unsettled.items() if at < step_id and pending.asked
@@ -283,7 +283,7 @@ class ArchiveTier(RemoteTier):
         doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
             await self._sender.store.delete(names_of(step, self._sender.run))
-            say("archive.step_deleted", step=str(step.id))
+            info("archive.step_deleted", step=str(step.id))
         gone = tuple(step.id for step in doomed)
         self._complete -= set(gone)
         return gone
@@ -373,8 +373,8 @@ class AncestorTier(RemoteTier):
         self._trouble = ""
         self._surveyor = Surveyor(store, fork.run)
 
-    async def look(self) -> Inventory:
-        """See `RemoteTier.look`. A missing step makes the answer UNKNOWN: no reason for step 0."""
+    async def scan(self) -> Inventory:
+        """See `RemoteTier.scan`. A missing step makes the answer UNKNOWN: no reason for step 0."""
         if self.facts.outgrown():
             return Inventory(answer=Answer.NONE)
         try:

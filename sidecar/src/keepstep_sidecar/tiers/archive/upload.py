@@ -23,8 +23,8 @@ from keepstep.image import PAGE_BYTES, ControlPage, Section
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.manifest import Manifest
 from keepstep.steps import Epoch, StepId, merged
-from keepstep_sidecar.concurrency import blocking, few_at_once
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.concurrency import blocking, gather_limited
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
@@ -138,7 +138,7 @@ class Sender:
         twin = f"{prefix}/{replace(name, rank=first).file}"
         stored = await self._awaited(twin, image.size_bytes)
         if stored is None:
-            say("archive.shard_uploaded_whole", step=str(name.id), rank=name.rank,
+            info("archive.shard_uploaded_whole", step=str(name.id), rank=name.rank,
                 reason=f"the equal shard of rank {first} is not in the archive")  # fmt: skip
             return None
         rest = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
@@ -279,7 +279,7 @@ class Sender:
             return described, control.epoch
 
         asked = [functools.partial(describe, rank) for rank in range(world)]
-        return await few_at_once(asked, most=16)
+        return await gather_limited(asked, most=16)
 
     async def _check_bases(self, bases: Sequence[Shard], there: Mapping[int, Found]) -> None:
         """Check that these are the bases to which the shards refer."""
@@ -293,7 +293,7 @@ class Sender:
                     path=f"{self.store.where}/{stored.name}",
                 )
 
-        await few_at_once([functools.partial(check, base) for base in bases], most=16)
+        await gather_limited([functools.partial(check, base) for base in bases], most=16)
 
     async def _compare(self, step_id: StepId, files: dict[str, Stored]) -> None:
         record = await self._record(step_id, files[records.NAME].bytes)

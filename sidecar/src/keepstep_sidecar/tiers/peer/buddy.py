@@ -12,13 +12,13 @@ from typing import TypeVar
 from keepstep.errors import StorageError
 from keepstep.image.manifest import Manifest
 from keepstep.steps import StepId
-from keepstep_sidecar.log import say
+from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Calls, Links
-from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.peer.protocol import NeededCopies
 from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.replicator import LOOK_AGAIN_S, Due, Key, Rejected
+from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, Due, Key, Rejected
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.directories import LocalShard, ShardName
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _ASK_AGAIN_S = 1.0
 
 
-class Lied(Rejected):
+class ManifestMismatch(Rejected):
     """The buddy says that it holds other bytes than it was sent."""
 
 
@@ -37,7 +37,7 @@ class Buddy:
     """See `Place`. `expected`: the node rank that must answer; None for any pod of the run.
     `request`: returns which copies it should keep."""
 
-    fresh_s = LOOK_AGAIN_S
+    fresh_s = SCAN_AGAIN_S
 
     def __init__(
         self,
@@ -47,24 +47,24 @@ class Buddy:
         calls: Calls,
         shards: Shards,
         pace: RateLimit,
-        request: Callable[[], protocol.Wanted],
+        request: Callable[[], protocol.NeededCopies],
     ) -> None:
         self.address = address
-        self.told: protocol.Wanted | None = None
+        self.announced: protocol.NeededCopies | None = None
         self._expected = expected
         self._calls, self._shards, self._pace = calls, shards, pace
-        self._wanted = request
+        self._needed = request
 
     async def held(self, sent: Collection[Key]) -> set[Key]:
-        self.told = None
+        self.announced = None
         listing = await self._call(lambda links: links.ask(lambda link: link.listing()))
         return {(shard.step_id, shard.rank) for shard in listing.shards}
 
     async def write(self, shard: LocalShard) -> int | None:
         began = time.monotonic()
-        self.told = None  # what may go there depends on what is there
+        self.announced = None  # what may go there depends on what is there
         sent = await self._call(lambda links: send(shard, self._shards, links, self._pace))
-        say(
+        info(
             "peer.copy_sent",
             step=str(shard.step_id),
             rank=shard.rank,
@@ -75,10 +75,10 @@ class Buddy:
         return sent
 
     async def settle(self, sent: Collection[LocalShard]) -> bool:
-        request = self._wanted()
-        if request.ranks and request != self.told:
-            await self._call(lambda links: links.ask(lambda link: link.want(request)))
-            self.told = request
+        request = self._needed()
+        if request.ranks and request != self.announced:
+            await self._call(lambda links: links.ask(lambda link: link.announce(request)))
+            self.announced = request
         return True
 
     def finished(self, *, whole: bool) -> bool:
@@ -131,7 +131,7 @@ def _send(at: ShardSource, name: ShardName, links: Links, pace: RateLimit) -> in
         )
         sealed = link.seal(name, size=shard.size_bytes)
         if sealed.root != shard.root:
-            raise Lied(
+            raise ManifestMismatch(
                 f"step {name.id}, rank {name.rank}: {link.name} says that its copy has the"
                 f" root {sealed.root}, not {shard.root}; it gets no copy of this shard again"
             )
@@ -192,10 +192,10 @@ def due(local: LocalInventory) -> Due:
     )
 
 
-def wanted(local: LocalInventory) -> Wanted:
+def needed_copies(local: LocalInventory) -> NeededCopies:
     """What buddies should keep: what they should hold."""
     ranks: dict[int, tuple[StepId, ...]] = {}
     for step_id in sorted(due(local).owed):
         for rank in local.shards[step_id]:
             ranks[rank] = (*ranks.get(rank, ()), step_id)
-    return Wanted(committed=max(local.commits, default=None), ranks=ranks)
+    return NeededCopies(committed=max(local.commits, default=None), ranks=ranks)

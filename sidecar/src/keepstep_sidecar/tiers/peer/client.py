@@ -115,9 +115,9 @@ class Link:
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, b"", kind=protocol.SealedCopy, quiet_s=quiet_s)
 
-    def want(self, request: protocol.Wanted) -> None:
+    def announce(self, request: protocol.NeededCopies) -> None:
         """Tell the pod which copies to keep."""
-        self._ask("PUT", protocol.WANTED, msgspec.json.encode(request), kind=None)
+        self._ask("PUT", protocol.NEEDED, msgspec.json.encode(request), kind=None)
 
     @contextlib.contextmanager
     def range(
@@ -424,10 +424,10 @@ class PeerSource(ShardSource):
 # --- for a command --------------------------------------------------------------------------------
 
 
-_LOOK_TIMEOUT_S = 10.0
+_LIST_TIMEOUT_S = 10.0
 
 
-async def look(
+async def list_peer(
     addresses: Sequence[str], credentials: Credentials, *, run: str
 ) -> tuple[list[PeerSource], tuple[str, ...]]:
     """All that the peers hold, and which of them do not answer and why."""
@@ -437,7 +437,7 @@ async def look(
 
     async def ask(address: str) -> None:
         try:
-            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+            async with asyncio.timeout(_LIST_TIMEOUT_S):
                 listing = await calls.run(_listing, address)
         except (KeepstepError, TimeoutError) as error:
             silent.append(f"{address} ({error or 'no answer in time'})")

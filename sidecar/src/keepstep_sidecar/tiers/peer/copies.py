@@ -27,9 +27,9 @@ from keepstep.errors import (
 )
 from keepstep.image.manifest import BaseRef, Manifest
 from keepstep.steps import StepId
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import transfer
-from keepstep_sidecar.tiers.peer.protocol import Wanted
+from keepstep_sidecar.tiers.peer.protocol import NeededCopies
 from keepstep_sidecar.tiers.receive import Broken, IncomingCopy, is_part, part_name
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.directories import (
@@ -70,12 +70,12 @@ class Copies:
         self._lock = threading.RLock()
         self._held: dict[tuple[StepId, int], LocalShard] = {}
         self._parts: dict[Path, IncomingCopy] = {}
-        self._told: dict[int, Wanted] = {}  # by sender, what it last said; newest last
+        self._needed: dict[int, NeededCopies] = {}  # by sender, what it last said; newest last
         self._commit = commit
         self._pace = pace or RateLimit(None)
         self.unreadable = ""
         self.shared_bytes = 0
-        self._said = ""
+        self._logged = ""
 
     # --- what is here ------------------------------------------------------------------------
 
@@ -132,9 +132,9 @@ class Copies:
     def _doubt(self, volume: Volume, reason: str) -> None:
         """Record that something could not be read, so that `scan` is worth another try."""
         self.unreadable = f"{volume.root}: {reason}"
-        if self.unreadable != self._said:
+        if self.unreadable != self._logged:
             warn("peer.copies_unreadable", path=str(volume.root), error=reason)
-        self._said = self.unreadable
+        self._logged = self.unreadable
 
     def holder(self, path: Path) -> Volume:
         """The volume on which a copy lies."""
@@ -177,7 +177,7 @@ class Copies:
             else:
                 part = self._open(name, manifest)
         with self._failing(part):  # not under the lock: other senders go on meanwhile
-            part.look()
+            part.inspect()
         return part
 
     def _open(self, name: ShardName, manifest: Manifest) -> IncomingCopy:
@@ -226,7 +226,7 @@ class Copies:
     def _free(self, volumes: Sequence[Volume], size_bytes: int) -> None:
         held, commit = self._by_rank(), self._commit()
         committed_by_rank = {
-            rank: request.committed for request in self._told.values() for rank in request.ranks
+            rank: request.committed for request in self._needed.values() for rank in request.ranks
         }
         known = {
             rank: step_id for rank, step_id in committed_by_rank.items() if step_id is not None
@@ -305,16 +305,16 @@ class Copies:
 
     # --- going -------------------------------------------------------------------------------
 
-    def want(self, request: Wanted, *, sender: int) -> int:
+    def drop_superseded(self, request: NeededCopies, *, sender: int) -> int:
         """Delete copies that node rank `sender` no longer wants and has newer ones of; how many."""
         with self._lock:
-            self._told.pop(sender, None)
+            self._needed.pop(sender, None)
             # Of the wanted steps, only the commit is remembered.
-            self._told[sender] = Wanted(
+            self._needed[sender] = NeededCopies(
                 committed=request.committed, ranks=dict.fromkeys(request.ranks, ())
             )
-            while sum(len(request.ranks) for request in self._told.values()) > MOST_RANKS:
-                self._told.pop(next(iter(self._told)))
+            while sum(len(request.ranks) for request in self._needed.values()) > MOST_RANKS:
+                self._needed.pop(next(iter(self._needed)))
             doomed = superseded(self._by_rank(), request.ranks, committed=request.committed)
             for step_id, rank in doomed:
                 self._drop(step_id, rank, why=_SUPERSEDED)
@@ -328,7 +328,7 @@ class Copies:
             self._free(self._volumes, size_bytes)
             return len(self._held) < before
 
-    def _drop_parts(self, request: Wanted) -> None:
+    def _drop_parts(self, request: NeededCopies) -> None:
         """Delete unfinished copies that will never be finished, in memory and left-over files."""
         unwanted: dict[Path, Volume] = {}
         for volume in self._volumes:
@@ -360,7 +360,7 @@ class Copies:
             return
         usual = why == _SUPERSEDED
         level = logging.DEBUG if usual else logging.INFO
-        say("peer.copy_deleted", level=level, step=str(step_id), rank=rank, reason=why)
+        info("peer.copy_deleted", level=level, step=str(step_id), rank=rank, reason=why)
 
     def _by_rank(self) -> dict[int, list[StepId]]:
         found: dict[int, list[StepId]] = {}

@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answered({protocol.SHARDS: self._get})
 
     def do_PUT(self) -> None:
-        self._answered({protocol.COPIES: self._chunk, protocol.WANTED: self._wanted})
+        self._answered({protocol.COPIES: self._chunk, protocol.NEEDED: self._drop_superseded})
 
     def do_POST(self) -> None:
         self._answered({protocol.COPIES: self._post})
@@ -137,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, match: re.Match[str]) -> None:
         if match[2] is None:
-            self._say(self.context.shards.listing())
+            self._answer(self.context.shards.listing())
             return
         name = _name(match)
         with self.context.shards.open(name) as reading:
@@ -151,24 +151,24 @@ class Handler(BaseHTTPRequestHandler):
             if part is None:
                 self._sealed_before(name)
                 return
-            self._say(protocol.SealedCopy(root=self.context.copies.seal(part)))
+            self._answer(protocol.SealedCopy(root=self.context.copies.seal(part)))
             return
         data = self._body(_LARGEST_MANIFEST)
         with memoryview(data) as view:
             part = self.context.copies.begin(name, view, whose=str(self.sender))
         if part is None:
-            self._say(protocol.Begun(sealed=True))
+            self._answer(protocol.Begun(sealed=True))
             return
         self._release_large()  # others may read theirs while this copies
         for other in self.context.shards.others(name):
             self.context.copies.take_from(part, other)
-        self._say(protocol.Begun(missing=part.missing))
+        self._answer(protocol.Begun(missing=part.missing))
 
     def _sealed_before(self, name: ShardName) -> None:
         root = self.context.copies.root_of(name)
         if root is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
-        self._say(protocol.SealedCopy(root=root))
+        self._answer(protocol.SealedCopy(root=root))
 
     def _chunk(self, match: re.Match[str]) -> None:
         name, copies = _name(match), self.context.copies
@@ -186,9 +186,9 @@ class Handler(BaseHTTPRequestHandler):
             copies.write(part, chunk, data, whose=str(self.sender))
         self._respond(204, b"")
 
-    def _wanted(self, match: re.Match[str]) -> None:
-        request = _decode(self._body(protocol.LARGEST_WANTED_BYTES), protocol.Wanted)
-        self.context.copies.want(request, sender=self.sender.node_rank)
+    def _drop_superseded(self, match: re.Match[str]) -> None:
+        request = _decode(self._body(protocol.LARGEST_NEEDED_BYTES), protocol.NeededCopies)
+        self.context.copies.drop_superseded(request, sender=self.sender.node_rank)
         self._respond(204, b"")
 
     # --- bytes -------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # --- answers -----------------------------------------------------------------------------
 
-    def _say(self, value: Any) -> None:
+    def _answer(self, value: Any) -> None:
         self._respond(200, msgspec.json.encode(value))
 
     def _refuse(self, status: int, code: str, message: str) -> None:

@@ -83,7 +83,7 @@ class Directory:
             self.known[address] = known
         self.agents |= {*agents.values()}
 
-    def heard(self, address: str, listing: Listing | None, reason: str = "") -> None:
+    def update(self, address: str, listing: Listing | None, reason: str = "") -> None:
         """Record a pod's answer, or why it did not answer."""
         if (member := self.known.get(address)) is not None:
             member.listing, member.reason = listing, reason

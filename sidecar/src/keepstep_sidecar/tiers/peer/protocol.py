@@ -27,9 +27,9 @@ from keepstep.steps import Epoch, StepId
 
 SHARDS: Final = "/v1/shards"
 COPIES: Final = "/v1/copies"
-WANTED: Final = "/v1/wanted"
+NEEDED: Final = "/v1/wanted"
 LARGEST_JSON_BYTES: Final = 16 << 20
-LARGEST_WANTED_BYTES: Final = 4 << 20
+LARGEST_NEEDED_BYTES: Final = 4 << 20
 STREAMS: Final = 4
 """Connections of one transfer. Some wait for a drive or hash while the others move bytes."""
 
@@ -86,7 +86,7 @@ class SealedCopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class NeededCopies:
     """The steps to be kept, by rank. The message is whole: it replaces the one before.
 
     `committed`: the newest step that the sender knows to be committed.

@@ -73,12 +73,12 @@ class Shards:
 
     def _own(self) -> tuple[list[Listed], str]:
         """The own shards that can be read, and why others cannot."""
-        listings = [self._look(volume) for volume in self._volumes.volumes]
+        listings = [self._list(volume) for volume in self._volumes.volumes]
         found = [shard for shards, _ in listings for shard in shards]
         reason = "; ".join(why for _, why in listings if why)
         return [Listed.listed(shard, copy=False) for shard in found], reason
 
-    def _look(self, volume: Volume) -> tuple[Sequence[Shard], str]:
+    def _list(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
             return survey(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
         except OSError as error:

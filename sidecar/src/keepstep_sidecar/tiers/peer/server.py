@@ -22,8 +22,8 @@ import msgspec
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.config.sidecar import split
-from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, Strangers
-from keepstep_sidecar.log import Seldom, say
+from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, UnauthenticatedConnections
+from keepstep_sidecar.log import Seldom, info
 from keepstep_sidecar.tiers.peer import frames
 from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext
 from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Identity, explain, of_peer
@@ -62,7 +62,7 @@ class Server:
         self._join = join
         self._credentials = credentials
         self._context_of = context_of
-        self._strangers = Strangers(
+        self._strangers = UnauthenticatedConnections(
             _cut, most=_MOST_STRANGERS, most_each=_MOST_OF_AN_ADDRESS, seconds=_HANDSHAKE_S
         )
         self._peers: set[socket.socket] = set()
@@ -87,7 +87,7 @@ class Server:
         if self._threads:
             return
         self._spawn(self._accept, name="peer-accept")
-        say("peer.server_started", port=self.port)
+        info("peer.server_started", port=self.port)
 
     def stop(self) -> None:
         """Close all connections and wait for their threads."""

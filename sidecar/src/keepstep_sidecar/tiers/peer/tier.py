@@ -14,7 +14,7 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer.buddy import Buddy, due, wanted
+from keepstep_sidecar.tiers.peer.buddy import Buddy, due, needed_copies
 from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
@@ -28,8 +28,8 @@ from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, Tier
 from keepstep_sidecar.volume.files import RateLimit
 from keepstep_sidecar.volume.volume import VolumeSet
 
-_LOOK_TIMEOUT_S = 10.0
-_LOOK_EVERY_S = 15.0
+_LIST_TIMEOUT_S = 10.0
+_LIST_EVERY_S = 15.0
 _LISTEN_AGAIN_S = 5.0
 
 
@@ -144,7 +144,7 @@ class PeerTier(RemoteTier):
 
     # --- what is where -----------------------------------------------------------------------
 
-    async def look(self) -> Inventory:
+    async def scan(self) -> Inventory:
         await self._scan()
         known = list(self._directory.known.values())
         await asyncio.gather(*map(self._ask, known))
@@ -164,15 +164,15 @@ class PeerTier(RemoteTier):
             return link.listing(), link.identity.node_rank if link.identity else None
 
         try:
-            async with asyncio.timeout(_LOOK_TIMEOUT_S):
+            async with asyncio.timeout(_LIST_TIMEOUT_S):
                 listing, node_rank = await self._calls.run(
                     lambda links: links.ask(ask), member.address, expected=member.expected
                 )
         except (KeepstepError, TimeoutError) as error:
-            self._directory.heard(member.address, None, str(error) or "no answer in time")
+            self._directory.update(member.address, None, str(error) or "no answer in time")
             return
         member.node_rank = None if member.node else node_rank
-        self._directory.heard(member.address, listing)
+        self._directory.update(member.address, listing)
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         """One source for each pod that holds the shard."""
@@ -233,7 +233,7 @@ class PeerTier(RemoteTier):
             calls=self._calls,
             shards=self._served.shards,
             pace=self._pace,
-            request=lambda: wanted(self.facts.local()),
+            request=lambda: needed_copies(self.facts.local()),
         )
 
     # --- working -----------------------------------------------------------------------------
@@ -245,14 +245,14 @@ class PeerTier(RemoteTier):
             group.create_task(self._keep_serving(), name="serve peers")
             if self._keep_fresh is not None:
                 group.create_task(self._keep_fresh(), name="peer certificate")
-            group.create_task(self._keep_looking(), name="look at peers")
+            group.create_task(self._scan_forever(), name="look at peers")
             group.create_task(super().run(), name="send to buddies")
 
-    async def _keep_looking(self) -> None:
+    async def _scan_forever(self) -> None:
         """Find out which copies were removed."""
         while True:
             await self._scan()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_LIST_EVERY_S)
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """See `RemoteTier`. A buddy that cannot be reached may have ended, too."""

@@ -28,7 +28,7 @@ import msgspec
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.reports import AGENTS, CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.log import say, warn
+from keepstep_sidecar.log import info, warn
 
 SHARED_SECRET: Final = "~secret"
 """In place of a namespace, where a secret is the border of trust; no namespace has this name."""
@@ -260,7 +260,7 @@ class IssuedCredentials:
                 warn("certificate.request_failed", url=self._address(), error=reason)
             self._reason = reason
             return None
-        say("certificate.issued", identity=self._tls.identity.uri, renew_in_s=round(due_s))
+        info("certificate.issued", identity=self._tls.identity.uri, renew_in_s=round(due_s))
         self._reason = ""
         return due_s
 
