@@ -32,7 +32,7 @@ import psutil
 from keepstep.leader.summary import fitted
 from keepstep.steps import StepId, Tier
 from keepstep.wire import runs as wire
-from keepstep.wire.runs import Doubt, DoubtKind, Kept, RunReport
+from keepstep.wire.runs import Doubt, DoubtKind, KeptStep, RunReport
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.kube.resources import RUNS
 from tests.operator.admission.reviews import write_pair
@@ -98,7 +98,7 @@ class Leader:
                 for rank in range(wire.MOST_NODES)
             ),
             kept=tuple(
-                Kept(step=str(StepId(FIRST.id, 1000 * self.hostile + index)), ranks=80,
+                KeptStep(step=str(StepId(FIRST.id, 1000 * self.hostile + index)), ranks=80,
                      tiers=(Tier.ARCHIVE,))
                 for index in range(wire.MOST_KEPT)
             ),
@@ -107,7 +107,7 @@ class Leader:
                 wire.Alarm(kind=f"Kind{index}", text=text) for index in range(wire.MOST_MESSAGES)
             ),
             recent=tuple(
-                wire.Happened(time=wire.utc(time.time()), type="Restored", message=text)
+                wire.RunEvent(time=wire.utc(time.time()), type="Restored", message=text)
                 for _ in range(wire.MOST_RECENT)
             ),
         )  # fmt: skip
@@ -121,7 +121,7 @@ class Leader:
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(node(rank, pod=f"pod-{self.run}-{rank}") for rank in range(PODS)),
-            kept=tuple(Kept(step=str(StepId(FIRST.id, index)), ranks=80, tiers=(Tier.ARCHIVE,))
+            kept=tuple(KeptStep(step=str(StepId(FIRST.id, index)), ranks=80, tiers=(Tier.ARCHIVE,))
                        for index in range(self.kept)),
             certain=True,
             doubts=(doubt,) if self.stalls else (),

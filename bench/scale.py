@@ -45,7 +45,7 @@ from keepstep.state.sharding import Bulk, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
-from keepstep_sidecar.tiers.peer.members import Directory, Known
+from keepstep_sidecar.tiers.peer.members import Directory, KnownPeer
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.tier import RemoteTier
 
@@ -305,7 +305,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
     received_bytes, read_s, pods = 0, 0.0, world // NODE
     for node in range(1, pods):
         text, address = _listing(kind, node, world), f"10.0.{node >> 8}.{node & 255}:9443"
-        directory.known[address] = Known(address=address, node_rank=node)
+        directory.known[address] = KnownPeer(address=address, node_rank=node)
         received_bytes += len(text)
         began = time.process_time()
         directory.update(address, decode(text))

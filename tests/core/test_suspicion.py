@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keepstep.core.commit_rule import Standing, trace
 from keepstep.core.retention import Retention, evicted, retired
-from keepstep.core.suspicion import WITHIN, Doubt, Failure
+from keepstep.core.suspicion import WITHIN, Failure, SuspectSteps
 from keepstep.core.vote import Candidate, Candidates, choose
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
@@ -62,7 +62,7 @@ def test_what_the_run_has_left_behind_is_forgiven() -> None:
 def test_failures_that_two_machines_saw_count_together() -> None:
     ballot, other = (vote(*HELD, failures=(each,)) for each in TWICE)
     both = [ballot, other]
-    assert Doubt.of([*ballot.failures, *other.failures], HELD).since == step(100)
+    assert SuspectSteps.of([*ballot.failures, *other.failures], HELD).since == step(100)
     assert choose([_of_two(each) for each in both]).id == step(80)
 
 
@@ -117,7 +117,7 @@ def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: i
     sizes = dict.fromkeys(there, 1)
     gone = evicted(sizes, policy, limit_bytes=0)
     assert max(there) not in gone
-    assert Doubt.of((), there).is_proven(gone[-1])
+    assert SuspectSteps.of((), there).is_proven(gone[-1])
 
 
 # --- whole runs ----------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.frames import Kind as FrameKind
 from keepstep_sidecar.tiers.peer.frames import Parser, packed
-from keepstep_sidecar.tiers.peer.members import Directory, Known
+from keepstep_sidecar.tiers.peer.members import Directory, KnownPeer
 from keepstep_sidecar.tiers.peer.tls import Identity
 from keepstep_sidecar.volume.directories import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.history_file import HistoryFile
@@ -426,7 +426,7 @@ def read_request(kind: type[Any], data: bytes) -> object:
 def read_listing(data: bytes) -> object:
     """As a sidecar takes it: decoded, then put together with what else is known."""
     directory = Directory(complete=True)
-    directory.known["a:1"] = Known(address="a:1")
+    directory.known["a:1"] = KnownPeer(address="a:1")
     directory.update("a:1", msgspec.json.decode(data, type=wire.Listing))
     return directory.inventory([])
 

@@ -16,7 +16,7 @@ from keepstep.wire.reports import ReportedGoodput, ReportedVolume
 from keepstep.wire.runs import (
     LARGEST_BYTES,
     DoubtKind,
-    Kept,
+    KeptStep,
     MemberState,
     RestoreFrom,
     RunReport,
@@ -64,7 +64,7 @@ def test_a_report_says_how_a_run_is() -> None:
         watermarks={Tier.MEMORY: step(10), Tier.LOCAL: step(9), Tier.ARCHIVE: step(8)},
         held_by=(Tier.MEMORY, Tier.LOCAL),
         kept=(
-            Kept(
+            KeptStep(
                 step=str(step(8)),
                 ranks=2,
                 tiers=(Tier.LOCAL, Tier.ARCHIVE),

@@ -62,11 +62,11 @@ def test_a_script_may_end_while_its_slots_are_unmapped(daemon):
     ended = script(
         f"""
         import mmap, threading
-        from keepstep.client.slot import let_go
+        from keepstep.client.slot import discard
         memory = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
         held = [memory[at : at + 9] for at in range(2000)] + [memory]
         del memory
-        thread = threading.Thread(target=let_go, args=(held,), daemon={daemon})
+        thread = threading.Thread(target=discard, args=(held,), daemon={daemon})
         thread.start()
         thread.join()
         """

@@ -403,7 +403,7 @@ class Checkpointer:
             self._replicas = Replicas(
                 rank=self._rank,
                 epoch=epoch.id,
-                warn=agent.warn_everybody,
+                warn=agent.warn_all,
                 world=self._world if several else 0,
             )
             weakref.finalize(self, self._replicas.close)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keepstep.steps import Tier
-from keepstep.wire.runs import Doubt, DoubtKind, Kept, Record
+from keepstep.wire.runs import Doubt, DoubtKind, KeptStep, Record
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES
 from keepstep_operator.reconcile import operator, rounds, writers
 from tests.harness import until
@@ -61,7 +61,7 @@ async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_pa
     async with running(tmp_path) as served:
         await until(lambda: served.condition("Committing") == ("Unknown", "NoReports"))
         run_report = report(
-            kept=(Kept(step=str(step(90)), ranks=2, tiers=(Tier.ARCHIVE,)),), certain=True
+            kept=(KeptStep(step=str(step(90)), ranks=2, tiers=(Tier.ARCHIVE,)),), certain=True
         )
         await served.report(run_report)
         await until(lambda: served.condition("Protected") == ("True", "Protected"))

@@ -15,7 +15,17 @@ import pytest
 from keepstep.steps import StepId, Tier
 from keepstep.wire import runs as wire
 from keepstep.wire.reports import CERTIFICATES_PATH
-from keepstep.wire.runs import Alarm, Doubt, DoubtKind, Drive, Happened, Holder, Kept, Record, Safe
+from keepstep.wire.runs import (
+    Alarm,
+    Doubt,
+    DoubtKind,
+    Drive,
+    Holder,
+    KeptStep,
+    Record,
+    RunEvent,
+    Safe,
+)
 from keepstep_operator.reconcile.reports import bounded
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.samples import (
@@ -172,12 +182,12 @@ def largest() -> wire.RunReport:
                  warnings=(long,) * wire.MOST_NODE_WARNINGS)
             for rank in range(wire.MOST_NODES)
         ),
-        kept=(Kept(step=str(step_id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
+        kept=(KeptStep(step=str(step_id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
         safe=Safe(restart=step_id, node=step_id, pod=step_id, archived=step_id,
                   sole=(name,) * wire.MOST_SOLE),
         alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_MESSAGES,
         doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_MESSAGES,
-        recent=(Happened(time="2026-11-27T10:00:00Z", type="FreshStart", message=text),)
+        recent=(RunEvent(time="2026-11-27T10:00:00Z", type="FreshStart", message=text),)
         * wire.MOST_RECENT,
         record=Record(
             holders=(Holder(node=name, node_ranks="1234", step=10**15),) * wire.MOST_HOLDERS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.steps import Epoch, EpochId
-from keepstep.wire.runs import MOST_RECENT, Happened, Holder, Record, utc
+from keepstep.wire.runs import MOST_RECENT, Holder, Record, RunEvent, utc
 from keepstep_operator.api.model import JobState
 from keepstep_operator.api.run import CommittedStatus, PolicyStatus, RunStatus, as_json, read_status
 from keepstep_operator.reconcile import run as transitions
@@ -31,7 +31,7 @@ from tests.operator.reconcile.samples import (
     step,
 )
 
-RESTORED = Happened(time=utc(T0), type="Restored", step=90, lost_steps=10, message="restored")
+RESTORED = RunEvent(time=utc(T0), type="Restored", step=90, lost_steps=10, message="restored")
 
 
 # --- reports -------------------------------------------------------------------------------------

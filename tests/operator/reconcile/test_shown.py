@@ -12,10 +12,10 @@ from keepstep.wire.runs import (
     Alarm,
     Doubt,
     DoubtKind,
-    Happened,
     Holder,
-    Kept,
+    KeptStep,
     Record,
+    RunEvent,
     Safe,
     SaveOverhead,
     utc,
@@ -182,7 +182,7 @@ def reasons(before: Run, after: Run) -> list[tuple[str, bool]]:
 
 def test_each_change_is_told_once() -> None:
     run = begun()
-    restored = Happened(time=utc(T0), type="Restored", message="restored step 90", step=90)
+    restored = RunEvent(time=utc(T0), type="Restored", message="restored step 90", step=90)
     started = replace(restored, type="FreshStart", time=utc(T0 + 1))
     alarm, doubt = (
         Alarm(kind="TwoWriters", text="two"),
@@ -260,8 +260,10 @@ def test_a_policy_says_whether_it_is_accepted() -> None:
 # --- Checkpoint objects --------------------------------------------------------------------------
 
 
-def kept(number: int, *tiers: Tier) -> Kept:
-    return Kept(step=str(step(number)), ranks=2, tiers=tiers or (Tier.ARCHIVE,), size_bytes=1 << 20)
+def kept(number: int, *tiers: Tier) -> KeptStep:
+    return KeptStep(
+        step=str(step(number)), ranks=2, tiers=tiers or (Tier.ARCHIVE,), size_bytes=1 << 20
+    )
 
 
 def test_there_is_an_object_for_each_kept_step() -> None:

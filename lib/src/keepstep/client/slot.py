@@ -129,7 +129,7 @@ class Slot(NamedTuple):
     base: SlotMapping | None = None
 
 
-def let_go(held: list[object]) -> None:
+def discard(held: list[object]) -> None:
     """Drop the last references to mappings in a thread of its own: to unmap and to unpin takes the
     kernel and the driver about a tenth of the time of the copy. The interpreter's end waits for it,
     as torch aborts a process that ends within; so nothing that runs after that wait may call this.

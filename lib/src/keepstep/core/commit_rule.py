@@ -444,7 +444,7 @@ class Tally:
         else:  # what was there in its place may have had digests
             self._compare(ranks & self.contested)
 
-    def left(self, held: Holding, ranks: int) -> None:
+    def remove(self, held: Holding, ranks: int) -> None:
         """Images of these ranks were removed from this copy."""
         if not held.ranks:
             del self.copies[held.place]
@@ -627,7 +627,7 @@ class Completeness:
         if not held.ranks:
             del self._held[node_rank, tier][held.id, world]
         tally = self._of_step[held.id]
-        tally.left(held, leaving)
+        tally.remove(held, leaving)
         self._note(held.id, tally)
 
     def _note(self, step_id: StepId, tally: Tally) -> None:

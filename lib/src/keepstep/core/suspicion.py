@@ -69,7 +69,7 @@ def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     return tuple(known[at] for at in sorted(known)[-KEPT:])
 
 
-class Doubt(NamedTuple):
+class SuspectSteps(NamedTuple):
     """Which steps are in doubt.
 
     `since`: this step and all later ones are suspect; None: no step is. `newest`: the newest step
@@ -84,7 +84,7 @@ class Doubt(NamedTuple):
     @classmethod
     def of(
         cls, failures: Iterable[Failure], kept: Collection[StepId], trusted: Iterable[StepId] = ()
-    ) -> Doubt:
+    ) -> SuspectSteps:
         """`failures`: the records of all machines of the run, so one failure may be named twice.
         `kept`: steps that are held and not dead. A failure is forgiven once the newest of them lies
         `WITHIN` steps after it."""
@@ -107,7 +107,7 @@ class Doubt(NamedTuple):
         survived = witness is not None and step_id.step + WITHIN <= witness.step
         return step_id in self.trusted or (survived and not self.is_suspect(step_id))
 
-    def left(self, ids: Collection[StepId]) -> set[StepId]:
+    def restorable(self, ids: Collection[StepId]) -> set[StepId]:
         """Those of `ids` to go on from.
 
         While none is suspect: all of them. Else the proven ones that are not suspect. If there are

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from keepstep.core.commit_rule import Lineage, Standing, is_full, trace
 from keepstep.core.shard import NO_RANKS, Ranks
-from keepstep.core.suspicion import Doubt, Failure
+from keepstep.core.suspicion import Failure, SuspectSteps
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 
@@ -332,7 +332,7 @@ def choose(
     common = _common(list(made.values()))
     _check_world(votes, max(common, default=None), allowed)
     if common:
-        left = common if limit is not None else _doubt(different).left(common)
+        left = common if limit is not None else _doubt(different).restorable(common)
         chosen = _preferred(ways, left)
         taken = [each[chosen] for each in ways]
         lent = tuple(way.lent for way in taken)
@@ -575,9 +575,9 @@ def _check_world(
         raise _world_changed(votes, step_id, saved=saved)
 
 
-def _doubt(votes: Sequence[Candidates]) -> Doubt:
+def _doubt(votes: Sequence[Candidates]) -> SuspectSteps:
     """The doubt over all ranks together. Each machine has a record only of its own failures."""
-    return Doubt.of(
+    return SuspectSteps.of(
         [failure for vote in votes for failure in vote.failures],
         {candidate.id for vote in votes for candidate in _found(vote)},
         {step_id for vote in votes for step_id in vote.trusted},

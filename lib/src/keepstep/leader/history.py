@@ -23,7 +23,7 @@ from keepstep.spans import numbers
 from keepstep.steps import EpochId, StepId
 from keepstep.wire import runs as wire
 from keepstep.wire.reports import Report
-from keepstep.wire.runs import Happened, Record, RunPolicy, utc
+from keepstep.wire.runs import Record, RunEvent, RunPolicy, utc
 
 ALARM_S: Final = 3600.0
 
@@ -47,7 +47,7 @@ class RunHistory:
         self.restarts = RestartHistory()
         self.goodput = GoodputSum()
         self.drives = Drives()
-        self.recent: tuple[Happened, ...] = ()
+        self.recent: tuple[RunEvent, ...] = ()
         self.commit: Commit | None = None
         self.commit_lost: StepId | None = None
         self.stand_in: StepId | None = None
@@ -83,7 +83,7 @@ class RunHistory:
 
     # --- reports -------------------------------------------------------------------------
 
-    def took(
+    def applied(
         self,
         sender: Sender,
         report: Report,
@@ -196,7 +196,7 @@ class RunHistory:
 
     # --- what people are told ------------------------------------------------------------
 
-    def remember(self, event: Happened) -> None:
+    def remember(self, event: RunEvent) -> None:
         self.recent = (event, *self.recent)[: wire.MOST_RECENT]
 
     def restarted(self, *, fleeting: bool, at: float) -> None:
@@ -208,7 +208,7 @@ class RunHistory:
                 ledger.acknowledge(restart.epoch)
             drives, self.reported_drives = self.reported_drives, ""
             self.remember(
-                Happened(
+                RunEvent(
                     time=utc(at),
                     type=_kind(restart),
                     message=_restarted(restart, aside=aside, again=again, drives=drives),

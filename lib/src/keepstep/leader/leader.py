@@ -176,7 +176,7 @@ class Leader:
             self._failures = newest((*self._failures, *report.failures))
             for rank in report.ranks:
                 self._owners |= dict.fromkeys(rank.ranks if rank.alive else (), node_rank)
-            self.history.took(
+            self.history.applied(
                 sender,
                 report,
                 policy=self.requests.policy,

@@ -20,7 +20,7 @@ from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.restore_request import followed, request, restore_target
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
-from keepstep.wire.runs import Happened, Member, Requested, RestoreFrom, RunPolicy, utc
+from keepstep.wire.runs import Member, Requested, RestoreFrom, RunEvent, RunPolicy, utc
 
 _DRIVES_NAMED: Final = 3
 _LOST: Final = {
@@ -150,7 +150,7 @@ class Requests:
 
     def _happened(self, kind: str, message: str, step_id: StepId | None, *, at: float) -> None:
         step = step_id.step if step_id is not None else None
-        self._history.remember(Happened(time=utc(at), type=kind, message=message, step=step))
+        self._history.remember(RunEvent(time=utc(at), type=kind, message=message, step=step))
 
     # --- asking --------------------------------------------------------------------------
 

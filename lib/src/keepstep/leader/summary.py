@@ -19,7 +19,7 @@ from keepstep.wire.runs import (
     LARGEST_BYTES,
     MOST_NODES,
     Holder,
-    Kept,
+    KeptStep,
     MemberState,
     NodeReport,
     Record,
@@ -202,14 +202,14 @@ def _holders_of(ledger: RunLedger, step_id: StepId | None) -> tuple[Tier, ...]:
     )
 
 
-def _kept(leader: Leader) -> Iterator[Kept]:
+def _kept(leader: Leader) -> Iterator[KeptStep]:
     """The newest archived steps, and all pinned ones that are complete; newest first."""
     ledger, pins = leader.ledger, {*leader.pins.steps}
     archived = ledger.archived()[-_MOST_ARCHIVED:]
     for step_id in sorted({*archived, *(pins & {*ledger.commits()})}, reverse=True):
         held = {tier: ledger.core.holders(step_id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
         world = max(held.values())
-        yield Kept(
+        yield KeptStep(
             step=str(step_id),
             ranks=max(1, world),
             tiers=tuple(tier for tier, count in held.items() if count >= world),

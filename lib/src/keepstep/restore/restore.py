@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.client.session import RESTORE_S, Session
-from keepstep.client.slot import SlotMapping, let_go
+from keepstep.client.slot import SlotMapping, discard
 from keepstep.core.vote import Decision
 from keepstep.errors import (
     CoverageError,
@@ -177,11 +177,11 @@ class Restore:
         return show(self._shows)
 
     def release(self) -> None:
-        """Unmap the image; see `let_go`."""
+        """Unmap the image; see `discard`."""
         held: list[object] = [self._slot, self._under, self._loader, self._shows, self._lending]
         self._slot = self._under = self._shows = self._lending = None
         del self._loader
-        let_go(held)
+        discard(held)
 
     @without_collections()
     def _map(self, path: str, base: str) -> None:

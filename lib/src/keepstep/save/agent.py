@@ -41,7 +41,7 @@ import torch
 
 from keepstep.client.embedded import Keeper
 from keepstep.client.session import Changes, Client, Session
-from keepstep.client.slot import Slot, SlotMapping, let_go
+from keepstep.client.slot import Slot, SlotMapping, discard
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
@@ -288,7 +288,7 @@ class Agent:
             self._device = accelerator.here().current_device()
             self.refusal = ""
             self._drop_ready()
-            let_go([self._mappings])
+            discard([self._mappings])
             self._mappings = {}
             self._patient, self._served = True, False
         self._changed.ring()
@@ -504,7 +504,7 @@ class Agent:
             text = f"keepstep: rank {self.session.rank}: {message} [{event}]"
             log.warning("%s", text, exc_info=traceback)
 
-    def warn_everybody(self, text: str) -> None:
+    def warn_all(self, text: str) -> None:
         """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
         threads that may wait for the sidecar."""
         self.warn("replica.check_failed", text, per=text)

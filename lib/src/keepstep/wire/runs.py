@@ -216,7 +216,7 @@ class Alarm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Happened:
+class RunEvent:
     """Something that happened. `time`: as `utc` writes it. `type`: an Event's reason, for example
     Restored, FreshStart, Forked, RolledBack, LastStepLost, OtherDrive. `tier`: the farthest tier
     that a restart needed."""
@@ -231,7 +231,7 @@ class Happened:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptStep:
     """An archived or pinned step. `step`: its full id, as text, because an operator holds a hundred
     thousand. `tiers`: those that hold all its shards. `size_bytes`: of one copy; 0 if it is
     unknown."""
@@ -303,7 +303,7 @@ class RunReport:
     commits: tuple[StepId, ...] = ()
     watermarks: dict[Tier, StepId] = field(default_factory=dict)
     held_by: tuple[Tier, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptStep, ...] = ()
     certain: bool = False
     archived: int = 0
     safe: Safe = Safe()
@@ -316,7 +316,7 @@ class RunReport:
     restore_known: bool = False
     acknowledged: str = ""
     nodes: tuple[NodeReport, ...] = ()
-    recent: tuple[Happened, ...] = ()
+    recent: tuple[RunEvent, ...] = ()
     alarms: tuple[Alarm, ...] = ()
     doubts: tuple[Doubt, ...] = ()
     record: Record = Record()

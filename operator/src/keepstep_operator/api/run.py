@@ -14,10 +14,10 @@ import msgspec
 
 from keepstep.wire.runs import (
     Drive,
-    Happened,
     Holder,
     Record,
     RestoreFrom,
+    RunEvent,
     RunGoodput,
     SaveOverhead,
 )
@@ -127,7 +127,7 @@ class RunStatus:
     restarts: int = 0
     lost_steps: int = 0
     goodput: RunGoodput | None = None
-    recent: tuple[Happened, ...] = ()
+    recent: tuple[RunEvent, ...] = ()
     ranks: tuple[PlaceStatus, ...] = ()
     holders: tuple[Holder, ...] = ()
     drives: tuple[Drive, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep.wire.runs import Kept, utc
+from keepstep.wire.runs import KeptStep, utc
 from keepstep_operator import names
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.run import Run
@@ -26,8 +26,8 @@ class Changes:
     """What to write so that the objects are as they should be. `made`, `moved`: to create, and to
     give another status. `gone`: names to delete."""
 
-    made: tuple[Kept, ...] = ()
-    moved: tuple[Kept, ...] = ()
+    made: tuple[KeptStep, ...] = ()
+    moved: tuple[KeptStep, ...] = ()
     gone: tuple[str, ...] = ()
 
 
@@ -49,12 +49,12 @@ def changes(run: Run, known: Mapping[str, Tiers]) -> Changes:
     )
 
 
-def name_of(run: Run, checkpoint: Kept) -> str:
+def name_of(run: Run, checkpoint: KeptStep) -> str:
     """The name of its object. It is a DNS subdomain, since both parts are."""
     return f"{run.key.name}-{checkpoint.step}"
 
 
-def tiers_of(checkpoint: Kept) -> Tiers:
+def tiers_of(checkpoint: KeptStep) -> Tiers:
     return tuple(map(str, checkpoint.tiers))
 
 
@@ -63,7 +63,7 @@ def known_tiers(body: Body) -> Tiers:
     return tuple(map(str, (body.get("status") or {}).get("tiers") or ()))
 
 
-def body_of(run: Run, checkpoint: Kept) -> Body:
+def body_of(run: Run, checkpoint: KeptStep) -> Body:
     """The object to create. It is deleted with its CheckpointRun."""
     return {
         "apiVersion": names.API_VERSION,
@@ -94,7 +94,7 @@ def owner_of(run: Run) -> Body:
     }
 
 
-def status_of(checkpoint: Kept, *, now: float) -> Body:
+def status_of(checkpoint: KeptStep, *, now: float) -> Body:
     """The object's status. Its condition never changes while the object is there."""
     return {
         "tiers": list(tiers_of(checkpoint)),

@@ -62,7 +62,7 @@ def events(before: Run, after: Run) -> Iterator[Event]:
     yield from _of_sidecars(before, after)
     for pod in pods_of_other_jobs(after):
         if pod.job not in before.rivals:
-            message = messages.rival(pod, after.job, after.key)
+            message = messages.pod_of_other_job(pod, after.job, after.key)
             yield Event(reason="RunTaken", message=message, topic=str(pod.job), about=pod.job)
 
 

@@ -41,7 +41,7 @@ def not_injected(pod: PodRecord) -> str:
     )
 
 
-def rival(pod: PodRecord, holder: Job | None, run: RunKey) -> str:
+def pod_of_other_job(pod: PodRecord, holder: Job | None, run: RunKey) -> str:
     """A pod of another job than the one that has the run of its label."""
     own, other = _named(pod.job), _named(holder)
     return (

@@ -208,7 +208,7 @@ def _all_warnings(run: Run, cluster: Cluster) -> Iterator[str]:
             f" job does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
             f" {run.earlier} on its pods"
         )
-    yield from (messages.rival(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
+    yield from (messages.pod_of_other_job(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
     yield from (alarm.text for alarm in (report.alarms if report is not None else ()))
     for pod in sorted(run.members, key=lambda pod: pod.name):
         if pod.trouble and pod.injected:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from keepstep.steps import StepId
-from keepstep.wire.runs import MOST_RECENT, Happened, Record, RunReport, seconds_of, utc
+from keepstep.wire.runs import MOST_RECENT, Record, RunEvent, RunReport, seconds_of, utc
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.model import (
     Job,
@@ -64,7 +64,7 @@ class Run:
     reported_at: float = 0.0
     record: Record = field(default_factory=Record)
     committed: CommittedStatus | None = None
-    recent: tuple[Happened, ...] = ()
+    recent: tuple[RunEvent, ...] = ()
     idle_since: float | None = None
     finished_at: float | None = None
     earlier: str = ""
@@ -213,7 +213,7 @@ def _finished(run: Run, how: str, at: float) -> Run:
         return run
     step = run.committed.step if run.committed else None
     kept = f"; step {step} is committed" if step is not None else ""
-    end = Happened(time=utc(at), type=FINISHED, step=step, message=f"the job is {how}{kept}")
+    end = RunEvent(time=utc(at), type=FINISHED, step=step, message=f"the job is {how}{kept}")
     return replace(run, finished_at=at, recent=merged(run.recent, (end,)))
 
 
@@ -322,7 +322,7 @@ def _committed(run: Run, report: RunReport, at: float) -> CommittedStatus | None
     return CommittedStatus(step=step.step, id=str(step), time=utc(at))
 
 
-def merged(known: Iterable[Happened], more: Iterable[Happened]) -> tuple[Happened, ...]:
+def merged(known: Iterable[RunEvent], more: Iterable[RunEvent]) -> tuple[RunEvent, ...]:
     """What happened, each once, the newest first, and no more than are kept."""
     found = {(event.time, event.type, event.step): event for event in (*known, *more)}
     return tuple(found[key] for key in sorted(found, key=_order, reverse=True)[:MOST_RECENT])

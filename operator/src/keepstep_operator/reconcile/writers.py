@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 from cachetools import TTLCache
 
-from keepstep.wire.runs import Kept
+from keepstep.wire.runs import KeptStep
 from keepstep_operator import names
 from keepstep_operator.api.leader import service_body
 from keepstep_operator.api.model import RunKey
@@ -247,7 +247,7 @@ class Writer:
             str(body["metadata"]["name"]): checkpoints.known_tiers(body) async for body in listed
         }
 
-    async def _show_tiers(self, run: Run, checkpoint: Kept, now: float) -> None:
+    async def _show_tiers(self, run: Run, checkpoint: KeptStep, now: float) -> None:
         """Write the object's status. One that is deleted meanwhile is made again later."""
         patch = [
             {"op": "add", "path": "/status", "value": checkpoints.status_of(checkpoint, now=now)}

@@ -10,7 +10,7 @@ import resource
 from collections.abc import Mapping
 
 from keepstep.core.slot_table import SlotState
-from keepstep.core.suspicion import Doubt
+from keepstep.core.suspicion import SuspectSteps
 from keepstep.errors import StorageError
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.steps import StepId, Tier
@@ -209,7 +209,7 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
     ]
 
 
-def _step(service: Service, step_id: StepId, doubt: Doubt) -> StepStatus:
+def _step(service: Service, step_id: StepId, doubt: SuspectSteps) -> StepStatus:
     committer, published = service.committer, service.local_shards.published
     memory, remotes = service.slots.images(step_id), committer.remotes
     shards = [*(slot.shard for slot in memory.values())]

@@ -158,7 +158,7 @@ def of_shards(
     """The status of each step that has a shard in `shards`, ascending. `failures`: the steps at
     which the script failed by itself."""
     from keepstep.core.commit_rule import Standing, trace
-    from keepstep.core.suspicion import Doubt, Failure
+    from keepstep.core.suspicion import Failure, SuspectSteps
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
     for shard in shards:
@@ -172,7 +172,7 @@ def of_shards(
     def is_live(step_id: StepId) -> bool:
         return lineage.standing(step_id) is Standing.LIVE
 
-    doubt = Doubt.of((Failure.of(at, parents.get, is_live) for at in failures), alive)
+    doubt = SuspectSteps.of((Failure.of(at, parents.get, is_live) for at in failures), alive)
     return tuple(
         replace(
             _of_found(step_id, found),

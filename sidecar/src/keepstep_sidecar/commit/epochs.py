@@ -16,7 +16,7 @@ from keepstep.core.commit_rule import Standing
 from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
 from keepstep.core.shard import Shard, StepShards
-from keepstep.core.suspicion import KEPT, WITHIN, Doubt, Failure, newest
+from keepstep.core.suspicion import KEPT, WITHIN, Failure, SuspectSteps, newest
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
@@ -301,10 +301,10 @@ class RestartStep:
         """Steps that a person has pinned, as far as this machine was told."""
         return self.node.last_reply.pinned
 
-    def doubt(self) -> Doubt:
+    def doubt(self) -> SuspectSteps:
         """Which steps are suspect and which are proven, as far as this machine knows."""
         kept = {step_id for step_id in self.copies.ids() if not self.node.is_dead(step_id)}
-        return Doubt.of(self.failures(), kept, self.trusted)
+        return SuspectSteps.of(self.failures(), kept, self.trusted)
 
     def suspicion(self) -> str:
         """A message: which steps a restore passes over, and why; '' when none is suspect."""
@@ -323,7 +323,7 @@ class RestartStep:
         if not (self._noted or self._reported):
             return None
         whole = self.node.ledger.whole()
-        left = self.doubt().left(whole)
+        left = self.doubt().restorable(whole)
         return max(left) if len(left) < len(whole) else None
 
     # --- the step ----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ OWN = ""
 
 
 @dataclass(kw_only=True)
-class Known:
+class KnownPeer:
     """One other pod, or the agent of `node`. `listing` is None while it cannot be reached; `reason`
     then says why."""
 
@@ -54,7 +54,7 @@ class Directory:
 
     complete: bool
     awaits: str = ""
-    known: dict[str, Known] = field(default_factory=dict)
+    known: dict[str, KnownPeer] = field(default_factory=dict)
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
     agents: set[str] = field(default_factory=set)
 
@@ -74,11 +74,11 @@ class Directory:
         for peer in peers:
             if peer.address == own:
                 continue
-            known = before.get(peer.address) or Known(address=peer.address)
+            known = before.get(peer.address) or KnownPeer(address=peer.address)
             known.node_rank, known.buddy, known.node = peer.node_rank, peer.buddy, ""
             self.known[peer.address] = known
         for node, address in agents.items():
-            known = before.get(address) or Known(address=address)
+            known = before.get(address) or KnownPeer(address=address)
             known.node_rank, known.buddy, known.node = None, False, node
             self.known[address] = known
         self.agents |= {*agents.values()}
@@ -127,7 +127,7 @@ class Directory:
         return merged(epoch for listing in listings for epoch in listing.epochs)
 
 
-def _silent(member: Known) -> bool:
+def _silent(member: KnownPeer) -> bool:
     if member.listing is not None and not member.listing.ready:
         member.reason = member.listing.reason
         return True

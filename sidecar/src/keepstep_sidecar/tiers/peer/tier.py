@@ -18,7 +18,7 @@ from keepstep_sidecar.tiers.peer.buddy import Buddy, due, needed_copies
 from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
 from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
-from keepstep_sidecar.tiers.peer.members import OWN, Directory, Known
+from keepstep_sidecar.tiers.peer.members import OWN, Directory, KnownPeer
 from keepstep_sidecar.tiers.peer.protocol import Listing
 from keepstep_sidecar.tiers.peer.serve import Shards
 from keepstep_sidecar.tiers.peer.server import Join, Server
@@ -159,7 +159,7 @@ class PeerTier(RemoteTier):
             await self._calls.here(self._copies.scan if again else self._copies.check)
             self._scanned = True
 
-    async def _ask(self, member: Known) -> None:
+    async def _ask(self, member: KnownPeer) -> None:
         def ask(link: Link) -> tuple[Listing, int | None]:
             return link.listing(), link.identity.node_rank if link.identity else None
 
@@ -226,7 +226,7 @@ class PeerTier(RemoteTier):
         }
         return self._places
 
-    def _buddy(self, member: Known) -> Buddy:
+    def _buddy(self, member: KnownPeer) -> Buddy:
         return Buddy(
             member.address,
             expected=member.node_rank,
