@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
-from keepstep_sidecar.commit.epochs import line
+from keepstep_sidecar.commit.lineage import line
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor
 from keepstep_sidecar.tiers.archive.step_record import StepRecord

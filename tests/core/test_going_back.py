@@ -7,7 +7,7 @@ import pytest
 from keepstep.core.vote import Candidate, Candidates, choose, limit_of, nothing_is_kept
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.commit.epochs import Rollback
+from keepstep_sidecar.commit.lineage import Rollback
 from keepstep_sidecar.config.sidecar import RollbackRequest, parse_restore_from
 
 FIRST, SECOND = EpochId(1, "0000000a"), EpochId(2, "0000000b")

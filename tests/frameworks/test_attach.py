@@ -11,7 +11,7 @@ import transformers
 
 import keepstep
 from keepstep import checkpointer
-from keepstep.integrations import _trainings
+from keepstep.integrations import _training_identity
 from keepstep.integrations import transformers as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -123,7 +123,7 @@ def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
 
     def begin():
-        monkeypatch.setattr(_trainings, "_BEGUN", {})
+        monkeypatch.setattr(_training_identity, "_BEGUN", {})
         monkeypatch.setattr(checkpointer, "_SAVED_IN", set())
 
     return begin

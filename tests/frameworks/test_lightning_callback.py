@@ -13,7 +13,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations import _trainings
+from keepstep.integrations import _training_identity
 from keepstep.integrations.lightning import KeepstepCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_lightnings_that_ends_within_an_epoch_is_warned_of_by_li
 @pytest.fixture
 def lives(monkeypatch):
     """Each call begins another life of the process, as far as keepstep can see."""
-    return lambda: monkeypatch.setattr(_trainings, "_BEGUN", {})
+    return lambda: monkeypatch.setattr(_training_identity, "_BEGUN", {})
 
 
 class Quantized(Model):

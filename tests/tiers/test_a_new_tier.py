@@ -23,7 +23,7 @@ OF_ONE_TIER = {
     "sidecar/src/keepstep_sidecar/api/service.py": "a pod that ends archives its newest step",
     "sidecar/src/keepstep_sidecar/api/status.py": "an archive that does not answer is a warning",
     "sidecar/src/keepstep_sidecar/api/saving.py": "a wait until a step is archived",
-    "sidecar/src/keepstep_sidecar/commit/epochs.py": "epochs that peers tell",
+    "sidecar/src/keepstep_sidecar/commit/lineage.py": "epochs that peers tell",
     "sidecar/src/keepstep_sidecar/report/report.py": "copies, and archived steps, of other pods",
     "lib/src/keepstep/leader/node_rank.py": "whose rank it is",
     "lib/src/keepstep/leader/run_ledger.py": "what is left without a node",

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
-from keepstep.integrations._trainings import is_quantized
+from keepstep.integrations._training_identity import is_quantized
 from keepstep.state import sharding
 from keepstep.state.wrappers import Flat, Replicated, copy_options
 

@@ -39,7 +39,7 @@ from keepstep.integrations import (
     require,
     require_torch,
 )
-from keepstep.integrations._trainings import NOTHING_YET, Training, kept_part
+from keepstep.integrations._training_identity import NOTHING_YET, Training, kept_part
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")

@@ -33,7 +33,7 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.client import embedded
 from keepstep.errors import UsageError
 from keepstep.integrations import require
-from keepstep.integrations._trainings import Training
+from keepstep.integrations._training_identity import Training
 
 log = logging.getLogger("keepstep")
 

@@ -43,7 +43,7 @@ from keepstep.integrations import (
     require_accelerate,
     require_torch,
 )
-from keepstep.integrations._trainings import Training, is_quantized, kept_part
+from keepstep.integrations._training_identity import Training, is_quantized, kept_part
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")

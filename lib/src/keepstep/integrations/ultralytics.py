@@ -27,7 +27,7 @@ from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import UsageError
 from keepstep.integrations import require
-from keepstep.integrations._trainings import Training
+from keepstep.integrations._training_identity import Training
 
 T = TypeVar("T")
 

@@ -37,9 +37,9 @@ from keepstep.errors import KeepstepError, NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.reports import ReportReply
-from keepstep_sidecar.commit.epochs import Epochs, RestartStep, Rollback
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.commit.leader_link import LeaderNotes
+from keepstep_sidecar.commit.lineage import Epochs, RestartStep, Rollback
 from keepstep_sidecar.concurrency import Changes, OnThread
 from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.history import History

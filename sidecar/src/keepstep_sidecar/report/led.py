@@ -21,8 +21,8 @@ from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.report.leader_channel import Channel, LinkChannel, OwnChannel
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.report.machines import Machines
     from keepstep_sidecar.report.operator_reporter import OperatorReporter
+    from keepstep_sidecar.report.run_network import Machines
 
 
 class Led:
@@ -126,6 +126,6 @@ class Led:
 def _machines(config: Config, host: Host | None) -> Machines | None:
     if config.alone:
         return None
-    from keepstep_sidecar.report.machines import Machines
+    from keepstep_sidecar.report.run_network import Machines
 
     return Machines(config, host)

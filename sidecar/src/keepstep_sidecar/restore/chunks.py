@@ -34,8 +34,8 @@ from keepstep_sidecar.concurrency import gather_all
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
-from keepstep_sidecar.restore.broadcast import Broadcast, Shared
 from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.restore.shared_reads import Broadcast, Shared
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import ShardSource
 

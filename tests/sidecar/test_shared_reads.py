@@ -11,7 +11,7 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import ChunkRun
-from keepstep_sidecar.restore.broadcast import Broadcast, Key, Shared
+from keepstep_sidecar.restore.shared_reads import Broadcast, Key, Shared
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 7)
 ALL = (ChunkRun(rank=0, first=0, end=9),)
