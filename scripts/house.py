@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,15 @@ TIER = (
 builds it from exactly these (tests/tiers/test_a_new_tier.py)."""
 
 
+DIALECT = re.compile(
+    "(?:^|_)(ails|anew|came|hear|heard|heed|look|looked|looking|looks|mend|mended|nobody|obey|said"
+    "|say|saying|says|somebody|tell|telling|tells|told|want|wanted|wanting|wants|went|whoever|wish"
+    "|wishes)(?:_|$)"
+)
+"""Words that do not say what a value is: no name has one, nor is `one` a name. Two fields on the
+wire have one, `Candidates.wanted` and `MemberReport.heard`: two is the limit."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One figure of the code. `of`: what has it, if it is the largest of several."""
@@ -72,6 +82,11 @@ def figures(entered: Mapping[str, list[str]]) -> Iterator[Figure]:
         for what, at in (("methods", 1), ("attributes", 2)):
             largest = max(sizes, key=lambda size: size[at])
             yield Figure(f"{what} of a class in the {name}", int(largest[at]), largest[0])
+    found = list(dialect())
+    tests = [name for name in found if name.startswith("test_")]
+    names = [name for name in found if name not in tests]
+    yield Figure("names in a private dialect", len(names), ", ".join(names[:5]))
+    yield Figure("tests named in a private dialect", len(tests))
     graph = packages()
     yield Figure("floors of packages in the sidecar", floors(graph))
     yield Figure("cycles of packages in the sidecar", len(cycles(graph)), ", ".join(cycles(graph)))
@@ -117,6 +132,30 @@ def _assigned(node: ast.AST) -> Iterator[str]:
         and node.value.id == "self"
     ):
         yield node.attr
+
+
+def dialect() -> Iterator[str]:
+    """The names with a word of `DIALECT` that the product, tests, bench and scripts define."""
+    folders = (*PARTS.values(), *(ROOT / name for name in ("tests", "bench", "scripts")))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = _defined(node)
+            if name == "one" or DIALECT.search(name.lower()):
+                yield name
+
+
+def _defined(node: ast.AST) -> str:
+    """The name that this node gives to something, its words divided by `_`; '' for none."""
+    match node:
+        case ast.FunctionDef(name=str(name)) | ast.AsyncFunctionDef(name=str(name)):
+            return name
+        case ast.arg(arg=name) | ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+            return name
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.ClassDef(name=name):
+            return re.sub("(?<=[a-z])(?=[A-Z])", "_", name)
+    return ""
 
 
 def packages() -> dict[str, set[str]]:
