@@ -22,13 +22,13 @@ PARTS: Final = {
 EVENT: Final = re.compile(r"[a-z_]+\.[a-z_]+")
 TAG: Final = re.compile(r"keepstep: .* \[([^\[\]]*)\]", re.DOTALL)
 CALLS: Final = {
-    **{"say": "INFO", "warn": "WARNING", "_complain": "WARNING", "crash": "ERROR"},
+    **{"warn": "WARNING", "_complain": "WARNING", "crash": "ERROR"},
     **{"exception": "ERROR", "info": "INFO", "warning": "WARNING", "error": "ERROR"},
 }
 """The calls that log, and the level of each."""
 LOGGERS: Final = {"log", "_log", "_journal", "self", "agent", "logging.getLogger('keepstep')"}
 PRINTS: Final = {"cli", "kubectl", "warm/__main__.py", "log.py", "journal.py"}
-"""Where `say` prints, and where the calls are defined."""
+"""Where `info` prints, and where the calls are defined."""
 
 
 @dataclass

@@ -58,7 +58,7 @@ def main() -> None:
             os.kill(worker_of(trainer.pid), signal.SIGKILL)
             before = newest(home)
             wait(lambda: newest(home) > before + 60)
-            (IMAGES / "status.svg").write_text(terminal("keepstep status", said(home, "status")))
+            (IMAGES / "status.svg").write_text(terminal("keepstep status", printed(home, "status")))
             for scheme in ("light", "dark"):
                 (IMAGES / f"page-{scheme}.png").write_bytes(page(home, scheme))
     total = sum(path.stat().st_size for path in IMAGES.iterdir())
@@ -83,13 +83,13 @@ def training(home: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(60)
 
 
-def said(home: Path, *words: str) -> str:
+def printed(home: Path, *words: str) -> str:
     return subprocess.run([*KEEPSTEP, *words], cwd=home, capture_output=True, text=True).stdout
 
 
 def newest(home: Path) -> int:
     """The newest committed step."""
-    steps = json.loads(said(home, "steps", "--json") or '{"steps": []}')["steps"]
+    steps = json.loads(printed(home, "steps", "--json") or '{"steps": []}')["steps"]
     return max((step["step"] for step in steps if step["committed"]), default=-1)
 
 
@@ -98,7 +98,7 @@ def worker_of(pid: int) -> int:
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
     rows = [line.split(maxsplit=2) for line in listed.splitlines()]
     children = [row for row in rows if row[1] == str(pid)]
-    (found,) = [one for one, _, words in children if "keepstep_sidecar" not in words]
+    (found,) = [pid for pid, _, words in children if "keepstep_sidecar" not in words]
     return int(found)
 
 

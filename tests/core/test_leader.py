@@ -272,7 +272,7 @@ def test_a_member_that_wrote_a_step_is_answered_with_its_commit(run: Run) -> Non
     wrote(run, 1, 2)
     assert run.leader.waiting(patient=True) == [0, 1]
     assert not run.leader.owes
-    (answer,) = (one for one in (run.leader.news(0),) if one is not None)
+    (answer,) = (reply for reply in (run.leader.news(0),) if reply is not None)
     assert answer.reply.committed[str(Tier.LOCAL)] == at(2)
     assert answer.reply.changes_since == answer.answers
 

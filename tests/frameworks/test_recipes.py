@@ -81,11 +81,11 @@ for again in (
 
 def test_what_an_epoch_of_ultralytics_depends_on_is_refused_by_name(tmp_path):
     script = f"from pathlib import Path\nOUT = Path({str(tmp_path)!r})\n{REFUSALS}"
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), "{}"],
         **{"capture_output": True, "text": True, "cwd": tmp_path, "check": True},
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ).stdout
-    refused = [line for line in said.splitlines() if line.startswith("refused:")]
+    refused = [line for line in printed.splitlines() if line.startswith("refused:")]
     for line, reason in zip(refused, ("attached", "time=0.1", "batch=-1"), strict=True):
         assert reason in line

@@ -52,7 +52,7 @@ class Block:
         """The lines of a shell's block, without comments; continued ones are joined."""
         lines = self.text.replace("\\\n", " ").splitlines()
         plain = (re.sub(r"\s+#\s.*|^#\s.*", "", line).strip() for line in lines)
-        return [re.sub(r"\s+", " ", one) for one in plain if one]
+        return [re.sub(r"\s+", " ", command) for command in plain if command]
 
 
 def blocks() -> list[Block]:

@@ -56,24 +56,24 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return {"loss": self.layer(x).mean()}
 """
-LORA = [f"base_model.model.layer.lora_{one}.weight" for one in "AB"]
+LORA = [f"base_model.model.layer.lora_{part}.weight" for part in "AB"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """`before` and `after` the block. `told`: what its last line says in a first and in a second
+    """`before` and `after` the block. `printed`: its last line in a first and in a second
     life."""
 
     before: str = ""
     after: str = "print(at and at.step)"
-    told: tuple[str, str] = ("None", "3")
+    printed: tuple[str, str] = ("None", "3")
 
 
 def check(program: Program, block: Block, home: Path, python: str) -> None:
     """Run it in two lives, in this directory."""
     text = f"{HEAD}{program.before}\n{block.text}\n{program.after}\n"
     (home / "page.py").write_text(text)
-    for message in program.told:
+    for message in program.printed:
         done = subprocess.run(
             [python, "page.py"], cwd=home, capture_output=True, text=True, timeout=100
         )
@@ -101,7 +101,7 @@ def unfreeze(model, optimizer):
         optimizer.add_param_group({"params": list(head.requires_grad_(True).parameters())})
 """,
         after="print(at and at.step, len(optimizer.param_groups))",
-        told=("None 2", "3 2"),
+        printed=("None 2", "3 2"),
     ),
     DCP: Program(
         before="""
@@ -125,7 +125,7 @@ def train_one_step():
         model.weight.fill_(step)
 """,
         after="print(first, float(model.weight[0, 0]))",
-        told=("0 200.0", "201 200.0"),
+        printed=("0 200.0", "201 200.0"),
     ),
     f"{DCP} 2": Program(
         before="""
@@ -140,7 +140,7 @@ if latest is not None:
 step = 3 if latest is None else latest + 1
 """,
         after="future.result()\nkeepstep.dcp.close()\ndist.destroy_process_group()\nprint(step)",
-        told=("3", "4"),
+        printed=("3", "4"),
     ),
     LOADER: Program(
         before="""
@@ -161,12 +161,12 @@ class Loader:
 loader = Loader()
 """,
         after="print(at and at.step, loader.at)\ncheckpointer.save(5)\ncheckpointer.close()",
-        told=("None 4", "5 4"),
+        printed=("None 4", "5 4"),
     ),
     f"{LOADER} 2": Program(
         before="def train_one(batch):\n    model(batch.repeat(2)).sum().backward()",
         after="print(at and at.step)\ncheckpointer.close()",
-        told=("None", "7"),
+        printed=("None", "7"),
     ),
     f"{PAGE} Code that changes weights": Program(
         before="""
@@ -179,7 +179,7 @@ def prune(model):
     model.weight.data[0] = first
 """,
         after="print(at and at.step, float(model.weight[0, 0]))",
-        told=("None 0.0", "3 1000.0"),
+        printed=("None 0.0", "3 1000.0"),
     ),
     f"{PAGE} Waiting for a step": Program(
         before="""
@@ -191,17 +191,17 @@ if at:
     step = at.step + 1
 """,
         after="print(published, checkpointer.latest_step())",
-        told=("[3] 3", "[4] 4"),
+        printed=("[3] 3", "[4] 4"),
     ),
     f"{FRAMEWORKS} What cannot be bit-equal": Program(
         before="class Rows:\n    seed = 1",
         after="__getitem__(Rows(), 3)\nRows.__getitem__ = __getitem__\nprint(Rows()[3])",
-        told=("None", "None"),
+        printed=("None", "None"),
     ),
 }
 """In the environment of `make test`."""
 
-EPOCHS = Program(after="print(progress['step'], Data.read)", told=("8 16", "8 0"))
+EPOCHS = Program(after="print(progress['step'], Data.read)", printed=("8 16", "8 0"))
 IN_FRAMEWORKS = {
     f"{FRAMEWORKS} Several trainings in one process": Program(
         before=f"""{ROWS}
@@ -213,7 +213,7 @@ class Trainer(transformers.Trainer):
         super().__init__(Net(), args, train_dataset=Rows())
 """,
         after="print(Rows.read, trainer.state.global_step)",
-        told=("20 1", "0 1"),
+        printed=("20 1", "0 1"),
     ),
     f"{FRAMEWORKS} LoRA and frozen models": Program(
         before=f"""{ROWS}
@@ -228,7 +228,7 @@ tuner = Tuner(model=model, args=args, train_dataset=Rows())
 tuner.train()
 print(sorted(tuner.keepstep_components()["model"].state_dict()), Rows.read)
 """,
-        told=(f"{LORA} 4", f"{LORA} 0"),
+        printed=(f"{LORA} 4", f"{LORA} 0"),
     ),
     f"{FRAMEWORKS} Trainer": Program(
         before=f"""{ROWS}
@@ -237,7 +237,7 @@ from transformers import Trainer
 model, dataset = Net(), Rows()
 """,
         after="print(Rows.read, trainer.state.global_step)",
-        told=("4 1", "0 1"),
+        printed=("4 1", "0 1"),
     ),
     f"{FRAMEWORKS} Lightning": Program(
         before="""
@@ -258,7 +258,7 @@ net, model, data = model, Model(), Rows()
 model.layer = net
 """,
         after="print(trainer.global_step, Data.read)",
-        told=("12 24", "12 0"),
+        printed=("12 24", "12 0"),
     ),
     f"{FRAMEWORKS} A loop of your own on Fabric": replace(
         EPOCHS, before="from lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu')"
@@ -274,7 +274,7 @@ def update(engine, batch):
     return model(batch.repeat(2)).sum().item()
 """,
         after="print(trainer.state.iteration, Data.read)",
-        told=("8 16", "8 0"),
+        printed=("8 16", "8 0"),
     ),
     f"{FRAMEWORKS} Restores in W&B, TensorBoard and MLflow": Program(
         before="""

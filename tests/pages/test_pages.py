@@ -57,7 +57,7 @@ def test_a_test_that_is_named_takes_the_page_or_has_its_lines(name: str) -> None
             for name in node.names
         ]
         assert used
-        assert [one for one in used if one not in text] == []
+        assert [name for name in used if name not in text] == []
     else:
         assert Path(block.page).name in text or Path(block.page).parent.name in text
 

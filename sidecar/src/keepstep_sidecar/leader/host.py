@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OWN = 0
 """The node rank of the leader itself."""
-_TOGETHER_S = 0.1
+_TOGETHER_S = 0.15
 """Reports that come within this time are taken in and answered together: all ranks write a step at
 once, and each report alone would cost half as much again."""
 _ANSWER_S = 0.4
