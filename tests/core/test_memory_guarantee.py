@@ -24,7 +24,7 @@ from keepstep.core.slot_table import (
     SlotState,
     SlotTable,
     newest_common,
-    worth_keeping,
+    steps_to_protect,
 )
 from keepstep.steps import EpochId, StepId
 
@@ -83,7 +83,7 @@ def _moves(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
 
 
 def _protecting(state: State) -> State:
-    kept = worth_keeping([Memory(frozenset(_table(rank).sealed())) for rank in state])
+    kept = steps_to_protect([Memory(frozenset(_table(rank).sealed())) for rank in state])
     return tuple(replace(rank, protected=frozenset(map(_number, kept))) for rank in state)
 
 
@@ -222,7 +222,7 @@ def test_to_protect_what_all_ranks_have_and_nothing_newer_would_lose_two_steps(m
     def common_alone(ranks: Sequence[Memory]) -> frozenset[StepId]:
         return frozenset([newest_common(ranks)]) - {None}
 
-    monkeypatch.setattr(f"{__name__}.worth_keeping", common_alone)
+    monkeypatch.setattr(f"{__name__}.steps_to_protect", common_alone)
     assert search(Rules(slots=4))[1] is not None
 
 
@@ -240,20 +240,20 @@ def _assert_goes_on(state: State, rules: Rules) -> None:
 
 def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None:
     held = [frozenset({_id(2)}), frozenset({_id(2), _id(3), _id(4), _id(5)})]
-    assert worth_keeping([Memory(steps) for steps in held]) == held[1]
+    assert steps_to_protect([Memory(steps) for steps in held]) == held[1]
     table = SlotTable(4)
     for index, step_id in enumerate(sorted(held[1])):
         table.adopt(index, step_id)
-    table.protect(worth_keeping([Memory(steps) for steps in held]))
+    table.protect(steps_to_protect([Memory(steps) for steps in held]))
     assert table.assign() is None, "each of them may be the next common step"
-    table.protect(worth_keeping([Memory(held[0] | {_id(9)}), Memory(held[1])]))
+    table.protect(steps_to_protect([Memory(held[0] | {_id(9)}), Memory(held[1])]))
     assert table.slots[table.assign() or 0].id == _id(3), "the other rank has passed these"
 
 
 def test_nobody_waits_for_a_rank_whose_trainer_has_ended() -> None:
     ended = Memory(frozenset({_id(2)}), ended=True)
     ahead = Memory(frozenset({_id(2), _id(3), _id(4)}))
-    assert worth_keeping([ended, ahead]) == {_id(2)}
+    assert steps_to_protect([ended, ahead]) == {_id(2)}
 
 
 def test_three_slots_suffice_while_nothing_is_pinned() -> None:

@@ -82,7 +82,7 @@ def _sidecar_comes_back(cluster: Cluster, namespace: Kubectl) -> int:
         lambda: "slot.adopted" in (text := _sidecar_log(namespace, "gpt-master-0")) and text,
         what="the slots are adopted",
     )
-    assert "slot.refused" not in log
+    assert "slot.file_discarded" not in log
     return runs.committed_beyond(namespace, max(committed, at_kill))
 
 

@@ -9,7 +9,7 @@ import keepstep
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.core.vote import Decision
 from keepstep.image import Layout
-from keepstep.restore.restore import PartialRestore, Restore
+from keepstep.restore.restore import FillGuard, Restore
 from keepstep.save.snapshot import Snapshots
 from keepstep.state.take import take
 from keepstep.state.wrappers import is_known
@@ -55,12 +55,12 @@ def bring_back(
     path: Path,
     *,
     direct: bool = True,
-    partial: PartialRestore | None = None,
+    partial: FillGuard | None = None,
 ) -> None:
     """Restore the step in the slot at `path`, as `Checkpointer.restore` does once it is chosen:
     from the rank's own image, or put together as for another world."""
     decision = Decision(id=_ID, tiers=(Tier.MEMORY,), epoch_number=2, direct=(direct,), world=1)
-    with partial or PartialRestore() as partial:
+    with partial or FillGuard() as partial:
         restoring = Restore(
             components,
             _Link(path),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.restore.restore import PartialRestore
+from keepstep.restore.restore import FillGuard
 from tests.harness import eventually
 from tests.lib.lives import bring_back, keep
 
@@ -56,7 +56,7 @@ def test_the_image_is_unmapped_once_it_is_restored(again, tmp_path):
 def test_a_tensor_that_a_failed_attempt_has_begun_may_give_way_to_a_new_one(tmp_path, direct):
     keep({"p": {"grown": torch.ones(3)}}, tmp_path / "slot")
     live = {"grown": torch.zeros(2), "gone": torch.zeros(2)}
-    with PartialRestore() as torn:
+    with FillGuard() as torn:
         torn.begin(live.values())
         bring_back({"p": live}, tmp_path / "slot", direct=direct, partial=torn)
     assert list(live) == ["grown"]

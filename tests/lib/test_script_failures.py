@@ -113,7 +113,7 @@ def test_an_error_that_ends_the_script_is_told_and_shown_as_ever(sidecar):
     assert ended.returncode == 1
     assert "mine: ValueError wrong" in ended.stderr
     assert ended.stderr.rstrip().endswith("ValueError: wrong")
-    (line,) = [line for line in sidecar.text().splitlines() if "trainer.failed" in line]
+    (line,) = [line for line in sidecar.text().splitlines() if "script.failed" in line]
     assert "000000003" in line
     assert "ValueError: wrong" in line
 
@@ -144,7 +144,7 @@ def test_a_rank_that_lost_its_peer_ends_although_pythons_end_hangs(sidecar, erro
     assert ended.returncode == 1
     assert error.split("(")[0] in ended.stderr
     assert "Timeout (0:00:01)!" in ended.stderr
-    assert "trainer.failed" not in sidecar.text()
+    assert "script.failed" not in sidecar.text()
 
 
 def test_an_end_that_takes_its_time_after_another_error_is_left_alone(sidecar):
@@ -174,7 +174,7 @@ def test_nothing_that_is_raised_after_the_process_was_asked_to_end_is_told(sidec
     ended = failing(PREEMPTED.format(raises=raises, name=name))
     assert ended.returncode == 1
     assert ("Preempted" if raises else "ends early") in ended.stderr
-    assert "trainer.failed" not in sidecar.text()
+    assert "script.failed" not in sidecar.text()
 
 
 def test_the_signals_of_a_forked_worker_are_not_those_of_the_trainer(sidecar):
@@ -193,7 +193,7 @@ os.waitpid(worker, 0)
 raise ValueError("wrong")
 """
     )
-    assert "trainer.failed" in sidecar.text()
+    assert "script.failed" in sidecar.text()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ raise ValueError("wrong")
 )
 def test_other_ends_are_not_told(sidecar, end):
     assert failing(end).returncode != 0
-    assert "trainer.failed" not in sidecar.text()
+    assert "script.failed" not in sidecar.text()
 
 
 def test_an_error_that_ends_the_with_block_is_told(sidecar):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepstep.errors import RestoreError
-from keepstep.restore.restore import PartialRestore
+from keepstep.restore.restore import FillGuard
 from tests.resharding.worlds import ID
 
 BIG = 999
@@ -50,7 +50,7 @@ def test_with_no_older_step_all_ranks_raise_and_what_was_filled_is_nan(run_of, s
 
 def test_a_step_that_does_not_hold_what_another_attempt_has_changed_is_refused():
     changed, other = torch.zeros(3), torch.zeros(4)
-    torn = PartialRestore()
+    torn = FillGuard()
     torn.begin([changed])
     torn.check(ID, [changed, other], [changed.detach(), other])
     torn.check(ID, [other], [other])
@@ -66,10 +66,10 @@ def fail(torn, begun):
 def test_only_what_was_begun_is_spoiled_and_only_by_an_error():
     begun = [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)]
     other = torch.ones(2)
-    with PartialRestore() as torn:
+    with FillGuard() as torn:
         torn.begin(begun)
     assert all(bool((tensor == 1).all()) for tensor in begun)
-    with pytest.raises(RuntimeError, match="a peer is gone"), PartialRestore() as torn:
+    with pytest.raises(RuntimeError, match="a peer is gone"), FillGuard() as torn:
         fail(torn, begun)
     assert begun[0].isnan().all()
     assert begun[1].isnan().all()

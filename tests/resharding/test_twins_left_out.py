@@ -49,7 +49,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         take=lambda: SimpleNamespace(by_path={}),  # type: ignore[arg-type,return-value]
         rng=False,
         trusted=False,
-        partial=restore.PartialRestore(),
+        partial=restore.FillGuard(),
     )
     attempt._plan(())
     return asked

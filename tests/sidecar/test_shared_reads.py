@@ -11,7 +11,7 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import ChunkRun
-from keepstep_sidecar.restore.shared_reads import Broadcast, Key, Shared
+from keepstep_sidecar.restore.shared_reads import Key, Shared, SharedReads
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 7)
 ALL = (ChunkRun(rank=0, first=0, end=9),)
@@ -26,9 +26,9 @@ class Node:
         self.hold = asyncio.Event()
         self.hold.set()
         self.error: Exception | None = None
-        self.broadcast = Broadcast(self._read, patience_s=patience_s)
+        self.reads = SharedReads(self._read, patience_s=patience_s)
         for rank in range(ranks):
-            self.broadcast.announce(rank, ID, ALL)
+            self.reads.announce(rank, ID, ALL)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         self.reads += [(chunk.key[1], [rank for rank, _ in chunk.frames]) for chunk in chunks]
@@ -39,7 +39,7 @@ class Node:
 
     def ask(self, rank: int, *chunks: int, step_id: StepId = ID) -> asyncio.Task[list[Tier]]:
         frames = [((0, chunk), FRAME) for chunk in chunks]
-        return asyncio.ensure_future(self.broadcast.fill(rank, step_id, frames))
+        return asyncio.ensure_future(self.reads.fill(rank, step_id, frames))
 
     async def comes(
         self, rank: int, *chunks: int, step_id: StepId = ID
@@ -70,7 +70,7 @@ async def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
     ahead = await node.comes(1, 5)
     assert await waiting, "rank 1 will not come back for chunk 3"
     assert not ahead.done()
-    node.broadcast.leave(0)
+    node.reads.leave(0)
     assert await ahead
 
 
@@ -94,10 +94,10 @@ async def test_a_read_goes_on_for_those_who_stay_and_ends_when_nobody_does(leave
     asked = [node.ask(rank, 0) for rank in range(2)]
     await settled()
     asked[leaver].cancel()  # its trainer died in that very moment
-    node.broadcast.leave(leaver)
+    node.reads.leave(leaver)
     await settled()
     assert not asked[1 - leaver].done()
-    node.broadcast.leave(1 - leaver)
+    node.reads.leave(1 - leaver)
     with pytest.raises(StorageError, match="let go"):
         await asked[1 - leaver]
 
@@ -134,9 +134,9 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
         for at in range(0, len(chunks), size):
             for _ in range(chance.randrange(3)):
                 await asyncio.sleep(0)
-            await broadcast.fill(rank, ID, [(key, FRAME) for key in chunks[at : at + size]])
+            await reads.fill(rank, ID, [(key, FRAME) for key in chunks[at : at + size]])
 
-    broadcast = Broadcast(bring)
+    reads = SharedReads(bring)
     for rank, chunks in enumerate(requests):
         runs = [ChunkRun(rank=saved, first=at, end=at + 1) for saved, at in chunks]
         # more than it asks for, but as for columns: nothing behind its last one
@@ -147,7 +147,7 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
                 end = last[1] + 1 if saved == last[0] else 8
                 runs.append(ChunkRun(rank=saved, first=begin, end=end))
             runs = [run for run in runs if run.end - run.first > 1] or runs
-        broadcast.announce(rank, ID, runs)
+        reads.announce(rank, ID, runs)
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
         for rank in range(len(requests)):
             group.create_task(live(rank))

@@ -49,7 +49,7 @@ from keepstep.image import Layout, extras
 from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, reporting
 from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
-from keepstep.restore.restore import PartialRestore, Restore, without_collections
+from keepstep.restore.restore import FillGuard, Restore, without_collections
 from keepstep.save.agent import Agent, Stats
 from keepstep.save.frozen import Base, Frozen
 from keepstep.save.guard import Guard
@@ -279,7 +279,7 @@ class Checkpointer:
                 take=lambda: take({name: found}),
                 rng=False,
                 trusted=self._trusted,
-                partial=PartialRestore(),
+                partial=FillGuard(),
                 timeout_s=self._restore_timeout_s,
                 whole=False,
             )
@@ -331,7 +331,7 @@ class Checkpointer:
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             waits = reporting(self._socket, lambda: collective.doing, rank=self._rank)
-            with waits, without_collections(), PartialRestore() as partial:
+            with waits, without_collections(), FillGuard() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
                     self._connect, begin, meet=self._meet, begin_fresh=self._begin_fresh
@@ -548,7 +548,7 @@ class Checkpointer:
         tensor is filled."""
         return self._probed or take(self._known(), self._topology)
 
-    def _restoring(self, partial: PartialRestore, decision: Decision) -> Restore:
+    def _restoring(self, partial: FillGuard, decision: Decision) -> Restore:
         assert self._agent is not None
         return Restore(
             self._components,
@@ -870,7 +870,7 @@ class Checkpointer:
             log.warning(
                 "keepstep: rank %d: since restore() %s: a restart must build this before restore(),"
                 " or it ends in an error: latest_step() tells from which step it goes on"
-                " (docs/add-keepstep.md, Models that change) [model.structure_changed]",
+                " (docs/add-keepstep.md, Models that change) [model.built_after_restore]",
                 *(self._rank, few(texts, 4)),
             )
 

@@ -169,7 +169,7 @@ class Export:
         if own and not self._lowest_rank:
             raise UsageError(_not_one(own, self._id))
         try:
-            with _growing(target) as directory:
+            with _staged_directory(target) as directory:
                 self._fill(directory, files, read, on_bytes)
         except OSError as error:
             raise StorageError(_why(error, target, files)) from error
@@ -486,7 +486,7 @@ def _check_new(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _growing(target: Path) -> Iterator[Directory]:
+def _staged_directory(target: Path) -> Iterator[Directory]:
     """A hidden directory, which becomes `target` when the block ends and is removed if it
     raises."""
     place = Directory.opened(target.parent, make=True)

@@ -106,7 +106,7 @@ class SlotMapping:
         begin = self.layout.extras_begin
         left = self.layout.extras_capacity_bytes - len(extras)
         if left < 0:
-            raise ValueError(f"{-left} bytes more than the extras of this layout can be")
+            raise ValueError(f"the extras are {-left} bytes larger than this layout has room for")
         self.memory[begin : begin + len(extras)] = extras
         ctypes.memset(self.address + begin + len(extras), 0, left)
 

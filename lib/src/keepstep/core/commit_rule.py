@@ -379,8 +379,7 @@ class RanksReport:
 
 
 def together(each: Iterable[AnyReport]) -> tuple[AnyReport, ...]:
-    """The same reports, with one entry for all ranks of which the same is said. Each of `each` is
-    of one rank."""
+    """Merge equal reports into one entry for all their ranks. Each of `each` is of one rank."""
     alike: dict[object, list[AnyReport]] = {}
     for report in each:
         alike.setdefault(report.facts, []).append(report)

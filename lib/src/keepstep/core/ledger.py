@@ -418,7 +418,8 @@ class Ledger(Completeness):
             if coverage is not None and coverage.whole:
                 older = reversed(steps[:place])
                 complete = next(
-                    (step_id for step_id in older if self._ends_search(step_id, coverage)), None
+                    (step_id for step_id in older if self._ends_search(step_id, coverage)),
+                    None,
                 )
                 if (
                     complete is None

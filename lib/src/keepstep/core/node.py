@@ -45,7 +45,7 @@ from keepstep.core.retention import (
     unwatched,
 )
 from keepstep.core.schedule import Grid, Interval, Pacing, PersistCounts, PersistPlanner, Write
-from keepstep.core.slot_table import Memory, SlotTable, newest_common, worth_keeping
+from keepstep.core.slot_table import Memory, SlotTable, newest_common, steps_to_protect
 from keepstep.steps import IN_POD, Epoch, StepId, Tier, transitions
 
 STEP = transitions("""
@@ -270,17 +270,17 @@ class LeaderView:
         """Whether the leader has not answered for more than `SILENT_AFTER_S`."""
         return now - (self.began if self.replied_at is None else self.replied_at) > SILENT_AFTER_S
 
-    def remember(self, word: LastReply) -> None:
+    def remember(self, reply: LastReply) -> None:
         """Take in what an earlier sidecar wrote down, or what the leader says. Either may know
         less than this machine, so `commit` never becomes older."""
-        self.last_reply = word
-        if word.commit is not None:
-            self.commit = max(word.commit, self.commit or word.commit)
+        self.last_reply = reply
+        if reply.commit is not None:
+            self.commit = max(reply.commit, self.commit or reply.commit)
 
-    def update(self, word: LastReply, now: float) -> None:
+    def update(self, reply: LastReply, now: float) -> None:
         """Take in an answer of the leader, received at `now`."""
         self.replied_at = now
-        self.remember(word)
+        self.remember(reply)
 
 
 class Node:
@@ -474,7 +474,7 @@ class Node:
         return step_id
 
     def _protect(self) -> None:
-        kept = worth_keeping(self._memories())
+        kept = steps_to_protect(self._memories())
         for slots in self._slots.values():
             for table in slots.tables():
                 table.protect(kept)

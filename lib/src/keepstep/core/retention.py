@@ -70,7 +70,7 @@ RULES = (
     ),
     Rule(
         "hopeless", "local", "a machine that is alone",
-        "steps that no rank can complete any more, but 4",
+        "steps that no rank can complete; the newest 4 stay",
     ),
     Rule(
         "dismissed", "local", "the leader says so",

@@ -88,7 +88,7 @@ def newest_common(ranks: Sequence[Memory]) -> StepId | None:
     return max(frozenset.intersection(*each), default=None) if each else None
 
 
-def worth_keeping(ranks: Sequence[Memory]) -> frozenset[StepId]:
+def steps_to_protect(ranks: Sequence[Memory]) -> frozenset[StepId]:
     """What to `protect`: the newest step that all ranks hold, and newer ones that all may come to
     hold.
 
@@ -220,7 +220,7 @@ class SlotTable:
         self._slots[index] = replace(slot, pins=slot.pins - 1)
 
     def protect(self, ids: Iterable[StepId]) -> None:
-        """Prefer to keep these (`worth_keeping`). Replaces what was protected before."""
+        """Prefer to keep these (`steps_to_protect`). Replaces what was protected before."""
         self._protected = frozenset(ids)
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:

@@ -1,9 +1,8 @@
 """Which steps are suspect, and which are proven. This ends a crash loop.
 
 A life of the run that goes on from a step and fails by itself within `WITHIN` steps casts doubt on
-that step. It also casts doubt on the steps that earlier lives went on from, if these lie within
-`WITHIN` steps of the failure, too: a loop that creeps one step further each time is still a loop.
-After two such failures the step is *suspect*, with every step that descends from it. A step is
+that step, and on the steps that earlier lives went on from within `WITHIN` steps of the failure,
+because a crash loop may advance one step each time. After two such failures the step is *suspect*, with every step that descends from it. A step is
 *proven* once a step at least `WITHIN` steps later was kept, because no step is kept that is not
 healthy.
 

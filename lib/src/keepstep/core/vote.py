@@ -348,7 +348,7 @@ def choose(
             unsure=limit is None and lineage.standing(chosen) is Standing.LOST,
         )
     if limit is not None:
-        raise _beyond(votes, excluded, limit, exact=exact)
+        raise _rollback_error(votes, excluded, limit, exact=exact)
     if _all_none(votes) and not excluded:
         return Decision(None, (), number)
     if not excluded and _died_in_its_first_steps(votes):
@@ -692,7 +692,7 @@ def _world_changed(
     )
 
 
-def _beyond(
+def _rollback_error(
     votes: Sequence[Candidates], excluded: Collection[StepId], limit: StepId, *, exact: bool
 ) -> RestoreError:
     failed, unknown = _named(excluded), _unknown(votes)

@@ -161,7 +161,7 @@ class Training:
         if self.speaks:
             log.warning(
                 "keepstep: this run is complete (step %d%s): nothing is trained; for a new"
-                " training: keepstep run --run NAME (with dir=: run=NAME) [run.completed]",
+                " training: keepstep run --run NAME (with dir=: run=NAME) [run.already_complete]",
                 *(step, "" if last is None else f" of {last}"),
             )
 
@@ -227,7 +227,7 @@ def _warn_changed(before: str, now: str, *, step: int) -> None:
         log.warning(
             "keepstep: settings differ from step %d: %s. The values of the step are used (learning"
             " rates, schedules, random states); for a new training: keepstep run --run NAME"
-            " [integration.settings_changed]",
+            " [integration.settings_overridden]",
             *(step, few(changed, _SHOWN)),
         )
 

@@ -412,7 +412,7 @@ class _Fit(Training):
                 log.warning(
                     "keepstep: a loader that is shorter than the epoch restarted within it: its"
                     " batches until the epoch's end are not those of an undisturbed run"
-                    " [loader.restarted_within_epoch]"
+                    " [loader.epoch_wrapped]"
                 )
             with loaders.behind(self._loaders, batches, begun["before"]) as samplers:
                 iter(fetcher)

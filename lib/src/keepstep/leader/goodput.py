@@ -129,17 +129,17 @@ def _grown(total: Tally, before: Tally, tally: Tally) -> Tally:
     # made these steps and died before it reported them, or this tally, which had paused, now gives
     # up steps that the run gave up when another pod went back over them. Negative: this tally goes
     # back over steps that another tally counts.
-    untold = (tally.step - total.step) - (tally.steps - before.steps)
+    unreported = (tally.step - total.step) - (tally.steps - before.steps)
     if untold_s < 0:
-        again_s = max(0, min(more[_WASTED], round(untold * usual_s)))
+        again_s = max(0, min(more[_WASTED], round(unreported * usual_s)))
         more[_PRODUCTIVE] += again_s
         more[_WASTED] -= again_s
         _take(more, -untold_s, first=reversed(range(len(BUCKETS))))
     else:
-        stepped_s = min(untold_s, round(max(0, untold) * usual_s))
+        stepped_s = min(untold_s, round(max(0, unreported) * usual_s))
         more[_PRODUCTIVE] += stepped_s
         more[_AWAY] += untold_s - stepped_s
-    redone_s = round(min(max(0, -untold), total.steps) * usual_s)
+    redone_s = round(min(max(0, -unreported), total.steps) * usual_s)
     more[_PRODUCTIVE] -= redone_s
     more[_WASTED] += redone_s
     seconds = [have + gained for have, gained in zip(total.seconds, more, strict=True)]

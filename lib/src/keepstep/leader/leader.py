@@ -366,11 +366,11 @@ class Leader:
         before, self._published = self._published, (advice, rest)
         changed = before is None or before[1] != rest or not advice.adds_little_to(before[0])
         due = self._reported if patient else self._reported | self._patient
-        ranks = [rank for rank in self.connected if changed or rank in due]
+        node_ranks = [node_rank for node_rank in self.connected if changed or node_rank in due]
         self._reported.clear()
         if changed or not patient:
             self._patient.clear()
-        return ranks
+        return node_ranks
 
     @property
     def owes(self) -> bool:

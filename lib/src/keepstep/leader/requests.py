@@ -116,7 +116,7 @@ class Requests:
     # --- time ----------------------------------------------------------------------------
 
     def follow(self, *, at: float) -> None:
-        """Look how far all is that was asked, and what has become true by waiting."""
+        """Update the state of each request, and of what a deadline has decided."""
         ledger, history = self._ledger, self._history
         if self.restore_from is not None:
             before = self.restore_from

@@ -693,7 +693,7 @@ class Lending:
         except Exception as error:  # of any kind: the other ranks are waiting
             log.warning(
                 "keepstep: rank %d cannot send its shard to the other ranks: %s"
-                " [restore.lend_failed]",
+                " [restore.shard_send_failed]",
                 *(self._rank, error),
             )
         for _ in range(left):

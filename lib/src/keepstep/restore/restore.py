@@ -10,7 +10,7 @@ same step.
 
 Nothing is changed before every rank knows that it can get everything that it needs. No component
 gets its values before every rank has filled its tensors. So a failure in between leaves only
-tensors that the next attempt fills, or that cannot be trained on (`PartialRestore`).
+tensors that the next attempt fills, or that cannot be trained on (`FillGuard`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Restore:
         take: Callable[[], Taken],
         rng: bool,
         trusted: bool,
-        partial: PartialRestore,
+        partial: FillGuard,
         rng_later: bool = False,
         reader: int | None = None,
         timeout_s: float = RESTORE_S,
@@ -259,7 +259,7 @@ class Restore:
             log.warning(
                 "keepstep: rank %d: the frozen parameters with which this script begins are not"
                 " those of step %s, which are restored: %s. If it loads them, it has loaded"
-                " another base than before (another revision?)",
+                " another base than before (another revision?) [restore.base_differs]",
                 *(self._rank, self._id, few(others, 4)),
             )
         self._reloaded = others == []
@@ -394,14 +394,14 @@ def _box_of(spec: TensorSpec) -> tuple[Any, ...]:
 _Place = tuple[torch.device, int, int]
 
 
-class PartialRestore:
+class FillGuard:
     """The tensors that one rank has begun to fill in one `restore()`. If the context ends with an
     error, they are made useless, so that no script trains on them."""
 
     def __init__(self) -> None:
         self._begun: dict[_Place, Tensor] = {}
 
-    def __enter__(self) -> PartialRestore:
+    def __enter__(self) -> FillGuard:
         return self
 
     def __exit__(

@@ -285,7 +285,7 @@ class Tensors:
         return here.live
 
     def _kept_anywhere(self, name: str) -> Tensor | None:
-        """The same where nothing is live: of a tied tensor, another place may have it live."""
+        """The live tensor of another place of a tied tensor, because this place has none."""
         saved = self.names.find(name)
         if saved is None:
             return self.fresh(name)  # notes the difference

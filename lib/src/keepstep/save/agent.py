@@ -507,7 +507,7 @@ class Agent:
     def warn_all(self, text: str) -> None:
         """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
         threads that may wait for the sidecar."""
-        self.warn("replica.check_failed", text, per=text)
+        self.warn("replica.mismatch_found", text, per=text)
         self.session.warn_of(text)
 
     def close(self, *, timeout_s: float = 5.0) -> None:

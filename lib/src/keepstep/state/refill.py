@@ -117,7 +117,7 @@ def put_back(name: str, live: Any, saved: Any, refill: Refill) -> None:
     if dropped:
         log.warning(
             "keepstep: %s: %s: not in the restored step, so removed here; set it after restore()"
-            " if this script needs it [restore.keys_removed]",
+            " if this script needs it [restore.script_keys_dropped]",
             name,
             few(dropped, _SHOWN),
         )

@@ -194,10 +194,10 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
 
 def advice_on(policy: Policy) -> str:
     """What an accepted policy protects against and what not, so that people know it in time."""
-    return "; ".join((_of_volumes(policy), _of_tiers(policy)))
+    return "; ".join((_volume_advice(policy), _tier_advice(policy)))
 
 
-def _of_volumes(policy: Policy) -> str:
+def _volume_advice(policy: Policy) -> str:
     kinds = [volume.source.kind for volume in policy.volumes]
     fleeting = sorted({str(kind) for kind in kinds if kind is not VolumeKind.HOST_PATH})
     if not fleeting:
@@ -208,7 +208,7 @@ def _of_volumes(policy: Policy) -> str:
     )
 
 
-def _of_tiers(policy: Policy) -> str:
+def _tier_advice(policy: Policy) -> str:
     mistakes = []
     if policy.peers is not None:
         mistakes.append("copies with peers outlive the loss of a node")

@@ -240,8 +240,8 @@ class ApiServer:
         self._account = account
 
     def exists(self, namespace: str, run: str) -> bool:
-        """See `Exists`. A 404 that is not about this object, as of a cluster that does not know
-        the kind, is no answer."""
+        """See `Exists`. A 404 counts only if it names this object, because a cluster without
+        the CRD also answers 404."""
         where = f"/apis/keepstep.dev/v1alpha1/namespaces/{namespace}/checkpointruns/{run}"
         try:
             status, body = self._get(f"{where}?resourceVersion=0")

@@ -152,7 +152,7 @@ class Restoring:
         """The script failed by itself. The failure is durably recorded on return, if any volume can
         be written."""
         lease = self.leases.require(request.lease)
-        warn("trainer.failed", rank=lease.rank, step=str(request.id), error=request.reason)
+        warn("script.failed", rank=lease.rank, step=str(request.id), error=request.reason)
         self.history.note(Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
         await self.committer.restart.note_failure(request.id)
         self.changes.ring()

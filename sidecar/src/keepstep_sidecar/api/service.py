@@ -86,7 +86,7 @@ class Service:
     _closing: bool = False
     _arrived: int = 0
     """How often a trainer or an owner of the run has come."""
-    _mending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _repairing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _outliving: bool = False
     _outlived: StepId | None = None
 
@@ -188,7 +188,7 @@ class Service:
         Images that have lost only their names are made durable first. The trainer's lease ends: the
         trainer comes back at once, and no longer maps any of its former slots.
         """
-        async with self._mending:
+        async with self._repairing:
             damaged = self.slots.damaged()
             for slots in damaged:
                 self.slots.drop_damaged(slots, cut_off_only=True)
@@ -240,7 +240,7 @@ class Service:
             await self._archive_newest(flushed.steps, timeout_s=min(left_s(), _COMMIT_S))
             await self.remote_tiers.drain(timeout_s=left_s(), whole=False)
             await self.committer.refresh()  # nothing is in use any more
-            await self._last_word(flushed.steps, timeout_s=left_s())
+            await self._report_flush(flushed.steps, timeout_s=left_s())
             self._end()
 
     async def leave(self, request: FlushRequest) -> Flushed:
@@ -249,7 +249,7 @@ class Service:
         self.changes.ring()
         return await self.flush(request)
 
-    async def _last_word(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
+    async def _report_flush(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the leader what the flush has made durable, and record its answer. The machines of a
         run end together, so wait for the others' shards of the last step."""
         if flushed and not self.config.alone and self.committer.leader_answers:
@@ -275,7 +275,7 @@ class Service:
             return flushed
         self._closing = True
         try:
-            await self._last_word(flushed.steps, timeout_s=_COMMIT_S)
+            await self._report_flush(flushed.steps, timeout_s=_COMMIT_S)
             if request.forget:
                 await self.step_waits.drain(timeout_s=request.timeout_s)
                 await asyncio.to_thread(self.allocator.stop)

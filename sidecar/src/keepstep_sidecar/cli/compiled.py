@@ -63,7 +63,7 @@ def remove(kept: RunDir) -> None:
 
 
 def _place(home: Directory) -> tuple[Directory, str]:
-    """The directory of the caches, and the name in it that only those have which were made here."""
+    """The directory of the caches, and a name in it that is unique to this machine's copy."""
     home.make(_NAME, 0o700)
     place = home.inside(_NAME)
     fd = place.open(_MADE, os.O_RDONLY | os.O_CREAT, 0o600)

@@ -306,8 +306,8 @@ def load(directory: Path, run: str) -> RunDir:
         ) from error
     if config.run != run:
         raise UsageError(
-            f"{home} holds run {config.run!r}, whose steps go by that name alone; give the"
-            " directory that name again, in another DIR if it is a copy"
+            f"{home} holds run {config.run!r}, whose steps carry that name: rename the"
+            " directory back; move a copy of it to another DIR"
         )
     volumes = tuple(_settled(volume, home, origin) for volume in config.volumes)
     return RunDir(home=home, config=dataclasses.replace(config, volumes=volumes))

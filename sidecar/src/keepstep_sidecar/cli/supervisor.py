@@ -86,7 +86,7 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _StatusView:
+class _StatusPoll:
     """Looks at the sidecar from time to time. `unused`: no trainer has connected. `complete`: see
     `messages.saved_nothing`."""
 
@@ -229,7 +229,7 @@ class Supervisor:
         self._own_group = not _in_foreground()
         self._command_pid = 0
         self._sidecar = _Sidecar(self.kept, self.adopted)
-        self._view = _StatusView(self.kept)
+        self._view = _StatusPoll(self.kept)
         self._hurry = threading.Event()
         self._log_checked = self._sidecar.since
         self._exit: int | None = None

@@ -135,7 +135,7 @@ class Epochs:
         name = self._ancestor.ancestor
         if (newest := self._newest()) is None:
             named = ", ".join(map(str, sorted(self._ancestor.ids))) or "a step"
-            return f"this run shall begin from {named} of run {name}: no sound copy is within reach"
+            return f"cannot begin from {named} of run {name}: no valid copy can be reached"
         return (
             f"step {newest} of this run was committed, so it does not begin from run {name} again;"
             " but nothing of it is within reach. Bring its storage back, or give the run another"

@@ -1,4 +1,4 @@
-"""The host of the run's leader: frames in, replies to whom they are news."""
+"""Hosts the run's leader: takes frames in, and replies to members with news."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Host:
         await self._changes.until(self.leader.has_all_reports, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
+        """Stop sending replies."""
         for timer in (self._due, self._answers):
             if timer is not None:
                 timer.cancel()

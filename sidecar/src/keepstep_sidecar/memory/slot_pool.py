@@ -162,7 +162,7 @@ class SlotPool:
                     for name in filter(is_unfinished, names):
                         _remove(name, fd)
             except OSError as error:  # a trainer made the directory for itself
-                warn("slot.adoption_failed", rank=rank, path=str(directory), error=str(error))
+                warn("slot.unreadable", rank=rank, path=str(directory), error=str(error))
                 continue
             slot_names = [name for name in names if slot_number(name) is not None]
             found = [self._mapped(slots, directory / name) for name in slot_names]
@@ -175,12 +175,12 @@ class SlotPool:
         try:
             file = SlotFile.adopt(path)
         except Exception as error:  # any error of a parser means that it is not a slot
-            warn("slot.refused", rank=slots.rank, path=str(path), reason=str(error))
+            warn("slot.file_discarded", rank=slots.rank, path=str(path), reason=str(error))
             with contextlib.suppress(OSError), entered(path.parent) as fd:
                 _remove(path.name, fd)
             return None
         if file.layout.rank != slots.rank:
-            warn("slot.refused", rank=slots.rank, path=str(path), reason="of another rank")
+            warn("slot.file_discarded", rank=slots.rank, path=str(path), reason="of another rank")
             file.unlink()
             return None
         return file
@@ -195,7 +195,7 @@ class SlotPool:
                 file.unlink()  # a trainer that was filling it will fill another one
             return
         if control is not None and control.base and slots.bases.find(control.base) is None:
-            warn("slot.refused", rank=slots.rank, slot=file.name, reason="its base is gone")
+            warn("slot.file_discarded", rank=slots.rank, slot=file.name, reason="its base is gone")
             file.erase()
             control = None
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))

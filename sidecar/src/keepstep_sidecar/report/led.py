@@ -22,7 +22,7 @@ from keepstep_sidecar.report.leader_channel import Channel, LinkChannel, OwnChan
 
 if TYPE_CHECKING:
     from keepstep_sidecar.report.operator_reporter import OperatorReporter
-    from keepstep_sidecar.report.run_network import Machines
+    from keepstep_sidecar.report.run_network import RunNetwork
 
 
 class Led:
@@ -111,7 +111,7 @@ class Led:
             self._channel.pin(pinned)
 
     async def learn(self, authorities: str) -> None:
-        """See `Machines.learn`."""
+        """See `RunNetwork.learn`."""
         if self.machines is not None:
             await self.machines.learn(authorities)
 
@@ -123,9 +123,9 @@ class Led:
             yield from self._host.warnings()
 
 
-def _machines(config: Config, host: Host | None) -> Machines | None:
+def _machines(config: Config, host: Host | None) -> RunNetwork | None:
     if config.alone:
         return None
-    from keepstep_sidecar.report.run_network import Machines
+    from keepstep_sidecar.report.run_network import RunNetwork
 
-    return Machines(config, host)
+    return RunNetwork(config, host)

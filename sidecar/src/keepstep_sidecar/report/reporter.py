@@ -133,7 +133,7 @@ class Reporter:
     def __init__(
         self,
         channel: Channel,
-        observe: ReportSource,
+        source: ReportSource,
         *,
         leader: LeaderLink,
         apply: Callable[[ReportReply], Awaitable[None]],
@@ -141,8 +141,8 @@ class Reporter:
     ) -> None:
         self._channel = channel
         self._leader = leader
-        self._source = observe
-        self._volumes = _Volumes(observe.measure)
+        self._source = source
+        self._volumes = _Volumes(source.measure)
         self._apply = apply
         self._changes = changes
         self._rhythm = Rhythm()

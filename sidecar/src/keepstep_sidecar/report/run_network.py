@@ -20,7 +20,7 @@ from keepstep_sidecar.tiers.peer.tls import Credentials, IssuedCredentials
 from keepstep_sidecar.volume.volume import VolumeSet
 
 
-class Machines:
+class RunNetwork:
     """The other machines of the run, as this one reaches them. `host`: that of the leader, if it is
     here. Raises UsageError."""
 

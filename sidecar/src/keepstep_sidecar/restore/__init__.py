@@ -3,7 +3,7 @@
     restorer    which steps can be restored; brings one into a slot
     fetch       the nearest copy that verifies; the same before a trainer asks
     sources     where all images of a step are
-    chunks      verified chunks of them; broadcast   each once for all ranks of this machine
+    chunks      verified chunks of them; shared_reads   each once for all ranks of this machine
 
 The picture: docs/architecture.md.
 """

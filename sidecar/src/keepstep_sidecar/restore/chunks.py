@@ -2,7 +2,7 @@
 
 A window belongs to one rank's restore. A copy that fails verification is quarantined or refused,
 and the chunk is then read from the next place that holds the same image. Chunks that several ranks
-have announced are read once for all of them (`broadcast`).
+have announced are read once for all of them (`shared_reads`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
 from keepstep_sidecar.restore.fetch import Fetcher
-from keepstep_sidecar.restore.shared_reads import Broadcast, Shared
+from keepstep_sidecar.restore.shared_reads import Shared, SharedReads
 from keepstep_sidecar.tiers import transfer
 from keepstep_sidecar.tiers.source import ShardSource
 
@@ -111,7 +111,7 @@ class ChunkBuffers:
     _buffers: dict[int, ChunkBuffer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pool, self._broadcast = self.fetcher.pool, Broadcast(self._read)
+        self.pool, self._shared_reads = self.fetcher.pool, SharedReads(self._read)
 
     def start(self) -> None:
         """Remove windows that an earlier sidecar left. Of a link, only the name is removed."""
@@ -156,7 +156,7 @@ class ChunkBuffers:
 
     def release(self, rank: int) -> None:
         """The rank has restored, or has given up."""
-        self._broadcast.leave(rank)
+        self._shared_reads.leave(rank)
         if window := self._buffers.pop(rank, None):
             window.close()
 
@@ -178,7 +178,7 @@ class ChunkBuffers:
             raise refuse("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)
         if request.announced is not None:
-            self._broadcast.announce(rank, request.id, request.announced)
+            self._shared_reads.announce(rank, request.id, request.announced)
         try:
             async with asyncio.timeout(request.timeout_s):
                 tiers = await self._fill(rank, request, window)
@@ -203,7 +203,7 @@ class ChunkBuffers:
             ((chunk.rank, chunk.chunk), _frame(window, chunk, layouts[chunk.rank]))
             for chunk in request.chunks
         ]
-        return await self._broadcast.fill(rank, request.id, chunks_)
+        return await self._shared_reads.fill(rank, request.id, chunks_)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""

@@ -68,7 +68,7 @@ class _Announced:
         return key > self.until and at >= 0 and key < self._runs[at][1]
 
 
-class Broadcast:
+class SharedReads:
     """The shared reads of one sidecar. Call all methods on the event loop."""
 
     def __init__(self, read: Read, *, patience_s: float = PATIENCE_S) -> None:

@@ -644,8 +644,8 @@ class SpareFiles:
     """Shards of retired steps, kept to be written over by the next images (docs/adr/0015), by the
     name of their shard: a rank's next image is most likely of the same size.
 
-    Writing over blocks that a file has already is faster than writing a new file: the file system
-    has none to find, and the drive none to make anew. All that is known of a spare file is what
+    Writing over blocks that a file has already is faster than writing a new file, because neither
+    file system nor drive has to allocate any. All that is known of a spare file is what
     lies in `spare/`, where no reader looks. Where anything is in doubt, a new file is written.
     """
 

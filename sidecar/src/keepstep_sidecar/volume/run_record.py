@@ -4,8 +4,8 @@ It also records the steps at which the script failed by itself. In a run that sp
 records the last step known to be committed and the pinned steps, because the shards of one pod do
 not tell these.
 
-The file is replaced as a whole (`durable_file`): after a power cut there is either the old or the
-new file.
+The file is replaced as a whole (`files.DurableFile`): after a power cut there is either the old
+or the new file.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 @click.option(
     "--lowest-rank",
     is_flag=True,
-    help="Of tensors that ranks have for themselves, write the lowest rank's though they differ.",
+    help="Of tensors that are private to each rank, write the lowest rank's copy.",
 )
 @click.option(
     "--peer",

@@ -243,9 +243,9 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
         stopped = _stop(kept)
     if launcher.slots_left(kept):
         raise StorageError(
-            f"run {kept.run!r} stopped, but its newest steps found no volume that takes them: they"
-            f" stay in {kept.memory}. The end of {kept.log} tells why; mend that and say `keepstep"
-            " stop` again, or delete that directory to give them up"
+            f"run {kept.run!r} stopped, but no volume accepted its newest steps: they"
+            f" stay in {kept.memory}. The end of {kept.log} shows the reason; fix it, then run"
+            " `keepstep stop` again, or delete that directory to give them up"
         )
     step = inventory.read(kept).committed
     if as_json:

@@ -32,7 +32,7 @@ _WATCH_S: Final = 2.0
 @click.option(
     "--watch",
     is_flag=True,
-    help="Print it again every 2 s, and where stdout is no terminal, when it changed; till Ctrl-C.",
+    help="Print it every 2 s until Ctrl-C; where stdout is no terminal, only on a change.",
 )
 def status(directory: Path, run: str | None, as_json: bool, watch: bool) -> None:
     """Show what is staged, durable and committed, by rank, and what the run would survive.

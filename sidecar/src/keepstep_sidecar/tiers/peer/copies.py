@@ -107,7 +107,7 @@ class Copies:
             for key, shard in gone.items():
                 if self._held.get(key) is shard:
                     del self._held[key]
-                    warn("peer.copy_missing", path=str(shard.path))
+                    warn("peer.copy_vanished", path=str(shard.path))
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], LocalShard]:
         try:
@@ -122,7 +122,7 @@ class Copies:
             with contextlib.suppress(KeepstepError):
                 refused = volume.settle(refused)
             warn(
-                "peer.copy_refused",
+                "peer.copy_quarantined",
                 path=str(refused.path),
                 error=str(refused.error),
                 moved_to=refused.moved_to and str(refused.moved_to),
@@ -248,7 +248,7 @@ class Copies:
             except Broken as broken:
                 raise broken.error from None
             except (ImageError, StorageError) as error:
-                warn("peer.local_source_refused", path=other.where, error=str(error))
+                warn("peer.delta_base_unusable", path=other.where, error=str(error))
 
     def part(self, name: ShardName) -> IncomingCopy | None:
         """The incoming copy with this name; None if there is none."""
