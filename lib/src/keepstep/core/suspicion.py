@@ -2,9 +2,9 @@
 
 A life of the run that goes on from a step and fails by itself within `WITHIN` steps casts doubt on
 that step, and on the steps that earlier lives went on from within `WITHIN` steps of the failure,
-because a crash loop may advance one step each time. After two such failures the step is *suspect*, with every step that descends from it. A step is
-*proven* once a step at least `WITHIN` steps later was kept, because no step is kept that is not
-healthy.
+because a crash loop may advance one step each time. After two such failures the step is *suspect*,
+with every step that descends from it. A step is *proven* once a step at least `WITHIN` steps later
+was kept, because no step is kept that is not healthy.
 
 Pure. Only the failures are recorded: whether a step is proven follows from what lies on storage.
 """

@@ -245,8 +245,8 @@ class Accelerator:
         return torch.zeros_like(value, device="cpu", pin_memory=True)
 
     def await_flag(self, flag: Tensor, give_up: Callable[[], bool]) -> int:
-        """The flag's value once the device has written it; 0 after `give_up`. For threads beside the
-        one that trains.
+        """The flag's value once the device has written it; 0 after `give_up`. For threads beside
+        the one that trains.
 
         It only reads memory. Most calls that ask a device, from any thread, break the capture of a
         graph that is under way, and `Event.synchronize` keeps a core busy.
