@@ -292,7 +292,7 @@ def test_after_close_the_next_checkpointer_need_not_wait_whether_this_one_still_
 def test_a_second_checkpointer_beside_a_living_one_is_an_error_at_once(sidecar):
     first = begun({"model": nn.Linear(2, 2)})
     started = time.monotonic()
-    with pytest.raises(keepstep.RestoreError, match=r"of this process.*call close\(\)"):
+    with pytest.raises(keepstep.RestoreError, match=r"of this process.*call its close\(\)"):
         begun({"model": nn.Linear(2, 2)})
     assert time.monotonic() - started < 5.0
     assert first.save(0)

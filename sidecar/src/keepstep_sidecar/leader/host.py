@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 OWN = 0
 """The node rank of the leader itself."""
-_TOGETHER_S = 0.15
-"""Reports that come within this time are taken in and answered together: all ranks write a step at
-once, and each report alone would cost half as much again."""
+_TOGETHER_S, _TOGETHER_EACH_S = 0.15, 0.0025
+"""Reports that come within this time, at most and for each member, are taken in and answered
+together: all ranks write a step at once, and each report alone would cost half as much again."""
 _ANSWER_S = 0.4
 """An answer that says no more than that a report has come waits this long for the next commit: half
 of all replies are such answers, and each is a frame of its own."""
@@ -145,7 +145,8 @@ class Host:
 
     def _soon(self) -> None:
         if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(_TOGETHER_S, self._act)
+            together_s = min(_TOGETHER_S, _TOGETHER_EACH_S * len(self._members))
+            self._due = asyncio.get_running_loop().call_later(together_s, self._act)
 
     def _act(self) -> None:
         self._due = None
