@@ -130,7 +130,10 @@ def _sections(content: dict[str, bytes]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("expected", "message"),
-    [({"run": "other"}, "of run demo, not of other"), ({"step_id": StepId(EPOCH.id, 7)}, "of step")],
+    [
+        ({"run": "other"}, "of run demo, not of other"),
+        ({"step_id": StepId(EPOCH.id, 7)}, "of step"),
+    ],
 )
 def test_an_image_of_something_else_is_foreign(small: bytes, expected, message) -> None:
     with pytest.raises(ForeignError, match=message):
