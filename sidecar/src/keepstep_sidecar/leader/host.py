@@ -56,6 +56,7 @@ class Host:
         self._missing: dict[int, float] = {}
         self._due: asyncio.TimerHandle | None = None
         self._answers: asyncio.TimerHandle | None = None
+        self._patient = True
         self._pending: dict[Member, bytes] = {}
         self._silent_until = 0.0
 
@@ -163,8 +164,8 @@ class Host:
         if pending:
             self._settle()
 
-    def _publish(self, *, patient: bool = True) -> None:
-        began = time.monotonic()
+    def _publish(self) -> None:
+        began, patient, self._patient = time.monotonic(), self._patient, True
         for rank in self.leader.waiting(patient=patient):
             member, reply = self._members.get(rank), self.leader.news(rank)
             if reply is None:
@@ -183,14 +184,14 @@ class Host:
         self._changes.ring()
 
     def _answer(self) -> None:
-        self._answers = None
-        self._publish(patient=False)
+        self._answers, self._patient = None, False
+        self._soon()
 
     async def finish(self, *, timeout_s: float) -> None:
         """Return when all members have acted on what the leader knows, or after `timeout_s`."""
         self._take_pending()
-        self.leader.closing = True
-        self._publish(patient=False)
+        self.leader.closing, self._patient = True, False
+        self._publish()
         await self._changes.until(self.leader.has_all_reports, timeout_s=timeout_s)
 
     def close(self) -> None:
