@@ -111,6 +111,12 @@ _SAME: dict[str, set[Any]] = {}
 
 
 @pytest.fixture(autouse=True)
+def _tracked_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a framework logs to wandb by itself, because that is installed, is not left here."""
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
 def _reported(record_property: Callable[[str, object], None]) -> Iterator[None]:
     """What a test found to be the same, for `scripts/frameworks.py`."""
     _SAME.clear()
