@@ -26,9 +26,9 @@ class Node:
         self.hold = asyncio.Event()
         self.hold.set()
         self.error: Exception | None = None
-        self.reads = SharedReads(self._read, patience_s=patience_s)
+        self.shared = SharedReads(self._read, patience_s=patience_s)
         for rank in range(ranks):
-            self.reads.announce(rank, ID, ALL)
+            self.shared.announce(rank, ID, ALL)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         self.reads += [(chunk.key[1], [rank for rank, _ in chunk.frames]) for chunk in chunks]
@@ -39,7 +39,7 @@ class Node:
 
     def ask(self, rank: int, *chunks: int, step_id: StepId = ID) -> asyncio.Task[list[Tier]]:
         frames = [((0, chunk), FRAME) for chunk in chunks]
-        return asyncio.ensure_future(self.reads.fill(rank, step_id, frames))
+        return asyncio.ensure_future(self.shared.fill(rank, step_id, frames))
 
     async def comes(
         self, rank: int, *chunks: int, step_id: StepId = ID
@@ -70,7 +70,7 @@ async def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
     ahead = await node.comes(1, 5)
     assert await waiting, "rank 1 will not come back for chunk 3"
     assert not ahead.done()
-    node.reads.leave(0)
+    node.shared.leave(0)
     assert await ahead
 
 
@@ -94,10 +94,10 @@ async def test_a_read_goes_on_for_those_who_stay_and_ends_when_nobody_does(leave
     asked = [node.ask(rank, 0) for rank in range(2)]
     await settled()
     asked[leaver].cancel()  # its trainer died in that very moment
-    node.reads.leave(leaver)
+    node.shared.leave(leaver)
     await settled()
     assert not asked[1 - leaver].done()
-    node.reads.leave(1 - leaver)
+    node.shared.leave(1 - leaver)
     with pytest.raises(StorageError, match="let go"):
         await asked[1 - leaver]
 
