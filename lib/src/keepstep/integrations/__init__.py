@@ -112,6 +112,15 @@ def require_accelerate() -> None:
     )
 
 
+def mix_in(instance: Any, mixin: type, options: Mapping[str, Any]) -> None:
+    """Put a mixin before the class of an instance. `options`: those of `Checkpointer`, which the
+    mixin finds as `keepstep_options`."""
+    kind = type(instance)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    instance.__class__ = type(kind.__name__, (mixin, kind), names)
+    instance.keepstep_options = options
+
+
 def require_torch(optimizer: object) -> None:
     """Raise UsageError for an optimizer that is not a torch optimizer."""
     if not isinstance(optimizer, Optimizer):

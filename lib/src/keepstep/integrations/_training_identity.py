@@ -68,13 +68,17 @@ class Training:
                 " its own (keepstep run --run NAME)"
             )
 
+    def holds_a_step(self) -> bool:
+        """Whether any rank finds a step of the run. A collective."""
+        where = self._socket_path
+        return any_rank(bool(where and held_steps(where, timeout_s=_SCAN_S)))
+
     def leaves_alone(self, argument: str, path: Any) -> bool:
         """Whether the run holds a step, so that the framework must not load its own checkpoint
         `path`. A collective if there is a path."""
         if not path:
             return False
-        socket_path = self._socket_path
-        if not any_rank(bool(socket_path and held_steps(socket_path, timeout_s=_SCAN_S))):
+        if not self.holds_a_step():
             return False
         log.warning(
             "keepstep: %s=%r is ignored, as this run holds a step [integration.argument_ignored]",

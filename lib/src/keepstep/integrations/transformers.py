@@ -39,6 +39,7 @@ from keepstep.image import extras
 from keepstep.integrations import (
     assigned,
     loaders,
+    mix_in,
     require,
     require_accelerate,
     require_torch,
@@ -308,10 +309,7 @@ def attach(trainer: T, **options: Any) -> T:
     """
     if isinstance(trainer, KeepstepTrainerMixin):
         raise UsageError("this trainer is attached already, or has KeepstepTrainerMixin")
-    kind = type(trainer)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    trainer.__class__ = type(kind.__name__, (KeepstepTrainerMixin, kind), names)
-    trainer.keepstep_options = options
+    mix_in(trainer, KeepstepTrainerMixin, options)
     return trainer
 
 

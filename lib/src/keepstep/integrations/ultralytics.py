@@ -23,10 +23,8 @@ from typing import Any, TypeVar
 from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.utils.torch_utils import unwrap_model
 
-from keepstep.client import embedded
-from keepstep.client.session import held_steps
 from keepstep.errors import UsageError
-from keepstep.integrations import require
+from keepstep.integrations import mix_in, require
 from keepstep.integrations._training_identity import Training
 
 T = TypeVar("T")
@@ -46,7 +44,6 @@ require(
 )
 
 _OF_A_LIFE = ("save_dir", "exist_ok", "resume", "name", "project")
-_SCAN_S = 30.0
 
 
 def attach(model: T, **options: Any) -> T:
@@ -57,10 +54,7 @@ def attach(model: T, **options: Any) -> T:
     """
     if isinstance(model, _Attached):
         raise UsageError("this model is attached already")
-    kind = type(model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    model.__class__ = type(kind.__name__, (_Attached, kind), names)
-    model.keepstep_options = options  # type: ignore[attr-defined]
+    mix_in(model, _Attached, options)
     return model
 
 
@@ -87,8 +81,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
         self._keepstep = Training(
             f"ultralytics' {type(self).__name__}", self.keepstep_options, speaks=True
         )
-        where = embedded.socket(self.keepstep_options.get("dir"), self.keepstep_options.get("run"))
-        if where and held_steps(where, timeout_s=_SCAN_S):
+        if self._keepstep.holds_a_step():
             overrides = {**(overrides or {}), "exist_ok": True}  # all lives write to one folder
         super().__init__(*given, overrides=overrides, **more)
         if self.ddp or self.world_size > 1:
@@ -137,7 +130,9 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
             "trainer": kept,
         }
         training.prepare(components, self.model)
-        arguments = {name: var for name, var in vars(self.args).items() if name not in _OF_A_LIFE}
+        arguments = {
+            name: value for name, value in vars(self.args).items() if name not in _OF_A_LIFE
+        }
         if training.restore(self.model, arguments) is None:
             return
         self.start_epoch, self.ema.updates = kept["epoch"] + 1, kept["averaged"]
@@ -147,7 +142,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
             model.criterion = model.init_criterion()
             model.criterion.updates = kept["loss"] - 1
             model.criterion.update()
-        assert training.checkpointer is not None, "look_ahead has made it"
+        assert training.checkpointer is not None, "prepare has made it"
         training.checkpointer.restore_rng()
 
     def _keep(self) -> None:
