@@ -543,34 +543,34 @@ class Completeness:
         There is one archive, so the last report of it counts, whichever node sent it.
         """
         for tier in NEAREST_FIRST:
-            reports_ = [(report, report.tiers[tier]) for report in reports if tier in report.tiers]
-            if reports_:
+            pairs = [(report, report.tiers[tier]) for report in reports if tier in report.tiers]
+            if pairs:
                 at = NO_NODE if tier.shared else node_rank
-                self._take_in(at, tier, reports_)
+                self._take_in(at, tier, pairs)
                 held = self.held(at, tier)
-                self._count_answers(node_rank, tier, reports_, held=held)
+                self._count_answers(node_rank, tier, pairs, held=held)
                 if tier is Tier.MEMORY:
                     self._in_memory.put(node_rank, held)
 
     def _take_in(
-        self, at: int, tier: Tier, reports_: Iterable[tuple[RanksReport, ReportedTier]]
+        self, at: int, tier: Tier, pairs: Iterable[tuple[RanksReport, ReportedTier]]
     ) -> None:
         images: dict[_Key, list[tuple[RanksReport, StepShards]]] = {}
         whole, gone = 0, dict[StepId, int]()
-        for of, report in reports_:
+        for group, report in pairs:
             for shards in report.shards:
-                images.setdefault((shards.step_id, shards.world), []).append((of, shards))
+                images.setdefault((shards.step_id, shards.world), []).append((group, shards))
             for step_id in report.gone or ():
-                gone[step_id] = gone.get(step_id, 0) | of.bits
-            whole |= of.bits if report.gone is None else 0
+                gone[step_id] = gone.get(step_id, 0) | group.bits
+            whole |= group.bits if report.gone is None else 0
         there = self._held.get((at, tier), {}) if whole or gone else {}
         named = (
             [*there.items()] if whole else [(key, there[key]) for key in there if key[0] in gone]
         )
         for key, held in named:
             unnamed = whole & held.ranks
-            for of, _ in images.get(key, ()) if unnamed else ():
-                unnamed &= ~of.bits
+            for group, _ in images.get(key, ()) if unnamed else ():
+                unnamed &= ~group.bits
             self._take_out(held, unnamed | gone.get(key[0], 0))
         for key, listed in images.items():
             self._put(at, tier, key, listed)
@@ -584,13 +584,13 @@ class Completeness:
         here = self._held.setdefault((at, tier), {})
         held = here.get(key) or Holding(step_id, (at, tier, world))
         changed = listed_before = 0
-        for of, shards in listed:
-            if not listed_before & of.bits:
-                changed |= held.put(of.ranks, shards)
+        for group, shards in listed:
+            if not listed_before & group.bits:
+                changed |= held.put(group.ranks, shards)
             else:
-                for rank, root in zip(of.ranks, shards.roots, strict=False):
+                for rank, root in zip(group.ranks, shards.roots, strict=False):
                     changed |= held.doubt(rank, root)
-            listed_before |= of.bits
+            listed_before |= group.bits
         if not changed:
             return
         tally = self._of_step.get(step_id)
@@ -646,14 +646,14 @@ class Completeness:
         self,
         node_rank: int,
         tier: Tier,
-        reports_: Iterable[tuple[RanksReport, ReportedTier]],
+        pairs: Iterable[tuple[RanksReport, ReportedTier]],
         *,
         held: int,
     ) -> None:
         before = self._answers.get((node_rank, tier)) or _no_answers()
         answers = self._answers[node_rank, tier] = dict(before)
-        for reports, report in reports_:
-            of = reports.bits
+        for group, report in pairs:
+            of = group.bits
             # a report that lists steps cannot mean NONE
             lists = held & of if report.answer is not Answer.UNKNOWN else 0
             for answer in answers:

@@ -615,7 +615,7 @@ class Ledger(Completeness):
     def _commits(self) -> Iterator[Committed]:
         """Announces each commit once. It remembers only the commits that still stand, so a step
         that was lost and comes back is announced again."""
-        for tier in (tier for tier in NEAREST_FIRST if tier in self.config.tiers):
+        for tier in (each for each in NEAREST_FIRST if each in self.config.tiers):
             now, before = self.committed(tier), self._announced.get(tier, ())
             if tier is Tier.MEMORY or now is before:
                 continue

@@ -95,28 +95,28 @@ def whole(goodput: ReportedGoodput) -> Tally:
     )
 
 
-def added(sum_: Sum | None, tally: Tally) -> Sum:
+def added(counted: Sum | None, tally: Tally) -> Sum:
     """The sum with the present state of this tally. A tally that another one has followed counts
     again only after a trainer has restored there."""
-    if sum_ is None:
+    if counted is None:
         begun = Tally(since=tally.since, until=tally.since, step=tally.step - tally.steps)
-        sum_ = Sum(total=begun, known=())
-    before = next((known for known in sum_.known if known.id == tally.id), None)
-    before = before or _before(sum_, tally)
-    if before.epoch == tally.epoch and before is not sum_.known[-1]:
-        return sum_
-    others = (known for known in sum_.known if known.id != tally.id)
-    return Sum(total=_grown(sum_.total, before, tally), known=(*others, tally)[-MOST_TALLIES:])
+        counted = Sum(total=begun, known=())
+    before = next((known for known in counted.known if known.id == tally.id), None)
+    before = before or _before(counted, tally)
+    if before.epoch == tally.epoch and before is not counted.known[-1]:
+        return counted
+    others = (known for known in counted.known if known.id != tally.id)
+    return Sum(total=_grown(counted.total, before, tally), known=(*others, tally)[-MOST_TALLIES:])
 
 
-def _before(sum_: Sum, tally: Tally) -> Tally:
+def _before(counted: Sum, tally: Tally) -> Tally:
     """The former state of a tally that is reported for the first time: empty. If it is older than
     another tally, it was reported before and then forgotten, so its steps are in the sum
     already."""
     nothing = Tally(since=tally.since, until=tally.since, step=-1)
-    if tally.since > max((known.since for known in sum_.known), default=-1):
+    if tally.since > max((known.since for known in counted.known), default=-1):
         return nothing
-    return replace(nothing, steps=tally.steps - tally.step + sum_.total.step)
+    return replace(nothing, steps=tally.steps - tally.step + counted.total.step)
 
 
 def _grown(total: Tally, before: Tally, tally: Tally) -> Tally:
@@ -201,8 +201,8 @@ class GoodputSum:
         return _written(self._shown) if self._shown is not None else None
 
 
-def _written(sum_: Sum) -> wire.RunGoodput:
-    total = sum_.total
+def _written(counted: Sum) -> wire.RunGoodput:
+    total = counted.total
     return wire.RunGoodput(
         since=utc(total.since),
         until=utc(total.until),
@@ -223,7 +223,7 @@ def _written(sum_: Sum) -> wire.RunGoodput:
                 step=tally.step,
                 steps=tally.steps,
             )
-            for tally in sum_.known
+            for tally in counted.known
         ),
     )
 

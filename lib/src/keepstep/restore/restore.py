@@ -304,8 +304,8 @@ class Restore:
 
     def _copy(self, planned: Sequence[Any]) -> None:
         unused = [names for names, _ in planned]
-        runs_ = [run for _, runs in planned for run in runs]
-        chunks = iter(()) if self._lending is None else self._lending.chunks(runs_)
+        lent = [run for _, runs in planned for run in runs]
+        chunks = iter(()) if self._lending is None else self._lending.chunks(lent)
         try:
             # a rank that goes on from its own image has already compared all names with it
             if all(unused):

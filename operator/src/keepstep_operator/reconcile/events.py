@@ -116,10 +116,10 @@ def bodies(
     if about is None:
         yield _body(event, run, None, name=name, now=now)
         return
-    job_ = _reference(about.api_version, about.kind, about.name, key.namespace, about.uid)
-    yield _body(event, job_, run if run_uid else None, name=name, now=now)
+    regarding = _reference(about.api_version, about.kind, about.name, key.namespace, about.uid)
+    yield _body(event, regarding, run if run_uid else None, name=name, now=now)
     if run_uid:
-        yield _body(event, run, job_, name=name, now=now)
+        yield _body(event, run, regarding, name=name, now=now)
 
 
 def _reference(api_version: str, kind: str, name: str, namespace: str, uid: str) -> Body:

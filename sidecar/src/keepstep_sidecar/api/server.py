@@ -145,8 +145,8 @@ class _Routes:
         """Stream until the trainer's process ends, or its connection: then aiohttp cancels this."""
         service = self._service
         service.welcome()
-        request_ = await _read(request, self._lease_decoder)
-        lease, granted = await service.saving.lease(request_, peer_pid=_peer_pid(request))
+        body = await _read(request, self._lease_decoder)
+        lease, granted = await service.saving.lease(body, peer_pid=_peer_pid(request))
         try:
             response = web.StreamResponse(headers={"Content-Type": "application/jsonl"})
             await response.prepare(request)

@@ -84,9 +84,8 @@ class Host:
         try:
             member_report = _decode(frame)
             if member.node_rank == OWN:
-                self.leader.meet(
-                    member_report
-                )  # this sidecar itself, which looks who is at its address
+                # this sidecar itself, which looks who is at its address
+                self.leader.meet(member_report)
                 return True
             report = member_report.report
             address = _reachable(report.peer_address, member.address)

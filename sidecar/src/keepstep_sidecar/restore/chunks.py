@@ -199,11 +199,11 @@ class ChunkBuffers:
         saved = sorted({chunk.rank for chunk in request.chunks})
         found = await gather_all([self.fetcher.layout(request.id, rank) for rank in saved])
         layouts = dict(zip(saved, found, strict=True))
-        chunks_ = [
+        frames = [
             ((chunk.rank, chunk.chunk), _frame(window, chunk, layouts[chunk.rank]))
             for chunk in request.chunks
         ]
-        return await self._shared_reads.fill(rank, request.id, chunks_)
+        return await self._shared_reads.fill(rank, request.id, frames)
 
     async def _read(self, chunks: Sequence[Shared]) -> Tier:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
@@ -228,14 +228,14 @@ class ChunkBuffers:
         return tier
 
     async def _bring(
-        self, step_id: StepId, layout: Layout, chunks_: Sequence[tuple[int, memoryview]]
+        self, step_id: StepId, layout: Layout, frames: Sequence[tuple[int, memoryview]]
     ) -> Tier:
         def fill(opened: transfer.Opened) -> None:
             if opened.manifest.layout.id != layout.id:
                 raise StorageError(
                     f"{opened.source.where}: another image of rank {layout.rank} than elsewhere"
                 )
-            transfer.fill(opened, chunks_)
+            transfer.fill(opened, frames)
 
         async def read(source: ShardSource) -> None:
             await self.fetcher.read(source, fill)
