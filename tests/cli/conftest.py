@@ -132,7 +132,9 @@ import pathlib, signal, sys, time
 got = []
 def handle(number, frame):
     got.append(number)
-    pathlib.Path("got").write_text(" ".join(map(str, got)))
+    part = pathlib.Path("part")
+    part.write_text(" ".join(map(str, got)))
+    part.rename("got")
 for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
     signal.signal(getattr(signal, name), handle)
 pathlib.Path("ready").touch()

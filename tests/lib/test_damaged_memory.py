@@ -74,7 +74,7 @@ def test_extras_beyond_their_capacity_are_an_error_and_write_nothing(tmp_path: P
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
     before = path.read_bytes()
     mapping = SlotMapping(str(path))
-    with pytest.raises(ValueError, match="1 bytes more"):
+    with pytest.raises(ValueError, match="1 bytes larger"):
         mapping.write_extras(b"x" * (layout.extras_capacity_bytes + 1))
     assert path.read_bytes() == before
     mapping.write_extras(b"x" * layout.extras_capacity_bytes)
