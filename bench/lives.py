@@ -110,7 +110,7 @@ def _killed(size_bytes: int, sidecar: Sidecar) -> Figures:
 
 def _engine(directory: Path) -> Figures:
     """Read and verify the newest shard into touched memory, beside a bare read of its file."""
-    from keepstep_sidecar.tiers import transfer
+    from keepstep_sidecar.tiers import verified_chunks
     from keepstep_sidecar.tiers.source import local_source
     from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
@@ -127,7 +127,7 @@ def _engine(directory: Path) -> Figures:
                 reads.append(bare_read(path))
                 begun = time.perf_counter()
                 with memoryview(memory)[:size] as view:
-                    transfer.load(source, view)
+                    verified_chunks.load(source, view)
                 loads.append(time.perf_counter() - begun)
     finally:
         volume.close()

@@ -29,10 +29,10 @@ import aiohttp
 import msgspec
 import psutil
 
-from keepstep.leader.summary import fitted
+from keepstep.leader.run_report import fitted
 from keepstep.steps import StepId, Tier
-from keepstep.wire import runs as wire
-from keepstep.wire.runs import Doubt, DoubtKind, KeptStep, RunReport
+from keepstep.wire import run_reports as wire
+from keepstep.wire.run_reports import Doubt, DoubtKind, KeptStep, RunReport
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.kube.resources import RUNS
 from tests.operator.admission.reviews import write_pair

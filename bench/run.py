@@ -50,8 +50,14 @@ from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks, Shard
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRanks, ReportedVolume
-from keepstep.wire.runs import RunPolicy
+from keepstep.wire.member_reports import (
+    LeaderReply,
+    MemberReport,
+    Report,
+    ReportedRanks,
+    ReportedVolume,
+)
+from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.leader.hub import Hub

@@ -40,12 +40,12 @@ from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.collective import Agreed, Collective
-from keepstep.restore.plan import Box, IndexBuilder, TensorRequest, make
+from keepstep.restore.fill_plan import Box, IndexBuilder, TensorRequest, make
 from keepstep.state.sharding import Bulk, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
-from keepstep_sidecar.tiers.peer.members import Directory, KnownPeer
+from keepstep_sidecar.tiers.peer.peer_list import Directory, KnownPeer
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.tier import RemoteTier
 

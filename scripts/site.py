@@ -38,7 +38,7 @@ log = logging.getLogger("mkdocs.plugins.keepstep")
 def tables() -> dict[str, str]:
     """The tables by name, made from the code."""
     from keepstep.core import node
-    from keepstep.save import agent
+    from keepstep.save import save_thread
     from keepstep_sidecar.volume import volume
     from scripts import (
         api_reference,
@@ -56,7 +56,7 @@ def tables() -> dict[str, str]:
         "log_events": log_reference.reference(),
         "rights": chart_reference.rights(),
         "step_states": states(node, node.STEP),
-        "image_states": states(agent, agent.IMAGE),
+        "image_states": states(save_thread, save_thread.IMAGE),
         "shard_states": states(volume, volume.SHARD),
     }
 

@@ -30,7 +30,7 @@ from keepstep.image import (
     read_control,
     read_layout,
 )
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import StepId
 from tests import warm

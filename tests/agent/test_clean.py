@@ -19,7 +19,7 @@ import pytest
 from keepstep.directory import Directory
 from keepstep.errors import StorageError
 from keepstep_sidecar.agent.clean import ApiServer, Cleaner, StillUsedError, clean
-from keepstep_sidecar.agent.directories import prepare
+from keepstep_sidecar.agent.run_directories import prepare
 from keepstep_sidecar.volume.volume import Ownership
 from tests.certificates import make_certificate
 from tests.harness import eventually
@@ -318,7 +318,7 @@ def _waits_for_a_lock(pid: int) -> bool:
 _PREPARE = """
 import os, sys
 from pathlib import Path
-from keepstep_sidecar.agent.directories import prepare
+from keepstep_sidecar.agent.run_directories import prepare
 prepare(Path(sys.argv[1]), uid=os.getuid(), gid=os.getgid())
 """
 

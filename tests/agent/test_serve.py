@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer, Tier
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.agent.serve import LeftShards
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.peer.tls import Identity
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority, FileCredentials, Files

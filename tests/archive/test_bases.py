@@ -22,9 +22,9 @@ from keepstep.image import BaseRef, Layout, Section, TensorSpec
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import base_name, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, TwinOf, twin_name
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import SealedImage, Volume
 from tests import warm
 from tests.archive.conftest import Bucket, running, send
@@ -405,6 +405,6 @@ async def test_of_twins_only_the_first_ones_base_is_stored_whole(
             base, beside = base_of(shard.rank), source.beside
             assert beside is not None
             view, end = empty_slot(base.layout), base.layout.digests_begin
-            load = functools.partial(transfer.load, beside, view)
-            await transfer.run(None, lambda cancel, load=load: load(cancel=cancel))
+            load = functools.partial(verified_chunks.load, beside, view)
+            await verified_chunks.run(None, lambda cancel, load=load: load(cancel=cancel))
             assert view[:end] == base.view[:end]

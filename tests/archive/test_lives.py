@@ -13,9 +13,9 @@ import pytest
 
 from keepstep.steps import Answer, Epoch, EpochId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive import lives
+from keepstep_sidecar.tiers.archive import heartbeats
+from keepstep_sidecar.tiers.archive.heartbeats import Lives
 from keepstep_sidecar.tiers.archive.index import Surveyor
-from keepstep_sidecar.tiers.archive.lives import Lives
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.tier import RunFacts
 from tests.archive.conftest import Bucket, running
@@ -57,7 +57,7 @@ def trained(config: ArchiveConfig, check: Callable[[Store], Awaitable[None]]) ->
 def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
     archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lives, "WATCH_S", 0.5)
+    monkeypatch.setattr(heartbeats, "WATCH_S", 0.5)
     config = ArchiveConfig(url=str(archive_dir))
 
     async def check(store: Store) -> None:
@@ -74,7 +74,7 @@ def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
 
             await until(clear)
             assert time.monotonic() - begun >= 0.4
-            monkeypatch.setattr(lives, "RENEW_S", 0.0)
+            monkeypatch.setattr(heartbeats, "RENEW_S", 0.0)
 
             async def renewed() -> bool:
                 await start.scan()

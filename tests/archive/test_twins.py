@@ -22,7 +22,7 @@ from keepstep_sidecar.tiers.archive import browse
 from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf, twin_name
 from keepstep_sidecar.tiers.archive.store import Stored
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, send
 from tests.tiers import reading

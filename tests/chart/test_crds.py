@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import yaml
 
-from keepstep.wire import runs
-from keepstep_operator.api import run
-from keepstep_operator.api.run import RunStatus
+from keepstep.wire import run_reports
+from keepstep_operator.api import run_status
+from keepstep_operator.api.run_status import RunStatus
 from tests.chart.charts import ROOT, Object, crds, schema_of, walk
 from tests.chart.schemas import closed, filled, json_schema
 
@@ -64,18 +64,18 @@ def test_every_field_that_the_reconciler_writes_is_in_the_schema() -> None:
 
 def test_what_the_reconciler_cuts_fits_the_schema() -> None:
     status = schema_of(CRDS["CheckpointRun"])["properties"]["status"]["properties"]
-    assert status["recent"]["maxItems"] >= runs.MOST_RECENT
-    assert status["ranks"]["maxItems"] >= runs.MOST_NODES
-    assert status["holders"]["maxItems"] >= runs.MOST_HOLDERS
-    assert status["drives"]["maxItems"] >= runs.MOST_DRIVES
-    assert status["warnings"]["maxItems"] >= run.MOST_WARNINGS
+    assert status["recent"]["maxItems"] >= run_reports.MOST_RECENT
+    assert status["ranks"]["maxItems"] >= run_reports.MOST_NODES
+    assert status["holders"]["maxItems"] >= run_reports.MOST_HOLDERS
+    assert status["drives"]["maxItems"] >= run_reports.MOST_DRIVES
+    assert status["warnings"]["maxItems"] >= run_status.MOST_WARNINGS
     for text in (
         status["warnings"]["items"],
         status["recent"]["items"]["properties"]["message"],
         status["conditions"]["items"]["properties"]["message"],
         status["pinned"],
     ):
-        assert text["maxLength"] >= run.LONGEST_TEXT
+        assert text["maxLength"] >= run_status.LONGEST_TEXT
 
 
 def _bounded(schema: Object, *, most: int) -> bool:

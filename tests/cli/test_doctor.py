@@ -13,7 +13,7 @@ import pytest
 
 from keepstep_sidecar.cli.commands import doctor as machine
 from keepstep_sidecar.cli.commands.doctor import Finding, Need, Outcome
-from keepstep_sidecar.memory.directories import free_huge_bytes
+from keepstep_sidecar.memory.slot_directories import free_huge_bytes
 from tests.cli.conftest import Keepstep
 
 MIB = 1 << 20

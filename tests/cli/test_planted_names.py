@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.tiers.receive import part_name
+from keepstep_sidecar.tiers.incoming_copy import part_name
 from tests.cli.conftest import MARK, Keepstep
 
 _TRAIN = """

@@ -9,7 +9,7 @@ from keepstep.errors import UsageError
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep_sidecar.config.sidecar import Fork, parse_restore_from
 from keepstep_sidecar.tiers.archive.index import families
-from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.run_file import RunRecord
 
 FIRST, SECOND, OWN = EpochId(1, "11111111"), EpochId(2, "22222222"), EpochId(3, "33333333")
 OLD, DEAD, NEW = StepId(FIRST, 50), StepId(FIRST, 100), StepId(SECOND, 100)

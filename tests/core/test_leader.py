@@ -13,8 +13,8 @@ from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import LeaderReply, MemberReport, Pins, Report, ReportedRanks
-from keepstep.wire.runs import RunPolicy
+from keepstep.wire.member_reports import LeaderReply, MemberReport, Pins, Report, ReportedRanks
+from keepstep.wire.run_reports import RunPolicy
 
 EPOCH = Epoch(EpochId(1, "0" * 8))
 LISTED = ReportedTier(answer=Answer.STEPS)

@@ -40,8 +40,8 @@ from keepstep.core.slot_table import SlotTable
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import LeaderReply, MemberReport, Report, ReportedRanks
-from keepstep.wire.runs import RunPolicy
+from keepstep.wire.member_reports import LeaderReply, MemberReport, Report, ReportedRanks
+from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.link import Link
 from keepstep_sidecar.report.leader_channel import LinkChannel

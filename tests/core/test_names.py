@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keepstep.core.shard import MOST_RANKS
 from keepstep.steps import EpochId, StepId, shard_name
-from keepstep_sidecar.volume.directories import (
+from keepstep_sidecar.volume.run_tree import (
     ShardName,
     is_shard,
     is_step,

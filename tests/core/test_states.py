@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from keepstep.core import node
-from keepstep.save import agent, snapshot
+from keepstep.save import save_thread, snapshot
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep_sidecar.volume import volume
 from tests.harness import ROOT
@@ -22,7 +22,8 @@ from tests.volume.points import FAULT_POINTS
 
 
 @pytest.mark.parametrize(
-    ("module", "table"), [(node, node.STEP), (agent, agent.IMAGE), (volume, volume.SHARD)]
+    ("module", "table"),
+    [(node, node.STEP), (save_thread, save_thread.IMAGE), (volume, volume.SHARD)],
 )
 def test_states_are_explained_and_functions_and_named_tests_exist(module, table):
     states = {word for row in table for word in f"{row.states}, {row.after}".split(", ")}
@@ -39,7 +40,7 @@ def test_states_are_explained_and_functions_and_named_tests_exist(module, table)
 def test_tables_have_all_events_of_a_node_all_verdicts_and_all_fault_points_in_order():
     events = {event for row in node.STEP for event in row.event.split(", ")}
     assert events == {event.__name__ for event in get_args(node.Event)}
-    assert {row.after for row in agent.IMAGE} > {verdict.value for verdict in Verdict}
+    assert {row.after for row in save_thread.IMAGE} > {verdict.value for verdict in Verdict}
     points = [point for point in FAULT_POINTS if not re.match("history|record|load|peer", point)]
     assert points == [row.event for row in volume.SHARD if "." in row.event]
 
@@ -95,13 +96,13 @@ def state_of(held):
 @pytest.fixture(autouse=True, scope="module")
 def watched_agent():
     """Also compares which function moves an image on."""
-    rows = moves((row.states, row.where, row.after) for row in agent.IMAGE)
+    rows = moves((row.states, row.where, row.after) for row in save_thread.IMAGE)
     known = {(state, name.partition(".")[2], after) for state, name, after in rows}
     wrong = set()
 
     def moved(before, frame, after):
         move = before, frame.f_code.co_name, after
-        by_product = frame.f_code.co_filename in (agent.__file__, snapshot.__file__)
+        by_product = frame.f_code.co_filename in (save_thread.__file__, snapshot.__file__)
         if before != after and by_product and not known & {move, ("any", *move[1:])}:
             wrong.add(move)
 
@@ -111,7 +112,10 @@ def watched_agent():
 
     def change(self, name, value):
         if was_made := "sealed" in self.__dict__:
-            before, frame = state_of(held := agent.Held(self.slot, pending=self)), sys._getframe(1)
+            before, frame = (
+                state_of(held := save_thread.Held(self.slot, pending=self)),
+                sys._getframe(1),
+            )
         object.__setattr__(self, name, value)
         if was_made:
             by = frame.f_back if frame.f_code.co_name == "finish" else frame
@@ -119,7 +123,7 @@ def watched_agent():
 
     with pytest.MonkeyPatch.context() as patch:
         held = property(lambda self: self.__dict__["_held"], hold)
-        patch.setattr(agent.Agent, "_held", held, raising=False)
+        patch.setattr(save_thread.Agent, "_held", held, raising=False)
         patch.setattr(Pending, "__setattr__", change)
         yield
     assert not wrong

@@ -38,8 +38,8 @@ from keepstep.core.vote import Candidate, Candidates, choose
 from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import MemberReport, Report, ReportedRanks
-from keepstep.wire.runs import RunPolicy
+from keepstep.wire.member_reports import MemberReport, Report, ReportedRanks
+from keepstep.wire.run_reports import RunPolicy
 from tests.core.test_states import watched_node  # noqa: F401
 
 _KEEP = Retention(last=2)

@@ -16,7 +16,7 @@ from typing import Any
 
 import keepstep
 from keepstep.client import copying, session, slot
-from keepstep.save import agent, snapshot
+from keepstep.save import save_thread, snapshot
 
 _LIBRARY = keepstep.__file__.removesuffix("__init__.py")
 AGENT = "keepstep-agent"
@@ -121,7 +121,13 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 
 
 def _calls() -> Iterator[tuple[Any, str]]:
-    owners = (agent.Agent, snapshot.Pending, session.Session, session.Client, slot.SlotMapping)
+    owners = (
+        save_thread.Agent,
+        snapshot.Pending,
+        session.Session,
+        session.Client,
+        slot.SlotMapping,
+    )
     for owner in owners:
         for name, var in vars(owner).items():
             if inspect.isfunction(var):
@@ -132,7 +138,7 @@ def _calls() -> Iterator[tuple[Any, str]]:
 # The thread's own loop cannot be replaced while it runs. An error in what it asks between two tasks
 # ends the thread, which is then replaced: `test_an_agent_thread_that_ended_is_replaced`.
 _LOOP = {"_work", "_is_due", "_next"}
-CALLS = [call for call in _calls() if call not in {(agent.Agent, name) for name in _LOOP}]
+CALLS = [call for call in _calls() if call not in {(save_thread.Agent, name) for name in _LOOP}]
 
 
 class AgentFault:

@@ -33,16 +33,16 @@ from keepstep.dcp.session import Tree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec, extras
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image.control_page import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.layout import digest_of
-from keepstep.image.manifest import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.state.leaves import build, check_values, leaves_of
 from keepstep.state.leaves import parse as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, base_name, shard_name
 from keepstep.wire import trainer
-from keepstep.wire.reports import Report, ReportReply
-from keepstep.wire.runs import Requested, RunReport
-from keepstep_operator.reconcile.reports import bounded
+from keepstep.wire.member_reports import Report, ReportReply
+from keepstep.wire.run_reports import Requested, RunReport
+from keepstep_operator.reconcile.reports_api import bounded
 from keepstep_operator.reconcile.token_auth import Refused
 from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
@@ -53,11 +53,11 @@ from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.frames import Kind as FrameKind
 from keepstep_sidecar.tiers.peer.frames import Parser, packed
-from keepstep_sidecar.tiers.peer.members import Directory, KnownPeer
+from keepstep_sidecar.tiers.peer.peer_list import Directory, KnownPeer
 from keepstep_sidecar.tiers.peer.tls import Identity
-from keepstep_sidecar.volume.directories import ShardName, is_temporary, quarantine_name
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_tree import ShardName, is_temporary, quarantine_name
 from tests.fuzz import mutate
 from tests.harness import digests, verify_image
 from tests.image.test_attacks import make

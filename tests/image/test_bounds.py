@@ -16,7 +16,7 @@ import pytest
 from keepstep.errors import FormatError, KeepstepError
 from keepstep.image import FlatBox, Layout, Section, TensorSpec, extras
 from keepstep.image.strictjson import Reader
-from keepstep.restore.plan import IndexBuilder
+from keepstep.restore.fill_plan import IndexBuilder
 from tests.harness import peak_of
 from tests.image.test_attacks import make
 

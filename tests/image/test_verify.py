@@ -10,8 +10,8 @@ import pytest
 
 from keepstep.errors import DigestError, ForeignError, TornError, VersionError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, section_digests, table_of
+from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import StepId
 from tests.harness import digests, verify_image

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import keepstep
 from keepstep.state import sharding
+from keepstep.state.capture import take
 from keepstep.state.leaves import leaves_of
-from keepstep.state.take import take
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

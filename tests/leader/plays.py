@@ -11,11 +11,17 @@ from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.retention import Retention
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.leader.leader import Leader
-from keepstep.leader.summary import fitted, summary
+from keepstep.leader.run_report import fitted, summary
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import MemberReport, Report, ReportedRanks, ReportedRestore, ReportReply
-from keepstep.wire.runs import LARGEST_BYTES, Member, Record, Requested, RunPolicy, RunReport
-from keepstep_operator.reconcile.reports import bounded
+from keepstep.wire.member_reports import (
+    MemberReport,
+    Report,
+    ReportedRanks,
+    ReportedRestore,
+    ReportReply,
+)
+from keepstep.wire.run_reports import LARGEST_BYTES, Member, Record, Requested, RunPolicy, RunReport
+from keepstep_operator.reconcile.reports_api import bounded
 
 T0 = 1_790_000_000.0
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))

@@ -19,8 +19,8 @@ from keepstep.leader.goodput import (
     whole,
 )
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.reports import ReportedGoodput
-from keepstep.wire.runs import RunGoodput
+from keepstep.wire.member_reports import ReportedGoodput
+from keepstep.wire.run_reports import RunGoodput
 from tests.leader.plays import T0
 
 LIFE_1, LIFE_2 = EpochId(1, "00000001"), EpochId(2, "00000002")

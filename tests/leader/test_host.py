@@ -12,8 +12,8 @@ import pytest
 from keepstep.core.retention import Retention
 from keepstep.leader.leader import Leader
 from keepstep.steps import Tier
-from keepstep.wire.reports import LeaderReply
-from keepstep.wire.runs import RunPolicy
+from keepstep.wire.member_reports import LeaderReply
+from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import _ANSWER_S, Host
 from keepstep_sidecar.report.report import changes

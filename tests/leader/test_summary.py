@@ -10,10 +10,10 @@ import pytest
 from keepstep.core.history import Badput
 from keepstep.core.shard import Ranks
 from keepstep.leader.leader import Leader
-from keepstep.leader.summary import fitted, summary
+from keepstep.leader.run_report import fitted, summary
 from keepstep.steps import Tier
-from keepstep.wire.reports import ReportedGoodput, ReportedVolume
-from keepstep.wire.runs import (
+from keepstep.wire.member_reports import ReportedGoodput, ReportedVolume
+from keepstep.wire.run_reports import (
     LARGEST_BYTES,
     DoubtKind,
     KeptStep,

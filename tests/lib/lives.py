@@ -11,7 +11,7 @@ from keepstep.core.vote import Decision
 from keepstep.image import Layout
 from keepstep.restore.restore import FillGuard, Restore
 from keepstep.save.snapshot import Snapshots
-from keepstep.state.take import take
+from keepstep.state.capture import take
 from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import Opened, SlotGranted, Source, Sources

@@ -36,8 +36,8 @@ from keepstep.client import copying, session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout, Section, TensorSpec
-from keepstep.save import frozen
-from keepstep.save.agent import Agent
+from keepstep.save import frozen_parameters
+from keepstep.save.save_thread import Agent
 from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
 from keepstep.wire.trainer import LayoutAccepted, SlotGranted
@@ -374,7 +374,7 @@ class Trainer:
     # --- what is right -------------------------------------------------------------------------
 
     def _expected(self) -> dict[str, bytes]:
-        twin = keepstep.state.take.take(
+        twin = keepstep.state.capture.take(
             {"model": self.twin, "optimizer": self.optimizers[1], "extra": self.extra}
         )
         with torch.utils._python_dispatch._disable_current_modes():
@@ -416,8 +416,8 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         slots = Slots(Path(folder))
         device = Device(chance.randrange, slots.watch, pace)
         patch.setattr(accelerator, "_HERE", Simulated(device))
-        patch.setattr(frozen, "_LEAST_BYTES", 1)
-        patch.setattr(frozen, "_LEAST_SHARE", 0.0)
+        patch.setattr(frozen_parameters, "_LEAST_BYTES", 1)
+        patch.setattr(frozen_parameters, "_LEAST_SHARE", 0.0)
         patch.setattr(
             session.Changes,
             "wait_for",

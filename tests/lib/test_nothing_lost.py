@@ -220,7 +220,7 @@ def test_the_first_save_of_a_state_that_cannot_be_kept_raises(sidecar, model, mo
     optimizer.step()
     with pytest.raises(keepstep.UsageError, match=r"step 0 cannot be kept: .*projector"):
         checkpointer.save(0)
-    monkeypatch.setattr("keepstep.save.agent._REPEAT_S", 0.2)
+    monkeypatch.setattr("keepstep.save.save_thread._REPEAT_S", 0.2)
     assert checkpointer.save(1) is False
     eventually(
         lambda: any("projector" in warning for warning in sidecar.get("/v1/status")["warnings"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.save import replicas
-from keepstep.save.replicas import differing
-from keepstep.state.take import take
+from keepstep.save import replica_check
+from keepstep.save.replica_check import differing
+from keepstep.state.capture import take
 from keepstep.steps import EpochId
 from tests.harness import eventually, torchrun
 
@@ -64,11 +64,11 @@ class _Run:
 
     def __init__(self, monkeypatch, world, *, within_s=1.0):
         store = torch.distributed.HashStore()
-        monkeypatch.setattr(replicas, "_store", lambda: store)
-        monkeypatch.setattr(replicas, "_WITHIN_S", within_s)
+        monkeypatch.setattr(replica_check, "_store", lambda: store)
+        monkeypatch.setattr(replica_check, "_WITHIN_S", within_s)
         self.store, self.texts = store, {rank: [] for rank in range(world)}
         self.ranks = [
-            replicas.Replicas(
+            replica_check.Replicas(
                 rank=rank, epoch=EpochId(1, "00000001"), warn=self.texts[rank].append, world=world
             )
             for rank in range(world)

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
+from keepstep.state.capture import retake, take
 from keepstep.state.leaves import mark_of
 from keepstep.state.sharding import ALONE
-from keepstep.state.take import retake, take
 
 
 class Silent(nn.Linear):

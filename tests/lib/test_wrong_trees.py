@@ -13,9 +13,9 @@ from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import Images
-from keepstep.restore.load import Loader
+from keepstep.restore.loader import Loader
 from keepstep.state import leaves
-from keepstep.state.take import take
+from keepstep.state.capture import take
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import Source, Sources
 

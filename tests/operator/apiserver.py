@@ -21,7 +21,7 @@ from aiohttp import web
 from jsonpatch import JsonPatchTestFailed, apply_patch
 from kubernetes.aio.client import Configuration
 
-from keepstep.wire.reports import AUDIENCE
+from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.kube.resources import POLICIES, Resource
 from keepstep_operator.serving import listening
 

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run_status import cut
 from keepstep_operator.printing import printable
 
 

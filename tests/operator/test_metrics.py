@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from prometheus_client import generate_latest
 
-from keepstep.wire.runs import Badput, Record, RunGoodput
-from keepstep_operator.api.run import RunStatus
+from keepstep.wire.run_reports import Badput, Record, RunGoodput
+from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.leader_answer import Cluster
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.render import render
-from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import KEY, T0, begun, pod, report, reported, run_object
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from keepstep.errors import StorageError
-from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
+from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_operator.certificates.pki import make_authority, sign_request
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.token_auth import Refused

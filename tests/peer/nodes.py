@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.steps import StepId
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.peer.authority import FileCredentials, Files
 from tests.volume.images import RUN, Slot, make_layout, staged

@@ -13,13 +13,13 @@ import pytest
 
 from keepstep.errors import ForeignError, FormatError, ImageError
 from keepstep.image import BaseRef, Layout, Section, TensorSpec
-from keepstep_sidecar.tiers import transfer
-from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers import verified_chunks
+from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listing, NeededCopies
-from keepstep_sidecar.tiers.receive import IncomingCopy
 from keepstep_sidecar.tiers.source import local_source
-from keepstep_sidecar.volume.directories import LocalShard, ShardName
 from keepstep_sidecar.volume.files import aligned_buffer
+from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 from keepstep_sidecar.volume.volume import SealedImage, Volume
 from tests.harness import matching, until
 from tests.peer.nodes import Node, running
@@ -84,11 +84,11 @@ async def test_what_lies_beside_a_shard_must_be_the_base_that_it_refers_to(pair:
     async with running(*pair):
         shards = [write(here.volume, step, base_of(step)) for step in range(2)]
         good, other = (local_source(here.volumes, shard) for shard in shards)
-        with transfer.opened(good):
+        with verified_chunks.opened(good):
             pass
         with (
             pytest.raises(ForeignError, match="it refers to another base than"),
-            transfer.opened(replace(good, beside=other.beside)),
+            verified_chunks.opened(replace(good, beside=other.beside)),
         ):
             pass
 
@@ -105,7 +105,7 @@ async def test_another_pod_reads_shard_and_base_from_the_copy(pair: Pair) -> Non
             for source in reader.remote_tier.sources(remote):
                 view, beside = empty_slot(base.layout), source.beside
                 assert beside is not None
-                await asyncio.to_thread(transfer.load, beside, view)
+                await asyncio.to_thread(verified_chunks.load, beside, view)
                 end = base.layout.digests_begin
                 assert view[:end] == base.view[:end]
 

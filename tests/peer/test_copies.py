@@ -14,8 +14,8 @@ from keepstep.errors import StorageError
 from keepstep.steps import Answer
 from keepstep_sidecar.tiers.peer import buddy as buddies
 from keepstep_sidecar.tiers.tier import RunFacts
-from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.run_tree import LocalShard
 from tests.harness import until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.steps import Answer
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.volume import files
 from tests.harness import until
 from tests.peer.authority import Authority

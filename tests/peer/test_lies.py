@@ -14,9 +14,9 @@ import pytest
 from keepstep.errors import DigestError, ImageError
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
-from keepstep_sidecar.tiers.peer.serve import Reading
+from keepstep_sidecar.tiers.peer.served_shards import Reading
 from tests.harness import flip, until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading

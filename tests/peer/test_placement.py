@@ -12,8 +12,8 @@ from keepstep.core.retention import crowded_out, superseded
 from keepstep.leader.buddies import Spot
 from keepstep.leader.buddies import buddies as assigned
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.reports import Peer
-from keepstep_sidecar.tiers.peer.members import Directory
+from keepstep.wire.member_reports import Peer
+from keepstep_sidecar.tiers.peer.peer_list import Directory
 from keepstep_sidecar.tiers.peer.protocol import Listing, NeededCopies
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)

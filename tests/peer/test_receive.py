@@ -16,11 +16,11 @@ from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
+from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
 from keepstep_sidecar.tiers.peer import client, handlers
-from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.receive import IncomingCopy
-from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
 from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
+from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 

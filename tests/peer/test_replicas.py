@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep_sidecar.tiers import receive
+from keepstep_sidecar.tiers import incoming_copy
+from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
 from keepstep_sidecar.tiers.peer import buddy as sending
-from keepstep_sidecar.tiers.receive import IncomingCopy
-from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
+from keepstep_sidecar.volume.run_tree import LocalShard
 from tests.harness import flip, until, verify_image
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
@@ -65,7 +65,7 @@ async def test_what_the_buddys_own_image_has_alike_is_not_sent(pair: Pair) -> No
 async def test_what_is_copied_there_gives_way_to_the_pods_own_writes(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receive, "_TAKE_S", 0.5)
+    monkeypatch.setattr(incoming_copy, "_TAKE_S", 0.5)
     here, buddy = pair
     nice: list[int] = []
     monkeypatch.setattr(buddy.volumes.pace, "_bytes_per_second", 64 * CHUNK_BYTES)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.serve import Shards
-from keepstep_sidecar.tiers.receive import IncomingCopy
-from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
+from keepstep_sidecar.tiers.peer.served_shards import Shards
 from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
+from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import flip, until
 from tests.peer.authority import Authority

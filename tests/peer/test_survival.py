@@ -16,10 +16,10 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep_sidecar.tiers.peer.buddy import due, needed_copies
 from keepstep_sidecar.tiers.peer.client import Link
-from keepstep_sidecar.tiers.peer.copies import Copies
-from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
+from keepstep_sidecar.tiers.peer.served_shards import Shards
 from keepstep_sidecar.tiers.tier import LocalInventory
-from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.peer.authority import Authority, FileCredentials

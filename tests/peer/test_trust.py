@@ -14,7 +14,7 @@ from keepstep.errors import UsageError
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tls import Identity
-from keepstep_sidecar.volume.directories import survey
+from keepstep_sidecar.volume.run_tree import survey
 from tests.harness import until
 from tests.peer.authority import Authority, FileCredentials, Files
 from tests.peer.nodes import Node, running

@@ -11,9 +11,9 @@ import torch
 
 from keepstep.errors import CoverageError
 from keepstep.image import FlatBox
+from keepstep.restore.fill_plan import Box, Piece, TensorRequest, blocks, byte_range, cover, make
 from keepstep.restore.images import Images, view_of
 from keepstep.restore.images import fill as fill_from
-from keepstep.restore.plan import Box, Piece, TensorRequest, blocks, byte_range, cover, make
 from keepstep.restore.targets import boxes
 from tests.resharding.worlds import Step, bits, cut, some, take
 from tests.torch_version import NEWER_DTYPES

@@ -10,7 +10,7 @@ import pytest
 from keepstep.core.vote import Decision
 from keepstep.errors import CoverageError
 from keepstep.restore import restore
-from keepstep.restore.plan import IndexBuilder
+from keepstep.restore.fill_plan import IndexBuilder
 from keepstep.steps import EpochId, StepId, Tier
 
 ID = StepId(EpochId(1, "aaaaaaaa"), 4)

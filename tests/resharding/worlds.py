@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec
-from keepstep.restore.plan import Box
+from keepstep.restore.fill_plan import Box
 from keepstep.state.leaves import CODE_OF
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import Source, Sources

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest
-from keepstep.wire.runs import PATH, Record, Requested, RunReport
+from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest
+from keepstep.wire.run_reports import PATH, Record, Requested, RunReport
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
-from keepstep_operator.reconcile.reports import bounded
+from keepstep_operator.reconcile.reports_api import bounded
 from tests.certificates import make_certificate
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from keepstep.wire.runs import Member
+from keepstep.wire.run_reports import Member
 from tests.harness import SidecarProcess, free_port, matching
 
 

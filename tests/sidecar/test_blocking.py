@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import Cancel
 
 
@@ -54,7 +54,7 @@ async def test_a_cancelled_caller_waits_for_its_thread_however_often_it_is_cance
 
 async def test_a_cancelled_transfer_waits_for_its_thread_too(thread: ThreadPoolExecutor) -> None:
     work = Filling()
-    await work.is_waited_for(asyncio.create_task(transfer.run(thread, work)))
+    await work.is_waited_for(asyncio.create_task(verified_chunks.run(thread, work)))
 
 
 async def test_work_that_has_not_begun_when_its_caller_is_cancelled_never_begins(

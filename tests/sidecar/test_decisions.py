@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRanks
+from keepstep.wire.member_reports import Report, ReportedRanks
 from keepstep.wire.trainer import LeaseRequest
 from keepstep_sidecar.leases import local_world, sees_all
 from keepstep_sidecar.report.report import pressing

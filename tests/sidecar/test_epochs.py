@@ -10,7 +10,7 @@ from committers import make_committer
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.inventory import RemoteInventory
-from keepstep_sidecar.memory.directories import SlotDirectories
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.volume import Volume, VolumeSet

@@ -16,7 +16,7 @@ from keepstep.errors import FormatError, ImageError, TornError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
-from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.run_file import RunRecord
 from tests.harness import peak_of
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 1200)

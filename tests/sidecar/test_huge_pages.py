@@ -13,7 +13,7 @@ from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
 from keepstep.wire.trainer import Flushed, StopRequest, UnseenRequest
-from keepstep_sidecar.memory.directories import SlotDirectories
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from tests import hugetlbfs
 from tests.harness import SidecarProcess, eventually
 

@@ -16,7 +16,7 @@ from trainer import FakeTrainer, content, read_image
 from keepstep.core.retention import Retention
 from keepstep.core.vote import choose, limit_of
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.runs import DoubtKind, MemberState, RunPolicy
+from keepstep.wire.run_reports import DoubtKind, MemberState, RunPolicy
 from tests.harness import eventually, free_port
 
 OPTIONS = ("--persist-every", "1", "--keep", "1")

@@ -17,13 +17,13 @@ import pytest
 from keepstep.errors import NoMemoryError
 from keepstep.steps import Tier
 from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.memory.directories import SlotDirectories, rank_directory
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, rank_directory
 from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
-from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
+from keepstep_sidecar.restore.fetcher import Fetcher, Prefetcher
 from keepstep_sidecar.tiers.source import FileSource, local_source
-from keepstep_sidecar.volume.directories import LocalShard
 from keepstep_sidecar.volume.files import ShardFile
+from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
 from tests.volume.images import RUN, make_layout, staged, step_id

@@ -15,7 +15,7 @@ from trainer import FakeTrainer, come_back, content, read_image
 from keepstep.image import ControlPage
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import FlushRequest, Opened, OpenRequest, Sources, SourcesRequest
-from keepstep_sidecar.memory.directories import rank_directory
+from keepstep_sidecar.memory.slot_directories import rank_directory
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]

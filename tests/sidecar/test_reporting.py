@@ -15,7 +15,7 @@ from pods import Pod
 from trainer import FakeTrainer, Ranks
 
 from keepstep.steps import Answer, StepId
-from keepstep.wire.runs import DoubtKind
+from keepstep.wire.run_reports import DoubtKind
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import health
 from tests.harness import eventually

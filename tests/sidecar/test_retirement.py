@@ -9,7 +9,7 @@ from pathlib import Path
 from committers import make_committer, write
 
 from keepstep.core.node import LastReply, Reading
-from keepstep_sidecar.memory.directories import SlotDirectories
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import eventually

@@ -19,12 +19,12 @@ from keepstep.errors import DigestError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import probe
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.memory.directories import SlotDirectories
+from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.volume import directories as scan_module
+from keepstep_sidecar.volume import run_tree as scan_module
 from keepstep_sidecar.volume import volume as volume_module
-from keepstep_sidecar.volume.directories import Scan, temporary_name
 from keepstep_sidecar.volume.files import Filesystem
+from keepstep_sidecar.volume.run_tree import Scan, temporary_name
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import SidecarProcess, eventually
 from tests.volume.images import EPOCH, RUN, make_layout, staged

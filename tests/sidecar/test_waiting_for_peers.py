@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from keepstep.steps import Answer, Epoch, EpochId, Tier
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.api.restoring import Votes
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from keepstep.steps import StepId
 from keepstep_sidecar.tiers.tier import LocalInventory, RemoteTier
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 
 
 class Held:

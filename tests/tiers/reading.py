@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.image import ControlPage
-from keepstep.image.manifest import Manifest
-from keepstep_sidecar.tiers import transfer
+from keepstep.image.control_page import Manifest
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard, RemoteTier
@@ -25,7 +25,7 @@ async def read(
     for source in remote_tier.sources(shard):
         attempt = functools.partial(work, source)
         try:
-            return await transfer.run(None, attempt)
+            return await verified_chunks.run(None, attempt)
         except (ImageError, StorageError) as error:
             failure = error
             if isinstance(error, ImageError) and isinstance(remote_tier, PeerTier):
@@ -35,19 +35,23 @@ async def read(
 
 async def manifest(remote_tier: RemoteTier, shard: RemoteShard) -> Manifest:
     def work(source: ShardSource, cancel: Cancel) -> Manifest:
-        with transfer.opened(source, cancel) as opened:
+        with verified_chunks.opened(source, cancel) as opened:
             return opened.manifest
 
     return await read(remote_tier, shard, work)
 
 
 async def load(remote_tier: RemoteTier, shard: RemoteShard, view: memoryview) -> ControlPage:
-    return await read(remote_tier, shard, lambda at, cancel: transfer.load(at, view, cancel=cancel))
+    return await read(
+        remote_tier, shard, lambda at, cancel: verified_chunks.load(at, view, cancel=cancel)
+    )
 
 
-async def chunks(remote_tier: RemoteTier, shard: RemoteShard, buffers: transfer.ChunkViews) -> None:
+async def chunks(
+    remote_tier: RemoteTier, shard: RemoteShard, buffers: verified_chunks.ChunkViews
+) -> None:
     def work(source: ShardSource, cancel: Cancel) -> None:
-        with transfer.opened(source, cancel) as opened:
-            transfer.fill(opened, buffers)
+        with verified_chunks.opened(source, cancel) as opened:
+            verified_chunks.fill(opened, buffers)
 
     await read(remote_tier, shard, work)

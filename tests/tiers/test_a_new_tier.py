@@ -20,7 +20,7 @@ TOY = Path(__file__).with_name("toy")
 SOURCES = ("lib/src", "sidecar/src", "operator/src")
 OF_ONE_TIER = {
     "lib/src/keepstep/core/ledger.py": "archived steps of ranks whose pods are gone",
-    "sidecar/src/keepstep_sidecar/api/service.py": "a pod that ends archives its newest step",
+    "sidecar/src/keepstep_sidecar/api/lifecycle.py": "a pod that ends archives its newest step",
     "sidecar/src/keepstep_sidecar/api/status.py": "an archive that does not answer is a warning",
     "sidecar/src/keepstep_sidecar/api/saving.py": "a wait until a step is archived",
     "sidecar/src/keepstep_sidecar/commit/lineage.py": "epochs that peers tell",
@@ -28,8 +28,8 @@ OF_ONE_TIER = {
     "lib/src/keepstep/leader/node_rank.py": "whose rank it is",
     "lib/src/keepstep/leader/run_ledger.py": "what is left without a node",
     "lib/src/keepstep/leader/leader.py": "whether the run has an archive",
-    "lib/src/keepstep/leader/summary.py": "what the loss of a node leaves; archived steps",
-    "lib/src/keepstep/leader/doubts.py": "how long a shard may wait for each",
+    "lib/src/keepstep/leader/run_report.py": "what the loss of a node leaves; archived steps",
+    "lib/src/keepstep/leader/advisories.py": "how long a shard may wait for each",
 }
 """Files that name peers or the archive for something that only these do, and what this is. A new
 tier, which does nothing of the kind, leaves them alone."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keepstep.steps import EpochId, StepId
 from keepstep_sidecar.tiers.replicator import Due, chosen
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 
 HELD = {0: cast("LocalShard", object())}
 STEPS = st.builds(

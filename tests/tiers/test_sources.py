@@ -13,7 +13,7 @@ import pytest
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
 from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -28,18 +28,20 @@ STEP = 5
 T = TypeVar("T")
 
 
-async def read(source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
+async def read(source: ShardSource, work: Callable[[verified_chunks.Opened], T]) -> T:
     """`work` with the source open, as a restore does it."""
 
     def opened(cancel: Cancel) -> T:
-        with transfer.opened(source, cancel) as found:
+        with verified_chunks.opened(source, cancel) as found:
             return work(found)
 
-    return await transfer.run(None, opened)
+    return await verified_chunks.run(None, opened)
 
 
 async def load(source: ShardSource, view: memoryview) -> ControlPage:
-    return await transfer.run(None, lambda cancel: transfer.load(source, view, cancel=cancel))
+    return await verified_chunks.run(
+        None, lambda cancel: verified_chunks.load(source, view, cancel=cancel)
+    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ async def test_chunks_come_in_any_order(place: Place, request: pytest.FixtureReq
         last = layout.chunk_count - 1
         sizes = {last: layout.digests_begin - last * CHUNK, 1: CHUNK}
         expected = [(index, empty_buffer(size)) for index, size in sizes.items()]
-        await read(lying.source, lambda opened: transfer.fill(opened, expected))
+        await read(lying.source, lambda opened: verified_chunks.fill(opened, expected))
         for index, buffer in expected:
             begin = index * CHUNK
             assert buffer == lying.slot.view[begin : begin + sizes[index]]
@@ -185,7 +187,7 @@ async def test_a_flipped_byte_is_found_in_its_chunk(
         flip(lying.path, CHUNK + 5)
         expected = [(1, empty_buffer(CHUNK))]
         with pytest.raises((ImageError, StorageError)):
-            await read(lying.source, lambda opened: transfer.fill(opened, expected))
+            await read(lying.source, lambda opened: verified_chunks.fill(opened, expected))
 
 
 @everywhere

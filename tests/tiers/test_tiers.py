@@ -13,7 +13,7 @@ from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.tier import RemoteTier
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving
 from tests.harness import files_below, flip, until

@@ -10,9 +10,9 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 RUN = "gpt"
@@ -88,4 +88,4 @@ def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPa
         run=each.volumes[0].record.run,
         open=lambda: each.opened(path),
     )
-    return transfer.load(source, view)
+    return verified_chunks.load(source, view)

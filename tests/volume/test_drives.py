@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
-from keepstep_sidecar.agent.directories import prepare
+from keepstep_sidecar.agent.run_directories import prepare
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.volume.files import Engine, Filesystem, probe
 from keepstep_sidecar.volume.volume import Volume, VolumeSet

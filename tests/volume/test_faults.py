@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.volume import files
-from keepstep_sidecar.volume.directories import is_step
+from keepstep_sidecar.volume.run_tree import is_step
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
 from tests.volume.points import FAULT_POINTS

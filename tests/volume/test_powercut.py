@@ -18,9 +18,9 @@ import pytest
 from keepstep.errors import ImageError, KeepstepError
 from keepstep.steps import Epoch, EpochId, shard_name
 from keepstep_sidecar.volume import files
-from keepstep_sidecar.volume.directories import Scan, is_step
 from keepstep_sidecar.volume.files import Engine
-from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_tree import Scan, is_step
 from keepstep_sidecar.volume.volume import SHARD, Volume
 from tests.harness import control_of, layout_of, verify_image
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id

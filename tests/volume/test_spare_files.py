@@ -18,7 +18,7 @@ import pytest
 
 from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume import directories
+from keepstep_sidecar.volume import run_tree
 from keepstep_sidecar.volume.files import Engine, Filesystem
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -180,7 +180,7 @@ def test_who_stands_in_the_steps_directory_finds_no_file_that_changes(volume: Vo
 def test_where_the_kernel_cannot_tell_who_has_it_open_it_is_deleted(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directories, "is_open_only_as", lambda *_: False)
+    monkeypatch.setattr(run_tree, "is_open_only_as", lambda *_: False)
     inode = spare_shard(volume)
     with (volume.root / "spare" / shard_name(0, 2)).open() as file:  # so its number is not free
         assert write(volume, staged(make_layout(), 2)).stat().st_ino != inode

@@ -13,8 +13,8 @@ import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume.directories import survey
 from keepstep_sidecar.volume.files import Engine, RateLimit
+from keepstep_sidecar.volume.run_tree import survey
 from keepstep_sidecar.volume.volume import Volume, Written
 from tests.harness import verify_image
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id

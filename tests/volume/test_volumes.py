@@ -16,7 +16,7 @@ from keepstep.errors import (
     StorageError,
 )
 from keepstep.steps import Epoch, EpochId
-from keepstep_sidecar.volume import run_record
+from keepstep_sidecar.volume import run_file
 from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import flip
@@ -124,7 +124,7 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
     volume, two = volumes.volumes
     assert (volume.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
     assert volumes.record.epochs == (EPOCH, later)
-    assert run_record.load(two.root / "run.json", run=RUN) == two.record
+    assert run_file.load(two.root / "run.json", run=RUN) == two.record
 
 
 def test_an_epoch_that_no_volume_can_record_is_an_error(

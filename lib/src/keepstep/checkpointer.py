@@ -50,16 +50,14 @@ from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, repo
 from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
 from keepstep.restore.restore import FillGuard, Restore, without_collections
-from keepstep.save.agent import Agent, Stats
-from keepstep.save.frozen import Base, Frozen
-from keepstep.save.guard import Guard
+from keepstep.save.frozen_parameters import Base, Frozen
+from keepstep.save.mutation_guard import Guard
+from keepstep.save.save_thread import Agent, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
 from keepstep.save.snapshot import Snapshots, Verdict
 from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
-from keepstep.state.leaves import Taken, text_of
-from keepstep.state.sharding import ALONE, Claim
-from keepstep.state.take import (
+from keepstep.state.capture import (
     Taking,
     UnsavedBuffers,
     check_components,
@@ -70,12 +68,14 @@ from keepstep.state.take import (
     loose_places,
     take,
 )
+from keepstep.state.leaves import Taken, text_of
+from keepstep.state.sharding import ALONE, Claim
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
 if TYPE_CHECKING:
-    from keepstep.save.replicas import Replicas
+    from keepstep.save.replica_check import Replicas
 
 log = logging.getLogger("keepstep")
 
@@ -397,7 +397,7 @@ class Checkpointer:
 
     def _compare_replicas(self, epoch: Epoch) -> None:
         if self._world > 1 and (agent := self._agent) is not None:
-            from keepstep.save.replicas import Replicas
+            from keepstep.save.replica_check import Replicas
 
             several = len(set(self._topology.nodes)) > 1
             self._replicas = Replicas(

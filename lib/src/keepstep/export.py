@@ -37,9 +37,9 @@ from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.tensors import NATIVE_BYTES
-from keepstep.restore import plan
+from keepstep.restore import fill_plan
+from keepstep.restore.fill_plan import Box, IndexBuilder, Saved
 from keepstep.restore.images import W, chunk_runs, fill
-from keepstep.restore.plan import Box, IndexBuilder, Saved
 from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse
 from keepstep.steps import StepId
 
@@ -143,7 +143,7 @@ class Export:
         self._read_dtypes = list(self._dtypes.values())
         self._plan = self._made(
             [
-                plan.TensorRequest(tensor.name, Box.whole(tensor.shape))
+                fill_plan.TensorRequest(tensor.name, Box.whole(tensor.shape))
                 for tensor in self._saved.values()
             ]
         )
@@ -219,7 +219,7 @@ class Export:
         dtypes = [_dtype_of(first)] * 2
         targets = [torch.empty(first.shape, dtype=dtype) for dtype in dtypes]
         requests = [
-            plan.TensorRequest(saved.name, Box.whole(first.shape)) for saved in (first, other)
+            fill_plan.TensorRequest(saved.name, Box.whole(first.shape)) for saved in (first, other)
         ]
         fill(self._made(requests), targets, images, dtypes)
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
@@ -252,9 +252,9 @@ class Export:
         shape = self._of.shapes.get(saved.name, saved.shape)
         return _Entry(name, dtype if converted and dtype else kept, shape)
 
-    def _made(self, requests: list[plan.TensorRequest]) -> plan.Plan:
+    def _made(self, requests: list[fill_plan.TensorRequest]) -> fill_plan.Plan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
-        return plan.make(requests, self.index, rank=0, nearness=[1] * (2 * self.index.world))
+        return fill_plan.make(requests, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 
 
 def _not_one(names: tuple[str, ...], step_id: StepId) -> str:

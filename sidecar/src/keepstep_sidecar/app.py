@@ -13,13 +13,13 @@ from pathlib import Path
 from keepstep.core.schedule import Grid, Pacing
 from keepstep.errors import ImageError, StorageError
 from keepstep.steps import Epoch
-from keepstep.wire.reports import ReportReply
+from keepstep.wire.member_reports import ReportReply
 from keepstep_sidecar import connections, log
+from keepstep_sidecar.api.lifecycle import Service
 from keepstep_sidecar.api.pinning import Pinning
 from keepstep_sidecar.api.restoring import Restoring
 from keepstep_sidecar.api.saving import Saving, StepLongPoll
 from keepstep_sidecar.api.server import listen
-from keepstep_sidecar.api.service import Service
 from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
@@ -31,14 +31,14 @@ from keepstep_sidecar.history import History
 from keepstep_sidecar.leader.host import OWN
 from keepstep_sidecar.leases import Leases, Owner
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.allocator import Allocator
-from keepstep_sidecar.memory.directories import DirectoryLock, SlotDirectories
+from keepstep_sidecar.memory.slot_allocator import Allocator
+from keepstep_sidecar.memory.slot_directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
-from keepstep_sidecar.report.led import Led
+from keepstep_sidecar.report.leadership import Led
 from keepstep_sidecar.report.reporter import Reporter, ReportSource
 from keepstep_sidecar.restore.chunks import ChunkBuffers
-from keepstep_sidecar.restore.fetch import Fetcher, Prefetcher
+from keepstep_sidecar.restore.fetcher import Fetcher, Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile

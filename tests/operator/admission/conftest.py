@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from keepstep_operator.admission.checkpoint_run import RunRecords
 from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.namespace_limits import Rooms
 from keepstep_operator.admission.policies import Policies
-from keepstep_operator.admission.rooms import Rooms
-from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import Admission
 from keepstep_operator.certificates.pki import Pair, make_server
 from keepstep_operator.injection import Defaults

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from keepstep_operator.api.pod import PodError, injected_of, parse_pod
 from keepstep_operator.api.quantities import parse_bytes, parse_millicores
 from keepstep_operator.injection import Room, inject
-from keepstep_operator.injection.room import parse_quota, parse_ranges
+from keepstep_operator.injection.namespace_limits import parse_quota, parse_ranges
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, bare_pod, policy
 
 Body = dict[str, Any]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.runs import MemberState, NodeReport, RunReport, Safe
-from keepstep_operator.api.model import Job, PodRecord, PolicyRecord, RunKey, RunObject
+from keepstep.wire.run_reports import MemberState, NodeReport, RunReport, Safe
+from keepstep_operator.api.cluster_objects import Job, PodRecord, PolicyRecord, RunKey, RunObject
 from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.run import Run

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from keepstep.wire.runs import PATH, RunReport
+from keepstep.wire.run_reports import PATH, RunReport
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.resources import RUNS
 from keepstep_operator.reconcile.main import Parts, Settings

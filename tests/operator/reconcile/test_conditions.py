@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from keepstep.wire.runs import Doubt, DoubtKind, Record, RestoreFrom, Safe
-from keepstep_operator.api.model import NodeRecord
+from keepstep.wire.run_reports import Doubt, DoubtKind, Record, RestoreFrom, Safe
+from keepstep_operator.api.cluster_objects import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.tiers import Archive, Bucket, Peers
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.conditions import _DOUBTS, SILENT_S, Verdict, verdicts
-from keepstep_operator.reconcile.requested import Cluster
+from keepstep_operator.reconcile.leader_answer import Cluster
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     T0,

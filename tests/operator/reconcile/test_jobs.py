@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from keepstep_operator.api.model import Job, JobState, PodRecord
-from keepstep_operator.api.run import JobStatus, RunStatus
+from keepstep_operator.api.cluster_objects import Job, JobState, PodRecord
+from keepstep_operator.api.run_status import JobStatus, RunStatus
 from keepstep_operator.kube.client import Client
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.jobs import owner_of, state_of

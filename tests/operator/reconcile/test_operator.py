@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from keepstep.steps import Tier
-from keepstep.wire.runs import Doubt, DoubtKind, KeptStep, Record
+from keepstep.wire.run_reports import Doubt, DoubtKind, KeptStep, Record
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES
-from keepstep_operator.reconcile import operator, rounds, writers
+from keepstep_operator.reconcile import operator, periodic_checks, writers
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
 from tests.operator.injection.pods import policy_body
@@ -26,9 +26,13 @@ JOBS = f"/apis/kubeflow.org/v1/namespaces/{KEY.namespace}/pytorchjobs"
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
-        (rounds, "CHECK_S", 0.2), (rounds, "TICK_S", 0.2), (rounds, "JOB_S", 0.2),
-        (rounds, "LATE_S", 0.2), (rounds, "SWEEP_S", 0.5), (writers, "_REPAIR_S", 0.2),
-    ):  # fmt: skip
+        (periodic_checks, "CHECK_S", 0.2),
+        (periodic_checks, "TICK_S", 0.2),
+        (periodic_checks, "JOB_S", 0.2),
+        (periodic_checks, "LATE_S", 0.2),
+        (periodic_checks, "SWEEP_S", 0.5),
+        (writers, "_REPAIR_S", 0.2),
+    ):
         monkeypatch.setattr(module, name, value)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepstep_operator.api.model import JobState, RunKey
+from keepstep_operator.api.cluster_objects import JobState, RunKey
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.reconcile.parsing import (
     job_state,

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from keepstep.steps import StepId, Tier
-from keepstep.wire import runs as wire
-from keepstep.wire.reports import CERTIFICATES_PATH
-from keepstep.wire.runs import (
+from keepstep.wire import run_reports as wire
+from keepstep.wire.member_reports import CERTIFICATES_PATH
+from keepstep.wire.run_reports import (
     Alarm,
     Doubt,
     DoubtKind,
@@ -26,7 +26,7 @@ from keepstep.wire.runs import (
     RunEvent,
     Safe,
 )
-from keepstep_operator.reconcile.reports import bounded
+from keepstep_operator.reconcile.reports_api import bounded
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.samples import (
     KEY,

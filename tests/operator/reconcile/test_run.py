@@ -9,13 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.steps import Epoch, EpochId
-from keepstep.wire.runs import MOST_RECENT, Holder, Record, RunEvent, utc
-from keepstep_operator.api.model import JobState
-from keepstep_operator.api.run import CommittedStatus, PolicyStatus, RunStatus, as_json, read_status
+from keepstep.wire.run_reports import MOST_RECENT, Holder, Record, RunEvent, utc
+from keepstep_operator.api.cluster_objects import JobState
+from keepstep_operator.api.run_status import (
+    CommittedStatus,
+    PolicyStatus,
+    RunStatus,
+    as_json,
+    read_status,
+)
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import events
+from keepstep_operator.reconcile.leader_answer import Cluster, leader_pod, requested
 from keepstep_operator.reconcile.render import render
-from keepstep_operator.reconcile.requested import Cluster, leader_pod, requested
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     JOB,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepstep.steps import Tier
-from keepstep.wire.runs import (
+from keepstep.wire.run_reports import (
     Alarm,
     Doubt,
     DoubtKind,
@@ -20,16 +20,16 @@ from keepstep.wire.runs import (
     SaveOverhead,
     utc,
 )
-from keepstep_operator.api.model import Job, NodeRecord
+from keepstep_operator.api.cluster_objects import Job, NodeRecord
 from keepstep_operator.api.policy import VolumeKind
-from keepstep_operator.api.run import CommittedStatus, RunStatus
+from keepstep_operator.api.run_status import CommittedStatus, RunStatus
 from keepstep_operator.api.tiers import Peers
 from keepstep_operator.reconcile import checkpoints
-from keepstep_operator.reconcile import requested as module
+from keepstep_operator.reconcile import leader_answer as module
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import Event, bodies, events, policy_event, standing
+from keepstep_operator.reconcile.leader_answer import Cluster, requested
 from keepstep_operator.reconcile.render import policy_status, render
-from keepstep_operator.reconcile.requested import Cluster, requested
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     KEY,

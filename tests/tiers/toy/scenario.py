@@ -19,7 +19,7 @@ from pods import Pod  # noqa: E402
 from trainer import FakeTrainer, content, read_image  # noqa: E402
 
 from keepstep.steps import StepId, Tier  # noqa: E402
-from keepstep.wire.runs import RunReport  # noqa: E402
+from keepstep.wire.run_reports import RunReport  # noqa: E402
 from keepstep_operator.api.policy import parse_policy  # noqa: E402
 from keepstep_operator.injection import inject  # noqa: E402
 from tests.chart.schemas import closed, json_schema  # noqa: E402

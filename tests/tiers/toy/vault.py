@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.steps import Answer, StepId, Tier, shard_name
 from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, Due, Key
 from keepstep_sidecar.tiers.source import FileSource, ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
-from keepstep_sidecar.volume.directories import LocalShard, read_manifest
 from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
+from keepstep_sidecar.volume.run_tree import LocalShard, read_manifest
 
 
 class VaultTier(RemoteTier):

@@ -187,7 +187,7 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class LastReply:
-    """What the leader says of the whole run; see `wire.reports.ReportReply`.
+    """What the leader says of the whole run; see `wire.member_reports.ReportReply`.
 
     `commit`: the newest committed step. `commits`: the committed steps that this machine holds.
     """

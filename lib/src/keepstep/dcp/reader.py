@@ -57,10 +57,9 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import extras
+from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.manifest import Manifest
-from keepstep.restore.images import Images, W, fill, map_image
-from keepstep.restore.plan import (
+from keepstep.restore.fill_plan import (
     Box,
     Index,
     IndexBuilder,
@@ -71,6 +70,7 @@ from keepstep.restore.plan import (
     byte_range,
     make,
 )
+from keepstep.restore.images import Images, W, fill, map_image
 from keepstep.state.leaves import DTYPE_OF
 from keepstep.steps import NEAREST_FIRST, StepId, Tier, base_name, shard_name
 
@@ -421,7 +421,8 @@ class StepReader:
         self._images.close()
 
     def _moves(self, items: Sequence[ReadItem]) -> tuple[Plan, list[torch.dtype]]:
-        """DCP's plan as a plan of `restore.plan`: one want for each item, filled by one piece."""
+        """DCP's plan as a plan of `restore.fill_plan`: one want for each item, filled by one
+        piece."""
         requests, rows = [], []
         dims = max((len(item.lengths) for item in items), default=0)
         for number, item in enumerate(items):

@@ -56,7 +56,7 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, strictjson
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
-from keepstep.save.agent import Agent
+from keepstep.save.save_thread import Agent
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
 from keepstep.state.leaves import DTYPE_OF, code_of

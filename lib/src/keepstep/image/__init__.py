@@ -1,26 +1,26 @@
 """The image: the bytes of one rank's state, as a valid safetensors file (docs/format.md).
 
-Pure: no torch, and no I/O except that `manifest` reads files. `layout` says where every byte is.
-`control` says what an image is and that it is complete. `extras` encodes values that are not
-tensors. `manifest` proves that bytes did not change.
+Pure: no torch, and no I/O except that `control_page` reads files. `layout` says where every byte
+is. `control` says what an image is and that it is complete. `extras` encodes values that are not
+tensors. `control_page` proves that bytes did not change.
 """
 
+from keepstep.image.control_page import BaseRef as BaseRef
+from keepstep.image.control_page import ControlPage as ControlPage
+from keepstep.image.control_page import check_control as check_control
+from keepstep.image.control_page import chunk_bounds as chunk_bounds
+from keepstep.image.control_page import read_control as read_control
+from keepstep.image.control_page import read_layout as read_layout
+from keepstep.image.control_page import seal_for_disk as seal_for_disk
+from keepstep.image.control_page import section_digests as section_digests
+from keepstep.image.control_page import table_of as table_of
+from keepstep.image.control_page import tensors_in_chunk as tensors_in_chunk
 from keepstep.image.layout import FORMAT_VERSION as FORMAT_VERSION
 from keepstep.image.layout import HUGE_PAGE_BYTES as HUGE_PAGE_BYTES
 from keepstep.image.layout import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from keepstep.image.layout import PAGE_BYTES as PAGE_BYTES
 from keepstep.image.layout import Entry as Entry
 from keepstep.image.layout import Layout as Layout
-from keepstep.image.manifest import BaseRef as BaseRef
-from keepstep.image.manifest import ControlPage as ControlPage
-from keepstep.image.manifest import check_control as check_control
-from keepstep.image.manifest import chunk_bounds as chunk_bounds
-from keepstep.image.manifest import read_control as read_control
-from keepstep.image.manifest import read_layout as read_layout
-from keepstep.image.manifest import seal_for_disk as seal_for_disk
-from keepstep.image.manifest import section_digests as section_digests
-from keepstep.image.manifest import table_of as table_of
-from keepstep.image.manifest import tensors_in_chunk as tensors_in_chunk
 from keepstep.image.tensors import ELEMENT_BYTES as ELEMENT_BYTES
 from keepstep.image.tensors import FlatBox as FlatBox
 from keepstep.image.tensors import Parameters as Parameters

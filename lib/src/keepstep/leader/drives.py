@@ -2,8 +2,8 @@
 
 A hostPath outlives its pod. A drive that was replaced or formatted is empty, so only a memory
 outside of it can tell that it is another one: this one, and after a restart of the leader
-`keepstep.wire.runs.Record`. What counts as another drive, and what may as well be a drive that is
-only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
+`keepstep.wire.run_reports.Record`. What counts as another drive, and what may as well be a drive
+that is only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from keepstep.wire.reports import Report
-from keepstep.wire.runs import Drive
+from keepstep.wire.member_reports import Report
+from keepstep.wire.run_reports import Drive
 
 
 @dataclass(frozen=True, kw_only=True)

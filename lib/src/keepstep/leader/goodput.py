@@ -19,9 +19,9 @@ from math import floor
 from typing import Final
 
 from keepstep.core.history import Goodput
-from keepstep.wire import runs as wire
-from keepstep.wire.reports import ReportedGoodput
-from keepstep.wire.runs import MOST_TALLIES, seconds_of, utc
+from keepstep.wire import run_reports as wire
+from keepstep.wire.member_reports import ReportedGoodput
+from keepstep.wire.run_reports import MOST_TALLIES, seconds_of, utc
 
 SHOWN_S: Final = 60.0
 """The shown figure changes at most this often, although each report changes the sum."""

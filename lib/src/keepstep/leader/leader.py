@@ -4,7 +4,7 @@ The leader is the sidecar of node rank 0, and a member itself. It has no record 
 knows comes from its members since it began, so a new leader gives the same answers. It names steps
 that may be deleted only while all node ranks are connected and have said everything. A member has
 one connection, so of two leaders at most one ever has all of them. What an operator adds is in
-`requests`; nothing waits for it.
+`operator_requests`; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from keepstep.core.shard import MOST_RANKS, StepShards
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.buddies import Spot, buddies
-from keepstep.leader.history import RunHistory
 from keepstep.leader.node_rank import Sender
-from keepstep.leader.requests import Requests
+from keepstep.leader.operator_requests import Requests
+from keepstep.leader.run_history import RunHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import (
+from keepstep.wire.member_reports import (
     LeaderReply,
     MemberReport,
     Peer,
@@ -34,7 +34,7 @@ from keepstep.wire.reports import (
     ReportedRanks,
     ReportReply,
 )
-from keepstep.wire.runs import Requested, RunPolicy
+from keepstep.wire.run_reports import Requested, RunPolicy
 
 DUPLICATE = (
     "DuplicateNodeRank: two sidecars have node rank {}: give each machine a --node-rank of its own,"

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from keepstep.core.commit_rule import RankUnion
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRanks
+from keepstep.wire.member_reports import Report, ReportedRanks
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 A drive outlives its pod, but no pod reports its shards any more, so the ledger does not know them.
 This module remembers them: from the last report of the pod that left or, after a restart of the
-leader, from `keepstep.wire.runs.Record`.
+leader, from `keepstep.wire.run_reports.Record`.
 """
 
 from __future__ import annotations

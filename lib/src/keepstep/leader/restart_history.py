@@ -2,7 +2,7 @@
 
 With each report, every rank lists all restores since its sidecar started. One epoch is one restart.
 It is accounted for once all ranks have reported it, or once the ranks that will not report it have
-had their time. What an earlier leader counted is known from `keepstep.wire.runs.Record`.
+had their time. What an earlier leader counted is known from `keepstep.wire.run_reports.Record`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, Tier
-from keepstep.wire.reports import Report, ReportedRestore
+from keepstep.wire.member_reports import Report, ReportedRestore
 
 PATIENCE_S = 35.0
 """How long to wait for ranks that have not reported a restore: a sidecar that died forgets the

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.runs import RestoreFrom
+from keepstep.wire.run_reports import RestoreFrom
 
 _TARGET = re.compile(
     r"(?:([a-z0-9][-a-z0-9]*)/)?(?:([0-9]{1,18})|([0-9]{4,9}\.[0-9a-f]{8}-[0-9]+))"

@@ -37,7 +37,7 @@ from keepstep.leader.node_rank import (
 )
 from keepstep.leader.orphaned_shards import OrphanedShards
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import Report, ReportedRanks
+from keepstep.wire.member_reports import Report, ReportedRanks
 
 MOST_ARCHIVED = 4096
 """The most archived steps that count: the newest do, and older ones are left alone."""

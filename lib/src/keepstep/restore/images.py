@@ -49,7 +49,7 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, Parameters, check_control
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.restore.plan import Block, Index, IndexBuilder, Piece, Plan, blocks, byte_range
+from keepstep.restore.fill_plan import Block, Index, IndexBuilder, Piece, Plan, blocks, byte_range
 from keepstep.state import accelerator
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepstep.restore.fill_plan import Saved
 from keepstep.restore.images import Images
-from keepstep.restore.plan import Saved
 from keepstep.restore.targets import Live, Path, SavedTree, Target, Tensors, describe_saved
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of

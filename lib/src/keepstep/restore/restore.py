@@ -39,9 +39,9 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
 from keepstep.restore.images import Images, Lending, LentImages, Shown, show
-from keepstep.restore.load import Loader, check_unused
+from keepstep.restore.loader import Loader, check_unused
 from keepstep.restore.targets import boxes
-from keepstep.save.frozen import Base, loaded_otherwise, restored
+from keepstep.save.frozen_parameters import Base, loaded_otherwise, restored
 from keepstep.state import rng
 from keepstep.state.leaves import Taken, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap

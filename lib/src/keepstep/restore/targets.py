@@ -22,8 +22,8 @@ from keepstep.client import copying
 from keepstep.errors import MismatchError, few
 from keepstep.image import FlatBox, Section, base_of, extras, local_name
 from keepstep.image.codecs import ViewForm
+from keepstep.restore.fill_plan import Box, Index, Saved, TensorRequest
 from keepstep.restore.images import Images
-from keepstep.restore.plan import Box, Index, Saved, TensorRequest
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
 from keepstep.state.leaves import (

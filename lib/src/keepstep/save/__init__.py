@@ -1,3 +1,4 @@
-"""A save: `snapshot` immediately copies what the forward pass may change. The thread of `agent`
-copies the rest while training goes on. Then it is decided whether the tensors stayed unchanged.
+"""A save: `snapshot` immediately copies what the forward pass may change. The thread of
+`save_thread` copies the rest while training goes on. Then it is decided whether the tensors stayed
+unchanged.
 """

@@ -39,8 +39,16 @@ from keepstep.client import copying
 from keepstep.client.session import Gate
 from keepstep.client.slot import Slot, SlotMapping
 from keepstep.image import ControlPage, Layout
-from keepstep.save.frozen import Base, Filling
-from keepstep.save.guard import SAMPLES, Fingerprint, Guard, Lot, Watched, may_wait, of_bits
+from keepstep.save.frozen_parameters import Base, Filling
+from keepstep.save.mutation_guard import (
+    SAMPLES,
+    Fingerprint,
+    Guard,
+    Lot,
+    Watched,
+    may_wait,
+    of_bits,
+)
 from keepstep.state import accelerator
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import Epoch

@@ -1,4 +1,4 @@
-"""What a state consists of once it is taken apart (`keepstep.state.take`), and the names of its
+"""What a state consists of once it is taken apart (`keepstep.state.capture`), and the names of its
 dtypes in the image (safetensors' spelling, see docs/format.md).
 """
 

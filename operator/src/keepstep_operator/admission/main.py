@@ -11,10 +11,10 @@ from typing import Any, Final
 import click
 
 from keepstep_operator import __version__, journal
+from keepstep_operator.admission.checkpoint_run import RunRecords
 from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.namespace_limits import Rooms
 from keepstep_operator.admission.policies import Policies
-from keepstep_operator.admission.rooms import Rooms
-from keepstep_operator.admission.run_record import RunRecords
 from keepstep_operator.admission.server import (
     TIMEOUT_S,
     Admission,

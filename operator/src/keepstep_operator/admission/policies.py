@@ -17,7 +17,7 @@ from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.job_kinds import is_name
 from keepstep_operator.api.policy import Policy, parse_policy
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run_status import cut
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import NotFound
 from keepstep_operator.kube.resources import POLICIES

@@ -14,7 +14,7 @@ from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run_status import cut
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection import Defaults, Near, Room, inject, refuse
 

@@ -16,7 +16,9 @@ from typing import Final
 
 from aiohttp import web
 
+from keepstep_operator.admission.checkpoint_run import RunRecord, RunRecords
 from keepstep_operator.admission.metrics import Metrics
+from keepstep_operator.admission.namespace_limits import Rooms
 from keepstep_operator.admission.policies import Policies, PolicyAbsent
 from keepstep_operator.admission.reviews import (
     Result,
@@ -29,11 +31,9 @@ from keepstep_operator.admission.reviews import (
     parse_review,
     passed,
 )
-from keepstep_operator.admission.rooms import Rooms
-from keepstep_operator.admission.run_record import RunRecord, RunRecords
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run_status import cut
 from keepstep_operator.injection import Defaults, is_injected
 from keepstep_operator.journal import crash, info
 from keepstep_operator.kube.errors import KubeError, Unavailable

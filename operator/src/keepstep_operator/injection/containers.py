@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Final
 
 from keepstep.compile_cache import DIRECTORY_ENV
-from keepstep.wire import runs
+from keepstep.wire import run_reports
 from keepstep_operator.api.leader import leader_address
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
+from keepstep_operator.injection.namespace_limits import Room
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.injection.resources import Cost, resources_of
-from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.tiers import environment_of
 from keepstep_operator.injection.volumes import (
@@ -232,7 +232,7 @@ def _settings(
         "KEEPSTEP_BYTES_PER_SECOND": policy.bytes_per_second,
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
         "KEEPSTEP_ON_LOSS": "restart" if policy.begins_again else None,
-        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{runs.PATH}",
+        "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{run_reports.PATH}",
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",
         "KEEPSTEP_REPORT_TOKEN_FILE": f"{TOKEN_PATH}/token",

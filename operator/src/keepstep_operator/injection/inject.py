@@ -25,6 +25,7 @@ from keepstep_operator.api.policy import Accounting, Policy, require_allowed
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.affinity import Near, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
+from keepstep_operator.injection.namespace_limits import Room
 from keepstep_operator.injection.ports import Ports, ports_of
 from keepstep_operator.injection.resources import (
     Cost,
@@ -32,7 +33,6 @@ from keepstep_operator.injection.resources import (
     cost_of,
     storage_limit,
 )
-from keepstep_operator.injection.room import Room
 from keepstep_operator.injection.settings import Defaults
 from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
 from keepstep_operator.names import (

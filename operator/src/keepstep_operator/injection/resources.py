@@ -10,7 +10,7 @@ stays Guaranteed, or a LimitRange of the namespace. An idle sidecar takes next t
 but it starts, makes slots and flushes only as fast as its CPU allows: with a limit of a tenth of a
 core it delayed a pod's start by 16 seconds.
 
-Where the namespace has LimitRanges, CPU is cut to what these leave (`room`).
+Where the namespace has LimitRanges, CPU is cut to what these leave (`namespace_limits`).
 
 `CarveOut` takes the same amounts from the training container, requests and limits, so quotas and
 queues see no change. It takes all of them or none.
@@ -30,7 +30,7 @@ from keepstep_operator.api.quantities import (
     parse_millicores,
 )
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.room import (
+from keepstep_operator.injection.namespace_limits import (
     LIMITS,
     REQUESTS,
     Room,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from keepstep.compile_cache import POD_NAME
-from keepstep.wire.reports import AUDIENCE
+from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.api.pod import Placement, PodError
 from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
 from keepstep_operator.api.quantities import format_bytes

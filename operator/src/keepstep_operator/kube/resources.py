@@ -8,8 +8,8 @@ from typing import Final
 from urllib.parse import quote
 
 from keepstep_operator import names
+from keepstep_operator.api.cluster_objects import Job
 from keepstep_operator.api.job_kinds import is_name, kind_of
-from keepstep_operator.api.model import Job
 from keepstep_operator.bodies import Body
 
 Patch = Body | list[Body]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep.wire.runs import KeptStep, utc
+from keepstep.wire.run_reports import KeptStep, utc
 from keepstep_operator import names
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.run import Run

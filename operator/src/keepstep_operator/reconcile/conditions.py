@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from keepstep.spans import within
-from keepstep.wire.runs import Doubt, DoubtKind, RunReport
+from keepstep.wire.run_reports import Doubt, DoubtKind, RunReport
 from keepstep_operator import names
-from keepstep_operator.api.model import PodRecord
+from keepstep_operator.api.cluster_objects import PodRecord
 from keepstep_operator.api.quantities import format_bytes
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.run_status import cut
 from keepstep_operator.reconcile import messages
+from keepstep_operator.reconcile.leader_answer import Cluster
 from keepstep_operator.reconcile.messages import and_more, few
-from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import FINISHED, Run
 from keepstep_operator.reconcile.survival import Survives, survives
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from keepstep.wire.runs import DoubtKind
+from keepstep.wire.run_reports import DoubtKind
 from keepstep_operator import names
-from keepstep_operator.api.model import Job, PolicyRecord, RunKey
-from keepstep_operator.api.run import cut
+from keepstep_operator.api.cluster_objects import Job, PolicyRecord, RunKey
+from keepstep_operator.api.run_status import cut
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.conditions import doubts, draining, without_library
+from keepstep_operator.reconcile.leader_answer import Cluster
 from keepstep_operator.reconcile.render import pods_of_other_jobs
-from keepstep_operator.reconcile.requested import Cluster
 from keepstep_operator.reconcile.run import FINISHED, Run
 
 CONTROLLER: Final = "keepstep.dev/reconcile"

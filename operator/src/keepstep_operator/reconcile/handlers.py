@@ -13,7 +13,7 @@ from typing import Any, Final
 import kopf
 
 from keepstep_operator import names
-from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from keepstep_operator.api.cluster_objects import Job, JobState
 from keepstep_operator.api.job_kinds import kind_of
-from keepstep_operator.api.model import Job, JobState
 from keepstep_operator.api.pod import controller_of
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import Denied, NotFound

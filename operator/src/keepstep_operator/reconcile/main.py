@@ -21,8 +21,8 @@ from keepstep_operator.reconcile import handlers
 from keepstep_operator.reconcile.metrics import Metrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
-from keepstep_operator.reconcile.reports import ReportsApi
-from keepstep_operator.reconcile.rounds import Rounds
+from keepstep_operator.reconcile.periodic_checks import Rounds
+from keepstep_operator.reconcile.reports_api import ReportsApi
 from keepstep_operator.reconcile.writers import Writer
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (

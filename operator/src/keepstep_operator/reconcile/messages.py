@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Final
 
 from keepstep_operator import names
-from keepstep_operator.api.model import Job, PodRecord, RunKey
+from keepstep_operator.api.cluster_objects import Job, PodRecord, RunKey
 
 LIBRARY_S: Final = 60.0
 """From the start of a training container until its trainer must have come to the sidecar."""

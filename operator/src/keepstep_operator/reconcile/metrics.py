@@ -13,8 +13,8 @@ from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepstep.wire.runs import Record, RunReport, seconds_of
-from keepstep_operator.api.model import RunKey
+from keepstep.wire.run_reports import Record, RunReport, seconds_of
+from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.reconcile.run import Run
 from keepstep_operator.serving import metrics_registry
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from keepstep.wire.runs import Requested, RunReport
-from keepstep_operator.api.model import (
+from keepstep.wire.run_reports import Requested, RunReport
+from keepstep_operator.api.cluster_objects import (
     NodeRecord,
     PodRecord,
     PolicyRecord,
     RunKey,
     RunObject,
 )
-from keepstep_operator.api.run import RunStatus
+from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import Event, events, policy_event
-from keepstep_operator.reconcile.requested import Cluster, leader_pod, requested
+from keepstep_operator.reconcile.leader_answer import Cluster, leader_pod, requested
 from keepstep_operator.reconcile.run import Run
 
 LEAST_S: Final = 5.0

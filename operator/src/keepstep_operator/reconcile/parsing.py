@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from keepstep.wire.runs import seconds_of
+from keepstep.wire.run_reports import seconds_of
 from keepstep_operator import names
-from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.model import (
+from keepstep_operator.api.cluster_objects import (
     AgentRecord,
     JobState,
     NodeRecord,
@@ -18,6 +17,7 @@ from keepstep_operator.api.model import (
     RunKey,
     RunObject,
 )
+from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import (
     Injected,
     Pod,
@@ -36,7 +36,7 @@ from keepstep_operator.api.policy import (
     parse_policy,
     require_allowed,
 )
-from keepstep_operator.api.run import MOST_WARNINGS, RunStatus, cut, read_status
+from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut, read_status
 from keepstep_operator.bodies import Body
 
 _HARMLESS = ("ContainerCreating", "PodInitializing")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from keepstep.wire.reports import AGENTS, CertificateRequest, IssuedCertificate
-from keepstep_operator.api.model import AgentRecord, PodRecord
+from keepstep.wire.member_reports import AGENTS, CertificateRequest, IssuedCertificate
+from keepstep_operator.api.cluster_objects import AgentRecord, PodRecord
 from keepstep_operator.certificates.pki import Pair, fits, sign_request, sign_server, validity
 from keepstep_operator.journal import info
 from keepstep_operator.reconcile.token_auth import Refused

@@ -11,11 +11,11 @@ from typing import Final
 
 import msgspec
 
-from keepstep.wire.runs import RunReport, utc
+from keepstep.wire.run_reports import RunReport, utc
 from keepstep_operator import names
-from keepstep_operator.api.model import PodRecord, PolicyRecord
+from keepstep_operator.api.cluster_objects import PodRecord, PolicyRecord
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.api.run import (
+from keepstep_operator.api.run_status import (
     MOST_WARNINGS,
     Condition,
     JobStatus,
@@ -35,7 +35,7 @@ from keepstep_operator.reconcile.conditions import (
     draining,
     verdicts,
 )
-from keepstep_operator.reconcile.requested import Cluster
+from keepstep_operator.reconcile.leader_answer import Cluster
 from keepstep_operator.reconcile.run import FINISHED, Run
 from keepstep_operator.reconcile.survival import survives
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from keepstep.steps import StepId
-from keepstep.wire.runs import MOST_RECENT, Record, RunEvent, RunReport, seconds_of, utc
-from keepstep_operator.api.job_kinds import kind_of
-from keepstep_operator.api.model import (
+from keepstep.wire.run_reports import MOST_RECENT, Record, RunEvent, RunReport, seconds_of, utc
+from keepstep_operator.api.cluster_objects import (
     Job,
     JobState,
     PodRecord,
@@ -25,8 +24,9 @@ from keepstep_operator.api.model import (
     RunObject,
     job_of,
 )
+from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.policy import Policy, VolumeKind
-from keepstep_operator.api.run import CommittedStatus, RunStatus
+from keepstep_operator.api.run_status import CommittedStatus, RunStatus
 
 FINISHED: Final = "Finished"
 """The phase, and also the type of the entry in `recent` that says since when."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from cachetools import TTLCache
 
 from keepstep.errors import KeepstepError
-from keepstep.wire.reports import AUDIENCE
+from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.bodies import Body
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import KubeError

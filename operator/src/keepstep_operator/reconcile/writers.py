@@ -19,11 +19,11 @@ from typing import Any, Final
 import msgspec
 from cachetools import TTLCache
 
-from keepstep.wire.runs import KeptStep
+from keepstep.wire.run_reports import KeptStep
 from keepstep_operator import names
+from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.api.leader import service_body
-from keepstep_operator.api.model import RunKey
-from keepstep_operator.api.run import RunStatus, as_json
+from keepstep_operator.api.run_status import RunStatus, as_json
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, info, warn
 from keepstep_operator.kube.client import Client

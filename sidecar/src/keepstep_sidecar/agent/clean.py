@@ -34,10 +34,10 @@ from keepstep.compile_cache import POD_NAME as COMPILE_CACHE
 from keepstep.directory import Directory
 from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar import log
-from keepstep_sidecar.agent import directories
-from keepstep_sidecar.agent.directories import DNS_LABEL, NODE_RANK
+from keepstep_sidecar.agent import run_directories
+from keepstep_sidecar.agent.run_directories import DNS_LABEL, NODE_RANK
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.volume.directories import LOCK, RECORD
+from keepstep_sidecar.volume.run_tree import LOCK, RECORD
 
 _EVERY_S: Final = (1.0, 600.0)
 _ASIDE: Final = ".{}.keepstep-removed"
@@ -177,7 +177,7 @@ class Cleaner:
         """Look at all runs once. What cannot be removed stays, is logged, and is tried again."""
         before, self._gone_since = self._gone_since, {}
         complaints, self._complaints = self._complaints, {}
-        for place, runs in directories.places(self._tops):
+        for place, runs in run_directories.places(self._tops):
             for name in ("", *runs):
                 path = place.path / name
                 if why := self._failed(place, name, before.get(path)):

@@ -17,12 +17,12 @@ from pathlib import Path
 from keepstep.directory import Directory
 from keepstep.errors import StorageError
 from keepstep_sidecar import connections, log
-from keepstep_sidecar.agent import directories
+from keepstep_sidecar.agent import run_directories
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import info
-from keepstep_sidecar.tiers.peer import copies
+from keepstep_sidecar.tiers.peer import kept_copies
 from keepstep_sidecar.tiers.peer.handlers import Buffers, ServerContext
-from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.peer.served_shards import Shards
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
@@ -46,17 +46,17 @@ class LeftShards:
             raise StorageError(
                 f"nothing of run {sender.namespace}/{run} lies on this node; is its drive mounted?"
             )
-        none = copies.Copies([], run=run)  # takes none, and deletes none
+        none = kept_copies.Copies([], run=run)  # takes none, and deletes none
         shards = Shards(VolumeSet(found), none, run=run)
         return ServerContext(shards, none, buffers=self._buffers, large=self._large)
 
     def _volumes(self, namespace: str, run: str) -> Iterator[Volume]:
-        for place, runs in directories.places(self._tops):
+        for place, runs in run_directories.places(self._tops):
             if place.path.name == namespace and run in runs:
-                for left in directories.volumes(place.inside(run)):
+                for left in run_directories.volumes(place.inside(run)):
                     yield _read_only(left, run)
-                    if copies.DIRECTORY in left.names():
-                        yield _read_only(left.inside(copies.DIRECTORY), run)
+                    if kept_copies.DIRECTORY in left.names():
+                        yield _read_only(left.inside(kept_copies.DIRECTORY), run)
 
 
 def _read_only(directory: Directory, run: str) -> Volume:

@@ -4,5 +4,5 @@ server             the routes; the socket and the ports
 saving             leases, layouts, slots, staged images; `wait(step)`, and the flush at the end
 restoring          a vote (and what it waits for), an image, the epoch that began
 status, metrics    what people and Prometheus read
-service            ties one run together
+lifecycle          ties one run together
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from keepstep.core.history import Kind
 from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
 from keepstep.steps import IN_POD, StepId
-from keepstep.wire.reports import ReportedRestore
+from keepstep.wire.member_reports import ReportedRestore
 from keepstep.wire.trainer import (
     CandidatesRequest,
     FailedRequest,

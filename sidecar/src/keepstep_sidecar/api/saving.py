@@ -53,7 +53,7 @@ from keepstep_sidecar.leases import (
     parse_layout,
 )
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.allocator import SLOTS, Allocator
+from keepstep_sidecar.memory.slot_allocator import SLOTS, Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 

@@ -27,14 +27,14 @@ from aiohttp import web
 from keepstep.errors import KeepstepError
 from keepstep.wire.trainer import LeaseNews, LeaseRequest, Problem
 from keepstep_sidecar import connections
-from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.api.lifecycle import Service
 from keepstep_sidecar.api.status import status, troubles
 from keepstep_sidecar.concurrency import Tasks
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import answer, refuse
 from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.directories import DirectoryLock, make_way
+from keepstep_sidecar.memory.slot_directories import DirectoryLock, make_way
 
 # --- routes ----------------------------------------------------------------------------------
 

@@ -17,11 +17,11 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
 from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
-from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.api.lifecycle import Service
 from keepstep_sidecar.concurrency import detached
 from keepstep_sidecar.config.settings import format_size
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.directories import advice
+from keepstep_sidecar.memory.slot_directories import advice
 from keepstep_sidecar.memory.slot_file import may_swap, pinning
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.volume.volume import Volume

@@ -21,11 +21,11 @@ from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.volume.directories import Tree
+from keepstep_sidecar.volume.run_tree import Tree
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.volume.directories import LocalShard, Refused, Scan
-    from keepstep_sidecar.volume.run_record import RunRecord
+    from keepstep_sidecar.volume.run_file import RunRecord
+    from keepstep_sidecar.volume.run_tree import LocalShard, Refused, Scan
 
 
 def named(step: StepStatus) -> str:
@@ -138,16 +138,16 @@ def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
 
 def copies(kept: RunDir) -> tuple[LocalShard, ...]:
     """The shards of other machines that the volumes hold as copies. Raises StorageError."""
-    from keepstep_sidecar.tiers.peer.copies import DIRECTORY
+    from keepstep_sidecar.tiers.peer.kept_copies import DIRECTORY
 
     return tuple(shard for root in kept.roots for shard in _scan(root / DIRECTORY, kept.run).shards)
 
 
 def _scan(root: Path, run: str) -> Scan:
-    from keepstep_sidecar.volume import directories
+    from keepstep_sidecar.volume import run_tree
 
     try:
-        return directories.survey(root, run=run)
+        return run_tree.survey(root, run=run)
     except OSError as error:
         raise StorageError(f"cannot read {root}: {error}") from error
 
@@ -215,11 +215,11 @@ def failures(kept: RunDir) -> frozenset[StepId]:
 
 
 def _records(kept: RunDir) -> Iterator[RunRecord]:
-    from keepstep_sidecar.volume import run_record
+    from keepstep_sidecar.volume import run_file
 
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
-            yield run_record.load(Tree(root).record, run=kept.run)
+            yield run_file.load(Tree(root).record, run=kept.run)
 
 
 def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

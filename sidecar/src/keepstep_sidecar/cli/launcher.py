@@ -21,7 +21,7 @@ from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import answers
 from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save
 from keepstep_sidecar.config.sidecar import SETTINGS
-from keepstep_sidecar.volume.directories import RECORD
+from keepstep_sidecar.volume.run_tree import RECORD
 
 UP_S: Final = 30.0
 """A sidecar that has not answered after this time has failed to start."""

@@ -53,7 +53,7 @@ from keepstep_sidecar.config.settings import (
     toml_value,
 )
 from keepstep_sidecar.config.sidecar import SETTINGS, Config, check_apart, values_of
-from keepstep_sidecar.memory.directories import usual_mount
+from keepstep_sidecar.memory.slot_directories import usual_mount
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 SHARED: Final = "KEEPSTEP_SHARED_DIR"

@@ -138,7 +138,7 @@ def prepare(
     Example:
       keepstep-sidecar prepare /host/nvme0/team-a/gpt/0
     """
-    from keepstep_sidecar.agent.directories import prepare, prepare_cache
+    from keepstep_sidecar.agent.run_directories import prepare, prepare_cache
 
     for directory in directories:
         prepare(directory)

@@ -36,7 +36,7 @@ from keepstep.core.schedule import Grid, Interval, Pacing, Write
 from keepstep.errors import KeepstepError, NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import ReportReply
+from keepstep.wire.member_reports import ReportReply
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.commit.leader_link import LeaderNotes
 from keepstep_sidecar.commit.lineage import Epochs, RestartStep, Rollback
@@ -47,7 +47,7 @@ from keepstep_sidecar.log import Seldom, info, warn
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import CUT_OFF, SealedImage, VolumeSet, Written
 
 # --- steps on the volumes --------------------------------------------------------------------

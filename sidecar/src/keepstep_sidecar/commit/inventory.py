@@ -24,8 +24,8 @@ from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
-from keepstep_sidecar.volume.directories import LocalShard, Scan
-from keepstep_sidecar.volume.run_record import RunRecord
+from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_tree import LocalShard, Scan
 from keepstep_sidecar.volume.volume import VolumeSet
 
 if TYPE_CHECKING:  # they are only imported where they are configured

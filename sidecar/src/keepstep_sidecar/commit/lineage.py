@@ -19,7 +19,7 @@ from keepstep.core.shard import Shard, StepShards
 from keepstep.core.suspicion import KEPT, WITHIN, Failure, SuspectSteps, newest
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.reports import ReportReply
+from keepstep.wire.member_reports import ReportReply
 from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
 from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.log import warn

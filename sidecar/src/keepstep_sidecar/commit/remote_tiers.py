@@ -13,7 +13,7 @@ from typing import Any
 from keepstep.core.shard import Shard
 from keepstep.core.vote import NEVER, View
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.log import warn

@@ -20,7 +20,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import on_grid
 from keepstep.errors import UsageError
 from keepstep.steps import Epoch, StepId, StrEnum
-from keepstep.wire.runs import PATH as RUNS_PATH
+from keepstep.wire.run_reports import PATH as RUNS_PATH
 from keepstep_sidecar.config.settings import (
     ADDRESS,
     DIR,

@@ -13,8 +13,8 @@ import msgspec
 from keepstep.core.ledger import Alarm
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
-from keepstep.wire.reports import LeaderReply, MemberReport
-from keepstep.wire.runs import Requested
+from keepstep.wire.member_reports import LeaderReply, MemberReport
+from keepstep.wire.run_reports import Requested
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.log import warn

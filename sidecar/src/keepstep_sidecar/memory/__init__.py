@@ -1,5 +1,5 @@
 """Shared memory.
 
-`slot_file` is one slot, `slot_pool` the slots of all ranks. `allocator` makes them within the
-memory limit. `directories` has the places of slots, and keeps a second sidecar out.
+`slot_file` is one slot, `slot_pool` the slots of all ranks. `slot_allocator` makes them within the
+memory limit. `slot_directories` has the places of slots, and keeps a second sidecar out.
 """

@@ -30,7 +30,7 @@ from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, rea
 from keepstep.steps import StepId
 from keepstep_sidecar.concurrency import for_each_chunk, yield_to_others
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.directories import entered, foreign
+from keepstep_sidecar.memory.slot_directories import entered, foreign
 
 _MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20

@@ -19,7 +19,7 @@ from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.directories import SlotDirectories, entered
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
 from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished, slot_number
 
 

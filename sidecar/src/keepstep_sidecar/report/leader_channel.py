@@ -11,7 +11,7 @@ import msgspec
 
 from keepstep.errors import UsageError
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
+from keepstep.wire.member_reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leader.host import Host
 from keepstep_sidecar.log import Seldom

@@ -16,8 +16,8 @@ import msgspec
 
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
-from keepstep.leader.summary import fitted, summary
-from keepstep.wire.runs import Requested, RunReport
+from keepstep.leader.run_report import fitted, summary
+from keepstep.wire.run_reports import Requested, RunReport
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import info, warn

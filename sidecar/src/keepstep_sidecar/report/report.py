@@ -13,17 +13,17 @@ from typing import Any
 from keepstep.core.commit_rule import RankReport, ReportedTier, together
 from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
-from keepstep.wire.reports import (
+from keepstep.wire.member_reports import (
     Report,
     ReportedGoodput,
     ReportedRanks,
     ReportedVolume,
 )
-from keepstep.wire.runs import SaveOverhead
+from keepstep.wire.run_reports import SaveOverhead
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as shown_status
-from keepstep_sidecar.api.service import Service
+from keepstep_sidecar.api.lifecycle import Service
 from keepstep_sidecar.history import History
 from keepstep_sidecar.volume.volume import Volume
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.core.vote import NEVER
 from keepstep.errors import KeepstepError
-from keepstep.wire.reports import Report, ReportReply
+from keepstep.wire.member_reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import Changes

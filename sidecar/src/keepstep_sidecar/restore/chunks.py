@@ -34,9 +34,9 @@ from keepstep_sidecar.concurrency import gather_all
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
-from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.restore.fetcher import Fetcher
 from keepstep_sidecar.restore.shared_reads import Shared, SharedReads
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import ShardSource
 
 # --- windows ---------------------------------------------------------------------------------
@@ -230,12 +230,12 @@ class ChunkBuffers:
     async def _bring(
         self, step_id: StepId, layout: Layout, frames: Sequence[tuple[int, memoryview]]
     ) -> Tier:
-        def fill(opened: transfer.Opened) -> None:
+        def fill(opened: verified_chunks.Opened) -> None:
             if opened.manifest.layout.id != layout.id:
                 raise StorageError(
                     f"{opened.source.where}: another image of rank {layout.rank} than elsewhere"
                 )
-            transfer.fill(opened, frames)
+            verified_chunks.fill(opened, frames)
 
         async def read(source: ShardSource) -> None:
             await self.fetcher.read(source, fill)

@@ -20,7 +20,7 @@ from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot
 from keepstep_sidecar.restore.chunks import ChunkBuffers
-from keepstep_sidecar.restore.fetch import Prefetcher
+from keepstep_sidecar.restore.fetcher import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.volume import Volume
 

@@ -18,7 +18,7 @@ from functools import partial
 from keepstep.core.node import Reading
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import Layout
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
 from keepstep_sidecar.commit.committer import Committer
@@ -26,7 +26,7 @@ from keepstep_sidecar.concurrency import gather_limited
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
-from keepstep_sidecar.restore.fetch import Fetcher
+from keepstep_sidecar.restore.fetcher import Fetcher
 from keepstep_sidecar.tiers.source import ShardSource
 
 _AT_ONCE = 32

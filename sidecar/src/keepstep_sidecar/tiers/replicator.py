@@ -23,7 +23,7 @@ from keepstep.wire.status import TierStatus
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers.source import Gone, Unreadable
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 
 SCAN_AGAIN_S = 60.0
 """How often a place lists again what it holds: it may have lost its drive."""

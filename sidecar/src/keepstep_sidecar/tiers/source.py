@@ -1,7 +1,7 @@
 """One copy of a shard, wherever it lies: on a drive, at another pod, in an archive.
 
-A source only fetches bytes. `transfer` knows which bytes they must be and in which order; this is
-the same for all sources.
+A source only fetches bytes. `verified_chunks` knows which bytes they must be and in which order;
+this is the same for all sources.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.errors import StorageError, TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.volume.directories import BAD_BLOCKS, LocalShard
 from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
+from keepstep_sidecar.volume.run_tree import BAD_BLOCKS, LocalShard
 from keepstep_sidecar.volume.volume import VolumeSet
 
 Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]

@@ -21,7 +21,7 @@ from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import TierStatus as TierStatus
 from keepstep_sidecar.tiers.replicator import Due, Place, Replicator
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.volume.directories import LocalShard
+from keepstep_sidecar.volume.run_tree import LocalShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """Local drives.
 
     volume                     a run's directory on a drive; all such directories of a run
-    directories                where a shard is (pending, published, retired, in quarantine), and
+    run_tree                   where a shard is (pending, published, retired, in quarantine), and
                                what lies there at the start
     files                      system calls, O_DIRECT by threads, files that are whole or not there
-    run_record, history_file   the run's epochs; what happened
+    run_file, history_file     the run's epochs; what happened
 
 The picture: docs/architecture.md.
 """

@@ -30,7 +30,7 @@ from typing import Final
 
 from keepstep.directory import Directory
 from keepstep.image import ControlPage, Layout, chunk_bounds, seal_for_disk
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import StrEnum
 from keepstep_sidecar.concurrency import for_each_chunk

@@ -27,8 +27,8 @@ from keepstep.directory import Directory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.volume.directories import opened
 from keepstep_sidecar.volume.files import Filesystem, fault_point
+from keepstep_sidecar.volume.run_tree import opened
 
 FORMAT_VERSION: Final = 1
 _LARGEST_BYTES: Final = 4 << 20

@@ -1,6 +1,6 @@
 """One local volume: makes staged images durable, finds shards again, and opens them for reading.
 
-A shard goes through the states of `SHARD`; its places are those of `directories`. An event with a
+A shard goes through the states of `SHARD`; its places are those of `run_tree`. An event with a
 dot is the fault point before the call that it names: each call is one that may be the last.
 
 - `absent`, `hidden`: no file; a temporary one without a seal, in any part written.
@@ -48,12 +48,25 @@ from keepstep.errors import (
     VersionError,
 )
 from keepstep.image import BaseRef, ControlPage, Layout, check_control
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.steps import StepId, base_name, shard_name, transitions
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume import run_record
-from keepstep_sidecar.volume.directories import (
+from keepstep_sidecar.volume import run_file
+from keepstep_sidecar.volume.files import (
+    FULL,
+    DurableFile,
+    Engine,
+    Filesystem,
+    RateLimit,
+    ShardFile,
+    drive_id,
+    fault_point,
+    open_shard,
+    probe,
+)
+from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_tree import (
     Directories,
     LocalShard,
     Refused,
@@ -69,19 +82,6 @@ from keepstep_sidecar.volume.directories import (
     survey,
     temporary_name,
 )
-from keepstep_sidecar.volume.files import (
-    FULL,
-    DurableFile,
-    Engine,
-    Filesystem,
-    RateLimit,
-    ShardFile,
-    drive_id,
-    fault_point,
-    open_shard,
-    probe,
-)
-from keepstep_sidecar.volume.run_record import RunRecord
 
 __all__ = ["Unread", "Volume", "Written"]
 
@@ -189,7 +189,7 @@ class Volume:
             with contextlib.suppress(OSError, ImageError):
                 self.filesystem.hold(root)
                 self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
-                self.record = run_record.load(Tree(self.root).record, run=run)
+                self.record = run_file.load(Tree(self.root).record, run=run)
         else:
             self._take(run, engine)
         self.io_threads = self.engine.threads(io_threads)
@@ -209,7 +209,7 @@ class Volume:
             self._device = self.root.stat().st_dev
             self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
             try:
-                self.record = run_record.load(Tree(self.root).record, run=run)
+                self.record = run_file.load(Tree(self.root).record, run=run)
                 self.engine, self.engine_reason = (
                     (engine, "as configured") if engine else probe(self.filesystem, self.root)
                 )
@@ -380,9 +380,7 @@ class Volume:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
         path = Tree(self.root).record
         with self._changing(f"cannot write {path}"):
-            self._writer.with_room(
-                lambda: run_record.save(path, record, filesystem=self.filesystem)
-            )
+            self._writer.with_room(lambda: run_file.save(path, record, filesystem=self.filesystem))
             self.record = record
 
     def is_removed(self) -> bool:
@@ -406,7 +404,7 @@ class Volume:
             self.filesystem.hold(self.root, make=True)
             self._ownership = Ownership(Tree(self.root).lock)
             former.release()
-            run_record.save(Tree(self.root).record, self.record, filesystem=self.filesystem)
+            run_file.save(Tree(self.root).record, self.record, filesystem=self.filesystem)
             self.failed = ""
             return True
 

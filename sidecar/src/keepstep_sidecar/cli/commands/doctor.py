@@ -31,8 +31,8 @@ from keepstep_sidecar.cli.options import directory_option, json_option
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.settings import format_duration, format_size, size_option
 from keepstep_sidecar.config.sidecar import IO_THREADS
-from keepstep_sidecar.memory.allocator import LEAST_SLOTS, SLOTS
-from keepstep_sidecar.memory.directories import advice, free_huge_bytes
+from keepstep_sidecar.memory.slot_allocator import LEAST_SLOTS, SLOTS
+from keepstep_sidecar.memory.slot_directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.files import Engine, Filesystem, aligned_buffer

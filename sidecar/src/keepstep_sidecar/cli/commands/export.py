@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from keepstep_sidecar.tiers.archive.browse import Holding
     from keepstep_sidecar.tiers.archive.index import ArchivedStep
     from keepstep_sidecar.tiers.source import Cancel, ShardSource
-    from keepstep_sidecar.tiers.transfer import Opened
+    from keepstep_sidecar.tiers.verified_chunks import Opened
 
 _NEWEST = "latest"
 _OPENED_AT_ONCE = 16
@@ -188,13 +188,13 @@ class _Step:
 
         Raises RestoreError if the step was retired before, ImageError, StorageError.
         """
-        from keepstep_sidecar.tiers import transfer
+        from keepstep_sidecar.tiers import verified_chunks
         from keepstep_sidecar.tiers.source import Gone
 
         with contextlib.ExitStack() as stack:
 
             def enter(source: ShardSource) -> Opened:
-                return stack.enter_context(transfer.opened(source, cancel))
+                return stack.enter_context(verified_chunks.opened(source, cancel))
 
             try:
                 bases = [source.beside for source in self.sources if source.beside is not None]
@@ -248,10 +248,10 @@ async def _with_step(
     peers: tuple[str, ...],
 ) -> tuple[StepId, Exported]:
     """Find the step that `word` names, and do `work` on a thread. Raises KeepstepError."""
-    from keepstep_sidecar.tiers import transfer
+    from keepstep_sidecar.tiers import verified_chunks
 
     async def finish(step: _Step) -> tuple[StepId, Exported]:
-        return step.id, await transfer.run(None, functools.partial(work, step))
+        return step.id, await verified_chunks.run(None, functools.partial(work, step))
 
     archive = archive_of(values)
     if archive is not None and archive_alone:

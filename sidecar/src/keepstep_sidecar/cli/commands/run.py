@@ -12,7 +12,15 @@ import click
 
 from keepstep.errors import SidecarError, StorageError, UsageError
 from keepstep.processes import Process
-from keepstep_sidecar.cli import calls, compiled, inventory, launcher, messages, output, run_dir
+from keepstep_sidecar.cli import (
+    calls,
+    compile_caches,
+    inventory,
+    launcher,
+    messages,
+    output,
+    run_dir,
+)
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir, make_home
 from keepstep_sidecar.cli.slurm import nodes_of_step
@@ -121,7 +129,7 @@ def run(
 def _compile_cache(kept: RunDir, limit_bytes: int, report: Callable[[str], None]) -> dict[str, str]:
     """The variables for COMMAND; none, and a line that says why, if no caches can be kept."""
     try:
-        return compiled.variables(kept, os.environ, limit_bytes=limit_bytes)
+        return compile_caches.variables(kept, os.environ, limit_bytes=limit_bytes)
     except (OSError, StorageError) as error:
         report(f"the compile cache is not kept for the next start: {error}")
         return {}

@@ -13,13 +13,13 @@ import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
 from keepstep.steps import IN_POD, NEAREST_FIRST
-from keepstep_sidecar.cli import calls, compiled, inventory, launcher, output, run_dir
+from keepstep_sidecar.cli import calls, compile_caches, inventory, launcher, output, run_dir
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration, format_size
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.volume.directories import LocalShard, Refused
+    from keepstep_sidecar.volume.run_tree import LocalShard, Refused
 
 
 @click.command()
@@ -163,12 +163,12 @@ def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: st
     If the sidecar has published the file meanwhile, it is found by its new name. If the sidecar has
     retired it, it is skipped.
     """
-    from keepstep_sidecar.tiers import transfer
+    from keepstep_sidecar.tiers import verified_chunks
     from keepstep_sidecar.tiers.source import Gone, file_source
 
-    with contextlib.suppress(Gone), transfer.opened(file_source(shard, run=run)) as opened:
+    with contextlib.suppress(Gone), verified_chunks.opened(file_source(shard, run=run)) as opened:
         chunks = opened.manifest.chunks
-        transfer.each(opened, chunks, lambda _, data: on_bytes(len(data)))
+        verified_chunks.each(opened, chunks, lambda _, data: on_bytes(len(data)))
 
 
 # --- rm --------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def rm(
                 volume.retire(step.id, reuse=False) for step in doomed for volume in volumes
             )
         if {status.id for status in doomed} == {step.id for step in held.steps}:
-            compiled.remove(kept)
+            compile_caches.remove(kept)
     if as_json:
         output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
     else:

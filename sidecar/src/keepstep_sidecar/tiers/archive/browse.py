@@ -14,15 +14,15 @@ from keepstep.directory import Directory
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import named
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
+from keepstep_sidecar.tiers.archive.archive_source import ArchiveSource
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
-from keepstep_sidecar.tiers.archive.read import ArchiveSource
 from keepstep_sidecar.tiers.archive.store import Store, open_store
-from keepstep_sidecar.tiers.receive import IncomingCopy, part_name
+from keepstep_sidecar.tiers.incoming_copy import IncomingCopy, part_name
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.directories import ShardName
 from keepstep_sidecar.volume.files import Engine, Filesystem
+from keepstep_sidecar.volume.run_tree import ShardName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class Holding:
 
             def work(cancel: Cancel, at: ShardSource = at) -> None:
                 """Verify every byte, with memory for a few chunks."""
-                with transfer.opened(at, cancel) as opened:
+                with verified_chunks.opened(at, cancel) as opened:
                     chunks = opened.manifest.chunks
-                    transfer.each(opened, chunks, lambda _, data: on_chunk(len(data)))
+                    verified_chunks.each(opened, chunks, lambda _, data: on_chunk(len(data)))
 
             try:
-                await transfer.run(None, work)
+                await verified_chunks.run(None, work)
             except ImageError as error:
                 faults.append(str(error))
         return faults
@@ -149,7 +149,7 @@ async def _pull(
     filesystem.hold(directory)
 
     def work(cancel: Cancel) -> None:
-        with transfer.opened(at, cancel) as opened:
+        with verified_chunks.opened(at, cancel) as opened:
             if filesystem.lstat(path) is not None:  # its bytes are not trusted because of its name
                 filesystem.rename(path, path.with_name(part_name(path.name)))
             copy = IncomingCopy(
@@ -166,10 +166,10 @@ async def _pull(
                 for chunk in set(opened.manifest.chunks).difference(missing):
                     begin, end = opened.manifest.bounds(chunk)
                     on_chunk(end - begin)
-                transfer.each(opened, missing, write, threads=at.streams)
+                verified_chunks.each(opened, missing, write, threads=at.streams)
                 copy.seal()
 
-    await transfer.run(None, work)
+    await verified_chunks.run(None, work)
 
 
 def _finish(place: Directory, directory: Directory, name: str) -> None:

@@ -24,13 +24,13 @@ from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, gather_limited
-from keepstep_sidecar.tiers.archive import lives
+from keepstep_sidecar.tiers.archive import heartbeats
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.read import IN_FLIGHT, ArchiveSource, Place
+from keepstep_sidecar.tiers.archive.archive_source import IN_FLIGHT, ArchiveSource, Place
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
-from keepstep_sidecar.volume.directories import is_base, is_shard, is_step
+from keepstep_sidecar.volume.run_tree import is_base, is_shard, is_step
 
 RECORDS_BYTES = 16 << 20
 """The records of one run that are read, from the newest step on. The newest one always is. Parsed,
@@ -222,7 +222,7 @@ class Surveyor:
             directory, _, name = stored.name.removeprefix(f"{self.run}/").partition("/")
             if is_step(directory) and "/" not in name:
                 by_step[StepId.parse(directory)][name] = stored
-            elif directory == lives.DIRECTORY:
+            elif directory == heartbeats.DIRECTORY:
                 of_lives[name] = stored
         newest_first = (files for _, files in sorted(by_step.items(), reverse=True))
         records_there = [entry for files in newest_first if (entry := files.get(records.NAME))]
@@ -239,7 +239,7 @@ class Surveyor:
             self._judge(step_id, files, found) for step_id, files in sorted(by_step.items())
         )
         conflict = self._conflict(steps, own)
-        return Survey(steps=steps, conflict=conflict, lives=lives.found(of_lives))
+        return Survey(steps=steps, conflict=conflict, lives=heartbeats.found(of_lives))
 
     async def _read(self, stored: Stored, total_bytes: int) -> tuple[_Key, _Found]:
         """The record of a step. `total_bytes`: of it and the records of all newer steps."""

@@ -15,13 +15,13 @@ from typing import Any
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import FormatError, ImageError, TornError
 from keepstep.image import strictjson
+from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.manifest import Manifest
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, base_name, shard_name
 from keepstep_sidecar import __version__
 from keepstep_sidecar.tiers.archive.store import Stored
-from keepstep_sidecar.volume.run_record import epoch_json, read_epoch, read_step
+from keepstep_sidecar.volume.run_file import epoch_json, read_epoch, read_step
 
 FORMAT_VERSION = 1
 NAME = "step.json"

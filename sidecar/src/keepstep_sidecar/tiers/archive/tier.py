@@ -19,6 +19,7 @@ from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
 from keepstep_sidecar.log import info
+from keepstep_sidecar.tiers.archive.heartbeats import Lives
 from keepstep_sidecar.tiers.archive.index import (
     ArchivedStep,
     Survey,
@@ -30,7 +31,6 @@ from keepstep_sidecar.tiers.archive.index import (
     step_prefix,
     unkept,
 )
-from keepstep_sidecar.tiers.archive.lives import Lives
 from keepstep_sidecar.tiers.archive.step_record import found
 from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
 from keepstep_sidecar.tiers.archive.upload import Sender
@@ -43,7 +43,7 @@ from keepstep_sidecar.tiers.tier import (
     RemoteTier,
     TierStatus,
 )
-from keepstep_sidecar.volume.directories import LocalShard, ShardName
+from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 
 
 @dataclass

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage, Section
+from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.manifest import Manifest
 from keepstep.steps import Epoch, StepId, merged
 from keepstep_sidecar.concurrency import blocking, gather_limited
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive import step_record as records
+from keepstep_sidecar.tiers.archive.archive_source import control_page, image_bytes
 from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
-from keepstep_sidecar.tiers.archive.read import control_page, image_bytes
 from keepstep_sidecar.tiers.archive.step_record import (
     Found,
     StepRecord,
@@ -42,9 +42,9 @@ from keepstep_sidecar.tiers.archive.step_record import found as found_in
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.source import Cancel, ShardSource, file_source
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.tiers.transfer import Opened
-from keepstep_sidecar.volume.directories import LocalShard, ShardName
+from keepstep_sidecar.tiers.verified_chunks import Opened
 from keepstep_sidecar.volume.files import Engine, aligned_buffer
+from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 
 PARTS = 4
 """How many parts are in flight at once, 8 MiB each."""
@@ -100,7 +100,7 @@ class Sender:
     ) -> int | None:
         prefix = step_prefix(self.run, name.id)
         with contextlib.ExitStack() as stack:
-            entering = functools.partial(stack.enter_context, transfer.opened(at_rest))
+            entering = functools.partial(stack.enter_context, verified_chunks.opened(at_rest))
             shard = await blocking(self.executor, entering)
             all_of_it = File(f"{prefix}/{name.file}", shard)
             if await self._there(all_of_it):
@@ -162,10 +162,10 @@ class Sender:
         at = source(self.store, shard, run=self.run)
 
         def read(cancel: Cancel) -> Manifest:
-            with transfer.opened(at, cancel) as there:
+            with verified_chunks.opened(at, cancel) as there:
                 return there.manifest
 
-        return await transfer.run(self.executor, read)
+        return await verified_chunks.run(self.executor, read)
 
     async def _awaited(self, name: str, size_bytes: int) -> Stored | None:
         """The object, once its sender has sent it; None if that takes too long."""

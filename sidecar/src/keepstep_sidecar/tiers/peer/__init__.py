@@ -2,10 +2,11 @@
 
     tls           certificate, key and authorities; the identity in a certificate
     protocol      the messages and their paths, and how the bytes of a body move
-    members       the other pods of the run, and which of them are buddies
+    peer_list     the other pods of the run, and which of them are buddies
     buddy         a buddy as a place: what it should hold, and how one shard is sent
-    copies        the copies that this machine keeps for others
-    server        takes copies and serves shards: handlers   each request, serve   what is read
+    kept_copies   the copies that this machine keeps for others
+    server        takes copies and serves shards: handlers   each request, served_shards   what is
+                  read
     client        connections to another pod, a shard there as a source, and lists for a command
     tier          all of it as one tier
 

@@ -10,19 +10,19 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from keepstep.errors import StorageError
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import info
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import Calls, Links
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
-from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.peer.served_shards import Shards
 from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, Due, Key, Rejected
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory
-from keepstep_sidecar.volume.directories import LocalShard, ShardName
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
+from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> in
 
 def _send(at: ShardSource, name: ShardName, links: Links, pace: RateLimit) -> int | None:
     shard = at.shard
-    with transfer.opened(at) as source, links.taken() as link:
+    with verified_chunks.opened(at) as source, links.taken() as link:
         missing = _Missing(name, source.manifest, links)
         begun = missing.ask()
         if begun.sealed:
@@ -121,7 +121,7 @@ def _send(at: ShardSource, name: ShardName, links: Links, pace: RateLimit) -> in
             with missing.lock:
                 sent += len(data)
 
-        transfer.each(
+        verified_chunks.each(
             source,
             begun.missing,
             put,

@@ -29,12 +29,12 @@ from keepstep.steps import Tier
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.sidecar import split
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.protocol import Listing, receive
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, explain, of_peer
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
-from keepstep_sidecar.volume.directories import ShardName
+from keepstep_sidecar.volume.run_tree import ShardName
 
 T = TypeVar("T")
 
@@ -364,7 +364,7 @@ class Calls:
             with Links(address, self.credentials, cancel, expected=expected) as links:
                 return work(links)
 
-        return await transfer.run(self._threads, talk)
+        return await verified_chunks.run(self._threads, talk)
 
     async def here(self, work: Callable[[], T]) -> T:
         """Run `work()` on a thread, for files of this machine."""

@@ -29,12 +29,12 @@ from keepstep.image.layout import CHUNK_BYTES
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import receive
-from keepstep_sidecar.tiers.peer.serve import Reading, Shards
+from keepstep_sidecar.tiers.peer.served_shards import Reading, Shards
 from keepstep_sidecar.tiers.peer.tls import Identity
-from keepstep_sidecar.volume.directories import ShardName
 from keepstep_sidecar.volume.files import aligned_buffer
+from keepstep_sidecar.volume.run_tree import ShardName
 
 _MOST_BUFFERS = 8
 _BUFFER_WAIT_S = 30.0

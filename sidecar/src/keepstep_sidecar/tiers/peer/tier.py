@@ -11,16 +11,16 @@ from typing import Any
 from keepstep.core.shard import Shard
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.buddy import Buddy, due, needed_copies
 from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
-from keepstep_sidecar.tiers.peer.copies import Copies
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
-from keepstep_sidecar.tiers.peer.members import OWN, Directory, KnownPeer
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
+from keepstep_sidecar.tiers.peer.peer_list import OWN, Directory, KnownPeer
 from keepstep_sidecar.tiers.peer.protocol import Listing
-from keepstep_sidecar.tiers.peer.serve import Shards
+from keepstep_sidecar.tiers.peer.served_shards import Shards
 from keepstep_sidecar.tiers.peer.server import Join, Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, Identity
 from keepstep_sidecar.tiers.source import ShardSource

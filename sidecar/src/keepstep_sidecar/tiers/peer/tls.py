@@ -26,7 +26,12 @@ import aiohttp
 import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
-from keepstep.wire.reports import AGENTS, CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
+from keepstep.wire.member_reports import (
+    AGENTS,
+    CERTIFICATES_PATH,
+    CertificateRequest,
+    IssuedCertificate,
+)
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import info, warn
 

@@ -8,14 +8,14 @@ from typing import Final
 
 from keepstep.core.commit_rule import bits
 from keepstep.core.ledger import Restart
-from keepstep.leader.doubts import doubts
+from keepstep.leader.advisories import doubts
 from keepstep.leader.leader import Leader
 from keepstep.leader.node_rank import Place
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.spans import spans
 from keepstep.steps import NEAREST_FIRST, Answer, StepId, Tier
-from keepstep.wire.runs import (
+from keepstep.wire.run_reports import (
     LARGEST_BYTES,
     MOST_NODES,
     Holder,

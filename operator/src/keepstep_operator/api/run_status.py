@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.wire.runs import (
+from keepstep.wire.run_reports import (
     Drive,
     Holder,
     Record,

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from keepstep_operator import names
-from keepstep_operator.api.model import RunKey
+from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube.client import Client

@@ -19,8 +19,8 @@ from typing import Any
 from keepstep.errors import ForeignError, FormatError, VersionError
 from keepstep.image import strictjson
 from keepstep.steps import Epoch, EpochId, StepId, merged
-from keepstep_sidecar.volume.directories import opened
 from keepstep_sidecar.volume.files import Filesystem, replacing
+from keepstep_sidecar.volume.run_tree import opened
 
 FORMAT_VERSION = 1
 _SIZE_LIMIT_BYTES = 16 << 20

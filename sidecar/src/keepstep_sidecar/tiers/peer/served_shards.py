@@ -16,10 +16,11 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError, StorageError, TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.tiers.peer.copies import Copies
+from keepstep_sidecar.tiers.peer.kept_copies import Copies
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.directories import (
+from keepstep_sidecar.volume.files import ShardFile, open_shard
+from keepstep_sidecar.volume.run_tree import (
     Directories,
     ShardName,
     Tree,
@@ -28,7 +29,6 @@ from keepstep_sidecar.volume.directories import (
     read_manifest,
     survey,
 )
-from keepstep_sidecar.volume.files import ShardFile, open_shard
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 

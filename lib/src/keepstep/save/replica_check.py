@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import few
-from keepstep.save.guard import Fingerprint, may_wait
+from keepstep.save.mutation_guard import Fingerprint, may_wait
 from keepstep.state import accelerator
 from keepstep.state.leaves import Taken, TensorLeaf
 from keepstep.steps import EpochId

@@ -16,7 +16,7 @@ from keepstep.leader.leader import Leader
 from keepstep.leader.left_shards import SERVED, described
 from keepstep.leader.node_rank import Place
 from keepstep.steps import Tier
-from keepstep.wire.runs import Doubt, DoubtKind, utc
+from keepstep.wire.run_reports import Doubt, DoubtKind, utc
 from keepstep.wire.status import TierProgress
 
 FIRST_COMMIT_S: Final = 600.0

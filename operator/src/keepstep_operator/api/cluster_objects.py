@@ -11,7 +11,7 @@ import msgspec
 
 from keepstep_operator.api.job_kinds import NAME
 from keepstep_operator.api.policy import Policy, VolumeKind
-from keepstep_operator.api.run import RunStatus
+from keepstep_operator.api.run_status import RunStatus
 
 
 @dataclass(frozen=True, slots=True, order=True)

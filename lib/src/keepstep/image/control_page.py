@@ -115,8 +115,8 @@ class ControlPage:
     """What an image is. Times in unix seconds; digests in hex.
 
     `layout`: the layout's id. `root`: the digest of the digest table. `sections`: a digest for each
-    section, see `keepstep.image.manifest.section_digests`. Both are None in an image that was only
-    staged. `base`: the base of this image; None if the image is whole, or is a base itself.
+    section, see `keepstep.image.control_page.section_digests`. Both are None in an image that was
+    only staged. `base`: the base of this image; None if the image is whole, or is a base itself.
     """
 
     run: str

@@ -21,9 +21,9 @@ from keepstep.leader.restart_history import Restart, RestartHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.spans import numbers
 from keepstep.steps import EpochId, StepId
-from keepstep.wire import runs as wire
-from keepstep.wire.reports import Report
-from keepstep.wire.runs import Record, RunEvent, RunPolicy, utc
+from keepstep.wire import run_reports as wire
+from keepstep.wire.member_reports import Report
+from keepstep.wire.run_reports import Record, RunEvent, RunPolicy, utc
 
 ALARM_S: Final = 3600.0
 

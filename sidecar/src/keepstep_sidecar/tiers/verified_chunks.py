@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from keepstep.errors import ForeignError, FormatError, UsageError
 from keepstep.image import PAGE_BYTES, ControlPage
+from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.manifest import Manifest
 from keepstep_sidecar.concurrency import blocking, for_each_chunk
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing

@@ -50,8 +50,8 @@ from keepstep.errors import (
     SlotUnavailable,
 )
 from keepstep.image import Layout
-from keepstep.save.frozen import Base
-from keepstep.save.guard import Guard
+from keepstep.save.frozen_parameters import Base
+from keepstep.save.mutation_guard import Guard
 from keepstep.save.snapshot import Pending, Verdict
 from keepstep.state import accelerator
 from keepstep.steps import transitions

@@ -25,7 +25,7 @@ from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases, sees_all
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.directories import entered
+from keepstep_sidecar.memory.slot_directories import entered
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
     lower_priority,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier, merged
-from keepstep.wire.reports import Peer
+from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard

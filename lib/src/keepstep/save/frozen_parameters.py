@@ -3,10 +3,10 @@
 They lie in a *base*, an image of its own, to which the images of steps refer (docs/format.md). Only
 what can be told to be unchanged stays in it: a parameter that needs no gradient, stands where it
 stood, and has the version, the address and the fingerprint that it had when it was copied (as for
-lazy copies, `keepstep.save.guard`). At each save all of this is compared. A parameter that fails is
-in the image of every later step of this life, and a new base is made without it. None of this tells
-a write of few elements past the version counter. That is found some saves later, because each save
-also compares a further slice of all bytes with the base, where the tensors are.
+lazy copies, `keepstep.save.mutation_guard`). At each save all of this is compared. A parameter that
+fails is in the image of every later step of this life, and a new base is made without it. None of
+this tells a write of few elements past the version counter. That is found some saves later, because
+each save also compares a further slice of all bytes with the base, where the tensors are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import ImageError
 from keepstep.image import BaseRef, ControlPage, Layout, Section
-from keepstep.save.guard import Fingerprint, Guard, Lot, Watched, may_wait
+from keepstep.save.mutation_guard import Fingerprint, Guard, Lot, Watched, may_wait
 from keepstep.state import accelerator, sharding
 from keepstep.state.leaves import Taken, TensorLeaf, plain_tensors
 from keepstep.state.wrappers import unwrap

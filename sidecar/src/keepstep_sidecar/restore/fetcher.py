@@ -12,15 +12,15 @@ from typing import TypeVar
 from keepstep.core.node import Reading
 from keepstep.errors import ForeignError, ImageError, KeepstepError, NoMemoryError, StorageError
 from keepstep.image import BaseRef, ControlPage, Layout
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import Changes
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import info
-from keepstep_sidecar.memory.allocator import Allocator
+from keepstep_sidecar.memory.slot_allocator import Allocator
 from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import Cancel, ShardSource
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Fetcher:
     pool: SlotPool
     committer: Committer
     threads: Executor
-    _manifests: transfer.Manifests = field(default_factory=transfer.Manifests)
+    _manifests: verified_chunks.Manifests = field(default_factory=verified_chunks.Manifests)
 
     def __post_init__(self) -> None:
         self._copies, self._remotes = self.committer.copies, self.committer.remotes
@@ -70,21 +70,23 @@ class Fetcher:
             ]
         return left[0] if left else None
 
-    async def read(self, source: ShardSource, work: Callable[[transfer.Opened], T]) -> T:
+    async def read(self, source: ShardSource, work: Callable[[verified_chunks.Opened], T]) -> T:
         """Run `work` on a thread, with the source open. Raises StorageError, ImageError."""
 
         def opened(cancel: Cancel) -> T:
-            with transfer.opened(source, cancel, self._manifests) as found:
+            with verified_chunks.opened(source, cancel, self._manifests) as found:
                 return work(found)
 
-        return await transfer.run(self.threads, opened)
+        return await verified_chunks.run(self.threads, opened)
 
     async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
         """Load the whole image into a slot, verified, seal last. Raises StorageError,
         ImageError."""
-        return await transfer.run(
+        return await verified_chunks.run(
             self.threads,
-            lambda cancel: transfer.load(source, view, cancel=cancel, manifests=self._manifests),
+            lambda cancel: verified_chunks.load(
+                source, view, cancel=cancel, manifests=self._manifests
+            ),
         )
 
     async def manifest(self, source: ShardSource) -> Manifest:

@@ -239,7 +239,8 @@ def encode(
     reloaded: str = "",
 ) -> bytes:
     """The extras of an image: everything in the state that is not a tensor. `difference`: see
-    `save.replicas`. `reloaded`: the step that names the base, see `save.frozen.Base`.
+    `save.replica_check`. `reloaded`: the step that names the base, see
+    `save.frozen_parameters.Base`.
 
     Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
     """

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.errors import DigestError, FormatError, StorageError
+from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.manifest import Manifest
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.tiers.transfer import Opened
+from keepstep_sidecar.tiers.verified_chunks import Opened
 from keepstep_sidecar.volume.files import (
     WRITER_NICENESS,
     DurableFile,

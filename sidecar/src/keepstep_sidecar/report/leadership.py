@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from keepstep.core.ledger import Alarm
 from keepstep.leader.leader import Leader
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.reports import MemberReport, Pins, Report
-from keepstep.wire.runs import RunPolicy
+from keepstep.wire.member_reports import MemberReport, Pins, Report
+from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import Changes, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
 from keepstep_sidecar.leader.host import OWN, Host

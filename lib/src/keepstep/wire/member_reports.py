@@ -18,7 +18,7 @@ from keepstep.core.ledger import Reported
 from keepstep.core.shard import StepShards
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.runs import SaveOverhead
+from keepstep.wire.run_reports import SaveOverhead
 from keepstep.wire.status import TierProgress, VolumeUsage
 
 AUDIENCE = "reports.keepstep.dev"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from keepstep.core.node import Serves
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
-from keepstep.wire.reports import ReportReply
+from keepstep.wire.member_reports import ReportReply
 from keepstep.wire.trainer import (
     Flushed,
     FlushRequest,
@@ -33,7 +33,7 @@ from keepstep_sidecar.concurrency import Tasks, detached
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Owner
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.allocator import SLOTS
+from keepstep_sidecar.memory.slot_allocator import SLOTS
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile

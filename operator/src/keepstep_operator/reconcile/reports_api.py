@@ -15,12 +15,12 @@ import msgspec
 from aiohttp import web
 from cachetools import TTLCache
 
-from keepstep.wire import runs as wire
-from keepstep.wire.reports import CERTIFICATES_PATH, CertificateRequest
-from keepstep.wire.runs import RunReport
+from keepstep.wire import run_reports as wire
+from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest
+from keepstep.wire.run_reports import RunReport
 from keepstep.wire.trainer import Problem
 from keepstep_operator import names
-from keepstep_operator.api.model import AgentRecord, PodRecord
+from keepstep_operator.api.cluster_objects import AgentRecord, PodRecord
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube.client import Client
@@ -190,7 +190,7 @@ def bounded(report: RunReport) -> RunReport:
     )
     if any(len(listed) > most for listed, most in lists):
         raise Refused(
-            400, "bad-report", "a list of the report is longer than keepstep.wire.runs says"
+            400, "bad-report", "a list of the report is longer than keepstep.wire.run_reports says"
         )
     return report
 

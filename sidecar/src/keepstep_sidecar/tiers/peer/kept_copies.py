@@ -25,14 +25,15 @@ from keepstep.errors import (
     NoSpaceError,
     StorageError,
 )
-from keepstep.image.manifest import BaseRef, Manifest
+from keepstep.image.control_page import BaseRef, Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.tiers import transfer
+from keepstep_sidecar.tiers import verified_chunks
+from keepstep_sidecar.tiers.incoming_copy import Broken, IncomingCopy, is_part, part_name
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
-from keepstep_sidecar.tiers.receive import Broken, IncomingCopy, is_part, part_name
 from keepstep_sidecar.tiers.source import FileSource
-from keepstep_sidecar.volume.directories import (
+from keepstep_sidecar.volume.files import FULL, Filesystem, RateLimit
+from keepstep_sidecar.volume.run_tree import (
     Directories,
     LocalShard,
     ShardName,
@@ -42,7 +43,6 @@ from keepstep_sidecar.volume.directories import (
     step_directories,
     survey,
 )
-from keepstep_sidecar.volume.files import FULL, Filesystem, RateLimit
 from keepstep_sidecar.volume.volume import Volume
 
 DIRECTORY = "peers"
@@ -243,7 +243,7 @@ class Copies:
             try:
                 with other.open() as file:  # once: the shared blocks must be the verified ones
                     source = replace(other, open=lambda: contextlib.nullcontext(file))
-                    with transfer.opened(source) as image:
+                    with verified_chunks.opened(source) as image:
                         part.take_from(image, file.fd, self._pace)
             except Broken as broken:
                 raise broken.error from None

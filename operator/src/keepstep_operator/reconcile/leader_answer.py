@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from keepstep.wire.runs import Member, Requested, RunPolicy
-from keepstep_operator.api.model import NodeRecord, PodRecord
+from keepstep.wire.run_reports import Member, Requested, RunPolicy
+from keepstep_operator.api.cluster_objects import NodeRecord, PodRecord
 from keepstep_operator.api.policy import OnLoss, Policy
 from keepstep_operator.api.tiers import HOSTNAME
 from keepstep_operator.reconcile.run import Run, parse_steps

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import base_of
 from keepstep.image.codecs import ArrayForm
+from keepstep.restore.fill_plan import make
 from keepstep.restore.images import Images, chunk_runs, fill
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader, group_numbers
-from keepstep.restore.plan import make
 from keepstep.restore.targets import (
     ADVICE,
     Live,

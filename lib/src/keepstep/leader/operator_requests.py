@@ -12,15 +12,15 @@ from typing import Final
 
 from keepstep.core.ledger import Outlook, Restart, outlook
 from keepstep.errors import few
-from keepstep.leader.fresh_start import FreshStart
-from keepstep.leader.history import RunHistory
+from keepstep.leader.fresh_start_approval import FreshStart
 from keepstep.leader.left_shards import SERVED, LeftShards, described
 from keepstep.leader.node_rank import Place
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.restore_request import followed, request, restore_target
+from keepstep.leader.run_history import RunHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
-from keepstep.wire.runs import Member, Requested, RestoreFrom, RunEvent, RunPolicy, utc
+from keepstep.wire.run_reports import Member, Requested, RestoreFrom, RunEvent, RunPolicy, utc
 
 _DRIVES_NAMED: Final = 3
 _LOST: Final = {
@@ -38,8 +38,8 @@ _LOST: Final = {
 
 class Requests:
     """The newest answer of the operator. `policy`: what the run goes by. `pods`: the members by
-    UID. `restore_from`: see `keepstep.wire.runs.RestoreFrom`. `way_out`: the command by which a
-    person has the run begin again. `alone`: there is no operator."""
+    UID. `restore_from`: see `keepstep.wire.run_reports.RestoreFrom`. `way_out`: the command by
+    which a person has the run begin again. `alone`: there is no operator."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import Final
 from cachetools import TTLCache
 
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.room import Room, parse_quota, parse_ranges
+from keepstep_operator.injection.namespace_limits import Room, parse_quota, parse_ranges
 from keepstep_operator.kube.client import Client
 from keepstep_operator.kube.errors import NotFound
 from keepstep_operator.kube.resources import LIMIT_RANGES, NAMESPACES, QUOTAS, Resource

@@ -34,7 +34,7 @@ from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.directory import NoFileError
 from keepstep.errors import ForeignError, FormatError, ImageError, TornError
 from keepstep.image import ControlPage
-from keepstep.image.manifest import Manifest
+from keepstep.image.control_page import Manifest
 from keepstep.steps import StepId, base_name, shard_name
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.files import (

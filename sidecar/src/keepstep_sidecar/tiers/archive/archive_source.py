@@ -20,7 +20,7 @@ from keepstep_sidecar.tiers.archive.step_record import own_pieces
 from keepstep_sidecar.tiers.archive.store import Store, Stored
 from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.tiers.transfer import Manifests
+from keepstep_sidecar.tiers.verified_chunks import Manifests
 
 _FIRST_BYTES = 64 << 10
 """How much is read first. Most headers are shorter."""
