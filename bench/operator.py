@@ -32,7 +32,7 @@ import psutil
 from keepstep.leader.run_report import fitted
 from keepstep.steps import StepId, Tier
 from keepstep.wire import run_reports as wire
-from keepstep.wire.run_reports import Doubt, DoubtKind, KeptStep, RunReport
+from keepstep.wire.run_reports import Advisory, AdvisoryKind, KeptStep, RunReport
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.kube.resources import RUNS
 from tests.operator.admission.reviews import write_pair
@@ -90,7 +90,9 @@ class Leader:
     def worst(self) -> RunReport:
         """As long as is accepted, and new in each part."""
         text = f"{self.hostile:03} " + "x" * 450
-        doubts = tuple(Doubt(kind=kind, text=text) for kind in DoubtKind)[: wire.MOST_MESSAGES]
+        doubts = tuple(Advisory(kind=kind, text=text) for kind in AdvisoryKind)[
+            : wire.MOST_MESSAGES
+        ]
         run_report = replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(
@@ -104,7 +106,8 @@ class Leader:
             ),
             doubts=doubts,
             alarms=tuple(
-                wire.Alarm(kind=f"Kind{index}", text=text) for index in range(wire.MOST_MESSAGES)
+                wire.ReportedAlarm(kind=f"Kind{index}", text=text)
+                for index in range(wire.MOST_MESSAGES)
             ),
             recent=tuple(
                 wire.RunEvent(time=wire.utc(time.time()), type="Restored", message=text)
@@ -117,7 +120,7 @@ class Leader:
         self.sequence += 1
         if self.hostile:
             return self.worst()
-        doubt = Doubt(kind=DoubtKind.COMMIT_STALLED, text="no step became committed")
+        doubt = Advisory(kind=AdvisoryKind.COMMIT_STALLED, text="no step became committed")
         return replace(
             report(1000 + self.sequence, sequence=self.sequence, leader=f"leader-{self.run}"),
             nodes=tuple(node(rank, pod=f"pod-{self.run}-{rank}") for rank in range(PODS)),

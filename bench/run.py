@@ -58,10 +58,10 @@ from keepstep.wire.member_reports import (
     ReportedVolume,
 )
 from keepstep.wire.run_reports import RunPolicy
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.leader.hub import Hub
-from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.report.reporter import Rhythm
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
@@ -257,7 +257,7 @@ def _ranks(machine: int) -> range:
     return range(machine * RANKS, (machine + 1) * RANKS)
 
 
-class _Link(Link):
+class _Link(LeaderConnection):
     """The connection of a machine, from an address of its own."""
 
     def __init__(self, node_rank: int, address: str, machine: Machine) -> None:
@@ -292,7 +292,7 @@ async def _lead(clock: Clock, port: int, connection: Connection) -> None:
     policy = RunPolicy(keep=Retention(last=2), outlives_pod=False, replicas=1, restarts=False)
     leader = Leader(life=life, nodes=clock.machines, policy=policy)
     machine = Machine(clock, OWN)
-    host = Host(leader, Changes())
+    host = Host(leader, ChangeNotifier())
     host.own = machine.take
     server = Server(
         f"127.0.0.1:{port}",

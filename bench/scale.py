@@ -39,14 +39,14 @@ from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
-from keepstep.restore.collective import Agreed, Collective
+from keepstep.restore.collective import AgreedEpoch, Collective
 from keepstep.restore.fill_plan import Box, IndexBuilder, TensorRequest, make
 from keepstep.state.sharding import Bulk, agree, chunk, cut
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted
-from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
-from keepstep_sidecar.tiers.peer.peer_list import Directory, KnownPeer
-from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
+from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
 from keepstep_sidecar.tiers.tier import RemoteTier
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
         found = everyone.restore(
             lambda: granted, lambda _: restoring, meet=meet, begin_fresh=lambda _: None
         )
-    assert isinstance(found, Agreed)
+    assert isinstance(found, AgreedEpoch)
     assert found.epoch.parent == NEWEST
     return measured.found | {"heard_bytes": everyone.gathered_bytes}
 
@@ -263,7 +263,7 @@ def _listing(kind: str, node: int, world: int) -> bytes:
     """What a pod says that it holds: its own shards on drives, and copies for the previous pod."""
     pods = world // NODE
     shards = [
-        Listed(
+        ListedShard(
             rank=rank, step_id=StepId(_EPOCH, step), world=world, root=f"{step:016x}{rank:016x}",
             params_digest=f"{step:016x}{rank:016x}", written_at=1.79e9, size_bytes=1 << 34,
             alike=alike_of(kind, rank, world), copy=owner != node,
@@ -272,7 +272,7 @@ def _listing(kind: str, node: int, world: int) -> bytes:
         for rank in range(owner * NODE, owner * NODE + NODE)
         for step in _LOCAL
     ]  # fmt: skip
-    return msgspec.json.encode(Listing(run="gpt", epochs=(Epoch(_EPOCH),), shards=tuple(shards)))
+    return msgspec.json.encode(PodListing(run="gpt", epochs=(Epoch(_EPOCH),), shards=tuple(shards)))
 
 
 class _Copy(NamedTuple):
@@ -287,7 +287,7 @@ class _Peers(RemoteTier):
 
     tier = Tier.PEER
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: PeerList) -> None:
         super().__init__()
         self._directory = directory
 
@@ -300,8 +300,8 @@ class _Peers(RemoteTier):
 
 def gossip(kind: str, world: int) -> dict[str, float]:
     """One sidecar receives what all others hold, and finds what it can offer to its ranks."""
-    measured, directory = Measured(), Directory(complete=True)
-    decode = msgspec.json.Decoder(Listing).decode
+    measured, directory = Measured(), PeerList(complete=True)
+    decode = msgspec.json.Decoder(PodListing).decode
     received_bytes, read_s, pods = 0, 0.0, world // NODE
     for node in range(1, pods):
         text, address = _listing(kind, node, world), f"10.0.{node >> 8}.{node & 255}:9443"
@@ -319,7 +319,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         ledger.apply(Reported(node_rank=0, ranks=reports, epochs=remotes.epochs, sequence=1))
         whole = ledger.whole()
     pool: Any = SimpleNamespace(ranks={}, images=lambda step_id: {})
-    locator = Copies(LocalShards(pool, pool), pool, remotes)
+    locator = ReachableCopies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):
         offers = locator.offers(whole)
     assert len(offers) == len(_LOCAL)

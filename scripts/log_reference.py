@@ -77,7 +77,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
                 known = function.attr in CALLS and ast.unparse(function.value) in LOGGERS
             else:
                 known = isinstance(function, ast.Name) and function.id in CALLS
-            if known and ast.unparse(node.args[0]) != "'%s'":  # in `Agent.warn`
+            if known and ast.unparse(node.args[0]) != "'%s'":  # in `SaveThread.warn`
                 yield node
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from keepstep_sidecar.agent.clean import ApiServer, Cleaner, StillUsedError, clean
 from keepstep_sidecar.agent.run_directories import prepare
-from keepstep_sidecar.volume.volume import Ownership
+from keepstep_sidecar.volume.volume import FileLock
 from tests.certificates import make_certificate
 from tests.harness import eventually
 
@@ -31,17 +31,17 @@ def _run(tmp_path: Path, name: str = "gpt") -> Path:
         step = tmp_path / "team" / name / rank / name / "0001.aaaaaaaa-000000040"
         step.mkdir(parents=True)
         (step / "rank-00000-of-00002.safetensors").write_bytes(b"x")
-        Ownership(step.parent / ".lock").release()
+        FileLock(step.parent / ".lock").release()
     return tmp_path / "team" / name
 
 
 def _clean(run: Path, *, gone_since: float = math.inf) -> int:
-    return clean(Directory.opened(run.parent), run.name, gone_since=gone_since)
+    return clean(OpenDirectory.opened(run.parent), run.name, gone_since=gone_since)
 
 
 def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
     run = _run(tmp_path)
-    lock = Ownership(run / "1" / "gpt" / ".lock")
+    lock = FileLock(run / "1" / "gpt" / ".lock")
     with pytest.raises(StillUsedError, match=r"1/gpt: a sidecar uses it.*nothing was removed"):
         _clean(run)
     assert len(list(run.rglob("*.safetensors"))) == 2
@@ -266,7 +266,7 @@ def test_a_run_without_an_object_whose_sidecar_lives_or_wrote_has_its_time_of_gr
     tmp_path: Path,
 ) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
-    lock = Ownership(run / "1" / "gpt" / ".lock")
+    lock = FileLock(run / "1" / "gpt" / ".lock")
     node.round()
     node.round(after_s=GRACE_S)
     lock.release()
@@ -293,16 +293,18 @@ def test_a_pod_that_comes_back_in_the_middle_keeps_its_directory(tmp_path: Path)
 def test_a_pod_that_comes_while_its_directory_is_removed_gets_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename, seen = Directory.rename, []
+    rename, seen = OpenDirectory.rename, []
 
-    def interrupted(self: Directory, name: str, new: str, into: Directory | None = None) -> None:
+    def interrupted(
+        self: OpenDirectory, name: str, new: str, into: OpenDirectory | None = None
+    ) -> None:
         if not seen:
             seen.append(subprocess.Popen([sys.executable, "-c", _PREPARE, str(run / "0")]))
             eventually(lambda: _waits_for_a_lock(seen[0].pid), what="the pod waits for cleaning")
         rename(self, name, new, into)
 
     run = _run(tmp_path)
-    monkeypatch.setattr(Directory, "rename", interrupted)
+    monkeypatch.setattr(OpenDirectory, "rename", interrupted)
     assert _clean(run) == 4
     (pod,) = seen
     assert pod.wait(timeout=10.0) == 0

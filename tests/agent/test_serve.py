@@ -12,11 +12,11 @@ import pytest
 
 from keepstep.steps import Answer, Tier
 from keepstep.wire.member_reports import Peer
-from keepstep_sidecar.agent.serve import LeftShards
+from keepstep_sidecar.agent.serve import LeftShardsServer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
@@ -41,12 +41,12 @@ def left(tmp_path: Path) -> Path:
 
 
 def agent_files(authority: Authority, node: str = NODE) -> Files:
-    return authority.files(0, uris=[Identity.of_agent(node).uri])
+    return authority.files(0, uris=[PodIdentity.of_agent(node).uri])
 
 
 @contextlib.asynccontextmanager
 async def serving(host: Path, files: Files, *, node: str = NODE) -> AsyncIterator[dict[str, str]]:
-    server = Server("127.0.0.1:0", FileCredentials(files), LeftShards([host]).of)
+    server = Server("127.0.0.1:0", FileCredentials(files), LeftShardsServer([host]).of)
     server.start()
     try:
         yield {node: f"127.0.0.1:{server.port}"}

@@ -26,7 +26,7 @@ from keepstep_sidecar.tiers.archive.index import (
     names_of,
 )
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
-from keepstep_sidecar.tiers.archive.store import Stored
+from keepstep_sidecar.tiers.archive.store import StoredObject
 
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))
 NOW = 1e9
@@ -53,8 +53,10 @@ def complete(
     return ArchivedStep(id=step_id, files=files(shard_name(0, 1), "step.json"), record=record)
 
 
-def files(*names: str, age_s: float = 2 * ABANDONED_S) -> dict[str, Stored]:
-    return {name: Stored(name=name, bytes=9, modified_at=NOW - age_s, etag="") for name in names}
+def files(*names: str, age_s: float = 2 * ABANDONED_S) -> dict[str, StoredObject]:
+    return {
+        name: StoredObject(name=name, bytes=9, modified_at=NOW - age_s, etag="") for name in names
+    }
 
 
 def gone(

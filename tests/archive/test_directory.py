@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from keepstep.core.retention import Retention
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer, StepId
@@ -239,7 +239,7 @@ async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_
 
     store = DirectoryStore(archive_dir)
     monkeypatch.setattr(Filesystem, "write", refuse)
-    monkeypatch.setattr(Directory, "unlink", refuse)
+    monkeypatch.setattr(OpenDirectory, "unlink", refuse)
     with pytest.raises(StorageError, match="Read-only"):
         await store.upload("run/step/shard", pieces(), part_bytes=PAGE_BYTES, parts=1)
     await store.close()
@@ -307,11 +307,11 @@ def test_a_process_ends_though_a_listing_of_its_archive_does_not(archive_dir: Pa
     code = """
 import asyncio, sys
 from pathlib import Path
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 
 root = Path(sys.argv[1])
-Directory.names = lambda directory: (root / "pipe").read_text().split()
+OpenDirectory.names = lambda directory: (root / "pipe").read_text().split()
 
 async def list_it():
     store = DirectoryStore(root)

@@ -14,7 +14,7 @@ import pytest
 from keepstep.steps import Answer, Epoch, EpochId
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import heartbeats
-from keepstep_sidecar.tiers.archive.heartbeats import Lives
+from keepstep_sidecar.tiers.archive.heartbeats import RunHeartbeats
 from keepstep_sidecar.tiers.archive.index import Surveyor
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.tier import RunFacts
@@ -30,7 +30,7 @@ def trained(config: ArchiveConfig, check: Callable[[Store], Awaitable[None]]) ->
 
     async def work() -> None:
         store, life = open_store(config), [OTHER]
-        line = Lives(store, RUN)
+        line = RunHeartbeats(store, RUN)
         keeping = asyncio.ensure_future(line.keep(lambda: next(iter(life), None), tuple))
         surveyor = Surveyor(store, RUN)
         try:

@@ -20,7 +20,7 @@ from keepstep.steps import Answer, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import browse
 from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf, twin_name
-from keepstep_sidecar.tiers.archive.store import Stored
+from keepstep_sidecar.tiers.archive.store import StoredObject
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume
@@ -141,7 +141,7 @@ async def test_a_twin_on_another_machine_is_waited_for(
         store = later._sender.store
         asked, find = asyncio.Event(), store.find
 
-        async def seen(name: str) -> Stored | None:
+        async def seen(name: str) -> StoredObject | None:
             if name.endswith(shard_name(0, WORLD)):
                 asked.set()
             return await find(name)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from keepstep import compile_cache
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from tests.cli.conftest import TRAIN, Keepstep
 
@@ -256,7 +256,7 @@ def test_a_drive_on_which_nothing_may_be_executed_is_refused(
     mounted: Callable[..., Path],
 ) -> None:
     drive = mounted("drive", "-t", "tmpfs", "-o", "noexec", "none")
-    place = Directory.opened(drive)
+    place = OpenDirectory.opened(drive)
     with pytest.raises(StorageError, match=r"/caches may be executed \(noexec\)"):
         compile_cache.variables(place, "caches")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.tiers.source import Gone, file_source
+from keepstep_sidecar.tiers.source import ShardGone, file_source
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, make_layout, staged, step_id
 
@@ -23,6 +23,6 @@ def test_a_shard_that_is_published_before_it_is_opened_is_read_under_its_new_nam
     with source.open() as file:
         assert file.fd
     volume.retire(step_id(1))
-    with pytest.raises(Gone), source.open():
+    with pytest.raises(ShardGone), source.open():
         pass
     volume.close()

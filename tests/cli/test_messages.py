@@ -5,13 +5,13 @@ from __future__ import annotations
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import StepStatus
 from keepstep_sidecar.cli import messages
-from keepstep_sidecar.cli.inventory import Holdings
+from keepstep_sidecar.cli.inventory import RunHoldings
 
 
 def restarted(**ranks: tuple[int, ...]) -> str:
     held = {Tier(name): there for name, there in ranks.items()}
     step = StepStatus(id=StepId.parse("0001.59af5a88-000000007"), world=2, ranks=held)
-    holdings = Holdings(live=None, steps=(step,))
+    holdings = RunHoldings(live=None, steps=(step,))
     return messages.restarted(holdings, code=1, attempt=1, restarts=3)
 
 

@@ -21,16 +21,16 @@ from keepstep.core.ledger import (
     EpochStarted,
     Event,
     FreshStartAcknowledged,
-    Gone,
     Ledger,
     LedgerConfig,
-    Nothing,
+    NothingToRestore,
+    PlanUnknown,
     Reported,
+    ReportLost,
     RestorePlan,
-    Unknown,
 )
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, PersistPlanner, Write
+from keepstep.core.schedule import PersistPlanner, StepGrid, Write
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import Candidate, Candidates, Offer, choose
@@ -94,7 +94,7 @@ class Scenario:
 
     def __init__(self) -> None:
         self.ledger, self.keep = Ledger(), {Tier.LOCAL: Retention(last=2)}
-        self.planner = PersistPlanner((0, 1), Grid())
+        self.planner = PersistPlanner((0, 1), StepGrid())
         self.table = SlotTable(4)
         self.votes: dict[int, Candidates] = {}
 
@@ -174,7 +174,7 @@ class Scenario:
         return self._apply(FreshStartAcknowledged(epoch_id(epoch) if epoch else None))
 
     def _do_lost(self, node: str = "0", rank: str = "") -> Iterable[str]:
-        return self._apply(Gone(int(node), int(rank) if rank else None))
+        return self._apply(ReportLost(int(node), int(rank) if rank else None))
 
     def _do_plan(self, world: str = "2") -> Iterable[str]:
         plan = self.ledger.plan(range(int(world)))
@@ -184,9 +184,9 @@ class Scenario:
                 for rank, tier in sorted(plan.tiers.items())
             )
             return [f"restore {short(plan.id)} from {places}"]
-        if isinstance(plan, Nothing):
+        if isinstance(plan, NothingToRestore):
             return ["nothing: begin at step 0"]
-        assert isinstance(plan, Unknown)
+        assert isinstance(plan, PlanUnknown)
         return [f"{'wait' if plan.waits_for else 'refuse'}: {plan.reason}"]
 
     def _do_whole(self) -> Iterable[str]:
@@ -196,7 +196,7 @@ class Scenario:
         """Print what could be restored if each of these nodes were gone."""
         for node in nodes:
             left = copy.deepcopy(self.ledger)
-            left.apply(Gone(int(node)))
+            left.apply(ReportLost(int(node)))
             yield f"node {node}: {short(newest_on(left, at_least(Tier(tier))))}"
 
     def _do_watermarks(self) -> Iterable[str]:
@@ -212,7 +212,7 @@ class Scenario:
     def _do_planner(self, ranks: str = "0,1", every: str = "1", slots: str = "4") -> Iterable[str]:
         self.planner = PersistPlanner(
             [int(rank) for rank in ranks.split(",")],
-            Grid(int(every)),
+            StepGrid(int(every)),
             slots=int(slots),
         )
         return []

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from keepstep.core.commit_rule import (
     Completeness,
-    Holding,
+    HeldImages,
     RankReport,
     RankUnion,
     ReportedTier,
     bits,
     of_ranks,
 )
-from keepstep.core.ledger import Event, Gone, Ledger, LedgerConfig, Reported
+from keepstep.core.ledger import Event, Ledger, LedgerConfig, Reported, ReportLost
 from keepstep.core.shard import Shard
 from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, Tier
 
@@ -95,7 +95,7 @@ def test_ranks_may_be_told_of_together_or_one_by_one(
             }
 
 
-def _content(held: Holding) -> list[tuple[int, int]]:
+def _content(held: HeldImages) -> list[tuple[int, int]]:
     return [(rank, held.root(rank)) for rank in bits(held.ranks)]
 
 
@@ -121,7 +121,7 @@ def test_a_ledger_that_is_asked_after_each_change_says_what_one_that_is_asked_la
             reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
             event = Reported(node_rank=node, ranks=of_ranks(reports), epochs=(Epoch(_EPOCH),))
         else:
-            event = Gone(node, change)  # type: ignore[arg-type]
+            event = ReportLost(node, change)  # type: ignore[arg-type]
         asked.apply(event)
         left.take(event)
     left.actions()

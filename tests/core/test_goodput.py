@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.history import SEGMENTS, Event, Goodput, Kind, Tally
+from keepstep.core.history import SEGMENTS, EventKind, Goodput, HistoryEvent, HistoryTotals
 from keepstep.steps import Epoch, EpochId, StepId
 
 # --- a simulated run -------------------------------------------------------------------------
@@ -49,17 +49,17 @@ class Truth:
         self.parts[bucket] += seconds
 
 
-def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]:
+def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[HistoryEvent], Truth]:
     """The events of a run of two ranks, and the truth."""
-    events: list[Event] = []
+    events: list[HistoryEvent] = []
     truth = Truth()
     now, newest = began, -1
     parent: StepId | None = None
 
-    def record(kind: Kind, until: float | None = None, **fields: object) -> None:
+    def record(kind: EventKind, until: float | None = None, **fields: object) -> None:
         at = now if until is None else until
         events.append(
-            Event(sequence=len(events) + 1, kind=kind, until=now, at=min(at, now), **fields)
+            HistoryEvent(sequence=len(events) + 1, kind=kind, until=now, at=min(at, now), **fields)
         )  # type: ignore[arg-type]
 
     for number, life in enumerate(lives, 1):
@@ -79,12 +79,12 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
         born = now
         now += life.prep / 2
         for rank in range(2):
-            record(Kind.CONNECTED, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
+            record(EventKind.CONNECTED, rank=rank, attempt=f"{number}-{rank}", seconds=now - born)
         now += life.prep / 2 + life.restore
         truth.add("training_prep", life.prep)
-        record(Kind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=life.restore)
+        record(EventKind.RESTORED, rank=0, epoch=Epoch(epoch, parent), seconds=life.restore)
         now += life.lag
-        record(Kind.RESTORED, rank=1, epoch=Epoch(epoch, parent), seconds=life.restore)
+        record(EventKind.RESTORED, rank=1, epoch=Epoch(epoch, parent), seconds=life.restore)
         truth.add("checkpoint_restore", life.restore + life.lag)
         bundle: list[tuple[int, float]] = []
         for count in range(life.steps):
@@ -100,15 +100,16 @@ def simulate(lives: list[Life], began: float = 1e6) -> tuple[list[Event], Truth]
             bundle.append((newest, now))
             if len(bundle) == life.bundle or count == life.steps - 1:
                 record(
-                    Kind.STAGED, until=bundle[0][1], first=bundle[0][0], step=StepId(epoch, newest),
+                    EventKind.STAGED, until=bundle[0][1],
+                    first=bundle[0][0], step=StepId(epoch, newest),
                     count=len(bundle), seconds=life.blocked * len(bundle),
                 )  # fmt: skip
                 bundle.clear()
         now += life.torn
         truth.add("wasted_progress" if life.known_end else "infrastructure_recovery", life.torn)
         if life.known_end:
-            record(Kind.ENDED, rank=1, text="gone")
-            record(Kind.ENDED, rank=0, text="gone")
+            record(EventKind.ENDED, rank=1, text="gone")
+            record(EventKind.ENDED, rank=0, text="gone")
     if not lives[-1].known_end:  # no event shows the torn step yet
         truth.add("infrastructure_recovery", -lives[-1].torn)
     truth.parts["productive"] = sum(truth.steps.values())
@@ -132,7 +133,7 @@ some_lives = st.lists(
 def test_the_fold_finds_where_every_second_of_a_run_went(lives: list[Life]) -> None:
     """The end of a life may have no event, as when its sidecar died with it."""
     events, truth = simulate(lives)
-    found = Tally().after(events).goodput(events[-1].until)
+    found = HistoryTotals().after(events).goodput(events[-1].until)
     assert found is not None
     first_life = min(lives[0].prep / 2, 3600.0) - lives[0].prep / 2  # at most an hour of it counts
     truth.parts["training_prep"] += first_life
@@ -150,23 +151,23 @@ def test_the_fold_finds_where_every_second_of_a_run_went(lives: list[Life]) -> N
 def test_a_fold_goes_on_from_wherever_it_was_left(lives: list[Life], cuts: list[int]) -> None:
     """A sidecar forgets old events, and may restart between two events."""
     events, _ = simulate(lives)
-    tally = Tally()
+    tally = HistoryTotals()
     for begin, end in pairwise([0, *sorted(cuts), None]):
         tally = tally.after(events[begin:end])
         assert tally.sane
-    assert tally == Tally().after(events)
+    assert tally == HistoryTotals().after(events)
 
 
 # --- what the simulation does not have -------------------------------------------------------
 
 
-def happened(kind: Kind, at: float, **fields: object) -> Event:
-    return Event(sequence=1, kind=kind, at=at, until=at, **{"rank": 0, **fields})  # type: ignore[arg-type]
+def happened(kind: EventKind, at: float, **fields: object) -> HistoryEvent:
+    return HistoryEvent(sequence=1, kind=kind, at=at, until=at, **{"rank": 0, **fields})  # type: ignore[arg-type]
 
 
 def test_a_long_run_takes_no_more_memory_and_no_second_is_lost() -> None:
     events, truth = simulate([Life(steps=1000, back=100), Life(steps=2000), Life(steps=3)] * 7)
-    tally = Tally().after(events)
+    tally = HistoryTotals().after(events)
     found = tally.goodput(events[-1].until)
     assert found is not None
     assert len(tally.segments) <= SEGMENTS
@@ -179,8 +180,8 @@ ids = st.builds(
     StepId, st.builds(EpochId, st.integers(0, 5), st.just("0" * 8)), st.integers(0, 10**18 - 1)
 )
 any_events = st.builds(
-    Event,
-    sequence=st.just(1), kind=st.sampled_from(Kind), at=st.floats(0.0, 2e9),
+    HistoryEvent,
+    sequence=st.just(1), kind=st.sampled_from(EventKind), at=st.floats(0.0, 2e9),
     until=st.floats(0.0, 2e9), step=st.none() | ids,
     first=st.none() | st.integers(-(2**62), 2**62), count=st.integers(-9, 2**62),
     seconds=odd,
@@ -190,10 +191,10 @@ any_events = st.builds(
 
 @settings(max_examples=500)
 @given(events=st.lists(any_events, max_size=40))
-def test_whatever_the_events_say_the_figure_is_one(events: list[Event]) -> None:
+def test_whatever_the_events_say_the_figure_is_one(events: list[HistoryEvent]) -> None:
     """Events come from a file that any program may have written, and their times from clocks that
     are set."""
-    tally = Tally().after(events)
+    tally = HistoryTotals().after(events)
     assert tally.sane
     found = tally.goodput(2e9)
     if found is not None:

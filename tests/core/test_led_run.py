@@ -28,13 +28,13 @@ from keepstep.core.node import (
     Node,
     Overwritten,
     Publish,
+    RanksServed,
     Retire,
     Sealed,
-    Serves,
 )
-from keepstep.core.node import Wrote as WriteEnded
+from keepstep.core.node import WriteEnded as WriteEnded
 from keepstep.core.retention import Retention, superseded
-from keepstep.core.schedule import Grid, Write
+from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.errors import UsageError
@@ -42,8 +42,8 @@ from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import LeaderReply, MemberReport, Report, ReportedRanks
 from keepstep.wire.run_reports import RunPolicy
-from keepstep_sidecar.concurrency import Changes
-from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.concurrency import ChangeNotifier
+from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.report.leader_channel import LinkChannel
 from keepstep_sidecar.report.report import changes, other
 from tests.core.test_states import watched_node  # noqa: F401
@@ -163,17 +163,19 @@ class LedRun(RuleBasedStateMachine):
         )
         machine.known, machine.reply, machine.to, machine.frames = None, None, None, []
         machine.slots = SlotTable(_SLOTS)
-        machine.node = Node({machine.number: machine}, grid=Grid(1), keep=self.keep,
+        machine.node = Node({machine.number: machine}, grid=StepGrid(1), keep=self.keep,
                         alone=self.nodes == 1,
                         began=self.now)  # fmt: skip
         machine.node.leader_view.remember(LastReply(commit=machine.record))
         for epoch in machine.epochs:
             self._feed(machine, EpochStarted(epoch))
-        link = Link(_NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None)
+        link = LeaderConnection(
+            _NOWHERE, _CREDENTIALS, take=lambda frame: None, changed=lambda: None
+        )
         machine.channel = LinkChannel(
             link,
             frame=self._frame(machine, Report(sidecar="", started_at=0.0, sequence=0)),
-            changes=Changes(),
+            changes=ChangeNotifier(),
             epoch=lambda: machine.epochs[-1].id if machine.epochs else None,
             leaves=lambda: False,
         )
@@ -299,7 +301,7 @@ class LedRun(RuleBasedStateMachine):
         for machine in self.machines:
             machine.alive, machine.saved = True, None
             machine.epochs.append(self.epoch)
-            self._feed(machine, Serves(frozenset({machine.number}), _SLOTS))
+            self._feed(machine, RanksServed(frozenset({machine.number}), _SLOTS))
             if parent is not None and machine.slots.holds(parent) is None:
                 spare = set(machine.slots.sealed())
                 index = machine.slots.reserve(spare)
@@ -623,7 +625,7 @@ class LedRun(RuleBasedStateMachine):
             machine.to.left(machine.number)
         self._start(machine)
         if machine.alive:
-            self._feed(machine, Serves(frozenset({machine.number}), _SLOTS))
+            self._feed(machine, RanksServed(frozenset({machine.number}), _SLOTS))
         if scanned:
             self._scan(machine)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from keepstep.core.slot_table import (
-    Memory,
-    Slot,
+    RankMemory,
+    SlotRow,
     SlotState,
     SlotTable,
     newest_common,
@@ -40,7 +40,7 @@ class Rank:
     zeroed yet. `filling`: the slot that the copy of `saved` fills, None once it is sealed. `bytes`:
     the seals in memory. `protected`: see `SlotTable.protect`."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[SlotRow, ...]
     bytes: tuple[int | None, ...]
     saved: int
     next_slot: int | None = None
@@ -83,7 +83,7 @@ def _moves(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
 
 
 def _protecting(state: State) -> State:
-    kept = steps_to_protect([Memory(frozenset(_table(rank).sealed())) for rank in state])
+    kept = steps_to_protect([RankMemory(frozenset(_table(rank).sealed())) for rank in state])
     return tuple(replace(rank, protected=frozenset(map(_number, kept))) for rank in state)
 
 
@@ -176,7 +176,7 @@ def _common(state: State) -> set[int]:
 
 def _start(rules: Rules, ranks: int) -> State:
     """The state right after a restore: each rank's first slot holds the restored step."""
-    slots = (Slot(SlotState.SEALED, _id(0)), *[Slot()] * (rules.slots - 1))
+    slots = (SlotRow(SlotState.SEALED, _id(0)), *[SlotRow()] * (rules.slots - 1))
     return (Rank(slots, (0, *[None] * (rules.slots - 1)), saved=0),) * ranks
 
 
@@ -219,7 +219,7 @@ def test_with_four_slots_one_finished_step_is_lost_at_most(protects: bool) -> No
 def test_to_protect_what_all_ranks_have_and_nothing_newer_would_lose_two_steps(monkeypatch) -> None:
     """A rank that is ahead would then give up the step that the others are about to seal."""
 
-    def common_alone(ranks: Sequence[Memory]) -> frozenset[StepId]:
+    def common_alone(ranks: Sequence[RankMemory]) -> frozenset[StepId]:
         return frozenset([newest_common(ranks)]) - {None}
 
     monkeypatch.setattr(f"{__name__}.steps_to_protect", common_alone)
@@ -240,19 +240,19 @@ def _assert_goes_on(state: State, rules: Rules) -> None:
 
 def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None:
     held = [frozenset({_id(2)}), frozenset({_id(2), _id(3), _id(4), _id(5)})]
-    assert steps_to_protect([Memory(steps) for steps in held]) == held[1]
+    assert steps_to_protect([RankMemory(steps) for steps in held]) == held[1]
     table = SlotTable(4)
     for index, step_id in enumerate(sorted(held[1])):
         table.adopt(index, step_id)
-    table.protect(steps_to_protect([Memory(steps) for steps in held]))
+    table.protect(steps_to_protect([RankMemory(steps) for steps in held]))
     assert table.assign() is None, "each of them may be the next common step"
-    table.protect(steps_to_protect([Memory(held[0] | {_id(9)}), Memory(held[1])]))
+    table.protect(steps_to_protect([RankMemory(held[0] | {_id(9)}), RankMemory(held[1])]))
     assert table.slots[table.assign() or 0].id == _id(3), "the other rank has passed these"
 
 
 def test_nobody_waits_for_a_rank_whose_trainer_has_ended() -> None:
-    ended = Memory(frozenset({_id(2)}), ended=True)
-    ahead = Memory(frozenset({_id(2), _id(3), _id(4)}))
+    ended = RankMemory(frozenset({_id(2)}), ended=True)
+    ahead = RankMemory(frozenset({_id(2), _id(3), _id(4)}))
     assert steps_to_protect([ended, ahead]) == {_id(2)}
 
 

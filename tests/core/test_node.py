@@ -10,21 +10,21 @@ from keepstep.core.ledger import EpochStarted
 from keepstep.core.node import (
     SILENT_AFTER_S,
     Action,
-    Died,
     Flush,
-    Full,
+    ImagesSettled,
     LastReply,
     Listed,
     Node,
     Publish,
+    RanksServed,
     Retire,
     Sealed,
-    Serves,
-    Settled,
-    Wrote,
+    TrainerDied,
+    VolumeFull,
+    WriteEnded,
 )
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, Write
+from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
@@ -42,7 +42,7 @@ def steps(numbers: Iterable[int]) -> frozenset[StepId]:
 
 
 def node(*, alone: bool = False, last: int = 2) -> Node:
-    made = Node({}, grid=Grid(1), keep=Retention(last=last), alone=alone)
+    made = Node({}, grid=StepGrid(1), keep=Retention(last=last), alone=alone)
     made.step(EpochStarted(Epoch(EPOCH, None)))
     return made
 
@@ -113,11 +113,11 @@ def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
     state = node(alone=True, last=3)
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
     state.step(listed(1, 2, 3, 4, world=1))
-    assert retired(state.step(Full(50, sizes))) == [1]
+    assert retired(state.step(VolumeFull(50, sizes))) == [1]
     assert state.shortage == "", "the policy does not keep it"
-    assert retired(state.step(Full(150, sizes))) == [1, 2]
+    assert retired(state.step(VolumeFull(150, sizes))) == [1, 2]
     assert "the newest 3" in state.shortage
-    assert retired(state.step(Full(900, sizes))) == [1, 2, 3], "never the newest commit"
+    assert retired(state.step(VolumeFull(900, sizes))) == [1, 2, 3], "never the newest commit"
 
 
 def test_a_full_drive_costs_the_newest_proven_step_when_nothing_else_is_left() -> None:
@@ -125,8 +125,8 @@ def test_a_full_drive_costs_the_newest_proven_step_when_nothing_else_is_left() -
     held = (40, 80, 120, 123, 124)
     sizes = {step(number): 100 for number in held}
     state.step(listed(*held, world=1))
-    assert retired(state.step(Full(150, sizes))) == [40, 120]
-    assert retired(state.step(Full(900, sizes))) == [40, 120, 123, 80]
+    assert retired(state.step(VolumeFull(150, sizes))) == [40, 120]
+    assert retired(state.step(VolumeFull(900, sizes))) == [40, 120, 123, 80]
 
 
 def test_a_full_drive_of_one_pod_of_many_keeps_the_commit_its_pins_and_its_newest_two() -> None:
@@ -135,7 +135,7 @@ def test_a_full_drive_of_one_pod_of_many_keeps_the_commit_its_pins_and_its_newes
     state.step(listed(*held))
     state.step(leader_reply(10, pinned=(5, 11)))
     sizes = {step(number): 100 for number in held}
-    assert retired(state.step(Full(900, sizes))) == [4, 12]
+    assert retired(state.step(VolumeFull(900, sizes))) == [4, 12]
 
 
 class OneRank:
@@ -151,19 +151,19 @@ class OneRank:
 
 
 def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newest_two() -> None:
-    node = Node({0: OneRank(14)}, grid=Grid(1))
+    node = Node({0: OneRank(14)}, grid=StepGrid(1))
     node.step(EpochStarted(Epoch(EPOCH, None)))
     node.step(listed(4, 5, 10, 11, 12, 13))
     node.step(leader_reply(10, pinned=(5, 11)))
     assert retired(node.step(listed(4, 5, 10, 11, 12, 13), SILENT_AFTER_S + 1)) == []
-    assert node.step(Serves(frozenset({0}), 4)) == (Write(0, step(14)),)
-    node.step(Wrote(0, step(14)))
+    assert node.step(RanksServed(frozenset({0}), 4)) == (Write(0, step(14)),)
+    node.step(WriteEnded(0, step(14)))
     assert retired(node.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
 
 
 def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committed() -> None:
     restored = StepId(EpochId(0, "0000000b"), 10)
-    node = Node({0: OneRank(14)}, grid=Grid(1))
+    node = Node({0: OneRank(14)}, grid=StepGrid(1))
     node.step(EpochStarted(Epoch(restored.epoch, None)))
     node.step(EpochStarted(Epoch(EPOCH, restored)))
     held = listed(11, 12, 13)
@@ -171,8 +171,8 @@ def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committe
     shards = (*older.shards, *held.ranks[0][Tier.LOCAL].shards)
     local = replace(older, shards=shards)
     node.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}}))
-    node.step(Serves(frozenset({0}), 4))
-    node.step(Wrote(0, step(14)))
+    node.step(RanksServed(frozenset({0}), 4))
+    node.step(WriteEnded(0, step(14)))
     fourth = Shard(step_id=step(14), rank=0, world=2, root="r")
     local = replace(older, shards=(*shards, *ReportedTier.of([fourth]).shards))
     actions = node.step(Listed(ranks={0: {Tier.LOCAL: local}}), SILENT_AFTER_S + 1)
@@ -181,27 +181,27 @@ def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committe
 
 
 def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_else() -> None:
-    node = Node({0: OneRank(9)}, grid=Grid(1))
+    node = Node({0: OneRank(9)}, grid=StepGrid(1))
     node.step(EpochStarted(Epoch(EPOCH, None)))
-    assert node.step(Serves(frozenset({0}), 4)) == (Write(0, step(9)),)
-    assert node.step(Wrote(0, step(9), ok=False)) == ()
+    assert node.step(RanksServed(frozenset({0}), 4)) == (Write(0, step(9)),)
+    assert node.step(WriteEnded(0, step(9), ok=False)) == ()
     assert node.step(Sealed(0, step(9))) == ()
     assert node.step(Flush({step(9)})) == (), "whoever waits for a step asks again and again"
     assert node.step(Flush(newest=1)) == (Write(0, step(9)),)
-    assert node.step(Wrote(0, step(9))) == ()
+    assert node.step(WriteEnded(0, step(9))) == ()
     assert node.planner.is_durable(step(9))
 
 
 def test_a_rank_waits_for_another_one_only_while_that_has_a_trainer() -> None:
     ahead, behind = OneRank(2, 3, 4, 5), OneRank(2)
-    node = Node({0: ahead, 1: behind}, grid=Grid(100))
+    node = Node({0: ahead, 1: behind}, grid=StepGrid(100))
     node.step(EpochStarted(Epoch(EPOCH, None)))
-    node.step(Serves(frozenset({0, 1}), 4))
+    node.step(RanksServed(frozenset({0, 1}), 4))
     assert ahead.table.assign() is None, "3, 4 and 5 may all be the next common step"
-    node.step(Died(1))
+    node.step(TrainerDied(1))
     victim = ahead.table.assign()
     assert victim is not None
     assert ahead.table.slots[victim].id == step(3), "the common step stays"
     ahead.table.release(victim, keep=step(3))
-    node.step(Settled(1))
+    node.step(ImagesSettled(1))
     assert ahead.table.assign() is None, "a trainer has come that may seal them"

@@ -10,15 +10,15 @@ from itertools import islice, pairwise
 
 import pytest
 
-from keepstep.core.node import Node, Serves
+from keepstep.core.node import Node, RanksServed
 from keepstep.core.schedule import (
     CALM_BEFORE_REFINING,
     ENOUGH_FAILURES,
-    Grid,
-    Interval,
-    Measured,
+    NodeMeasurements,
     Pacing,
+    PersistInterval,
     PersistPlanner,
+    StepGrid,
     Write,
     auto_interval,
     failures_seen,
@@ -26,7 +26,7 @@ from keepstep.core.schedule import (
 from keepstep.steps import Epoch, EpochId, StepId
 
 _DAY_S = 86400.0
-_RUN = Measured(step_s=2.0, write_s=1.0, image_bytes=40 * 10**9, stall_s=0.5)
+_RUN = NodeMeasurements(step_s=2.0, write_s=1.0, image_bytes=40 * 10**9, stall_s=0.5)
 
 
 def _epoch(number: int, parent: int | None = None) -> Epoch:
@@ -65,10 +65,10 @@ def _replay(gaps: list[float], choose: Callable[[list[Epoch], int], int]) -> tup
     return sum(gaps) - step * _RUN.step_s, writes
 
 
-def _auto(measured: Measured) -> Callable[[list[Epoch], int], int]:
+def _auto(measured: NodeMeasurements) -> Callable[[list[Epoch], int], int]:
     """Choose like a sidecar: from the failures so far, and keep the current interval if it still
     holds."""
-    interval = Interval(0, "", {})
+    interval = PersistInterval(0, "", {})
 
     def choose(epochs: list[Epoch], step: int) -> int:
         nonlocal interval
@@ -107,7 +107,7 @@ def test_the_drive_is_not_written_more_often_than_it_may(
 
 
 def test_a_limit_in_motion_does_not_move_the_interval_to_and_fro() -> None:
-    chance, seen, interval = random.Random(1), [], Interval(0, "", {})
+    chance, seen, interval = random.Random(1), [], PersistInterval(0, "", {})
     for _ in range(1000):
         measured = replace(_RUN, stall_s=0.16 * chance.uniform(0.9, 1.1))
         interval = auto_interval(measured, current=interval.steps)
@@ -138,7 +138,7 @@ def _train(
     persist: int = 1,
     stall_s: float = 0.0,
     jitter_s: float = 0.0,
-) -> Interval | None:
+) -> PersistInterval | None:
     """Train with steps of one second; a step after a persisted one is longer by `stall_s`. Two
     ranks on two drives write 3 GB each, in a quarter and in half a second. Returns the last
     interval."""
@@ -164,7 +164,7 @@ def test_who_sets_nothing_persists_every_step_that_the_drive_takes() -> None:
     interval = _train(pacing, range(8, 50))
     assert interval is not None
     assert (interval.steps, interval.limit) == (1, "step")
-    assert pacing.measured == Measured(
+    assert pacing.measured == NodeMeasurements(
         step_s=pytest.approx(1.0), write_s=0.5, image_bytes=6 * 10**9
     )
 
@@ -250,7 +250,7 @@ def _persisted(planner: PersistPlanner, steps: range) -> list[int]:
 
 @pytest.mark.parametrize("slots", [2, 4])
 def test_the_grid_follows_the_pace_by_doublings_and_never_beyond(slots: int) -> None:
-    planner = PersistPlanner([0], Grid(), slots=slots)
+    planner = PersistPlanner([0], StepGrid(), slots=slots)
     planner.pace(8)
     assert _persisted(planner, range(1, 40)) == [1, 2, 3, 4, 8, 16, 24, 32]
     assert set(_persisted(planner, range(40, 320))) == set(range(40, 320, 8))
@@ -260,7 +260,7 @@ def test_the_grid_follows_the_pace_by_doublings_and_never_beyond(slots: int) -> 
 
 
 def test_nodes_that_measure_differently_still_commit_together() -> None:
-    nodes = PersistPlanner([0], Grid(3)), PersistPlanner([0], Grid(3))
+    nodes = PersistPlanner([0], StepGrid(3)), PersistPlanner([0], StepGrid(3))
     written: list[set[int]] = [set(), set()]
     for steps, paces in (
         (range(200), (6, 24)),
@@ -278,15 +278,15 @@ def test_nodes_that_measure_differently_still_commit_together() -> None:
 
 
 def test_a_node_keeps_its_pace_when_its_ranks_change() -> None:
-    node = Node({}, grid=Grid())
-    node.step(Serves(frozenset({0}), 4))
+    node = Node({}, grid=StepGrid())
+    node.step(RanksServed(frozenset({0}), 4))
     node.planner.pace(8)
-    node.step(Serves(frozenset({0, 1}), 4))
+    node.step(RanksServed(frozenset({0, 1}), 4))
     assert node.planner.least == 8
 
 
 def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> None:
-    planner = PersistPlanner([0], Grid())
+    planner = PersistPlanner([0], StepGrid())
     planner.pace(2)
     for step in range(400):
         step_id = StepId(EpochId(0, "0" * 8), step)
@@ -299,7 +299,7 @@ def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> Non
 
 def test_an_old_step_that_comes_into_memory_again_is_written_once_at_most() -> None:
     """It is fetched for a restart. More newer steps were written since than are remembered."""
-    planner, epoch = PersistPlanner([0], Grid(1)), EpochId(1, "0" * 8)
+    planner, epoch = PersistPlanner([0], StepGrid(1)), EpochId(1, "0" * 8)
     for step in range(200):
         planner.sealed(0, StepId(epoch, step))
         planner.written(0, StepId(epoch, step))

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.vote import NEVER, Ready, View, Wait, readiness
+from keepstep.core.vote import NEVER, Ready, VoteFacts, Wait, readiness
 
 BEGAN = 1000.0
-ALONE = View(scanned_at=0.0, replied_at=-NEVER)
+ALONE = VoteFacts(scanned_at=0.0, replied_at=-NEVER)
 LISTED = replace(ALONE, tiers=True, listed_at=BEGAN)
 AWAY = replace(LISTED, unknown="the archive is away")
 UNNAMED = replace(AWAY, introduced=False, unknown="not all pods are known")
@@ -55,7 +55,7 @@ TABLE = [
 @pytest.mark.parametrize(
     ("at", "view", "until", "ask"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
-def test_a_vote_waits_for(at: float, view: View, until: float | None, ask: bool) -> None:
+def test_a_vote_waits_for(at: float, view: VoteFacts, until: float | None, ask: bool) -> None:
     answer = readiness(BEGAN + at, view, BEGAN)
     if until is None:
         assert answer == Ready()

@@ -221,7 +221,7 @@ def test_the_table_names_every_rule_and_the_docs_show_it() -> None:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.by in _CALLS])
 @given(steps=st.sets(st.integers(0, 200), min_size=1), pins=st.sets(st.integers(0, 200)))
 def test_no_rule_names_the_newest_commit_nor_a_pin_of_the_policy(
-    rule: retention.Rule, steps: set[int], pins: set[int]
+    rule: retention.DeletionRule, steps: set[int], pins: set[int]
 ) -> None:
     held, kept = _ids(*steps), frozenset(_ids(*pins))
     gone = set(_CALLS[rule.by](held, max(held), kept))

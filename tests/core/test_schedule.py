@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.schedule import Grid, Measured, auto_interval, daly, stands_in
+from keepstep.core.schedule import NodeMeasurements, StepGrid, auto_interval, daly, stands_in
 
 _CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
 
@@ -15,7 +15,7 @@ _CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
 def test_who_missed_the_last_change_still_meets_the_others(
     base: int, changes: list[tuple[bool, int]]
 ) -> None:
-    grid, now = Grid(base), 0
+    grid, now = StepGrid(base), 0
     for coarser, steps in changes:
         now += steps
         known = grid
@@ -29,11 +29,11 @@ def test_who_missed_the_last_change_still_meets_the_others(
 
 @given(base=st.integers(1, 7), after=st.integers(0, 1000))
 def test_coarsening_halves_and_refining_restores(base: int, after: int) -> None:
-    coarse = Grid(base).coarsen(after)
+    coarse = StepGrid(base).coarsen(after)
     far = after + 10 * base
     assert coarse.interval(far) == 2 * base
     assert coarse.refine(far).interval(far + 10 * base) == base
-    assert Grid(base).refine(after) == Grid(base)
+    assert StepGrid(base).refine(after) == StepGrid(base)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_grid_that_makes_no_sense_is_refused(
     base: int, changes: tuple[tuple[int, int], ...]
 ) -> None:
     with pytest.raises(ValueError, match=r"must|needs"):
-        Grid(base, changes)
+        StepGrid(base, changes)
 
 
 def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
@@ -54,16 +54,16 @@ def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
 @pytest.mark.parametrize(
     ("measured", "limit", "steps"),
     [
-        (Measured(step_s=1.0, write_s=0.5, image_bytes=1), "step", 1),
-        (Measured(step_s=1.0, write_s=2.5, image_bytes=1), "write", 4),
-        (Measured(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.06), "stall", 8),
+        (NodeMeasurements(step_s=1.0, write_s=0.5, image_bytes=1), "step", 1),
+        (NodeMeasurements(step_s=1.0, write_s=2.5, image_bytes=1), "write", 4),
+        (NodeMeasurements(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.06), "stall", 8),
         (
-            Measured(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.02, mtbf_s=10000.0),
+            NodeMeasurements(step_s=1.0, write_s=0.5, image_bytes=1, stall_s=0.02, mtbf_s=10000.0),
             "failures",
             16,
         ),
         (
-            Measured(
+            NodeMeasurements(
                 step_s=1.0,
                 write_s=0.5,
                 image_bytes=10**9,
@@ -76,7 +76,7 @@ def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
     ],
 )
 def test_the_interval_is_the_least_that_every_limit_allows(
-    measured: Measured, limit: str, steps: int
+    measured: NodeMeasurements, limit: str, steps: int
 ) -> None:
     interval = auto_interval(measured)
     assert (interval.limit, interval.steps) == (limit, steps)
@@ -84,7 +84,7 @@ def test_the_interval_is_the_least_that_every_limit_allows(
 
 
 def test_milestones_are_due_whatever_the_interval_is_and_survive_its_changes() -> None:
-    plain, with_milestones = Grid(1), Grid(1, milestones=frozenset({1000}))
+    plain, with_milestones = StepGrid(1), StepGrid(1, milestones=frozenset({1000}))
     for after in range(7):
         plain, with_milestones = plain.coarsen(after), with_milestones.coarsen(after)
     plain, with_milestones = plain.refine(8192), with_milestones.refine(8192)

@@ -15,7 +15,7 @@ import pytest
 
 from keepstep.core import node
 from keepstep.save import save_thread, snapshot
-from keepstep.save.snapshot import Pending, Verdict
+from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep_sidecar.volume import volume
 from tests.harness import ROOT
 from tests.volume.points import FAULT_POINTS
@@ -40,7 +40,7 @@ def test_states_are_explained_and_functions_and_named_tests_exist(module, table)
 def test_tables_have_all_events_of_a_node_all_verdicts_and_all_fault_points_in_order():
     events = {event for row in node.STEP for event in row.event.split(", ")}
     assert events == {event.__name__ for event in get_args(node.Event)}
-    assert {row.after for row in save_thread.IMAGE} > {verdict.value for verdict in Verdict}
+    assert {row.after for row in save_thread.IMAGE} > {verdict.value for verdict in ImageOutcome}
     points = [point for point in FAULT_POINTS if not re.match("history|record|load|peer", point)]
     assert points == [row.event for row in volume.SHARD if "." in row.event]
 
@@ -90,7 +90,7 @@ def watched_node():
 def state_of(held):
     if held is None or (image := held.pending) is None:
         return "none" if held is None else "taken" if held.taken else "at hand"
-    return "sealed" if image.sealed and image.verdict is Verdict.VALID else image.verdict.value
+    return "sealed" if image.sealed and image.verdict is ImageOutcome.VALID else image.verdict.value
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,7 +113,7 @@ def watched_agent():
     def change(self, name, value):
         if was_made := "sealed" in self.__dict__:
             before, frame = (
-                state_of(held := save_thread.Held(self.slot, pending=self)),
+                state_of(held := save_thread.HeldSlot(self.slot, pending=self)),
                 sys._getframe(1),
             )
         object.__setattr__(self, name, value)
@@ -123,7 +123,7 @@ def watched_agent():
 
     with pytest.MonkeyPatch.context() as patch:
         held = property(lambda self: self.__dict__["_held"], hold)
-        patch.setattr(save_thread.Agent, "_held", held, raising=False)
-        patch.setattr(Pending, "__setattr__", change)
+        patch.setattr(save_thread.SaveThread, "_held", held, raising=False)
+        patch.setattr(PendingImage, "__setattr__", change)
         yield
     assert not wrong

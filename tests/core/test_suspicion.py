@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.commit_rule import Standing, trace
+from keepstep.core.commit_rule import StepStanding, trace
 from keepstep.core.retention import Retention, evicted, retired
 from keepstep.core.suspicion import WITHIN, Failure, SuspectSteps
 from keepstep.core.vote import Candidate, Candidates, choose
@@ -139,7 +139,7 @@ class Run:
         lineage = trace({epoch.id: epoch for epoch in self.epochs})
 
         def alive(step_id: StepId) -> bool:
-            return lineage.standing(step_id) is Standing.LIVE
+            return lineage.standing(step_id) is StepStanding.LIVE
 
         parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []

@@ -17,12 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from keepstep.core.commit_rule import RankReport, ReportedTier, at_least, bits, of_ranks
 from keepstep.core.ledger import (
     EpochStarted,
-    Gone,
     Ledger,
     LedgerConfig,
-    Outlook,
     Reported,
-    Restart,
+    ReportLost,
+    RestartOutcome,
+    RestartOutlook,
     RestorePlan,
     outlook,
 )
@@ -305,7 +305,7 @@ class Tiers(RuleBasedStateMachine):
         number %= len(self.nodes)
         self.nodes[number] = Node(up=False)
         self.epoch = None
-        self.ledger.apply(Gone(number))
+        self.ledger.apply(ReportLost(number))
         left = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
         alive = {step_id for step_id, _ in left if self.ledger.lineage.restorable(step_id)}
         expected = newest_on(self.ledger, at_least(Tier.LOCAL))
@@ -340,7 +340,7 @@ class Tiers(RuleBasedStateMachine):
         except RestoreError:
             assert not covered, "there was a step that all could restore"
             assert not self.fleeting, "what is missing cannot come back"
-            assert outlook_.restart is Restart.WAITS
+            assert outlook_.restart is RestartOutcome.WAITS
             self._remove_the_run()
             return
         self._check_outlook(outlook_, decision)
@@ -451,14 +451,17 @@ class Tiers(RuleBasedStateMachine):
             assert plan.id >= decision.id, "the operator sees all that a sidecar sees"
             assert not self.ledger.is_dead(plan.id)
 
-    def _check_outlook(self, outlook_: Outlook, decision: Decision) -> None:
+    def _check_outlook(self, outlook_: RestartOutlook, decision: Decision) -> None:
         """What people are told before a restart is what the restart does."""
         if decision.id is not None:
-            assert outlook_ == Outlook(Restart.GOES_ON, decision.id), (outlook_, decision)
+            assert outlook_ == RestartOutlook(RestartOutcome.GOES_ON, decision.id), (
+                outlook_,
+                decision,
+            )
         elif decision.lost is not None:
-            assert outlook_ == Outlook(Restart.BEGINS_AGAIN, decision.lost)
+            assert outlook_ == RestartOutlook(RestartOutcome.BEGINS_AGAIN, decision.lost)
         else:
-            assert outlook_.restart in (Restart.BEGINS, Restart.BEGINS_AGAIN)
+            assert outlook_.restart in (RestartOutcome.BEGINS, RestartOutcome.BEGINS_AGAIN)
 
     def _go_on(self, decision: Decision) -> None:
         self.lives += 1

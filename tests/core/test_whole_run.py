@@ -17,7 +17,6 @@ import keepstep.core.retention
 from keepstep.core.commit_rule import RankReport, ReportedTier, of_ranks, together
 from keepstep.core.ledger import EpochStarted, Ledger, Reported, RestorePlan
 from keepstep.core.node import (
-    Died,
     Event,
     Flush,
     LastReply,
@@ -25,13 +24,14 @@ from keepstep.core.node import (
     Node,
     Overwritten,
     Publish,
+    RanksServed,
     Retire,
     Sealed,
-    Serves,
-    Wrote,
+    TrainerDied,
+    WriteEnded,
 )
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, Write
+from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.core.vote import Candidate, Candidates, choose
@@ -86,7 +86,7 @@ class WholeRun(RuleBasedStateMachine):
     )
     def begin(self, world: int, slots: int, every: int, never_whole_kept: int) -> None:
         keepstep.core.retention.NEVER_WHOLE_KEPT = never_whole_kept
-        self.slots, self.grid = slots, Grid(every)
+        self.slots, self.grid = slots, StepGrid(every)
         self.ranks = [Rank([None] * slots, SlotTable(slots)) for _ in range(world)]
         self.epochs_on_disk: list[Epoch] = []
         self.alive: set[StepId] = set()  # steps that no later life left behind
@@ -127,10 +127,10 @@ class WholeRun(RuleBasedStateMachine):
             if (held := rank.filled) is not None:
                 rank.table.hold(held)  # its live trainer names the slot with its next lease
         self._list()
-        self._feed(Serves(frozenset(range(len(self.ranks))), self.slots))
+        self._feed(RanksServed(frozenset(range(len(self.ranks))), self.slots))
         if self.epoch is None:
             for number in range(len(self.ranks)):
-                self._feed(Died(number))
+                self._feed(TrainerDied(number))
 
     def _feed(self, event: Event) -> None:
         for action in self.node.step(event):
@@ -305,7 +305,7 @@ class WholeRun(RuleBasedStateMachine):
             rank.shards.add(step_id)
         else:
             self.failed.add(step_id)
-        self._feed(Wrote(number, step_id, ok))
+        self._feed(WriteEnded(number, step_id, ok))
         self._list()
 
     def _end_all_writes(self) -> None:
@@ -365,7 +365,7 @@ class WholeRun(RuleBasedStateMachine):
                 if kept is not None and rank.table.holds(kept) is not None:  # else the step is dead
                     self._feed(Sealed(number, kept))
             rank.filling = rank.next_slot = None
-            self._feed(Died(number))
+            self._feed(TrainerDied(number))
         self._list()
 
     @precondition(lambda self: not self._training())

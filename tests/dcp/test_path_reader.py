@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from keepstep.dcp.reader import Folder
-from keepstep.dcp.session import Tree
+from keepstep.dcp.reader import StepFolder
+from keepstep.dcp.session import ImageTree
 from keepstep.errors import ForeignError, FormatError, ImageError, RestoreError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import shard_name
@@ -32,7 +32,7 @@ def shard(
         TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3), tensor="w")
         for name, (first, count) in zip(names, boxes, strict=True)
     ]
-    tree = Tree().render()
+    tree = ImageTree().render()
     layout = Layout.build(specs, rank=rank, world=world, skeleton=tree)
     data = stage(layout, noise(layout, seed=rank), kept={})
     if control:
@@ -47,7 +47,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     shard(tmp_path, 0, 3, [(0, 2)])
     shard(tmp_path, 2, 3, [(2, 2)])
     with pytest.raises(RestoreError, match=r"rank-00001-of-00003\.safetensors missing"):
-        Folder(tmp_path)
+        StepFolder(tmp_path)
 
 
 @pytest.mark.parametrize("what", [{"step": 1201}, {"run": "other"}])
@@ -55,7 +55,7 @@ def test_shards_of_two_steps_or_runs_are_told_apart(tmp_path: Path, what) -> Non
     shard(tmp_path, 0, 2, [(0, 2)])
     odd = shard(tmp_path, 1, 2, [(2, 2)], **what)
     with pytest.raises(ForeignError, match="take it out") as caught:
-        Folder(tmp_path)
+        StepFolder(tmp_path)
     assert str(odd) in str(caught.value)
 
 
@@ -64,7 +64,7 @@ def test_shards_of_two_worlds_are_told_apart(tmp_path: Path) -> None:
     shard(tmp_path, 1, 2, [(2, 2)])
     odd = shard(tmp_path, 1, 3, [(2, 2)])
     with pytest.raises(ForeignError) as caught:
-        Folder(tmp_path)
+        StepFolder(tmp_path)
     assert odd.name in str(caught.value)
 
 
@@ -73,7 +73,7 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     foreign = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(2)}, foreign)
     with pytest.raises(ImageError) as caught:
-        Folder(tmp_path)
+        StepFolder(tmp_path)
     assert str(foreign) in str(caught.value)
 
 
@@ -81,25 +81,25 @@ def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
     path = shard(tmp_path, 0, 2, [(0, 2)])
     shutil.copy(path, tmp_path / shard_name(1, 2))
     with pytest.raises(ForeignError):
-        Folder(tmp_path)
+        StepFolder(tmp_path)
 
 
 def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     path = shard(tmp_path, 0, 1, [(0, 4)])
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(ImageError, match="truncated") as caught:
-        Folder(tmp_path)
+        StepFolder(tmp_path)
     assert str(path) in str(caught.value)
 
 
 def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:
     for text in ('{"dcp":1}', '{"dcp":1,"values":[1],"boxes":{},"paths":null}', "{"):
         with pytest.raises(FormatError):
-            Tree.parse(text)
+            ImageTree.parse(text)
 
 
 def test_no_directory_and_an_empty_one_are_told_so(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="no shard"):
-        Folder(tmp_path)
+        StepFolder(tmp_path)
     with pytest.raises(RestoreError, match="no directory"):
-        Folder(tmp_path / "nowhere")
+        StepFolder(tmp_path / "nowhere")

@@ -122,10 +122,10 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
 
 def _calls() -> Iterator[tuple[Any, str]]:
     owners = (
-        save_thread.Agent,
-        snapshot.Pending,
-        session.Session,
-        session.Client,
+        save_thread.SaveThread,
+        snapshot.PendingImage,
+        session.SidecarSession,
+        session.SidecarClient,
         slot.SlotMapping,
     )
     for owner in owners:
@@ -138,7 +138,9 @@ def _calls() -> Iterator[tuple[Any, str]]:
 # The thread's own loop cannot be replaced while it runs. An error in what it asks between two tasks
 # ends the thread, which is then replaced: `test_an_agent_thread_that_ended_is_replaced`.
 _LOOP = {"_work", "_is_due", "_next"}
-CALLS = [call for call in _calls() if call not in {(save_thread.Agent, name) for name in _LOOP}]
+CALLS = [
+    call for call in _calls() if call not in {(save_thread.SaveThread, name) for name in _LOOP}
+]
 
 
 class AgentFault:

@@ -159,7 +159,7 @@ class Trained:
 
 
 class Faults:
-    """What may happen to a `Trained`; each is one name of `EVENTS`."""
+    """What may happen to a `TrainedPart`; each is one name of `EVENTS`."""
 
     def __init__(self, run: Trained, agent: injection.AgentFault, signals: Any) -> None:
         self.run, self.agent, self.signals = run, agent, signals

@@ -27,9 +27,9 @@ import safetensors
 import torch
 
 from keepstep.core import vote
-from keepstep.core.history import Kind, Tally
+from keepstep.core.history import EventKind, HistoryTotals
 from keepstep.core.shard import Shard
-from keepstep.dcp.session import Tree
+from keepstep.dcp.session import ImageTree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
 from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec, extras
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
@@ -41,20 +41,20 @@ from keepstep.state.leaves import parse as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, base_name, shard_name
 from keepstep.wire import trainer
 from keepstep.wire.member_reports import Report, ReportReply
-from keepstep.wire.run_reports import Requested, RunReport
+from keepstep.wire.run_reports import LeaderAnswer, RunReport
 from keepstep_operator.reconcile.reports_api import bounded
-from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.reconcile.token_auth import RequestRefused
 from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
-from keepstep_sidecar.history import History
+from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
-from keepstep_sidecar.tiers.peer.frames import Kind as FrameKind
-from keepstep_sidecar.tiers.peer.frames import Parser, packed
-from keepstep_sidecar.tiers.peer.peer_list import Directory, KnownPeer
-from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.tiers.peer.frames import FrameKind as FrameKind
+from keepstep_sidecar.tiers.peer.frames import FrameParser, packed
+from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
+from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.run_file import RunRecord
 from keepstep_sidecar.volume.run_tree import ShardName, is_temporary, quarantine_name
@@ -309,7 +309,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
         **_LEASE, "slot": "s", "generation": 1, "step": 1200,
         "epoch": {"id": _EPOCH, "parent": _ID, "origin": ""},
     },
-    trainer.OpenRequest: {**_LEASE, "id": _ID},
+    trainer.OpenStepRequest: {**_LEASE, "id": _ID},
     trainer.ChunksRequest: {
         **_LEASE, "id": _ID, "chunks": [{"rank": 0, "chunk": 1, "frame": 2}],
         "announced": [{"rank": 0, "first": 0, "end": 2}],
@@ -319,7 +319,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
 _CANDIDATE = {"id": _ID, "tier": "local", "world": 2}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
     vote.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
-    trainer.Opened: {"path": "/x", "tier": "memory"},
+    trainer.OpenedStep: {"path": "/x", "tier": "memory"},
     trainer.Sources: {
         "id": _ID, "world": 2,
         "sources": [{"rank": 0, "tier": "peer", "bytes": 5, "extras_bytes": 1, "twins": [1]}],
@@ -395,7 +395,7 @@ def read_skeleton(data: bytes) -> object:
 
 
 def read_skeleton_of_dcp(data: bytes) -> object:
-    return Tree.parse(data.decode("utf-8", "replace"))
+    return ImageTree.parse(data.decode("utf-8", "replace"))
 
 
 def read_run_record(data: bytes) -> object:
@@ -425,15 +425,15 @@ def read_request(kind: type[Any], data: bytes) -> object:
 
 def read_listing(data: bytes) -> object:
     """As a sidecar takes it: decoded, then put together with what else is known."""
-    directory = Directory(complete=True)
+    directory = PeerList(complete=True)
     directory.known["a:1"] = KnownPeer(address="a:1")
-    directory.update("a:1", msgspec.json.decode(data, type=wire.Listing))
+    directory.update("a:1", msgspec.json.decode(data, type=wire.PodListing))
     return directory.inventory([])
 
 
 def read_frames(data: bytes) -> object:
     """In two pieces, as a connection may deliver it."""
-    parser, half = Parser(), len(data) // 2
+    parser, half = FrameParser(), len(data) // 2
     return [*parser.feed(data[:half]), *parser.feed(data[half:])]
 
 
@@ -447,7 +447,7 @@ def read_name(data: bytes) -> object:
             lambda text: ShardName.parse(pathlib.Path(str(ID)) / text),
             lambda name: shard_name(name.rank, name.world),
         ),
-        (Identity.parse, lambda identity: identity.uri),
+        (PodIdentity.parse, lambda identity: identity.uri),
     )
     for parse, name in kinds:
         try:
@@ -506,30 +506,34 @@ def _history() -> list[Any]:
     def clock() -> float:
         return now
 
-    history, known = History(clock=clock), Tally()
+    history, known = MachineHistory(clock=clock), HistoryTotals()
     for life in (1, 2, 3):
         epoch = EpochId(life, f"{life:08x}")
         parent = StepId(EpochId(life - 1, f"{life - 1:08x}"), 10 * life) if life > 1 else None
         for rank in (0, 1):
             now += 3.0
-            history.note(Kind.CONNECTED, rank=rank, seconds=2.0, attempt="a")
+            history.note(EventKind.CONNECTED, rank=rank, seconds=2.0, attempt="a")
         for rank in (0, 1):
             now += 1.1
             history.note(
-                Kind.RESTORED, rank=rank, epoch=Epoch(epoch, parent), seconds=1.0, tier=Tier.LOCAL
+                EventKind.RESTORED,
+                rank=rank,
+                epoch=Epoch(epoch, parent),
+                seconds=1.0,
+                tier=Tier.LOCAL,
             )
         for number in range(10 * life + 1, 10 * life + 15):
             now += 0.7
             history.staged(StepId(epoch, number), blocked_s=0.1)
             history.committed(StepId(epoch, number))
-        history.lost(Kind.SKIPPED, rank=1, step=10 * life + 9, reason="no slot")
+        history.lost(EventKind.SKIPPED, rank=1, step=10 * life + 9, reason="no slot")
         history.warn([f"warning {life}"])
-        history.note(Kind.INTERVAL, count=life)
+        history.note(EventKind.INTERVAL, count=life)
         now += 0.3
-        history.note(Kind.FAILED, rank=0, step=StepId(epoch, 10 * life + 14))
-        history.note(Kind.ENDED, rank=1, text="killed")
+        history.note(EventKind.FAILED, rank=0, step=StepId(epoch, 10 * life + 14))
+        history.note(EventKind.ENDED, rank=1, text="killed")
         if life == 1:
-            known, history = known.after(history.all()), History(clock=clock)
+            known, history = known.after(history.all()), MachineHistory(clock=clock)
     file.append(history.all(), known)
     return [json.loads(line) for line in _OF_HISTORY.read_bytes().splitlines()]
 
@@ -568,7 +572,7 @@ def read_history(data: bytes) -> object:
     _, events, before = file._read(_OF_HISTORY, _NOW)
     if (events, before) != file.read(now=_NOW):
         raise AssertionError("read otherwise a second time")
-    history = History(events, before, clock=lambda: _NOW)
+    history = MachineHistory(events, before, clock=lambda: _NOW)
     tally = before.after(events)
     for now in (_NOW, events[-1].until if events else 0.0):
         goodput = tally.goodput(now)
@@ -578,7 +582,7 @@ def read_history(data: bytes) -> object:
         if not all(0.0 <= second < 1e10 for second in seconds) or goodput.ratio > 1.0:
             raise AssertionError(f"seconds that cannot be: {goodput}")
         until = max(now, tally.mark, tally.ended or 0.0)
-        if before == Tally() and goodput.wall_s > until - goodput.since + 1e-3:
+        if before == HistoryTotals() and goodput.wall_s > until - goodput.since + 1e-3:
             raise AssertionError(f"of {until - goodput.since} s: {goodput}")
     if not tally.sane:
         raise AssertionError(f"not believed: {tally}")
@@ -630,9 +634,10 @@ def targets() -> tuple[Target, ...]:
                bytewise=(packed(FrameKind.HELLO, bytes(16)) + packed(FrameKind.MESSAGE, b"x"),)),
         Target(name="report", parse=msgspec.json.Decoder(Report).decode,
                refusals=DECODING, bytewise=(json_of(REPORT),), reseal=reseal_json(REPORT)),
-        Target(name="report of a leader", parse=read_run_report, refusals=(*DECODING, Refused),
-               bytewise=(json_of(RUN_REPORT),), reseal=reseal_json(RUN_REPORT)),
-        Target(name="answer to a leader", parse=msgspec.json.Decoder(Requested).decode,
+        Target(name="report of a leader", parse=read_run_report,
+               refusals=(*DECODING, RequestRefused), bytewise=(json_of(RUN_REPORT),),
+               reseal=reseal_json(RUN_REPORT)),
+        Target(name="answer to a leader", parse=msgspec.json.Decoder(LeaderAnswer).decode,
                refusals=DECODING, bytewise=(json_of(REQUESTED),), reseal=reseal_json(REQUESTED)),
         Target(name="reply to a report", parse=msgspec.json.Decoder(ReportReply).decode,
                refusals=DECODING, bytewise=(json_of(REPLY),), reseal=reseal_json(REPLY)),

@@ -20,7 +20,14 @@ from keepstep.wire.member_reports import (
     ReportedRestore,
     ReportReply,
 )
-from keepstep.wire.run_reports import LARGEST_BYTES, Member, Record, Requested, RunPolicy, RunReport
+from keepstep.wire.run_reports import (
+    LARGEST_BYTES,
+    LeaderAnswer,
+    LeaderRecord,
+    RunMember,
+    RunPolicy,
+    RunReport,
+)
 from keepstep_operator.reconcile.reports_api import bounded
 
 T0 = 1_790_000_000.0
@@ -134,21 +141,23 @@ class Sidecar:
         )
 
 
-def member(sidecar: Sidecar, **state: Any) -> Member:
+def member(sidecar: Sidecar, **state: Any) -> RunMember:
     """Its pod, as the operator names it."""
     place = {"node_rank": sidecar.rank, "pod": sidecar.pod, "node": sidecar.node}
-    return Member(**place, name=f"worker-{sidecar.rank}", **state)
+    return RunMember(**place, name=f"worker-{sidecar.rank}", **state)
 
 
 class Play:
     """A leader, and an operator that answers what `answer` says and keeps the record."""
 
-    def __init__(self, *sidecars: Sidecar, record: Record | None = None, **policy: Any) -> None:
+    def __init__(
+        self, *sidecars: Sidecar, record: LeaderRecord | None = None, **policy: Any
+    ) -> None:
         plain = {"keep": Retention(last=1), "outlives_pod": True, "restarts": False}
         self.policy = RunPolicy(**{**plain, **policy})
         self.now = T0
-        self.record = record or Record()
-        self.answer = Requested(
+        self.record = record or LeaderRecord()
+        self.answer = LeaderAnswer(
             complete=True, policy=self.policy, members=tuple(map(member, sidecars))
         )
         self._lives = 0

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.leader.hub import Hub, Member
-from keepstep_sidecar.leader.link import Link
-from keepstep_sidecar.tiers.peer.frames import Limits
+from keepstep_sidecar.leader.hub import Hub, MemberConnection
+from keepstep_sidecar.leader.link import LeaderConnection
+from keepstep_sidecar.tiers.peer.frames import ConnectionLimits
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, Identity
+from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity
 
 SECRET = b"a secret of the run, for tests"
-QUICK = Limits(keep_alive_s=0.2, silence_s=2.0, frame_s=2.0)
+QUICK = ConnectionLimits(keep_alive_s=0.2, silence_s=2.0, frame_s=2.0)
 
 
 def credentials(node_rank: int, *, secret: bytes = SECRET, run: str = "gpt") -> SecretCredentials:
@@ -28,8 +28,8 @@ class Leader:
     has ended."""
 
     def __init__(self, own: Credentials | None = None, *, port: int = 0, **settings: Any) -> None:
-        self.frames: list[tuple[Member, bytes]] = []
-        self.lost: list[Member] = []
+        self.frames: list[tuple[MemberConnection, bytes]] = []
+        self.lost: list[MemberConnection] = []
         self.answers = True
         self.hub = Hub(self._take, self.lost.append, **settings)
         self._own = own or credentials(0)
@@ -40,12 +40,12 @@ class Leader:
     def address(self) -> str:
         return f"127.0.0.1:{self.server.port}"
 
-    def _take(self, member: Member, frame: bytes) -> None:
+    def _take(self, member: MemberConnection, frame: bytes) -> None:
         self.frames.append((member, frame))
         if self.answers:
             member.send(b"re: " + frame[:100])
 
-    def _context(self, sender: Identity) -> Any:
+    def _context(self, sender: PodIdentity) -> Any:
         if not sender.shares_run(self._own.current().identity):
             raise UsageError(f"this is {sender}; here is another run")
         return None
@@ -66,7 +66,7 @@ class Linked:
     ) -> None:
         self.frames: list[bytes] = []
         self.changes: list[tuple[bool, str]] = []
-        self.link = Link(
+        self.link = LeaderConnection(
             address,
             own or credentials(node_rank),
             take=self.frames.append,

@@ -10,9 +10,9 @@ import time
 
 import psutil
 
-from keepstep_sidecar.leader.hub import Member
-from keepstep_sidecar.leader.link import Link
-from keepstep_sidecar.tiers.peer.frames import Kind, Limits
+from keepstep_sidecar.leader.hub import MemberConnection
+from keepstep_sidecar.leader.link import LeaderConnection
+from keepstep_sidecar.tiers.peer.frames import ConnectionLimits, FrameKind
 from tests.harness import free_port, until
 from tests.leader.runs import QUICK, Leader, Linked, credentials, leading, running
 from tests.leader.wire import Proxy, Raw
@@ -141,7 +141,7 @@ async def test_silence_ends_the_connection_on_both_sides() -> None:
 
 
 async def test_a_frame_that_is_too_long_is_refused_with_the_reason() -> None:
-    limits = Limits(largest_bytes=1000)
+    limits = ConnectionLimits(largest_bytes=1000)
     async with leading(limits=limits) as leader:
         member = Linked(leader.address)
         async with running(member):
@@ -214,7 +214,7 @@ async def test_300_members_cost_no_threads_and_little_memory() -> None:
         await until(lambda: len(leader.lost) == 300)
 
 
-class Distant(Link):
+class Distant(LeaderConnection):
     """A member's link, from an address of its own."""
 
     own = ""
@@ -266,7 +266,7 @@ async def test_the_same_sidecar_replaces_its_connection_and_another_one_is_passe
 
 
 async def test_a_sidecar_that_has_missed_a_sign_of_life_is_replaced_by_another_one() -> None:
-    limits = Limits(keep_alive_s=0.2, silence_s=60.0)
+    limits = ConnectionLimits(keep_alive_s=0.2, silence_s=60.0)
     async with leading(limits=limits) as leader:
         with await asyncio.to_thread(Raw, leader.address, sidecar=b"a" * 16):
             (lost,) = await until(lambda: list(leader.hub))
@@ -274,7 +274,7 @@ async def test_a_sidecar_that_has_missed_a_sign_of_life_is_replaced_by_another_o
             with await asyncio.to_thread(Raw, leader.address, sidecar=b"b" * 16):
                 await until(lambda: leader.lost == [lost])
                 (member,) = leader.hub
-                assert isinstance(member, Member)
+                assert isinstance(member, MemberConnection)
                 assert member.sidecar == b"b" * 16
 
 
@@ -303,7 +303,7 @@ async def test_who_does_not_keep_to_the_order_of_frames_is_refused() -> None:
             raw.send(b"no hello")
             assert "says hello once" in await asyncio.to_thread(raw.refusal)
         with await asyncio.to_thread(Raw, leader.address) as raw:
-            raw.secure.sendall(bytes([Kind.HELLO]) + b"\0\0\0\x10" + b"s" * 16)
+            raw.secure.sendall(bytes([FrameKind.HELLO]) + b"\0\0\0\x10" + b"s" * 16)
             assert "says hello once" in await asyncio.to_thread(raw.refusal)
         with await asyncio.to_thread(Raw, leader.address) as raw:
             raw.secure.sendall(b"GET / HTTP/1.1\r\n\r\n")

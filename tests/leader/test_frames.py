@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from keepstep.errors import ProtocolError
-from keepstep_sidecar.tiers.peer.frames import Kind, Parser, packed
+from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, packed
 
-FRAMES = some.lists(some.tuples(some.sampled_from(Kind), some.binary(max_size=300)), max_size=8)
+FRAMES = some.lists(
+    some.tuples(some.sampled_from(FrameKind), some.binary(max_size=300)), max_size=8
+)
 
 
 def cut(stream: bytes, at: list[int]) -> list[bytes]:
@@ -22,9 +24,9 @@ def cut(stream: bytes, at: list[int]) -> list[bytes]:
 
 @given(FRAMES, some.lists(some.integers(0, 5000)))
 def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
-    frames: list[tuple[Kind, bytes]], at: list[int]
+    frames: list[tuple[FrameKind, bytes]], at: list[int]
 ) -> None:
-    parser, found = Parser(), []
+    parser, found = FrameParser(), []
     for piece in cut(b"".join(packed(kind, body) for kind, body in frames), at):
         found += parser.feed(piece)
     assert found == frames
@@ -33,9 +35,12 @@ def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
 
 @given(FRAMES, some.binary(max_size=40), some.lists(some.integers(0, 5000)))
 def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
-    frames: list[tuple[Kind, bytes]], noise: bytes, at: list[int]
+    frames: list[tuple[FrameKind, bytes]], noise: bytes, at: list[int]
 ) -> None:
-    parser, stream = Parser(largest_bytes=256), noise + b"".join(packed(*frame) for frame in frames)
+    parser, stream = (
+        FrameParser(largest_bytes=256),
+        noise + b"".join(packed(*frame) for frame in frames),
+    )
     try:
         for piece in cut(stream, at):
             for _, body in parser.feed(piece):
@@ -46,7 +51,7 @@ def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_head_alone() -> None:
-    longest = packed(Kind.MESSAGE, b"x" * 256)
-    assert list(Parser(256).feed(longest)) == [(Kind.MESSAGE, b"x" * 256)]
+    longest = packed(FrameKind.MESSAGE, b"x" * 256)
+    assert list(FrameParser(256).feed(longest)) == [(FrameKind.MESSAGE, b"x" * 256)]
     with pytest.raises(ProtocolError, match="257 bytes; 256 bytes are the most"):
-        list(Parser(256).feed(struct.pack(">BI", 0, 257)))
+        list(FrameParser(256).feed(struct.pack(">BI", 0, 257)))

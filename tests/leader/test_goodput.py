@@ -9,12 +9,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.history import Badput, Event, Kind, Tally
+from keepstep.core.history import Badput, EventKind, HistoryEvent, HistoryTotals
 from keepstep.leader.goodput import (
     BUCKETS,
     MOST_TALLIES,
     GoodputSum,
-    Sum,
+    GoodputTotal,
     added,
     whole,
 )
@@ -31,7 +31,7 @@ def volume(number: int) -> str:
     return f"{number:016x}"
 
 
-def resumed(sum_: Sum | None) -> Sum | None:
+def resumed(sum_: GoodputTotal | None) -> GoodputTotal | None:
     """As another leader reads it back from the record."""
     goodput = GoodputSum()
     goodput._sum = sum_
@@ -40,7 +40,7 @@ def resumed(sum_: Sum | None) -> Sum | None:
     return goodput._sum
 
 
-def is_whole(sum_: Sum) -> bool:
+def is_whole(sum_: GoodputTotal) -> bool:
     return sum_.total.sane and len(sum_.known) <= MOST_TALLIES
 
 
@@ -68,7 +68,7 @@ any_count = st.builds(
 def test_whatever_pods_count_every_second_is_in_one_bucket(
     reports: list[ReportedGoodput],
 ) -> None:
-    sum_: Sum | None = None
+    sum_: GoodputTotal | None = None
     for goodput in reports:
         sum_ = added(sum_, whole(goodput))
         assert is_whole(sum_)
@@ -80,27 +80,29 @@ def test_whatever_pods_count_every_second_is_in_one_bucket(
 
 def a_life(
     *steps: int, epoch: EpochId = LIFE_1, parent: int | None = None, at: float = T0
-) -> list[Event]:
+) -> list[HistoryEvent]:
     """A process begins at `at`, has restored ten seconds later, and then a step each ten."""
     before = None if parent is None else StepId(EpochId(epoch.number - 1, "0" * 8), parent)
     times = itertools.count(at + 20, 10)
     happened = [
-        Event(sequence=1, kind=Kind.CONNECTED, at=at, until=at, rank=0),
-        Event(
-            sequence=2, kind=Kind.RESTORED, at=at + 10, until=at + 10, rank=0, seconds=4.0,
+        HistoryEvent(sequence=1, kind=EventKind.CONNECTED, at=at, until=at, rank=0),
+        HistoryEvent(
+            sequence=2, kind=EventKind.RESTORED, at=at + 10, until=at + 10, rank=0, seconds=4.0,
             epoch=Epoch(epoch, before),
         ),
     ]  # fmt: skip
     for step, when in zip(steps, times, strict=False):
         happened.append(
-            Event(sequence=3, kind=Kind.STAGED, at=when, until=when, step=StepId(epoch, step))
+            HistoryEvent(
+                sequence=3, kind=EventKind.STAGED, at=when, until=when, step=StepId(epoch, step)
+            )
         )
     return happened
 
 
-def tally(*events: Event, number: int = 0) -> ReportedGoodput:
+def tally(*events: HistoryEvent, number: int = 0) -> ReportedGoodput:
     """As a sidecar tells it at the newest event."""
-    found = Tally().after(events).goodput(events[-1].until)
+    found = HistoryTotals().after(events).goodput(events[-1].until)
     assert found is not None
     return ReportedGoodput.of(found, volume(number))
 

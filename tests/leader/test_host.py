@@ -14,10 +14,10 @@ from keepstep.leader.leader import Leader
 from keepstep.steps import Tier
 from keepstep.wire.member_reports import LeaderReply
 from keepstep.wire.run_reports import RunPolicy
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.host import _ANSWER_S, Host
 from keepstep_sidecar.report.report import changes
-from keepstep_sidecar.tiers.peer.frames import Kind, packed
+from keepstep_sidecar.tiers.peer.frames import FrameKind, packed
 from tests.harness import until
 from tests.leader import runs
 from tests.leader.plays import Sidecar, step
@@ -28,7 +28,7 @@ POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=True, restarts=False)
 
 
 def hosting(leader: runs.Leader) -> Host:
-    host = Host(Leader(life="leader", nodes=None, policy=POLICY), Changes())
+    host = Host(Leader(life="leader", nodes=None, policy=POLICY), ChangeNotifier())
     leader.hub.take, leader.hub._gone = host.take, host.gone
     return host
 
@@ -61,7 +61,7 @@ async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
         host, sidecar = hosting(leader), Sidecar(rank=1)
         with await asyncio.to_thread(Raw, leader.address) as raw:
             frames = (b"{}", frame(sidecar, 7), frame(sidecar, 8))
-            raw.secure.sendall(b"".join(packed(Kind.MESSAGE, body) for body in frames))
+            raw.secure.sendall(b"".join(packed(FrameKind.MESSAGE, body) for body in frames))
             assert "missing required field" in await asyncio.to_thread(raw.refusal)
             await asyncio.sleep(0.2)
         assert not host.leader.ledger.local(1)

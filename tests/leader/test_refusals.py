@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError, UsageError
-from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, Tls
 from tests.harness import free_port, until
@@ -175,7 +175,7 @@ async def test_a_port_that_is_not_keepsteps_is_named() -> None:
 
 def test_an_address_without_a_port_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="is no address"):
-        Link("leader", credentials(1), take=lambda _: None, changed=lambda: None)
+        LeaderConnection("leader", credentials(1), take=lambda _: None, changed=lambda: None)
 
 
 async def test_a_machine_that_has_no_certificate_yet_says_so() -> None:

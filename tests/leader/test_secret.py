@@ -16,7 +16,7 @@ from keepstep.errors import UsageError
 from keepstep_sidecar.cli.main import cli
 from keepstep_sidecar.tiers.peer import secret
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
-from keepstep_sidecar.tiers.peer.tls import AGENTS, Identity
+from keepstep_sidecar.tiers.peer.tls import AGENTS, PodIdentity
 from tests.leader.runs import SECRET, credentials
 
 
@@ -28,14 +28,14 @@ def authority(own: SecretCredentials) -> bytes:
 def test_each_machine_derives_the_same_authority_and_a_key_of_its_own() -> None:
     first, again, other = credentials(0), credentials(0), credentials(7)
     assert authority(first) == authority(again) == authority(other)
-    assert first.current().identity == Identity(namespace="~secret", run="gpt", node_rank=0)
+    assert first.current().identity == PodIdentity(namespace="~secret", run="gpt", node_rank=0)
     assert authority(credentials(0, secret=SECRET + b"!")) != authority(first)
     assert authority(credentials(0, run="bert")) != authority(first)
 
 
 def test_no_namespace_and_no_agent_has_the_identity_of_a_machine() -> None:
     identity = credentials(3).current().identity
-    assert Identity.parse(identity.uri) == identity
+    assert PodIdentity.parse(identity.uri) == identity
     assert identity.namespace != AGENTS
     assert not identity.namespace[0].isalnum(), "as a namespace's first character must be"
     assert str(identity) == "node rank 3 of run gpt"

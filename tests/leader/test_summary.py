@@ -15,7 +15,7 @@ from keepstep.steps import Tier
 from keepstep.wire.member_reports import ReportedGoodput, ReportedVolume
 from keepstep.wire.run_reports import (
     LARGEST_BYTES,
-    DoubtKind,
+    AdvisoryKind,
     KeptStep,
     MemberState,
     RestoreFrom,
@@ -29,11 +29,11 @@ def two(**of_both: object) -> tuple[Sidecar, Sidecar]:
     return Sidecar(rank=0, **of_both), Sidecar(rank=1, **of_both)  # type: ignore[arg-type]
 
 
-def kinds(report: RunReport) -> list[DoubtKind]:
+def kinds(report: RunReport) -> list[AdvisoryKind]:
     return [doubt.kind for doubt in report.doubts]
 
 
-def text(report: RunReport, kind: DoubtKind) -> str:
+def text(report: RunReport, kind: AdvisoryKind) -> str:
     return next(doubt.text for doubt in report.doubts if doubt.kind is kind)
 
 
@@ -179,21 +179,25 @@ def lacks_ranks(play: Play, a: Sidecar, b: Sidecar) -> None:
 @pytest.mark.parametrize(
     ("happens", "kind", "doubt_text"),
     [
-        (never_saved, DoubtKind.NOTHING_KEPT, "does the script call checkpointer.save(step)"),
-        (stalls, DoubtKind.COMMIT_STALLED, "The volumes of pod worker-1 hold the oldest step"),
-        (cannot_write, DoubtKind.COMMIT_STALLED, "volume nvme of pod worker-1 on node node-1"),
-        (warns, DoubtKind.SIDECAR_TROUBLED, "pod worker-1 says: hugetlbfs is full"),
-        (refuses, DoubtKind.RESTORE_REFUSED, "2 starts were refused: no common step"),
-        (loses_a_part, DoubtKind.PART_GONE, f"begin again at step 0: {WAY_OUT}. 1 pods have not"),
-        (loses_a_part, DoubtKind.NOTHING_KEPT, None),
-        (no_peer, DoubtKind.PEERS_NOT_SERVING, "pod worker-1 do not serve"),
-        (archive_is_away, DoubtKind.ARCHIVE_TROUBLED, "pod worker-1 says: 403 from the bucket"),
-        (peers_lag, DoubtKind.PEERS_BEHIND, "shards of pod worker-1 wait to be sent to there"),
-        (lacks_ranks, DoubtKind.RANKS_ABSENT, "the run has 3 ranks, but its pods serve 2"),
+        (never_saved, AdvisoryKind.NOTHING_KEPT, "does the script call checkpointer.save(step)"),
+        (stalls, AdvisoryKind.COMMIT_STALLED, "The volumes of pod worker-1 hold the oldest step"),
+        (cannot_write, AdvisoryKind.COMMIT_STALLED, "volume nvme of pod worker-1 on node node-1"),
+        (warns, AdvisoryKind.SIDECAR_TROUBLED, "pod worker-1 says: hugetlbfs is full"),
+        (refuses, AdvisoryKind.RESTORE_REFUSED, "2 starts were refused: no common step"),
+        (
+            loses_a_part,
+            AdvisoryKind.PART_GONE,
+            f"begin again at step 0: {WAY_OUT}. 1 pods have not",
+        ),
+        (loses_a_part, AdvisoryKind.NOTHING_KEPT, None),
+        (no_peer, AdvisoryKind.PEERS_NOT_SERVING, "pod worker-1 do not serve"),
+        (archive_is_away, AdvisoryKind.ARCHIVE_TROUBLED, "pod worker-1 says: 403 from the bucket"),
+        (peers_lag, AdvisoryKind.PEERS_BEHIND, "shards of pod worker-1 wait to be sent to there"),
+        (lacks_ranks, AdvisoryKind.RANKS_ABSENT, "the run has 3 ranks, but its pods serve 2"),
     ],
 )
 def test_a_doubt_says_what_is_wrong_and_where(
-    happens: Callable[[Play, Sidecar, Sidecar], None], kind: DoubtKind, doubt_text: str | None
+    happens: Callable[[Play, Sidecar, Sidecar], None], kind: AdvisoryKind, doubt_text: str | None
 ) -> None:
     a, b = two()
     play = Play(a, b)
@@ -314,7 +318,9 @@ def test_a_pod_that_was_deleted_with_the_last_step_is_said_and_another_takes_its
     play.deliver(Sidecar(rank=1, pod="pod-1-new", started_at=T0 + 1))
     report = play.observe()
     assert (report.committed, report.nodes[1].pod) == (None, "pod-1-new")
-    assert text(report, DoubtKind.COMMIT_LOST) == "step 50 was committed, and a part of it is gone"
+    assert (
+        text(report, AdvisoryKind.COMMIT_LOST) == "step 50 was committed, and a part of it is gone"
+    )
 
 
 def test_a_step_that_went_with_a_pod_is_said_if_the_next_pod_comes_before_the_operator_speaks() -> (
@@ -387,7 +393,7 @@ def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_no
     assert "whose agent is not ready" in play.replies(new).awaits, "nobody was asked yet"
     assert play.replies(a).awaits == ""
     report = play.post()
-    assert kinds(report) == [DoubtKind.PART_GONE, DoubtKind.LEFT_NOT_SERVED]
+    assert kinds(report) == [AdvisoryKind.PART_GONE, AdvisoryKind.LEFT_NOT_SERVED]
     assert play.replies(new).awaits == "", "there are no agents"
     play.post(agents={"node-1": ""})
     assert "whose agent is not ready" in play.replies(new).awaits
@@ -398,11 +404,11 @@ def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_no
     )
     assert play.replies(a).agents == {}, "only who left something is told"
     assert report.committed == step(40), "it lies there still"
-    assert text(report, DoubtKind.LEFT_SERVED) == (
+    assert text(report, AdvisoryKind.LEFT_SERVED) == (
         "shards of node ranks 1 are served by the agent of node node-1"
     )
     events = [event for event in play.post().recent if event.type == "LeftShardsServed"]
-    assert [event.message for event in events] == [text(report, DoubtKind.LEFT_SERVED)], "once"
+    assert [event.message for event in events] == [text(report, AdvisoryKind.LEFT_SERVED)], "once"
     assert [(holder.node, holder.node_ranks) for holder in report.record.holders] == [
         ("node-1", "1"),
         ("node-0", "0"),
@@ -452,7 +458,7 @@ def test_a_node_that_exists_no_more_is_not_waited_for() -> None:
     play, _, _, new = moved()
     report = play.post(agents={"node-1": ""}, lost_nodes=("node-1",))
     assert play.replies(new).awaits == ""
-    assert DoubtKind.LEFT_NOT_SERVED not in kinds(report)
+    assert AdvisoryKind.LEFT_NOT_SERVED not in kinds(report)
     assert report.committed is None
 
 

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 
-from keepstep_sidecar.tiers.peer.frames import Kind, Parser, packed
+from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, packed
 from keepstep_sidecar.tiers.peer.tls import Credentials
 from tests.leader.runs import credentials
 
@@ -75,10 +75,10 @@ class Raw:
         self.secure: ssl.SSLSocket = tls.member.wrap_socket(
             socket.create_connection((host, int(port)), timeout=10)
         )
-        self._parser = Parser()
-        self._found: list[tuple[Kind, bytes]] = []
+        self._parser = FrameParser()
+        self._found: list[tuple[FrameKind, bytes]] = []
         if sidecar is not None:
-            self.secure.sendall(packed(Kind.HELLO, sidecar))
+            self.secure.sendall(packed(FrameKind.HELLO, sidecar))
 
     def __enter__(self) -> Raw:
         return self
@@ -87,9 +87,9 @@ class Raw:
         self.secure.close()
 
     def send(self, body: bytes) -> None:
-        self.secure.sendall(packed(Kind.MESSAGE, body))
+        self.secure.sendall(packed(FrameKind.MESSAGE, body))
 
-    def read(self) -> tuple[Kind, bytes] | None:
+    def read(self) -> tuple[FrameKind, bytes] | None:
         """The next frame; None at the end."""
         while not self._found:
             if not (data := self.secure.recv(1 << 16)):
@@ -108,6 +108,6 @@ class Raw:
     def refusal(self) -> str:
         """Why the leader ends the connection."""
         while (found := self.read()) is not None:
-            if found[0] is Kind.REFUSAL:
+            if found[0] is FrameKind.REFUSAL:
                 return found[1].decode()
         return ""

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import keepstep
-from keepstep.client.slot import Slot, SlotMapping
+from keepstep.client.slot import GrantedSlot, SlotMapping
 from keepstep.core.vote import Decision
 from keepstep.image import Layout
-from keepstep.restore.restore import FillGuard, Restore
+from keepstep.restore.restore import FillGuard, RankRestore
 from keepstep.save.snapshot import Snapshots
 from keepstep.state.capture import take
 from keepstep.state.wrappers import is_known
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.trainer import Opened, SlotGranted, Source, Sources
+from keepstep.wire.trainer import OpenedStep, SlotGranted, Source, Sources
 
 _EPOCH = Epoch(EpochId(1, "00c0ffee"), None)
 _ID = StepId(_EPOCH.id, 0)
@@ -26,10 +26,10 @@ class _Link:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def call(self, route: str, *_: Any, **__: Any) -> Opened | Sources:
+    def call(self, route: str, *_: Any, **__: Any) -> OpenedStep | Sources:
         path = str(self._path)
         if route == "/v1/restore":
-            return Opened(path=path, tier=Tier.MEMORY)
+            return OpenedStep(path=path, tier=Tier.MEMORY)
         size, extras = self._path.stat().st_size, SlotMapping(path).control().extras_bytes
         source = Source(rank=0, tier=Tier.MEMORY, bytes=size, extras_bytes=extras, path=path)
         return Sources(id=_ID, world=1, sources=(source,))
@@ -42,7 +42,7 @@ def keep(components: dict[str, Any], path: Path) -> None:
     extras = checkpointer._encode(taken)
     layout = Layout.build(taken.specs, **checkpointer._layout_options(taken, len(extras)))
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
-    slot = Slot(SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout))
+    slot = GrantedSlot(SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout))
     snapshots = Snapshots(layout, taken, run="run")
     pending = snapshots.begin(slot, taken, extras, step=_ID.step, epoch=_EPOCH, lazy=True)
     pending.copy()
@@ -61,7 +61,7 @@ def bring_back(
     from the rank's own image, or put together as for another world."""
     decision = Decision(id=_ID, tiers=(Tier.MEMORY,), epoch_number=2, direct=(direct,), world=1)
     with partial or FillGuard() as partial:
-        restoring = Restore(
+        restoring = RankRestore(
             components,
             _Link(path),
             decision,

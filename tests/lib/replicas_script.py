@@ -59,9 +59,11 @@ deadline = time.monotonic() + wait_s
 while not checkpointer._replicas.difference and time.monotonic() < deadline:
     time.sleep(0.05)
 if os.environ.get("STATUS") and rank == 0:
-    from keepstep.client.session import Client
+    from keepstep.client.session import SidecarClient
     from keepstep.wire.status import Status
 
-    print("warnings", Client(os.environ["KEEPSTEP_SOCKET"]).get("/v1/status", Status).warnings)
+    print(
+        "warnings", SidecarClient(os.environ["KEEPSTEP_SOCKET"]).get("/v1/status", Status).warnings
+    )
 torch.distributed.barrier()
 os._exit(0)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from keepstep.state.accelerator import Accelerator, Batch
+from keepstep.state.accelerator import Accelerator, CopyBatch
 
 Choose = Callable[[int], int]
 
@@ -295,7 +295,7 @@ class Simulated(Accelerator):
         self.device.turns.wait_for(lambda: bool(flag) or give_up(), None)
         return int(flag)
 
-    def copy_batch(self, batch: Batch, place: torch.device) -> bool:
+    def copy_batch(self, batch: CopyBatch, place: torch.device) -> bool:
         """A driver may have no such call, or fail in the middle of it."""
         self.device.run_some()
         for target, source, size in zip(*batch, strict=True):

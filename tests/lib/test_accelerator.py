@@ -1,9 +1,10 @@
 """Saves from an accelerator, whatever it does when: the code that ships, on a simulated device.
 
-`Checkpointer.save`, `Snapshots`, `Pending` and `Agent` with its thread run as they are; the sidecar
-is a table of slots in this process. After each thing that a stream runs, and wherever threads
-change places, the process might be killed: so then, and not only at the end, whatever is sealed in
-a slot must be a whole image of its step, and no slot may have been erased before its time.
+`Checkpointer.save`, `Snapshots`, `PendingImage` and `SaveThread` with its thread run as they are;
+the sidecar is a table of slots in this process. After each thing that a stream runs, and wherever
+threads change places, the process might be killed: so then, and not only at the end, whatever is
+sealed in a slot must be a whole image of its step, and no slot may have been erased before its
+time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.save import frozen_parameters
-from keepstep.save.save_thread import Agent
+from keepstep.save.save_thread import SaveThread
 from keepstep.state import accelerator, rng
 from keepstep.steps import Epoch, EpochId
 from keepstep.wire.trainer import LayoutAccepted, SlotGranted
@@ -419,7 +420,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         patch.setattr(frozen_parameters, "_LEAST_BYTES", 1)
         patch.setattr(frozen_parameters, "_LEAST_SHARE", 0.0)
         patch.setattr(
-            session.Changes,
+            session.ThreadWaker,
             "wait_for",
             lambda _, condition, *, timeout_s: device.turns.wait_for(condition, timeout_s),
         )
@@ -687,7 +688,7 @@ def late(monkeypatch):
     return here
 
 
-def to_devices(late: Late) -> tuple[list[copying.Copy], list[Tensor]]:
+def to_devices(late: Late) -> tuple[list[copying.TensorCopy], list[Tensor]]:
     """Copies of tensors of all sizes and kinds, and what must come of them."""
     sources = [
         *(torch.arange(size, dtype=torch.float32) for size in (0, 1, 7, 1023, 1024, 1025, 30_000)),
@@ -700,10 +701,10 @@ def to_devices(late: Late) -> tuple[list[copying.Copy], list[Tensor]]:
     copies = []
     for at, source in enumerate(sources):
         target = nn.Parameter(torch.zeros_like(source), requires_grad=False)
-        copies.append(copying.Copy(late.made(target, _PLACES[at % 2]), source))
+        copies.append(copying.TensorCopy(late.made(target, _PLACES[at % 2]), source))
     over = late.made(torch.zeros(50, 40), _PLACES[0]).t()  # of other strides
     as_other = late.made(torch.zeros(40, 50, dtype=torch.float64), _PLACES[0])
-    copies += [copying.Copy(over, sources[-1]), copying.Copy(as_other, sources[-1])]
+    copies += [copying.TensorCopy(over, sources[-1]), copying.TensorCopy(as_other, sources[-1])]
     return copies, [*sources, sources[-1], sources[-1].double()]
 
 
@@ -751,7 +752,7 @@ def an_agent(tmp_path, late):
     )
     table._lay_out(SimpleNamespace(header=base64.b64encode(layout.header), base=""))
     paths = [mapping.path for mapping in table.mappings.values()]
-    agent = Agent("/nowhere", rank=0, world=1)
+    agent = SaveThread("/nowhere", rank=0, world=1)
     agent.use_layout(layout)
     return agent, paths
 
@@ -831,7 +832,7 @@ def runtime(request, tmp_path):
     subprocess.run([compiler, "-shared", "-fPIC", *define, "-o", made, source], check=True)
     library = ctypes.CDLL(str(made))
     counts = {name: ctypes.c_int.in_dll(library, name) for name in ("calls", "fails", "forgotten")}
-    return accelerator.BatchCall(library, major=request.param), SimpleNamespace(**counts)
+    return accelerator.BatchCopyCall(library, major=request.param), SimpleNamespace(**counts)
 
 
 def some_copies() -> tuple[list[Tensor], list[Tensor]]:
@@ -849,7 +850,7 @@ def some_copies() -> tuple[list[Tensor], list[Tensor]]:
 def test_the_runtime_copies_what_is_plain_bytes_in_one_call(runtime):
     call, library = runtime
     targets, sources = some_copies()
-    copies = accelerator.Copies(targets, sources)
+    copies = accelerator.DeviceCopies(targets, sources)
     assert call(copies.batch, 3, 0x7F0000001234)
     assert int(library.calls.value) == 1
     assert all(torch.equal(targets[at], sources[at]) for at in (0, 3, 5))
@@ -861,7 +862,7 @@ def test_a_runtime_that_fails_in_the_middle_is_not_called_again_and_leaves_no_er
     call, library = runtime
     targets, sources = some_copies()
     library.fails.value = 1
-    batch = accelerator.Copies(targets, sources).batch
+    batch = accelerator.DeviceCopies(targets, sources).batch
     assert [call(batch, 3, 0x7F0000001234) for _ in range(3)] == [False] * 3
     assert (library.calls.value, library.forgotten.value) == (1, 1)
 
@@ -870,14 +871,14 @@ def test_a_runtime_that_fails_in_the_middle_is_not_called_again_and_leaves_no_er
 @pytest.mark.parametrize("pinned", [True, False])
 def test_all_copies_arrive_whether_or_not_there_is_a_batch_call(monkeypatch, works, pinned):
     class Here(accelerator.Accelerator):
-        def copy_batch(self, batch: accelerator.Batch, place: torch.device) -> bool:
+        def copy_batch(self, batch: accelerator.CopyBatch, place: torch.device) -> bool:
             for target, source, size in zip(*batch, strict=True):
                 if works:
                     ctypes.memmove(target, source, size)
             return works
 
     targets, sources = some_copies()
-    Here().copy_again(accelerator.Copies(targets, sources), _PLACES[0], pinned=pinned)
+    Here().copy_again(accelerator.DeviceCopies(targets, sources), _PLACES[0], pinned=pinned)
     assert all(map(torch.equal, targets, sources))
 
 
@@ -888,7 +889,7 @@ def test_there_is_no_batch_call_without_a_runtime_of_cuda_that_torch_has_loaded(
         accelerator._runtime.cache_clear()
         accelerator._batch_call.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", version)
-        copies = accelerator.Copies(*some_copies())
+        copies = accelerator.DeviceCopies(*some_copies())
         with caplog.at_level("DEBUG", logger="keepstep"):
             for _ in range(2):
                 assert not accelerator.Accelerator().copy_batch(copies.batch, _PLACES[0])

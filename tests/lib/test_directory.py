@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.directory import Directory, NoFileError
+from keepstep.directory import NoFileError, OpenDirectory
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def place(tmp_path: Path) -> Path:
 def test_a_link_is_no_directory_and_the_error_names_it(place: Path) -> None:
     (place / "link").symlink_to("../theirs")
     for enter in (
-        lambda: Directory.opened(place / "link"),
-        lambda: Directory.opened(place).inside("link"),
+        lambda: OpenDirectory.opened(place / "link"),
+        lambda: OpenDirectory.opened(place).inside("link"),
     ):
         with pytest.raises(NotADirectoryError, match=f"{place}/link"):
             enter()
@@ -31,7 +31,7 @@ def test_a_link_is_no_directory_and_the_error_names_it(place: Path) -> None:
 
 def test_the_directories_above_may_be_links(place: Path) -> None:
     (place.parent / "link").symlink_to(place.parent)
-    made = Directory.opened(place.parent / "link" / "ours" / "new", make=True)
+    made = OpenDirectory.opened(place.parent / "link" / "ours" / "new", make=True)
     assert (place / "new").is_dir()
     assert made.names() == []
 
@@ -44,14 +44,14 @@ def test_only_a_regular_file_is_opened_and_a_pipe_holds_up_nobody(place: Path, f
     (place / "directory").mkdir()
     for name in ("link", "dangling", "pipe", "directory"):
         with pytest.raises(NoFileError, match=f"{place}/{name}"):
-            Directory.opened(place).open(name, flags)
+            OpenDirectory.opened(place).open(name, flags)
     assert sorted(os.listdir(place.parent / "theirs")) == ["file"]
 
 
 def test_a_file_with_a_second_name_is_read_and_never_written_to(place: Path) -> None:
     theirs = place.parent / "theirs" / "file"
     os.link(theirs, place / "twin")
-    ours = Directory.opened(place)
+    ours = OpenDirectory.opened(place)
     assert ours.read("twin", most_bytes=100) == b"theirs"
     with pytest.raises(NoFileError):
         ours.open("twin", os.O_WRONLY | os.O_TRUNC)
@@ -69,9 +69,9 @@ def test_a_file_is_replaced_whatever_a_killed_writer_has_left(place: Path, left:
     else:
         temporary.mkdir()
         with pytest.raises(OSError, match="directory"):
-            Directory.opened(place).write("a", b"new")
+            OpenDirectory.opened(place).write("a", b"new")
         return
-    Directory.opened(place).write("a", b"new")
+    OpenDirectory.opened(place).write("a", b"new")
     assert (place / "a").read_bytes() == b"new"
     assert os.listdir(place) == ["a"]
     assert theirs.read_text() == "theirs"
@@ -79,9 +79,9 @@ def test_a_file_is_replaced_whatever_a_killed_writer_has_left(place: Path, left:
 
 def test_more_bytes_than_are_wanted_are_an_error(place: Path) -> None:
     (place / "a").write_bytes(b"12345")
-    assert Directory.opened(place).read("a", most_bytes=5) == b"12345"
+    assert OpenDirectory.opened(place).read("a", most_bytes=5) == b"12345"
     with pytest.raises(OSError, match="more than 4 bytes"):
-        Directory.opened(place).read("a", most_bytes=4)
+        OpenDirectory.opened(place).read("a", most_bytes=4)
 
 
 def test_a_tree_is_removed_with_its_links_and_not_through_them(place: Path) -> None:
@@ -92,14 +92,14 @@ def test_a_tree_is_removed_with_its_links_and_not_through_them(place: Path) -> N
     (deep / "file").write_text("x")
     (deep / "link").symlink_to(place.parent / "theirs")
     (place / "tree" / "link").symlink_to(place.parent / "theirs")
-    assert Directory.opened(place).remove("tree") == 3
+    assert OpenDirectory.opened(place).remove("tree") == 3
     assert os.listdir(place) == []
     assert (place.parent / "theirs" / "file").read_text() == "theirs"
-    assert Directory.opened(place).remove("tree") == 0
+    assert OpenDirectory.opened(place).remove("tree") == 0
 
 
 def test_a_walk_shows_the_files_of_some_levels_and_follows_no_link(place: Path) -> None:
-    top = Directory.opened(place)
+    top = OpenDirectory.opened(place)
     directory = top
     for _ in range(1100):
         os.close(directory.open("file", os.O_WRONLY | os.O_CREAT))
@@ -112,7 +112,7 @@ def test_a_walk_shows_the_files_of_some_levels_and_follows_no_link(place: Path) 
 
 
 def test_what_is_open_stays_what_it_was_when_its_name_is_another_directory(place: Path) -> None:
-    ours = Directory.opened(place)
+    ours = OpenDirectory.opened(place)
     place.rename(place.parent / "moved")
     (place.parent / "ours").symlink_to(place.parent / "theirs")
     ours.write("file", b"ours")
@@ -124,7 +124,7 @@ def test_threads_that_list_one_directory_all_see_all_of_it(place: Path) -> None:
     names = [f"{number:04}" for number in range(500)]
     for name in names:
         (place / name).touch()
-    ours, found = Directory.opened(place), list[bool]()
+    ours, found = OpenDirectory.opened(place), list[bool]()
 
     def list_all() -> None:
         found.extend(ours.names() == names for _ in range(20))
@@ -141,7 +141,7 @@ def test_no_descriptor_outlives_its_directory(place: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     (place / "a" / "b").mkdir(parents=True)
     for _ in range(50):
-        Directory.opened(place).inside("a", "b").names()
+        OpenDirectory.opened(place).inside("a", "b").names()
         with pytest.raises(NoFileError):
-            Directory.opened(place).open("a", os.O_WRONLY)
+            OpenDirectory.opened(place).open("a", os.O_WRONLY)
     assert len(os.listdir("/proc/self/fd")) == before

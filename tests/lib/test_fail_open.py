@@ -19,8 +19,8 @@ from torch import nn
 
 import keepstep
 from keepstep.client import embedded
-from keepstep.client.session import Changes, Session
-from keepstep.restore.images import Images
+from keepstep.client.session import SidecarSession, ThreadWaker
+from keepstep.restore.images import StepImages
 from keepstep.steps import EpochId, StepId
 from tests.harness import eventually
 from tests.lib.training import begun
@@ -90,13 +90,13 @@ def test_a_sidecar_that_never_answers_costs_no_more_than_a_restore_may(sidecar, 
 
 def test_a_search_for_images_may_take_as_long_as_a_restore_and_no_longer(sidecar):
     """Of thousands of ranks it takes minutes."""
-    session = Session(str(sidecar.socket), rank=0, world=1, changed=Changes())
+    session = SidecarSession(str(sidecar.socket), rank=0, world=1, changed=ThreadWaker())
     session.take(timeout_s=30)
     os.kill(sidecar.process.pid, signal.SIGSTOP)
     begun = time.monotonic()
     try:
         with pytest.raises(keepstep.SidecarAbsent, match="did not answer in time"):
-            Images.find(session, StepId(EpochId(1, "0" * 8), 1), timeout_s=0.2)
+            StepImages.find(session, StepId(EpochId(1, "0" * 8), 1), timeout_s=0.2)
     finally:
         os.kill(sidecar.process.pid, signal.SIGCONT)
     assert time.monotonic() - begun < 60
@@ -105,9 +105,9 @@ def test_a_search_for_images_may_take_as_long_as_a_restore_and_no_longer(sidecar
 
 def test_a_sidecar_that_is_slow_is_not_taken_for_dead(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(embedded.Keeper, "revive", lambda keeper: asked.append(keeper))
-    keeper, path = embedded.Keeper(tmp_path), str(tmp_path / "sidecar.sock")
-    session = Session(path, rank=0, world=1, changed=Changes(), keeper=keeper)
+    monkeypatch.setattr(embedded.SidecarRestarter, "revive", lambda keeper: asked.append(keeper))
+    keeper, path = embedded.SidecarRestarter(tmp_path), str(tmp_path / "sidecar.sock")
+    session = SidecarSession(path, rank=0, world=1, changed=ThreadWaker(), keeper=keeper)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(path)
         silent.listen()

@@ -255,9 +255,9 @@ def test_a_state_that_can_no_longer_be_kept_raises_no_more_once_a_step_was(sidec
 
 
 def test_any_reason_for_which_no_step_is_staged_for_long_stands_in_the_status(sidecar, model):
-    from keepstep_sidecar.api.saving import RankCounters
+    from keepstep_sidecar.api.saving import SaveCounters
 
-    counters = RankCounters()
+    counters = SaveCounters()
     counters.lose(3, "a tensor changed")
     counters.lose(4, "no slot is free yet")
     now = counters.unkept.at

@@ -68,7 +68,7 @@ class _Run:
         monkeypatch.setattr(replica_check, "_WITHIN_S", within_s)
         self.store, self.texts = store, {rank: [] for rank in range(world)}
         self.ranks = [
-            replica_check.Replicas(
+            replica_check.ReplicaCheck(
                 rank=rank, epoch=EpochId(1, "00000001"), warn=self.texts[rank].append, world=world
             )
             for rank in range(world)

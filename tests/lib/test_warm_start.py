@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep.warm.client import Python, late_differences, parse
+from keepstep.warm.client import PythonCommand, late_differences, parse
 from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable
@@ -300,10 +300,10 @@ def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["python", "a.py", "-x"], Python("script", "a.py", ("-x",))),
-        (["/v/bin/python3.11", "-u", "a.py"], Python("script", "a.py", (), unbuffered=True)),
-        (["python3", "-m", "a.b", "c"], Python("module", "a.b", ("c",))),
-        (["/v/bin/torchrun", "a.py"], Python("module", "torch.distributed.run", ("a.py",))),
+        (["python", "a.py", "-x"], PythonCommand("script", "a.py", ("-x",))),
+        (["/v/bin/python3.11", "-u", "a.py"], PythonCommand("script", "a.py", (), unbuffered=True)),
+        (["python3", "-m", "a.b", "c"], PythonCommand("module", "a.b", ("c",))),
+        (["/v/bin/torchrun", "a.py"], PythonCommand("module", "torch.distributed.run", ("a.py",))),
         (["python"], None),
         (["python", "-c", "1"], None),
         (["python", "-O", "a.py"], None),
@@ -312,7 +312,7 @@ def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
         (["numactl", "python", "a.py"], None),
     ],
 )
-def test_command_lines(words: list[str], expected: Python | None) -> None:
+def test_command_lines(words: list[str], expected: PythonCommand | None) -> None:
     assert parse(words) == expected
 
 

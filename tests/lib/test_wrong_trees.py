@@ -12,7 +12,7 @@ from keepstep.client.slot import SlotMapping
 from keepstep.errors import FormatError
 from keepstep.image import Layout, Section, TensorSpec
 from keepstep.image.codecs import ArrayForm
-from keepstep.restore.images import Images
+from keepstep.restore.images import StepImages
 from keepstep.restore.loader import Loader
 from keepstep.state import leaves
 from keepstep.state.capture import take
@@ -24,7 +24,7 @@ def _plan(components, path, values):
     slot = SlotMapping(str(path))
     source = Source(rank=0, tier=Tier.MEMORY, bytes=0, extras_bytes=0, path=slot.path)
     step = Sources(id=StepId(EpochId(1, "00c0ffee"), 0), world=1, sources=(source,))
-    images = Images(None, step, own=(slot,))  # type: ignore[arg-type]
+    images = StepImages(None, step, own=(slot,))  # type: ignore[arg-type]
     Loader(components, take(components), images, rank=0, kept={"values": values}).plan()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import (
     Conflict,
     Denied,
@@ -29,7 +29,7 @@ def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[K
 
 
 async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
+    async with ApiServer().running() as server, KubeClient(server.access) as client:
         body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
         made = await client.create(CONFIG_MAPS, body, namespace="n")
         with pytest.raises(Conflict):
@@ -44,10 +44,10 @@ async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -
 
 
 async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
+    async with ApiServer().running() as server, KubeClient(server.access) as client:
         server.delay_s = 5
         with pytest.raises(Unavailable, match="did not answer in time"):
             await client.get(PODS, "p", namespace="n", timeout_s=0.05)
-    async with Client(server.access) as client:
+    async with KubeClient(server.access) as client:
         with pytest.raises(Unavailable, match="cannot be reached"):
             await client.get(PODS, "p", namespace="n")

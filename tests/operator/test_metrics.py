@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from prometheus_client import generate_latest
 
-from keepstep.wire.run_reports import Badput, Record, RunGoodput
+from keepstep.wire.run_reports import BadputSeconds, LeaderRecord, RunGoodput
 from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.leader_answer import Cluster
-from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.leader_answer import ClusterFacts
+from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.render import render
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import KEY, T0, begun, pod, report, reported, run_object
@@ -20,7 +20,7 @@ RESTARTS, LOST = "keepstep_run_restarts_total", "keepstep_run_lost_steps_total"
 
 
 def value(run: Run, name: str, **labels: str) -> float | None:
-    return Metrics({KEY: run}).registry.get_sample_value(name, {**RUN, **labels})
+    return ReconcileMetrics({KEY: run}).registry.get_sample_value(name, {**RUN, **labels})
 
 
 def test_what_a_run_lost_is_counted_on_from_where_an_earlier_reconciler_stopped() -> None:
@@ -29,9 +29,9 @@ def test_what_a_run_lost_is_counted_on_from_where_an_earlier_reconciler_stopped(
     assert (value(run, RESTARTS), value(run, LOST)) == (4.0, 70.0)
     asks = reported(run, report(sequence=1))
     assert value(asks, RESTARTS) == 4.0, "the first report of a leader asks for the record"
-    counted = reported(asks, report(sequence=2, record=Record(restarts=5, lost_steps=80)))
+    counted = reported(asks, report(sequence=2, record=LeaderRecord(restarts=5, lost_steps=80)))
     assert (value(counted, RESTARTS), value(counted, LOST)) == (5.0, 80.0)
-    text = generate_latest(Metrics({KEY: counted}).registry).decode()
+    text = generate_latest(ReconcileMetrics({KEY: counted}).registry).decode()
     assert all(f"# TYPE {name} counter" in text for name in (RESTARTS, LOST))
 
 
@@ -44,7 +44,7 @@ def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_o
 
 def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
     run = begun()
-    shown = replace(run, status=render(run, Cluster(), now=T0))
+    shown = replace(run, status=render(run, ClusterFacts(), now=T0))
 
     def statuses(condition: str) -> set[str]:
         name = "keepstep_run_condition"
@@ -63,9 +63,9 @@ def test_goodput_is_the_leader_s() -> None:
         ratio="0.750",
         wall_seconds=100,
         productive_seconds=75,
-        badput_seconds=Badput(checkpoint_restore=25),
+        badput_seconds=BadputSeconds(checkpoint_restore=25),
     )
-    run = reported(begun(), report(record=Record(goodput=goodput)))
+    run = reported(begun(), report(record=LeaderRecord(goodput=goodput)))
     assert value(run, "keepstep_run_goodput_ratio") == 0.75
     assert value(run, "keepstep_run_goodput_seconds", bucket="checkpoint_restore") == 25.0
-    assert value(replace(run, record=Record()), "keepstep_run_goodput_ratio") is None
+    assert value(replace(run, record=LeaderRecord()), "keepstep_run_goodput_ratio") is None

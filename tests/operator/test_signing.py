@@ -18,10 +18,10 @@ from keepstep.errors import StorageError
 from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest, IssuedCertificate
 from keepstep_operator.certificates.pki import make_authority, sign_request
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
-from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.reconcile.token_auth import RequestRefused
 from keepstep_operator.tls import ServerTls
 from keepstep_sidecar.config.sidecar import Reporting
-from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
+from keepstep_sidecar.tiers.peer.tls import IssuedCredentials, PodIdentity
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.samples import pod_body, pod_path
@@ -129,7 +129,7 @@ async def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_direction
         finally:
             keeping.cancel()
         identity = issued.current().identity
-        assert identity == Identity(namespace="team", run="gpt-1a2b3c4d", node_rank=0)
+        assert identity == PodIdentity(namespace="team", run="gpt-1a2b3c4d", node_rank=0)
 
 
 async def test_an_agent_gets_the_name_of_its_node_and_its_label_elsewhere_gives_none(
@@ -139,7 +139,7 @@ async def test_an_agent_gets_the_name_of_its_node_and_its_label_elsewhere_gives_
     async with playing(tmp_path) as served:
         status, body = await ask(served, request, token=AGENT)
         issued = msgspec.json.decode(body, type=IssuedCertificate)
-        assert (status, _uris(issued)) == (200, [Identity.of_agent("node-7.zone").uri])
+        assert (status, _uris(issued)) == (200, [PodIdentity.of_agent("node-7.zone").uri])
         assert (await ask(served, request, token=POSER))[0] == 403
         assert (await served.post(b"{}", token=AGENT))[0] == 403, "it reports nothing"
 
@@ -210,7 +210,7 @@ def test_nothing_is_signed_by_halves_of_two_authorities(tmp_path: Path) -> None:
     for broken in (new.certificate, b"nonsense"):
         (tmp_path / "tls.crt").write_bytes(broken)
         assert not tls.reload()
-        with pytest.raises(Refused, match="do not fit together"):
+        with pytest.raises(RequestRefused, match="do not fit together"):
             signing.issue("keepstep://a/b/0", request)
     (tmp_path / "tls.crt").write_bytes(new.certificate)
     (tmp_path / "tls.key").write_bytes(new.key)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep_sidecar.tiers.peer.tls import Identity, Pem, Tls, contexts
+from keepstep_sidecar.tiers.peer.tls import Pem, PodIdentity, Tls, contexts
 from tests.certificates import pem_of
 
 _REMEDY = "both sides must have certificates of the same authority"
@@ -106,7 +106,7 @@ class Authority:
         uris: list[str] | None = None,
     ) -> Files:
         """A certificate for this place in the run, as the sidecar is given it."""
-        identity = Identity(namespace=namespace, run=run, node_rank=node_rank)
+        identity = PodIdentity(namespace=namespace, run=run, node_rank=node_rank)
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(uri) for uri in uris or [identity.uri]]
         now = datetime.now(UTC)

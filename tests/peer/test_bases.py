@@ -15,8 +15,8 @@ from keepstep.errors import ForeignError, FormatError, ImageError
 from keepstep.image import BaseRef, Layout, Section, TensorSpec
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import Listing, NeededCopies
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
+from keepstep_sidecar.tiers.peer.protocol import NeededCopies, PodListing
 from keepstep_sidecar.tiers.source import local_source
 from keepstep_sidecar.volume.files import aligned_buffer
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
@@ -141,7 +141,7 @@ class Sent:
         self.open()
 
     def open(self) -> None:
-        self.copies = Copies([self.keeper], run=RUN)
+        self.copies = KeptCopies([self.keeper], run=RUN)
         self.copies.scan()
 
     def begin(self, name: ShardName, *, as_name: ShardName | None = None) -> IncomingCopy | None:
@@ -217,9 +217,11 @@ def test_a_listed_base_that_no_shard_has_is_refused(lie: dict[str, Any]) -> None
     step = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
     listed = {"step_id": step, "rank": 0, "world": 2, "root": "00", "size_bytes": 4096}
     true, false = ({**listed, "base": {**listed, **change}} for change in ({}, lie))
-    found = msgspec.json.decode(msgspec.json.encode({"run": RUN, "shards": [true]}), type=Listing)
+    found = msgspec.json.decode(
+        msgspec.json.encode({"run": RUN, "shards": [true]}), type=PodListing
+    )
     assert found.shards[0].base is not None
     for wrong in (false, {**listed, "base": true}):
         text = msgspec.json.encode({"run": RUN, "shards": [wrong]})
         with pytest.raises(ValueError, match="base"):
-            msgspec.json.decode(text, type=Listing)
+            msgspec.json.decode(text, type=PodListing)

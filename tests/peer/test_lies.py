@@ -14,9 +14,9 @@ import pytest
 from keepstep.errors import DigestError, ImageError
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
-from keepstep_sidecar.tiers.peer.served_shards import Reading
+from keepstep_sidecar.tiers.peer.served_shards import OpenShard
 from tests.harness import flip, until
 from tests.peer.nodes import BIG, Node, running, same
 from tests.tiers import reading
@@ -91,7 +91,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
         slot, _ = await two_copies(here, liar, parameters=6000)
         truth = liar.remote_tier._served.shards.listing
 
-        def lie() -> protocol.Listing:
+        def lie() -> protocol.PodListing:
             listing = truth()
             return replace(
                 listing, shards=tuple(replace(shard, root="0" * 32) for shard in listing.shards)
@@ -122,15 +122,15 @@ async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
 ) -> None:
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
-    write, seen = Copies.write, []
+    write, seen = KeptCopies.write, []
 
-    def spoil(self: Copies, part, chunk, data, *, whose) -> None:
+    def spoil(self: KeptCopies, part, chunk, data, *, whose) -> None:
         if not seen:
             data[100] ^= 1
             seen.append(chunk)
         write(self, part, chunk, data, whose=whose)
 
-    monkeypatch.setattr(Copies, "write", spoil)
+    monkeypatch.setattr(KeptCopies, "write", spoil)
     async with running(here, buddy):
         _, found = here.write(5, rank=0, parameters=BIG)
         durable(here.remote_tier, found)
@@ -146,14 +146,14 @@ async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
     async with running(here, dying, other):
         slot, _ = await two_copies(here, dying, other)
         (remote,) = (await here.remote_tier.scan()).shards
-        read = Reading.read
+        read = OpenShard.read
 
-        def die(self: Reading, into: memoryview, begin: int) -> None:
+        def die(self: OpenShard, into: memoryview, begin: int) -> None:
             if "/drives/1/" in str(self.path) and begin >= 3 * CHUNK_BYTES:
                 raise OSError("the drive is gone")
             read(self, into, begin)
 
-        monkeypatch.setattr(Reading, "read", die)
+        monkeypatch.setattr(OpenShard, "read", die)
         view = empty_slot(slot.layout)
         await reading.load(here.remote_tier, remote, view)
         assert same(view, slot)
@@ -166,13 +166,13 @@ async def test_a_cancelled_load_leaves_the_slot_alone(
     async with running(here, slow):
         slot, _ = await two_copies(here, slow)
         (remote,) = (await here.remote_tier.scan()).shards
-        read = Reading.read
+        read = OpenShard.read
 
-        def dawdle(self: Reading, into: memoryview, begin: int) -> None:
+        def dawdle(self: OpenShard, into: memoryview, begin: int) -> None:
             time.sleep(0.3 if begin > 0 and len(into) == CHUNK_BYTES else 0.0)
             read(self, into, begin)
 
-        monkeypatch.setattr(Reading, "read", dawdle)
+        monkeypatch.setattr(OpenShard, "read", dawdle)
         view = empty_slot(slot.layout)
         loading = asyncio.create_task(reading.load(here.remote_tier, remote, view))
         await until(lambda: any(view[:CHUNK_BYTES:65536]))
@@ -210,7 +210,7 @@ async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_
 
 
 def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> None:
-    copies = Copies([], run=RUN)
+    copies = KeptCopies([], run=RUN)
     commit = step_id(7)
     for wrong in ({-1: ()}, {1 << 20: ()}, {1 << 70: ()}, dict.fromkeys(range(70_000), ())):
         with pytest.raises(ValueError, match="ranks"):
@@ -241,8 +241,8 @@ def test_a_rank_that_no_run_has_is_refused_before_a_bit_is_kept_for_it(lie: dict
     listed = {"step_id": forged, "root": "00", "size_bytes": 4096, **lie}
     text = msgspec.json.encode({"run": RUN, "shards": [listed]})
     with pytest.raises(ValueError, match=r"rank|twins"):
-        msgspec.json.decode(text, type=protocol.Listing)
+        msgspec.json.decode(text, type=protocol.PodListing)
     true = msgspec.json.encode(
         {"run": RUN, "shards": [{**listed, "rank": 0, "world": 2, "alike": {"runs": [[0, 1, 1]]}}]}
     )
-    assert len(msgspec.json.decode(true, type=protocol.Listing).shards) == 1
+    assert len(msgspec.json.decode(true, type=protocol.PodListing).shards) == 1

@@ -13,8 +13,8 @@ from keepstep.leader.buddies import Spot
 from keepstep.leader.buddies import buddies as assigned
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.member_reports import Peer
-from keepstep_sidecar.tiers.peer.peer_list import Directory
-from keepstep_sidecar.tiers.peer.protocol import Listing, NeededCopies
+from keepstep_sidecar.tiers.peer.peer_list import PeerList
+from keepstep_sidecar.tiers.peer.protocol import NeededCopies, PodListing
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
 _STEPS = st.builds(
@@ -104,11 +104,11 @@ def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
 
 
 def test_what_was_seen_counts_at_a_silent_agent_and_at_no_machine_that_votes_itself() -> None:
-    directory = Directory(complete=True)
+    directory = PeerList(complete=True)
     machine, agent = Peer(node_rank=1, address="10.0.0.1:9465"), "10.0.0.9:9465"
     directory.peers_are((machine,), own="", agents={"node-9": agent})
     assert directory.may_hold(agent)
-    directory.update(agent, Listing(run="gpt"))
+    directory.update(agent, PodListing(run="gpt"))
     assert not directory.may_hold(agent), "it says itself what it holds"
     directory.update(agent, None, "no answer in time")
     assert directory.may_hold(agent)

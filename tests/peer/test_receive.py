@@ -18,7 +18,7 @@ from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import shard_name
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
 from keepstep_sidecar.tiers.peer import client, handlers
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
 from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume
@@ -64,7 +64,7 @@ def sealed(volume: Volume, rank: int) -> tuple[ShardName, bytes, bytes]:
     return ShardName(id=step_id(1), rank=rank, world=2), manifest, data[: min(end, CHUNK_BYTES)]
 
 
-def begun(copies: Copies, name: ShardName, manifest: bytes) -> IncomingCopy:
+def begun(copies: KeptCopies, name: ShardName, manifest: bytes) -> IncomingCopy:
     part = copies.begin(name, memoryview(manifest), whose="the test")
     assert part is not None
     return part
@@ -90,7 +90,7 @@ def test_a_copy_that_is_closed_within_a_write_never_writes_into_another_file(
     name, manifest, chunk = sealed(sender, 0)
     slow = Slow("write")
     keeper.filesystem = slow
-    copies = Copies([keeper], run=RUN)
+    copies = KeptCopies([keeper], run=RUN)
     part = begun(copies, name, manifest)
     with aligned_buffer(len(chunk)) as buffer:
         buffer[:] = chunk
@@ -117,7 +117,7 @@ def test_a_copy_that_could_not_be_read_is_found_by_a_later_scan(
         target = keeper.root / "peers" / str(step_id(1)) / shard_name(rank, 2)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    copies = Copies([keeper], run=RUN)
+    copies = KeptCopies([keeper], run=RUN)
     real = os.open
 
     def failing(path: Any, *rest: Any, **more: Any) -> int:

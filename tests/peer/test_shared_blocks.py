@@ -11,8 +11,8 @@ import pytest
 
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
-from keepstep_sidecar.tiers.peer.served_shards import Shards
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
+from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.volume.files import Filesystem, aligned_buffer
 from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
@@ -44,7 +44,7 @@ class Keeper:
 
     def open(self) -> None:
         self.volume = Volume(self.drive / RUN, run=RUN)
-        self.copies = Copies([self.volume], run=RUN)
+        self.copies = KeptCopies([self.volume], run=RUN)
         self.copies.scan()
 
     def begin(self) -> IncomingCopy:
@@ -57,7 +57,7 @@ class Keeper:
 
     def take(self, part: IncomingCopy, volumes: VolumeSet | None = None) -> None:
         """From the own shards of `volumes`."""
-        shards = Shards(volumes or VolumeSet([self.volume]), self.copies, run=RUN)
+        shards = ServedShards(volumes or VolumeSet([self.volume]), self.copies, run=RUN)
         for other in shards.others(ShardName(id=ID, rank=0, world=2)):
             self.copies.take_from(part, other)
 

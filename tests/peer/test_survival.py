@@ -15,9 +15,9 @@ import pytest
 
 from keepstep.errors import StorageError
 from keepstep_sidecar.tiers.peer.buddy import due, needed_copies
-from keepstep_sidecar.tiers.peer.client import Link
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
-from keepstep_sidecar.tiers.peer.served_shards import Shards
+from keepstep_sidecar.tiers.peer.client import PeerConnection
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
+from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
@@ -125,7 +125,7 @@ def test_a_pod_serves_what_lies_on_the_drives_that_work(
     slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control).shard for slot in slots]
     volumes.publish(step_id(1))
-    shards = Shards(volumes, Copies([dead, good], run=RUN), run=RUN)
+    shards = ServedShards(volumes, KeptCopies([dead, good], run=RUN), run=RUN)
     die(drive)
     listing = shards.listing()
     assert ([shard.rank for shard in listing.shards], listing.ready) == ([1], False)
@@ -188,7 +188,7 @@ class Flood:
             upstream.close()
 
 
-def served(link: Callable[[], Link], *, tries: int) -> int:
+def served(link: Callable[[], PeerConnection], *, tries: int) -> int:
     count = 0
     for _ in range(tries):
         with contextlib.suppress(StorageError), link() as connection:
@@ -210,10 +210,10 @@ async def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
         )
         with Flood(here.address, source=source) as flood:
             await until(lambda: flood.opened > 100)
-            with Link(here.address, credentials) as before:
+            with PeerConnection(here.address, credentials) as before:
                 await asyncio.to_thread(before.listing)
                 count = await asyncio.to_thread(
-                    served, lambda: Link(here.address, credentials), tries=6
+                    served, lambda: PeerConnection(here.address, credentials), tries=6
                 )
                 assert count >= 5
                 await asyncio.to_thread(before.listing)  # on the connection that it had

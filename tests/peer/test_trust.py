@@ -13,7 +13,7 @@ import pytest
 from keepstep.errors import UsageError
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import PeerSettings
-from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.run_tree import survey
 from tests.harness import until
 from tests.peer.authority import Authority, FileCredentials, Files
@@ -25,8 +25,8 @@ Make = Callable[..., Node]
 
 
 def test_an_identity_reads_back_whatever_its_names_are() -> None:
-    odd = Identity(namespace="a/b", run="gpt 100% ü", node_rank=12)
-    assert Identity.parse(odd.uri) == odd
+    odd = PodIdentity(namespace="a/b", run="gpt 100% ü", node_rank=12)
+    assert PodIdentity.parse(odd.uri) == odd
     names = "keepstep://a/b"
     odd_spellings = (
         f"{names}/0\n",
@@ -37,7 +37,7 @@ def test_an_identity_reads_back_whatever_its_names_are() -> None:
     )
     for wrong in ("keepstep://a/b", "keepstep://a/b/x", "https://a/b/0", *odd_spellings):
         with pytest.raises(ValueError, match="identity"):
-            Identity.parse(wrong)
+            PodIdentity.parse(wrong)
 
 
 def strangers(tmp_path: Path, authority: Authority) -> dict[str, tuple[Files, str]]:

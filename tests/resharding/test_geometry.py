@@ -12,7 +12,7 @@ import torch
 from keepstep.errors import CoverageError
 from keepstep.image import FlatBox
 from keepstep.restore.fill_plan import Box, Piece, TensorRequest, blocks, byte_range, cover, make
-from keepstep.restore.images import Images, view_of
+from keepstep.restore.images import StepImages, view_of
 from keepstep.restore.images import fill as fill_from
 from keepstep.restore.targets import boxes
 from tests.resharding.worlds import Step, bits, cut, some, take
@@ -30,7 +30,7 @@ def whole(shape):
 
 def fill(step, directory, requests, targets, *, rank=0, **options):
     """Plan and run, from mapped files."""
-    images = Images(None, step.write(directory, **options))  # type: ignore[arg-type]
+    images = StepImages(None, step.write(directory, **options))  # type: ignore[arg-type]
     plan = make(requests, images.index, rank=rank, nearness=images.nearness)
     return fill_from(plan, targets, images)
 

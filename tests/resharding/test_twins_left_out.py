@@ -39,9 +39,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         def unused(self) -> bytes:
             return b""
 
-    monkeypatch.setattr(restore.Images, "find", find)
+    monkeypatch.setattr(restore.StepImages, "find", find)
     monkeypatch.setattr(restore, "Loader", Loader)
-    attempt = restore.Restore(
+    attempt = restore.RankRestore(
         {},
         None,  # type: ignore[arg-type]
         Decision(ID, (Tier.PEER,), 2, direct=(False,), world=2),

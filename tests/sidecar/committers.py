@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid
+from keepstep.core.schedule import StepGrid
 from keepstep_sidecar.commit.committer import Committer, Spawn
 from keepstep_sidecar.commit.inventory import RemoteInventory
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import VolumeSet
 from tests.volume.images import make_layout, staged
@@ -39,10 +39,10 @@ def make_committer(
         remotes=remotes or RemoteInventory(),
         names=threads,
         writers=[threads],
-        changes=Changes(),
+        changes=ChangeNotifier(),
         spawn=spawn,
         keep=Retention(last=keep),
-        grid=Grid(1),
+        grid=StepGrid(1),
         alone=alone,
     )
 

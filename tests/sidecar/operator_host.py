@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest
-from keepstep.wire.run_reports import PATH, Record, Requested, RunReport
+from keepstep.wire.run_reports import PATH, LeaderAnswer, LeaderRecord, RunReport
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.reports_api import bounded
@@ -61,8 +61,8 @@ class OperatorHost:
 
     def __init__(self, identity: Identity, *, port: int = 0) -> None:
         self.seen = Seen()
-        self.record = Record()
-        self.requested = Requested(interval_s=1.0)
+        self.record = LeaderRecord()
+        self.requested = LeaderAnswer(interval_s=1.0)
         self.pem = identity.pem
         self.port = port
         self._identity = identity

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 from keepstep_sidecar.commit.leader_link import LeaderLink
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.report.reporter import Reporter, ReportSource
 
 
 async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -> None:
-    waiting, changes = False, Changes()
+    waiting, changes = False, ChangeNotifier()
     unused: Any = None
     reporter = Reporter(
         unused,

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.tiers import verified_chunks
-from keepstep_sidecar.tiers.source import Cancel
+from keepstep_sidecar.tiers.source import ReadCancellation
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ class Filling:
         self.begun, self.may = threading.Event(), threading.Event()
         self.buffer = bytearray(4)
 
-    def __call__(self, _: Cancel | None = None) -> None:
+    def __call__(self, _: ReadCancellation | None = None) -> None:
         self.begun.set()
         self.may.wait(20)
         self.buffer[:] = b"full"

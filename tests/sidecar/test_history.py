@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer import FakeTrainer
 
-from keepstep.core.history import Event, Kind, Tally
+from keepstep.core.history import EventKind, HistoryEvent, HistoryTotals
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.status import History as HistoryPage
-from keepstep_sidecar.history import KEPT, TEXT_CHARS, History
+from keepstep.wire.status import HistoryPage as HistoryPage
+from keepstep_sidecar.history import KEPT, TEXT_CHARS, MachineHistory
 from keepstep_sidecar.volume.files import FAULTS_ENV
 from keepstep_sidecar.volume.history_file import HistoryFile
 from tests.harness import SidecarProcess, eventually
@@ -44,7 +44,7 @@ def events(sidecar: SidecarProcess, since: int = 0) -> HistoryPage:
     return msgspec.convert(sidecar.get(f"/v1/history?since={since}"), HistoryPage)
 
 
-def of(kind: Kind, page: HistoryPage) -> list[Event]:
+def of(kind: EventKind, page: HistoryPage) -> list[HistoryEvent]:
     return [event for event in page.events if event.kind is kind]
 
 
@@ -62,20 +62,24 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     first.discard(5, "a tensor changed")
     first.skip(6, "no slot")
     found = eventually(
-        lambda: of(Kind.SKIPPED, now := events(sidecar)) and now, what="it is told within a second"
+        lambda: of(EventKind.SKIPPED, now := events(sidecar)) and now,
+        what="it is told within a second",
     )
     assert [event.kind for event in found.events][:3] == [
-        Kind.STARTED,
-        Kind.CONNECTED,
-        Kind.RESTORED,
+        EventKind.STARTED,
+        EventKind.CONNECTED,
+        EventKind.RESTORED,
     ]
-    assert (of(Kind.CONNECTED, found)[0].rank, of(Kind.CONNECTED, found)[0].seconds) == (0, 3.0)
-    staged = of(Kind.STAGED, found)
+    assert (of(EventKind.CONNECTED, found)[0].rank, of(EventKind.CONNECTED, found)[0].seconds) == (
+        0,
+        3.0,
+    )
+    staged = of(EventKind.STAGED, found)
     assert (staged[0].first, staged[-1].step) == (0, step(4))
     assert sum(event.count for event in staged) == 5
     assert sum(event.seconds for event in staged) == 5 * 0.125
-    assert of(Kind.COMMITTED, found)[-1].step == step(4)
-    (discarded,) = of(Kind.DISCARDED, found)
+    assert of(EventKind.COMMITTED, found)[-1].step == step(4)
+    (discarded,) = of(EventKind.DISCARDED, found)
     assert (discarded.number, discarded.text) == (5, "a tensor changed")
     assert [event.sequence for event in found.events] == list(range(1, found.last + 1))
     assert events(sidecar, found.last).events == ()
@@ -88,13 +92,13 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     sidecar.start()
     again = events(sidecar)
     assert again.events[: len(found.events)] == found.events
-    assert len(of(Kind.STARTED, again)) == 2
+    assert len(of(EventKind.STARTED, again)) == 2
     second = trainers(sidecar.socket)
     second.connect()
     second.restored(Epoch(EpochId(2, "00000002"), step(4)))
     assert events(sidecar, found.last).events[-1].epoch == second.epoch
     second.disconnect()
-    ended = eventually(lambda: of(Kind.ENDED, events(sidecar)), what="the second life ends")
+    ended = eventually(lambda: of(EventKind.ENDED, events(sidecar)), what="the second life ends")
     assert (ended[0].attempt, ended[0].text) == (second.attempt, "gone")
     assert sidecar.terminate() == 0
     lines = sidecar.root.joinpath("history.jsonl").read_text().splitlines()
@@ -110,7 +114,7 @@ def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
     trainer = trainers(sidecar.socket).begin_run()
     for number in range(1, 4):
         assert trainer.wait(trainer.stage(number), "committed", flush=True).reached
-    found = eventually(lambda: of(Kind.COMMITTED, events(sidecar)), what="it is told")
+    found = eventually(lambda: of(EventKind.COMMITTED, events(sidecar)), what="it is told")
     assert found[-1].step == step(3)
     trainer.disconnect()
     assert sidecar.terminate() == 0
@@ -121,10 +125,10 @@ def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
 
 
 def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
-    history = History(clock=clock)
+    history = MachineHistory(clock=clock)
     for number in range(3 * KEPT):
         reason = f"{number}\ud800" + "x" * 10_000
-        history.lost(Kind.SKIPPED, rank=number % 9, step=number, reason=reason)
+        history.lost(EventKind.SKIPPED, rank=number % 9, step=number, reason=reason)
     assert len(history._open) <= 64
     found = history.all()
     assert KEPT // 2 < len(found) <= KEPT
@@ -136,9 +140,9 @@ def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
 # --- the file --------------------------------------------------------------------------------
 
 
-def one_of_each(clock: Clock) -> History:
-    history = History(clock=clock)
-    history.note(Kind.RESTORED, rank=0, epoch=Epoch(EPOCH, step(3)), seconds=2.0)
+def one_of_each(clock: Clock) -> MachineHistory:
+    history = MachineHistory(clock=clock)
+    history.note(EventKind.RESTORED, rank=0, epoch=Epoch(EPOCH, step(3)), seconds=2.0)
     for number in range(4, 50):
         clock.now += 1.0
         history.staged(step(number), blocked_s=0.5)
@@ -152,13 +156,13 @@ def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clo
     size = path.stat().st_size
     file.append(history.all(), history.before)
     assert path.stat().st_size == size
-    history.note(Kind.ENDED, rank=0)
+    history.note(EventKind.ENDED, rank=0)
     file.append(history.all(), history.before)
     assert size < path.stat().st_size < size + 200
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
     path.unlink()  # as when somebody removed the run's directory
     file.append(history.all(), history.before)
-    history.note(Kind.CONNECTED, rank=0)
+    history.note(EventKind.CONNECTED, rank=0)
     file.append(history.all(), history.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == history.all()
 
@@ -167,13 +171,13 @@ def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clo
 def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     clock = Clock()
     path = tmp_path_factory.mktemp("torn") / "history.jsonl"
-    HistoryFile(path, run="run").append((known := one_of_each(clock)).all(), Tally())
+    HistoryFile(path, run="run").append((known := one_of_each(clock)).all(), HistoryTotals())
     os.truncate(path, path.stat().st_size - cut)
     file = HistoryFile(path, run="run")
     before, _ = file.read(now=clock.now)
     assert before == known.all()[: len(before)]
-    again = History(before, clock=clock)
-    again.note(Kind.CONNECTED, rank=0)
+    again = MachineHistory(before, clock=clock)
+    again.note(EventKind.CONNECTED, rank=0)
     file.append(again.all(), again.before)
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == again.all()
 
@@ -181,9 +185,9 @@ def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPat
 def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep_sidecar.volume.history_file._LARGEST_BYTES", 1 << 20)
     file = HistoryFile(path := tmp_path / "history.jsonl", run="run")
-    history, largest = History(clock=clock), 0
+    history, largest = MachineHistory(clock=clock), 0
     for number in range(20_000):
-        history.note(Kind.FAILED, rank=0, step=step(number), text="x" * 100)
+        history.note(EventKind.FAILED, rank=0, step=step(number), text="x" * 100)
         if number % 100 == 0:
             file.append(history.all(), history.before)
             largest = max(largest, path.stat().st_size)
@@ -195,15 +199,15 @@ def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.M
 def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "history.jsonl"
 
-    def read() -> tuple[HistoryFile, History]:
+    def read() -> tuple[HistoryFile, MachineHistory]:
         file = HistoryFile(path, run="run")
-        return file, History(*file.read(now=clock.now), history_id=file.id, clock=clock)
+        return file, MachineHistory(*file.read(now=clock.now), history_id=file.id, clock=clock)
 
     file, history = read()
     file.append(history.all(), history.before)
     assert [read()[1].id for _ in range(2)] == [history.id] * 2
     path.unlink()
-    history.note(Kind.CONNECTED, rank=0)
+    history.note(EventKind.CONNECTED, rank=0)
     file.append(history.all(), history.before)
     assert read()[1].id == history.id, "the file is replaced, the history goes on"
     path.write_bytes(HEAD.replace(ID, b"../../x") + EVENT)
@@ -224,7 +228,7 @@ BEFORE = (
 def test_a_tally_that_cannot_be_is_not_believed(tmp_path: Path, before: bytes) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(HEAD.replace(b"}", b',"before":' + before + b"}") + EVENT)
-    assert HistoryFile(path, run="run").read(now=10.0)[1] == Tally()
+    assert HistoryFile(path, run="run").read(now=10.0)[1] == HistoryTotals()
 
 
 ID = b"00112233445566ff"
@@ -234,7 +238,7 @@ EVENT = b'{"sequence":1,"kind":"came","at":5.0,"until":5.0,"rank":3}\n'
 
 def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     file = HistoryFile(tmp_path / "gone" / "history.jsonl", run="run")
-    history = History()
+    history = MachineHistory()
     file.append(history.all(), history.before)
     (tmp_path / "gone").mkdir()
     file.append(history.all(), history.before)

@@ -12,7 +12,7 @@ from trainer import FakeTrainer, come_back, content, read_image
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
-from keepstep.wire.trainer import Flushed, StopRequest, UnseenRequest
+from keepstep.wire.trainer import Flushed, StopRequest, UnseenHugePagesRequest
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from tests import hugetlbfs
 from tests.harness import SidecarProcess, eventually
@@ -193,7 +193,7 @@ def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
     trainer.disconnect()
     blind = trainers(sidecar.socket, size=_SIZE)
     blind.connect()
-    blind.call("/v1/unseen", UnseenRequest(lease=blind.lease), dict)
+    blind.call("/v1/unseen", UnseenHugePagesRequest(lease=blind.lease), dict)
     assert slots(huge) == []
     opened = blind.open(blind.candidates().candidates[-1].id)
     assert Path(opened.path).is_relative_to(sidecar.memory)

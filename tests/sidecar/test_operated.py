@@ -16,7 +16,7 @@ from trainer import FakeTrainer, content, read_image
 from keepstep.core.retention import Retention
 from keepstep.core.vote import choose, limit_of
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.run_reports import DoubtKind, MemberState, RunPolicy
+from keepstep.wire.run_reports import AdvisoryKind, MemberState, RunPolicy
 from tests.harness import eventually, free_port
 
 OPTIONS = ("--persist-every", "1", "--keep", "1")
@@ -202,7 +202,7 @@ def test_a_pod_that_was_replaced_is_gone_and_its_successor_takes_its_place(team:
             and found
         )
     )
-    assert DoubtKind.NOTHING_KEPT in [doubt.kind for doubt in report.doubts]
+    assert AdvisoryKind.NOTHING_KEPT in [doubt.kind for doubt in report.doubts]
     team.replace(1)
     for trainer in team.come():
         trainer.restored(Epoch(EpochId(2, "00000002")))

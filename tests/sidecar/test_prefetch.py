@@ -16,7 +16,7 @@ import pytest
 
 from keepstep.errors import NoMemoryError
 from keepstep.steps import Tier
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.memory.slot_directories import SlotDirectories, rank_directory
 from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
@@ -81,7 +81,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
         pool,
         committer,
         Fetcher(pool, committer, threads),
-        changes=Changes(),
+        changes=ChangeNotifier(),
         allocator=allocator,
         leases=leases,
     )

@@ -14,7 +14,7 @@ from trainer import FakeTrainer, come_back, content, read_image
 
 from keepstep.image import ControlPage
 from keepstep.steps import StepId, Tier
-from keepstep.wire.trainer import FlushRequest, Opened, OpenRequest, Sources, SourcesRequest
+from keepstep.wire.trainer import FlushRequest, OpenedStep, OpenStepRequest, Sources, SourcesRequest
 from keepstep_sidecar.memory.slot_directories import rank_directory
 from tests.harness import SidecarProcess, eventually
 
@@ -171,8 +171,8 @@ def test_a_trainer_says_which_slot_it_could_not_use(
     path = trainer.call("/v1/sources", asked, Sources).sources[0].path
     first = trainer.open(step_id)
     assert (first.tier, first.path) == (Tier.MEMORY, path)
-    again = OpenRequest(lease=trainer.lease, id=step_id, bad=first.path)
-    assert trainer.call("/v1/restore", again, Opened).tier is Tier.LOCAL
+    again = OpenStepRequest(lease=trainer.lease, id=step_id, bad=first.path)
+    assert trainer.call("/v1/restore", again, OpenedStep).tier is Tier.LOCAL
     request = SourcesRequest(lease=trainer.lease, id=step_id, bad=(path,))
     found = trainer.call("/v1/sources", request, Sources).sources[0]
     assert found.path != path or found.tier is Tier.LOCAL

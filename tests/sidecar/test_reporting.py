@@ -15,7 +15,7 @@ from pods import Pod
 from trainer import FakeTrainer, Ranks
 
 from keepstep.steps import Answer, StepId
-from keepstep.wire.run_reports import DoubtKind
+from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import health
 from tests.harness import eventually
@@ -352,7 +352,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     assert not waited.reached
     assert "cannot use the volume" in waited.reason
     report = eventually(lambda: (found := operator.newest) and found.step == step_id.step and found)
-    (doubt,) = (doubt for doubt in report.doubts if doubt.kind is DoubtKind.COMMIT_STALLED)
+    (doubt,) = (doubt for doubt in report.doubts if doubt.kind is AdvisoryKind.COMMIT_STALLED)
     assert "cannot use the volume" in doubt.text
     assert (report.nodes[0].memory, report.nodes[0].local) == (step_id.step, None)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keepstep.core.history import Restart
+from keepstep.core.history import RestartCost
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.history import History, Restarts
+from keepstep_sidecar.history import MachineHistory, RestartTimer
 
 STEP = StepId(EpochId(1, "00000001"), 7)
 
@@ -20,7 +20,7 @@ class Clock:
         return self
 
 
-def life(restarts: Restarts, clock: Clock, attempt: str, *, age_s: float) -> Clock:
+def life(restarts: RestartTimer, clock: Clock, attempt: str, *, age_s: float) -> Clock:
     """Comes, restores for 2 s of 3, has a step after 4 more, ends after 100."""
     restarts.connected(0, attempt, age_s=age_s)
     clock += 3.0
@@ -35,19 +35,21 @@ def life(restarts: Restarts, clock: Clock, attempt: str, *, age_s: float) -> Clo
 
 def test_the_parts_of_a_restart() -> None:
     clock = Clock()
-    restarts = Restarts(History(), clock)
+    restarts = RestartTimer(MachineHistory(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)
     assert restarts.last == {}, "nothing was there before the first life"
     clock += 20.0
     life(restarts, clock, "b", age_s=6.0)
     # ended at 1107, came at 1127; its process began at 1121, to restore at 1128
-    expected = Restart(at=1107.0, detection_s=14.0, start_s=7.0, restore_s=2.0, first_step_s=4.0)
+    expected = RestartCost(
+        at=1107.0, detection_s=14.0, start_s=7.0, restore_s=2.0, first_step_s=4.0
+    )
     assert restarts.last == {0: expected}
 
 
 def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_new_ones() -> None:
     clock = Clock()
-    restarts = Restarts(History(), clock)
+    restarts = RestartTimer(MachineHistory(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)
     life(restarts, clock, "a", age_s=50.0)
     assert restarts.last == {}

@@ -24,7 +24,7 @@ from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume import run_tree as scan_module
 from keepstep_sidecar.volume import volume as volume_module
 from keepstep_sidecar.volume.files import Filesystem
-from keepstep_sidecar.volume.run_tree import Scan, temporary_name
+from keepstep_sidecar.volume.run_tree import VolumeScan, temporary_name
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import SidecarProcess, eventually
 from tests.volume.images import EPOCH, RUN, make_layout, staged
@@ -56,7 +56,7 @@ class Held:
         self._scan = volumes.scan
         monkeypatch.setattr(volumes, "scan", self)
 
-    def __call__(self) -> Scan:
+    def __call__(self) -> VolumeScan:
         found = self._scan()
         self.scanned.set()
         assert self.release.wait(20)
@@ -91,7 +91,7 @@ async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
 async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing() -> Scan:
+    def failing() -> VolumeScan:
         raise StorageError("Input/output error")
 
     write(committer, 1)
@@ -182,7 +182,7 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
 ) -> None:
     """One of a node's drives is dead when the sidecar starts; later it dies while it is there."""
 
-    def survey(root: Path, *, run: str, filesystem: Filesystem) -> Scan:
+    def survey(root: Path, *, run: str, filesystem: Filesystem) -> VolumeScan:
         if root in dead:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return sound(root, run=run, filesystem=filesystem)
@@ -223,7 +223,7 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
 async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_found_damaged(
     committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing() -> Scan:
+    def failing() -> VolumeScan:
         raise StorageError("Input/output error")
 
     write(committer, 1)
@@ -296,9 +296,9 @@ async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_not
 ) -> None:
     reasons: list[str] = []
 
-    def scan() -> Scan:
+    def scan() -> VolumeScan:
         reasons.append(committer.local_shards.unreadable)
-        return Scan()
+        return VolumeScan()
 
     write(committer, 2)
     monkeypatch.setattr(volumes, "scan", scan)

@@ -11,7 +11,7 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import ChunkRun
-from keepstep_sidecar.restore.shared_reads import Key, Shared, SharedReads
+from keepstep_sidecar.restore.shared_reads import Key, SharedChunk, SharedReads
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 7)
 ALL = (ChunkRun(rank=0, first=0, end=9),)
@@ -30,7 +30,7 @@ class Node:
         for rank in range(ranks):
             self.shared.announce(rank, ID, ALL)
 
-    async def _read(self, chunks: Sequence[Shared]) -> Tier:
+    async def _read(self, chunks: Sequence[SharedChunk]) -> Tier:
         self.reads += [(chunk.key[1], [rank for rank, _ in chunk.frames]) for chunk in chunks]
         await self.hold.wait()
         if self.error is not None:
@@ -124,7 +124,7 @@ async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(see
     ]
     read: list[Key] = []
 
-    async def bring(chunks: Sequence[Shared]) -> Tier:
+    async def bring(chunks: Sequence[SharedChunk]) -> Tier:
         read.extend(chunk.key for chunk in chunks)
         await asyncio.sleep(0)
         return Tier.LOCAL

@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
 
 WORLD = 16_384
 SHARD = Shard(
@@ -22,12 +22,12 @@ SHARD = Shard(
 )
 
 
-def listing(shard: Shard = SHARD) -> Listing:
-    return Listing(run="gpt", shards=(Listed.listed(shard, copy=False),))
+def listing(shard: Shard = SHARD) -> PodListing:
+    return PodListing(run="gpt", shards=(ListedShard.listed(shard, copy=False),))
 
 
-def received(listed: Listing | dict[str, Any]) -> Shard:
-    (shard,) = msgspec.json.decode(msgspec.json.encode(listed), type=Listing).shards
+def received(listed: PodListing | dict[str, Any]) -> Shard:
+    (shard,) = msgspec.json.decode(msgspec.json.encode(listed), type=PodListing).shards
     return Shard(**shard.facts)
 
 

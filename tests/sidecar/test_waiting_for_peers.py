@@ -12,7 +12,7 @@ from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.api.restoring import Votes
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
 
@@ -80,7 +80,7 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
         local_shards=SimpleNamespace(scanned_at=0.0),
         leader_answers=True,
     )
-    changes = Changes()
+    changes = ChangeNotifier()
     beyond = RemoteTiers(committer, changes, operated=False, leads=True)
     await beyond.scan()
     peers.answers.clear()

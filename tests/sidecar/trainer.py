@@ -27,13 +27,13 @@ from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.trainer import (
     CandidatesRequest,
-    DiscardRequest,
+    DiscardSlotRequest,
     LayoutAccepted,
     LayoutRequest,
     LeaseGranted,
     LeaseRequest,
-    Opened,
-    OpenRequest,
+    OpenedStep,
+    OpenStepRequest,
     Problem,
     ReleaseRequest,
     RestoredRequest,
@@ -188,8 +188,8 @@ class FakeTrainer:
         request = CandidatesRequest(lease=self.lease, timeout_s=timeout_s)
         return self.call("/v1/candidates", request, Candidates)
 
-    def open(self, step_id: StepId) -> Opened:
-        return self.call("/v1/restore", OpenRequest(lease=self.lease, id=step_id), Opened)
+    def open(self, step_id: StepId) -> OpenedStep:
+        return self.call("/v1/restore", OpenStepRequest(lease=self.lease, id=step_id), OpenedStep)
 
     def restored(self, epoch: Epoch) -> None:
         self.epoch = epoch
@@ -267,7 +267,7 @@ class FakeTrainer:
 
     def discard(self, step: int, reason: str = "a tensor changed") -> SlotGranted:
         assert self.slot is not None
-        request = DiscardRequest(
+        request = DiscardSlotRequest(
             lease=self.lease,
             slot=str(self.slot.slot),
             generation=self.slot.generation,

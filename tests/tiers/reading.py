@@ -11,14 +11,14 @@ from keepstep.image import ControlPage
 from keepstep.image.control_page import Manifest
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.tiers.source import Cancel, ShardSource
+from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard, RemoteTier
 
 T = TypeVar("T")
 
 
 async def read(
-    remote_tier: RemoteTier, shard: RemoteShard, work: Callable[[ShardSource, Cancel], T]
+    remote_tier: RemoteTier, shard: RemoteShard, work: Callable[[ShardSource, ReadCancellation], T]
 ) -> T:
     """What the first source gives that can; raises what the last one did."""
     failure: KeepstepError = StorageError("nobody is left who could be asked")
@@ -34,7 +34,7 @@ async def read(
 
 
 async def manifest(remote_tier: RemoteTier, shard: RemoteShard) -> Manifest:
-    def work(source: ShardSource, cancel: Cancel) -> Manifest:
+    def work(source: ShardSource, cancel: ReadCancellation) -> Manifest:
         with verified_chunks.opened(source, cancel) as opened:
             return opened.manifest
 
@@ -50,7 +50,7 @@ async def load(remote_tier: RemoteTier, shard: RemoteShard, view: memoryview) ->
 async def chunks(
     remote_tier: RemoteTier, shard: RemoteShard, buffers: verified_chunks.ChunkViews
 ) -> None:
-    def work(source: ShardSource, cancel: Cancel) -> None:
+    def work(source: ShardSource, cancel: ReadCancellation) -> None:
         with verified_chunks.opened(source, cancel) as opened:
             verified_chunks.fill(opened, buffers)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.replicator import Due, chosen
+from keepstep_sidecar.tiers.replicator import DueShards, chosen
 from keepstep_sidecar.volume.run_tree import LocalShard
 
 HELD = {0: cast("LocalShard", object())}
@@ -22,8 +22,8 @@ def at(step: int, *, epoch: int = 1) -> StepId:
     return StepId(EpochId(epoch, "0" * 8), step)
 
 
-def due(*ids: StepId) -> Due:
-    return Due(shards=dict.fromkeys(ids, HELD), owed=frozenset(ids), settled=frozenset(ids))
+def due(*ids: StepId) -> DueShards:
+    return DueShards(shards=dict.fromkeys(ids, HELD), owed=frozenset(ids), settled=frozenset(ids))
 
 
 def best(*ids: StepId, after: StepId | None = None) -> StepId | None:
@@ -64,14 +64,14 @@ def test_without_a_newer_step_the_older_ones_follow_oldest_first() -> None:
 
 def test_after_an_outage_the_newest_step_comes_first_and_the_older_ones_follow() -> None:
     ids = frozenset(map(at, (64, 65, 66)))
-    due = Due(shards=dict.fromkeys(ids, HELD), owed=ids, settled=ids)
+    due = DueShards(shards=dict.fromkeys(ids, HELD), owed=ids, settled=ids)
     assert chosen(due, ids, after=at(63), outage=True) == at(66)
     assert chosen(due, ids - {at(66)}, after=at(66)) == at(64)
 
 
 def test_of_steps_that_not_all_members_have_yet_the_oldest_comes_first() -> None:
     owed = frozenset({at(7), at(8), at(9)})
-    waiting = Due(shards=dict.fromkeys(owed, HELD), owed=owed)
+    waiting = DueShards(shards=dict.fromkeys(owed, HELD), owed=owed)
     assert chosen(waiting, owed, after=None) == at(7)
 
 

@@ -14,7 +14,7 @@ from keepstep.errors import ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import verified_chunks
-from keepstep_sidecar.tiers.source import Cancel, ShardSource, local_source
+from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource, local_source
 from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume import VolumeSet
 from tests.archive.conftest import commit, write_step
@@ -28,10 +28,10 @@ STEP = 5
 T = TypeVar("T")
 
 
-async def read(source: ShardSource, work: Callable[[verified_chunks.Opened], T]) -> T:
+async def read(source: ShardSource, work: Callable[[verified_chunks.OpenSource], T]) -> T:
     """`work` with the source open, as a restore does it."""
 
-    def opened(cancel: Cancel) -> T:
+    def opened(cancel: ReadCancellation) -> T:
         with verified_chunks.opened(source, cancel) as found:
             return work(found)
 

@@ -16,7 +16,7 @@ from selenium import webdriver
 from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 
-from keepstep.core.history import Event, Kind
+from keepstep.core.history import EventKind, HistoryEvent
 from tests import warm
 from tests.cli.conftest import Keepstep
 from tests.harness import eventually
@@ -162,7 +162,9 @@ def test_hostile_text_stays_text_in_a_browser(
     hostile = '<img src=x onerror="hacked=1"><script>hacked=2</script>'
     script = "import os, keepstep; os.environ['KEEPSTEP_SOCKET']"
     keepstep("run", "--run", "a", "--", warm.python(), "-c", script)
-    event = Event(sequence=10**6, kind=Kind.SKIPPED, at=1e9, until=1e9, rank=0, text=hostile)
+    event = HistoryEvent(
+        sequence=10**6, kind=EventKind.SKIPPED, at=1e9, until=1e9, rank=0, text=hostile
+    )
     line = {"sequence": event.sequence, "kind": "skipped", "at": 1e9, "until": 1e9, "text": hostile}
     with (keepstep.directory / "a" / "history.jsonl").open("a") as file:
         file.write(f"\n{json.dumps(line)}\n")

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.core.history import Badput, Event, Goodput, Kind, Restart
+from keepstep.core.history import Badput, EventKind, Goodput, HistoryEvent, RestartCost
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 from keepstep.wire.trainer import from_json
@@ -47,32 +47,32 @@ def view(name: str = "a", *, steps: tuple[StepStatus, ...] = (), **values: Any) 
     return RunPage(name=name, live=live, steps=steps, problems=live.warnings, volumes=("/v/a",))
 
 
-def event(kind: Kind, after_s: float, **values: Any) -> Event:
+def event(kind: EventKind, after_s: float, **values: Any) -> HistoryEvent:
     at = 1e9 + after_s
-    return Event(
+    return HistoryEvent(
         **{"sequence": int(after_s) + 100, "at": at, "until": at, "rank": 0, **values}, kind=kind
     )
 
 
 BEFORE = EpochId(1, "89abcdef")
 HAPPENED = (
-    event(Kind.STAGED, 0, step=StepId(BEFORE, 8)),
-    event(Kind.ENDED, 1, text="gone"),
+    event(EventKind.STAGED, 0, step=StepId(BEFORE, 8)),
+    event(EventKind.ENDED, 1, text="gone"),
     event(
-        Kind.RESTORED,
+        EventKind.RESTORED,
         5,
         epoch=Epoch(EPOCH, StepId(BEFORE, 6)),
         tier=Tier.MEMORY,
         seconds=0.3,
     ),
     event(
-        Kind.RESTARTED,
+        EventKind.RESTARTED,
         6,
-        restart=Restart(at=1e9, detection_s=0.5, start_s=2, restore_s=0.3, first_step_s=1.2),
+        restart=RestartCost(at=1e9, detection_s=0.5, start_s=2, restore_s=0.3, first_step_s=1.2),
     ),
-    event(Kind.STAGED, 10, step=StepId(EPOCH, 10)),
-    event(Kind.STAGED, 11, step=StepId(EPOCH, 12), count=2, seconds=0.02),
-    event(Kind.SKIPPED, 12, number=12, count=3, text="no slot was free"),
+    event(EventKind.STAGED, 10, step=StepId(EPOCH, 10)),
+    event(EventKind.STAGED, 11, step=StepId(EPOCH, 12), count=2, seconds=0.02),
+    event(EventKind.SKIPPED, 12, number=12, count=3, text="no slot was free"),
 )
 """A life, its end, and the next one: a step takes half a second then, of which 10 ms are ours."""
 
@@ -125,7 +125,7 @@ async def test_a_run_whose_values_cannot_be_shown_is_unreadable_and_the_others_a
     number: float,
 ) -> None:
     volume = VolumeStatus(path="/v", engine="direct", used_bytes=0, free_bytes=number)
-    event_then = event(Kind.DISCARDED, 1, number=1, text="-")
+    event_then = event(EventKind.DISCARDED, 1, number=1, text="-")
     hostile = {
         "committed": view("committed", committed_at=number),
         "started": view("started", started_at=number),
@@ -164,7 +164,7 @@ async def test_a_viewer_is_sent_what_changed_within_two_seconds() -> None:
 
 async def test_one_read_serves_all_viewers_of_a_moment() -> None:
     with ThreadPoolExecutor(1) as readers:
-        reads = board.Board(lambda: ["a"], lambda name: RunPage(name=name), readers)
+        reads = board.RunBoard(lambda: ["a"], lambda name: RunPage(name=name), readers)
         await asyncio.gather(*(reads.fresh() for _ in range(16)))
         assert reads.reads == 1
 
@@ -177,7 +177,7 @@ async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
         return RunPage(name=name)
 
     with ThreadPoolExecutor(8) as readers:
-        reads = board.Board(lambda: ["a", "hangs"], read, readers)
+        reads = board.RunBoard(lambda: ["a", "hangs"], read, readers)
         try:
             a, hangs = await reads.fresh(timeout_s=0.2)
             assert a.state == "stopped"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from keepstep.core.history import Event, Kind, Restart
+from keepstep.core.history import EventKind, HistoryEvent, RestartCost
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep_sidecar.ui.timeline import POINTS, Line, RunPage, charts, restores, step_times, usual
 
@@ -13,21 +13,21 @@ ONE, TWO = EpochId(1, "0" * 8), EpochId(2, "1" * 8)
 _numbers = count(1)
 
 
-def event(kind: Kind, at: float, rank: int | None = None, **values: Any) -> Event:
-    return Event(sequence=next(_numbers), kind=kind, at=at, until=at, rank=rank, **values)
+def event(kind: EventKind, at: float, rank: int | None = None, **values: Any) -> HistoryEvent:
+    return HistoryEvent(sequence=next(_numbers), kind=kind, at=at, until=at, rank=rank, **values)
 
 
-def staged(at: float, step: int, *, epoch: EpochId = ONE, seconds: float = 0.0) -> Event:
-    return event(Kind.STAGED, at, step=StepId(epoch, step), seconds=seconds)
+def staged(at: float, step: int, *, epoch: EpochId = ONE, seconds: float = 0.0) -> HistoryEvent:
+    return event(EventKind.STAGED, at, step=StepId(epoch, step), seconds=seconds)
 
 
-def restored(at: float, rank: int, *, epoch: EpochId = TWO, parent: int | None = 7) -> Event:
+def restored(at: float, rank: int, *, epoch: EpochId = TWO, parent: int | None = 7) -> HistoryEvent:
     began = None if parent is None else StepId(ONE, parent)
-    return event(Kind.RESTORED, at, rank, epoch=Epoch(epoch, began), seconds=0.1)
+    return event(EventKind.RESTORED, at, rank, epoch=Epoch(epoch, began), seconds=0.1)
 
 
-def restarted(at: float, rank: int, cost_s: float) -> Event:
-    return event(Kind.RESTARTED, at, rank, restart=Restart(at=at, start_s=cost_s))
+def restarted(at: float, rank: int, cost_s: float) -> HistoryEvent:
+    return event(EventKind.RESTARTED, at, rank, restart=RestartCost(at=at, start_s=cost_s))
 
 
 def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost() -> None:
@@ -50,10 +50,10 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
     events = [
         staged(0, 1),
         staged(1, 11, seconds=0.05),
-        event(Kind.COMMITTED, 1.5, step=StepId(ONE, 11)),
+        event(EventKind.COMMITTED, 1.5, step=StepId(ONE, 11)),
         staged(3, 21, seconds=0.1),
-        event(Kind.ENDED, 4, 0),
-        event(Kind.CONNECTED, 60, 0),
+        event(EventKind.ENDED, 4, 0),
+        event(EventKind.CONNECTED, 60, 0),
         staged(70, 22, epoch=TWO),
         staged(71, 23, epoch=TWO),
     ]
@@ -73,7 +73,7 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
 def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:
     events = [staged(at, at) for at in range(4000)]
 
-    def drawn(known: list[Event]) -> Line:
+    def drawn(known: list[HistoryEvent]) -> Line:
         return charts(RunPage(name="a", events=tuple(known)))["steps"]["memory"]
 
     now, later = drawn(events[:-1]), drawn(events)

@@ -14,7 +14,7 @@ import pytest
 from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.agent.run_directories import prepare
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.volume.files import Engine, Filesystem, probe
+from keepstep_sidecar.volume.files import Filesystem, IoEngine, probe
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
@@ -138,7 +138,7 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
     """ramfs has no O_DIRECT and no fallocate."""
     drive = mounted("ram", "-t", "ramfs", "ramfs")
     volume = Volume(drive / RUN, run=RUN)
-    assert volume.engine is Engine.BUFFERED
+    assert volume.engine is IoEngine.BUFFERED
     assert volume.engine_reason == f"O_DIRECT refused: {os.strerror(errno.EINVAL)}"
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
@@ -148,7 +148,7 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
 
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
     engine, reason = probe(Filesystem(), tmp_path)
-    assert engine in Engine
+    assert engine in IoEngine
     assert reason
     assert list(tmp_path.iterdir()) == []
 
@@ -165,7 +165,7 @@ class Refusing(Filesystem):
 def test_a_refused_o_direct_is_reported_and_survived(open_volume: Callable[..., Volume]) -> None:
     volume = open_volume(filesystem=Refusing())
     assert (volume.engine, volume.engine_reason) == (
-        Engine.BUFFERED,
+        IoEngine.BUFFERED,
         "O_DIRECT refused: Invalid argument",
     )
     slot = staged(make_layout(), 1)

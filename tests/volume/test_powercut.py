@@ -18,9 +18,9 @@ import pytest
 from keepstep.errors import ImageError, KeepstepError
 from keepstep.steps import Epoch, EpochId, shard_name
 from keepstep_sidecar.volume import files
-from keepstep_sidecar.volume.files import Engine
+from keepstep_sidecar.volume.files import IoEngine
 from keepstep_sidecar.volume.run_file import RunRecord
-from keepstep_sidecar.volume.run_tree import Scan, is_step
+from keepstep_sidecar.volume.run_tree import VolumeScan, is_step
 from keepstep_sidecar.volume.volume import SHARD, Volume
 from tests.harness import control_of, layout_of, verify_image
 from tests.volume.images import EPOCH, RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -44,7 +44,7 @@ def recorded(root: Path) -> Iterator[tuple[Volume, Recorder]]:
     """A volume on a recording file system, which also notes each fault point."""
     root.mkdir()
     recorder = Recorder(root)
-    volume = Volume(root, run=RUN, filesystem=recorder, engine=Engine.BUFFERED)
+    volume = Volume(root, run=RUN, filesystem=recorder, engine=IoEngine.BUFFERED)
 
     class Noted(dict[tuple[str, int], str]):
         def get(self, passed: tuple[str, int]) -> None:  # type: ignore[override]
@@ -113,7 +113,7 @@ def judge(crash: Crash, root: Path) -> list[str]:
     crash.make(root)
     wrong = _sealed_but_torn(root) + _incomplete_in_sight(root)
     try:
-        volume = Volume(root, run=RUN, engine=Engine.BUFFERED)
+        volume = Volume(root, run=RUN, engine=IoEngine.BUFFERED)
     except KeepstepError as error:
         return [f"moment {crash.moment}: cannot be opened: {error}"]
     try:
@@ -153,7 +153,7 @@ def _incomplete_in_sight(root: Path) -> list[str]:
     ]
 
 
-def _not_bit_equal(volume: Volume, scan: Scan) -> list[str]:
+def _not_bit_equal(volume: Volume, scan: VolumeScan) -> list[str]:
     wrong = []
     for shard in scan.shards:
         slot = SLOTS[shard.rank, shard.step_id.step]
@@ -164,7 +164,7 @@ def _not_bit_equal(volume: Volume, scan: Scan) -> list[str]:
     return wrong
 
 
-def _promises_broken(notes: set[str], scan: Scan, record: RunRecord) -> list[str]:
+def _promises_broken(notes: set[str], scan: VolumeScan, record: RunRecord) -> list[str]:
     found = {(shard.rank, shard.step_id.step): shard.published for shard in scan.shards}
     wrong = []
     for rank, step in SLOTS:
@@ -244,7 +244,7 @@ def test_the_story_ends_as_it_was_told(log: list[Entry], memory_dir: Path) -> No
     """The last state that all syncs allow is the one that the real file system had."""
     *_, last = crashes(log, seed=0)
     last.make(memory_dir / RUN)
-    volume = Volume(memory_dir / RUN, run=RUN, engine=Engine.BUFFERED)
+    volume = Volume(memory_dir / RUN, run=RUN, engine=IoEngine.BUFFERED)
     found = [(shard.step_id, shard.rank, shard.published) for shard in volume.scan().shards]
     volume.close()
     assert found == [(step_id(2), 0, False), (step_id(3), 0, False)]

@@ -19,7 +19,7 @@ import pytest
 from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import run_tree
-from keepstep_sidecar.volume.files import Engine, Filesystem
+from keepstep_sidecar.volume.files import Filesystem, IoEngine
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
@@ -59,9 +59,9 @@ class Full(Filesystem):
         super().allocate(fd, size_bytes)
 
 
-@pytest.mark.parametrize("engine", list(Engine))
+@pytest.mark.parametrize("engine", list(IoEngine))
 def test_the_next_image_of_the_rank_is_written_over_it(
-    open_volume: Callable[..., Volume], engine: Engine
+    open_volume: Callable[..., Volume], engine: IoEngine
 ) -> None:
     volume = open_volume(engine=engine)
     inode = spare_shard(volume)

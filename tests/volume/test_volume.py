@@ -13,9 +13,9 @@ import pytest
 
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.steps import shard_name
-from keepstep_sidecar.volume.files import Engine, RateLimit
+from keepstep_sidecar.volume.files import IoEngine, RateLimit
 from keepstep_sidecar.volume.run_tree import survey
-from keepstep_sidecar.volume.volume import Volume, Written
+from keepstep_sidecar.volume.volume import Volume, WrittenShard
 from tests.harness import verify_image
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
@@ -23,14 +23,14 @@ THREE_CHUNKS = 2_300_000
 """Parameters that make an image of two whole chunks and a part."""
 
 
-def write(volume: Volume, slot: Slot) -> Written:
+def write(volume: Volume, slot: Slot) -> WrittenShard:
     return volume.write(slot.view, slot.layout, slot.control)
 
 
-@pytest.mark.parametrize("engine", list(Engine))
+@pytest.mark.parametrize("engine", list(IoEngine))
 @pytest.mark.parametrize("parameters", [1, 6000, THREE_CHUNKS])
 def test_what_was_staged_comes_back_bit_equal(
-    open_volume: Callable[..., Volume], engine: Engine, parameters: int
+    open_volume: Callable[..., Volume], engine: IoEngine, parameters: int
 ) -> None:
     volume = open_volume(engine=engine)
     slot = staged(make_layout(parameters=parameters), 7)

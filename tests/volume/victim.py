@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from keepstep.steps import Epoch, EpochId, shard_name
-from keepstep_sidecar.history import History
+from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
@@ -33,7 +33,7 @@ def main(root: Path) -> None:
     over = staged(make_layout(), 3)  # written over rank 0's shard of step 1
     volume.write(over.view, over.layout, over.control)
     print("durable 0 3", flush=True)
-    history = History()
+    history = MachineHistory()
     HistoryFile(volume.root / "history.jsonl", run=RUN).append(history.all(), history.before)
     print("losing", flush=True)
     volume.quarantine(path, "test")

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from keepstep import telemetry
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
-from keepstep.client.slot import Slot
+from keepstep.client.slot import GrantedSlot
 from keepstep.core.vote import Decision
 from keepstep.errors import (
     FormatError,
@@ -46,19 +46,19 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import Layout, extras
-from keepstep.restore.collective import Agreed, Collective, Gather, Unkept, reporting
+from keepstep.restore.collective import AgreedEpoch, Collective, Gather, UnkeptRun, reporting
 from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
-from keepstep.restore.restore import FillGuard, Restore, without_collections
-from keepstep.save.frozen_parameters import Base, Frozen
-from keepstep.save.mutation_guard import Guard
-from keepstep.save.save_thread import Agent, Stats
+from keepstep.restore.restore import FillGuard, RankRestore, without_collections
+from keepstep.save.frozen_parameters import FrozenBase, FrozenParameters
+from keepstep.save.mutation_guard import MutationGuard
+from keepstep.save.save_thread import SaveThread, Stats
 from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
-from keepstep.save.snapshot import Snapshots, Verdict
+from keepstep.save.snapshot import ImageOutcome, Snapshots
 from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.capture import (
-    Taking,
+    StateCapture,
     UnsavedBuffers,
     check_components,
     encode,
@@ -68,14 +68,14 @@ from keepstep.state.capture import (
     loose_places,
     take,
 )
-from keepstep.state.leaves import Taken, text_of
+from keepstep.state.leaves import TakenState, text_of
 from keepstep.state.sharding import ALONE, Claim
 from keepstep.state.wrappers import is_known, unwrap
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
 if TYPE_CHECKING:
-    from keepstep.save.replica_check import Replicas
+    from keepstep.save.replica_check import ReplicaCheck
 
 log = logging.getLogger("keepstep")
 
@@ -181,14 +181,14 @@ class Checkpointer:
         self._topology = ALONE
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
         self._rank, self._world = _rank_and_world()
-        self._agent: Agent | None = None
+        self._agent: SaveThread | None = None
         self._snapshots: Snapshots | None = None
-        self._frozen_once, self._frozen = frozen_once, Frozen()
-        self._replicas: Replicas | None = None
+        self._frozen_once, self._frozen = frozen_once, FrozenParameters()
+        self._replicas: ReplicaCheck | None = None
         self._epoch: Epoch | None = None
-        self._probed: Taken | None = None
+        self._probed: TakenState | None = None
         self._restored: Layout | None = None
-        self._taking = Taking(self._components)
+        self._taking = StateCapture(self._components)
         self._layout_changes = 0
         self._structure: Structure = {}
         self._changed: frozenset[str] = frozenset()
@@ -198,7 +198,7 @@ class Checkpointer:
         self._stage_every = 1
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
-        self._left: Left | None = None
+        self._left: UnslottedStep | None = None
         self._submitted = self._raised = False
         self._unclosed = ""
         # what `restore_rng` will set: None before restore(rng="later"), {} once it is set
@@ -212,7 +212,9 @@ class Checkpointer:
         self._socket = embedded.socket(dir, run)
         if self._socket:
             keeper = embedded.keeper(dir, run)
-            self._agent = Agent(self._socket, rank=self._rank, world=self._world, keeper=keeper)
+            self._agent = SaveThread(
+                self._socket, rank=self._rank, world=self._world, keeper=keeper
+            )
             self._stats = self._agent.stats
             # if close() is never called: at the end of the process, or of this object
             self._end = weakref.finalize(self, self._agent.end)
@@ -268,10 +270,10 @@ class Checkpointer:
         collective = Collective(session, rank=self._rank, world=self._world, quiet=True)
         nothing: Callable[[Gather], None] = lambda _: None  # noqa: E731
 
-        def begin(decision: Decision) -> Restore:
+        def begin(decision: Decision) -> RankRestore:
             assert session is not None
             found.clear()
-            return Restore(
+            return RankRestore(
                 {name: found},
                 session,
                 decision,
@@ -286,7 +288,7 @@ class Checkpointer:
 
         with reporting(self._socket, lambda: collective.doing, rank=self._rank):
             agreed = collective.restore(self._connect, begin, meet=nothing, begin_fresh=nothing)
-        parent = agreed.epoch.parent if isinstance(agreed, Agreed) else None
+        parent = agreed.epoch.parent if isinstance(agreed, AgreedEpoch) else None
         return None if parent is None else (parent.step, found)
 
     def restore(
@@ -339,7 +341,7 @@ class Checkpointer:
         finally:
             probed, self._probed = self._probed, None
             torch.set_grad_enabled(grad)  # an interrupt may come within torch.no_grad()
-        if isinstance(agreed, Unkept):
+        if isinstance(agreed, UnkeptRun):
             if agreed.reason:
                 self._let_go(agreed.reason, timeout_s=5.0)
             return None
@@ -350,11 +352,11 @@ class Checkpointer:
             self._rng_later = None if self._rng_later is None else restoring.rng
             layout = restoring.layout
             if self._frozen_once:
-                self._frozen = Frozen(restoring.base)
+                self._frozen = FrozenParameters(restoring.base)
             restoring.release()
         collective.announce(agreed, seconds=time.perf_counter() - started)
         self._compare_replicas(agreed.epoch)
-        self._taking, self._restored = Taking(self._components, probed), layout
+        self._taking, self._restored = StateCapture(self._components, probed), layout
         if probed is not None and self._frozen_once:
             self._frozen.watch(probed)
         self._order_slots()
@@ -397,10 +399,10 @@ class Checkpointer:
 
     def _compare_replicas(self, epoch: Epoch) -> None:
         if self._world > 1 and (agent := self._agent) is not None:
-            from keepstep.save.replica_check import Replicas
+            from keepstep.save.replica_check import ReplicaCheck
 
             several = len(set(self._topology.nodes)) > 1
-            self._replicas = Replicas(
+            self._replicas = ReplicaCheck(
                 rank=self._rank,
                 epoch=epoch.id,
                 warn=agent.warn_all,
@@ -477,7 +479,7 @@ class Checkpointer:
             taken = self._probe(self._components)
         self._check_loads(taken)
 
-    def _check_loads_once(self, taken: Taken, structure: Structure) -> None:
+    def _check_loads_once(self, taken: TakenState, structure: Structure) -> None:
         """The same where a model has another structure than at `restore`, such as a layer that
         quantises its weights with the first batch. Other objects may take back a state only while
         they are new."""
@@ -492,7 +494,7 @@ class Checkpointer:
         if error:
             raise UsageError(error)
 
-    def _check_loads(self, taken: Taken, *, models_only: bool = False) -> None:
+    def _check_loads(self, taken: TakenState, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
         check_loads(taken)
         rehearse(taken, trusted=self._trusted, models_only=models_only)
@@ -509,7 +511,7 @@ class Checkpointer:
         gather: Gather,
         components: Callable[[], Mapping[str, Any]],
         *,
-        check: Callable[[Taken], None] = lambda _: None,
+        check: Callable[[TakenState], None] = lambda _: None,
     ) -> None:
         def claims() -> frozenset[Claim]:
             taken = self._probe(components())
@@ -525,7 +527,7 @@ class Checkpointer:
             spread=self._spread,
         )
 
-    def _probe(self, components: Mapping[str, Any]) -> Taken:
+    def _probe(self, components: Mapping[str, Any]) -> TakenState:
         """Lay out the state of these components once.
 
         So the script learns what cannot be kept before the first step, and not from the log of a
@@ -542,15 +544,15 @@ class Checkpointer:
             raise UsageError(f"this state cannot be kept: {error}") from error
         return taken
 
-    def _take(self) -> Taken:
+    def _take(self) -> TakenState:
         """What a restore compares with: the taken state without foreign objects. While a single
         rank restores, this is the result of `_probe`: no part of the state is replaced before every
         tensor is filled."""
         return self._probed or take(self._known(), self._topology)
 
-    def _restoring(self, partial: FillGuard, decision: Decision) -> Restore:
+    def _restoring(self, partial: FillGuard, decision: Decision) -> RankRestore:
         assert self._agent is not None
-        return Restore(
+        return RankRestore(
             self._components,
             self._agent.session,
             decision,
@@ -662,12 +664,12 @@ class Checkpointer:
             self._count_blocked(started)
             agent.stats.saves += 1
 
-    def _interrupted(self, agent: Agent, step: int | None, error: BaseException) -> None:
+    def _interrupted(self, agent: SaveThread, step: int | None, error: BaseException) -> None:
         """A signal's handler raised inside `save`. A step that is on its way is not lost."""
         if step is not None and not agent.knows_of(step):
             agent.skip(step, f"{type(error).__name__} inside save()")
 
-    def _has(self, agent: Agent, step: int) -> bool:
+    def _has(self, agent: SaveThread, step: int) -> bool:
         """Whether the last step is kept, or on its way."""
         parent = self._epoch.parent if self._epoch is not None else None
         pending = agent.pending
@@ -677,7 +679,7 @@ class Checkpointer:
             or (parent is not None and parent.step == step)
         )
 
-    def _refuse_unhealthy(self, agent: Agent, step: int) -> bool:
+    def _refuse_unhealthy(self, agent: SaveThread, step: int) -> bool:
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         # `close` must not stage this state as an earlier step
@@ -702,7 +704,7 @@ class Checkpointer:
             )
         return False
 
-    def _save_alone(self, agent: Agent, step: int, started: float) -> bool:
+    def _save_alone(self, agent: SaveThread, step: int, started: float) -> bool:
         with self._turn:
             # the flag alone may be stale: an exception may come just where it is reset
             if self._saving and _is_running(Checkpointer._save):
@@ -717,9 +719,9 @@ class Checkpointer:
                 self._saving = False
 
     def _save(
-        self, agent: Agent, step: int, started: float, *, patience_s: float | None = None
+        self, agent: SaveThread, step: int, started: float, *, patience_s: float | None = None
     ) -> bool:
-        """An exception at any line costs only this step; see `Agent.heal`."""
+        """An exception at any line costs only this step; see `SaveThread.heal`."""
         agent.heal()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
@@ -751,7 +753,7 @@ class Checkpointer:
         try:
             slot = agent.await_slot(timeout_s=patience_s)
         except SlotUnavailable as error:
-            self._left = Left.of(step, state)
+            self._left = UnslottedStep.of(step, state)
             if self._strict:
                 raise SlotUnavailable(f"step {step} is not kept: {error}") from None
             # no fault of the script's, and memory may be given later: training goes on
@@ -765,9 +767,9 @@ class Checkpointer:
 
     def _fill(
         self,
-        agent: Agent,
-        slot: Slot,
-        state: LaidOut,
+        agent: SaveThread,
+        slot: GrantedSlot,
+        state: LaidOutState,
         *,
         step: int,
         lazy: bool,
@@ -782,7 +784,7 @@ class Checkpointer:
             if not lazy:
                 pending.copy()
                 pending.judge()
-                if pending.verdict is Verdict.VALID:
+                if pending.verdict is ImageOutcome.VALID:
                     pending.seal()
             pending.thread = agent.trains or pending.thread
             pending.blocked_s = time.perf_counter() - started
@@ -792,7 +794,7 @@ class Checkpointer:
             raise
         self._submitted = True
 
-    def _laid_out(self, agent: Agent) -> LaidOut:
+    def _laid_out(self, agent: SaveThread) -> LaidOutState:
         """The state as it is now.
 
         A layout that changes at each save costs the training thread a wait for new memory each
@@ -818,9 +820,9 @@ class Checkpointer:
                 f" saves, and each time save() waits for new memory: {names}. Keep what grows as a"
                 " list of numbers, or in a tensor of its final size",
             )
-        return LaidOut(taken, data, self._snapshots_for(agent, taken, len(data)))
+        return LaidOutState(taken, data, self._snapshots_for(agent, taken, len(data)))
 
-    def _snapshots_for(self, agent: Agent, taken: Taken, extras_bytes: int) -> Snapshots:
+    def _snapshots_for(self, agent: SaveThread, taken: TakenState, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
         removed, or changed their shape."""
         base, snapshots = self._base(agent, taken), self._snapshots
@@ -836,7 +838,7 @@ class Checkpointer:
             agent.use_layout(layout, base)
         return snapshots
 
-    def _base(self, agent: Agent, taken: Taken) -> Base | None:
+    def _base(self, agent: SaveThread, taken: TakenState) -> FrozenBase | None:
         """The base to which this state's image refers."""
         if not self._frozen_once:
             return None
@@ -858,7 +860,7 @@ class Checkpointer:
             )
         return base
 
-    def _report_changes(self, agent: Agent, taken: Taken) -> None:
+    def _report_changes(self, agent: SaveThread, taken: TakenState) -> None:
         """Name what a restart could not restore unless the script builds it first."""
         now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
         found = changes(self._structure, now)
@@ -875,7 +877,7 @@ class Checkpointer:
             )
 
     def _layout_options(
-        self, taken: Taken, extras_bytes: int, base: Base | None = None
+        self, taken: TakenState, extras_bytes: int, base: FrozenBase | None = None
     ) -> dict[str, Any]:
         """The arguments of a layout other than the tensors. `base`: what names tied tensors in the
         place of the layout."""
@@ -892,7 +894,7 @@ class Checkpointer:
             "parameters": taken.parameters,
         }
 
-    def _encode(self, taken: Taken) -> bytes:
+    def _encode(self, taken: TakenState) -> bytes:
         captured = rng.capture() if self._rng else None
         started = time.thread_time()
         difference = self._replicas.difference if self._replicas is not None else ""
@@ -911,7 +913,7 @@ class Checkpointer:
             )
         return data
 
-    def _report_unsaved(self, agent: Agent, taken: Taken) -> None:
+    def _report_unsaved(self, agent: SaveThread, taken: TakenState) -> None:
         if self._unsaved is None:
             self._unsaved = UnsavedBuffers(self._components)
         if names := self._unsaved.changed(taken):
@@ -995,7 +997,7 @@ class Checkpointer:
         step_id = StepId(self._epoch.id, number)
         agent.session.wait(step_id, state, timeout_s=_left_s(deadline))
 
-    def _await_staged(self, agent: Agent, step: int, timeout_s: float) -> None:
+    def _await_staged(self, agent: SaveThread, step: int, timeout_s: float) -> None:
         pending = agent.pending
         asked = pending is not None and pending.step == step
         if (asked or agent.outcome(step) is None) and not agent.drain(timeout_s=timeout_s):
@@ -1053,7 +1055,7 @@ class Checkpointer:
             agent.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
             self._end.detach()
 
-    def _close_last(self, agent: Agent, timeout_s: float) -> None:
+    def _close_last(self, agent: SaveThread, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         assert self._epoch is not None
         last = max(self._last_step, self._off_grid)
@@ -1081,7 +1083,7 @@ class Checkpointer:
         if agent.session.archive:
             self._archive_last(agent, newest.control.id, _left_s(deadline))
 
-    def _stage_last(self, agent: Agent, deadline: float) -> str:
+    def _stage_last(self, agent: SaveThread, deadline: float) -> str:
         """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
         Returns why that was not possible, or ''."""
         left, step = self._left, self._off_grid
@@ -1107,7 +1109,7 @@ class Checkpointer:
         agent.drain(timeout_s=_left_s(deadline))
         return agent.outcome(step) or ""
 
-    def _archive_last(self, agent: Agent, step_id: StepId, timeout_s: float) -> None:
+    def _archive_last(self, agent: SaveThread, step_id: StepId, timeout_s: float) -> None:
         try:
             agent.session.wait(step_id, State.ARCHIVED, timeout_s=timeout_s)
         except NotDurableError as error:
@@ -1155,23 +1157,23 @@ class _Unkeepable(UsageError):
     """The state itself cannot be kept, now and at the next save."""
 
 
-class LaidOut(NamedTuple):
+class LaidOutState(NamedTuple):
     """A state, its extras, and the snapshots for its layout."""
 
-    taken: Taken
+    taken: TakenState
     extras: bytes
     snapshots: Snapshots
 
 
-class Left(NamedTuple):
+class UnslottedStep(NamedTuple):
     """A step for which there was no slot, and what `close` needs to stage it if nothing changed."""
 
     step: int
-    state: LaidOut
-    guard: Guard
+    state: LaidOutState
+    guard: MutationGuard
 
     @classmethod
-    def of(cls, step: int, state: LaidOut) -> Left | None:
+    def of(cls, step: int, state: LaidOutState) -> UnslottedStep | None:
         """None if a later change of the state could not be noticed."""
         guard = state.snapshots.guard_of_all(state.taken)
         return None if guard is None else cls(step, state, guard)

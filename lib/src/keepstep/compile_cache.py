@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 
 DIRECTORY_ENV: Final = "KEEPSTEP_COMPILE_CACHE_DIR"
@@ -33,7 +33,7 @@ def is_chosen(environment: Mapping[str, str]) -> bool:
     return any(environment.get(name) for name in _PARTS)
 
 
-def variables(parent: Directory, name: str) -> dict[str, str]:
+def variables(parent: OpenDirectory, name: str) -> dict[str, str]:
     """What tells torch and Triton to keep their caches in the directory `name` of `parent`, which
     is made if it is missing. Raises OSError, and StorageError if it cannot be used."""
     parent.make(name, 0o700)
@@ -48,7 +48,7 @@ def variables(parent: Directory, name: str) -> dict[str, str]:
     return {variable: str(place.path / part) for variable, part in _PARTS.items()}
 
 
-def bound(parent: Directory, name: str, *, limit_bytes: int) -> None:
+def bound(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
     """Remove the caches in the directory `name` if they take more than that of the drive. Times of
     access, by which old ones could be told, are not kept everywhere. Raises OSError."""
     found = parent.inside(name).walk(levels=_DEEPEST)
@@ -63,7 +63,7 @@ def use_mounted() -> None:
     if not mounted or is_chosen(os.environ):
         return
     try:
-        place = Directory.opened(Path(mounted))
+        place = OpenDirectory.opened(Path(mounted))
         os.environ.update(variables(place, str(os.geteuid())))
     except (OSError, StorageError) as error:
         if os.environ.get("RANK", "0") == "0":

@@ -34,7 +34,7 @@ class NoFileError(OSError):
         )
 
 
-class Directory:
+class OpenDirectory:
     """An open directory. `path` is for messages. Methods raise OSError, which names the path; they
     may be called from any thread. The descriptor `fd` is closed when nothing refers to the
     directory any more: a caller who uses it holds the directory, too."""
@@ -52,19 +52,19 @@ class Directory:
             os.close(fd)
 
     @classmethod
-    def opened(cls, path: Path, *, make: bool = False) -> Directory:
+    def opened(cls, path: Path, *, make: bool = False) -> OpenDirectory:
         """Open `path`, which must not be a link; the directories above it may be. `make`: make it
         and these if they are missing."""
         if make:
             path.mkdir(parents=True, exist_ok=True)
         return cls(_entered(str(path), path, None), path)
 
-    def inside(self, *names: str) -> Directory:
+    def inside(self, *names: str) -> OpenDirectory:
         """The directory `names[0]` of this one, `names[1]` of that, and so on."""
         directory = self
         for name in names:
             path = directory.path / name
-            directory = Directory(_entered(name, path, directory.fd), path)
+            directory = OpenDirectory(_entered(name, path, directory.fd), path)
         return directory
 
     def names(self) -> list[str]:
@@ -114,7 +114,7 @@ class Directory:
             return False
         return True
 
-    def rename(self, name: str, new: str, into: Directory | None = None) -> None:
+    def rename(self, name: str, new: str, into: OpenDirectory | None = None) -> None:
         """Give what lies there the name `new`, in the directory `into` if there is one."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(into or self).fd)
 
@@ -210,7 +210,7 @@ class Directory:
     def _is_directory(self, name: str) -> bool:
         return stat.S_ISDIR(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode)
 
-    def _on_this_drive(self, name: str) -> Directory:
+    def _on_this_drive(self, name: str) -> OpenDirectory:
         inner = self.inside(name)
         if os.fstat(inner.fd).st_dev != os.fstat(self.fd).st_dev:
             raise OSError(errno.EXDEV, "another file system is mounted there", str(inner.path))
@@ -221,7 +221,7 @@ def open_regular(path: Path) -> int:
     """Open the regular file at `path`, or where a link there leads, for reading: a path that a user
     names. Returns a descriptor that the caller closes. Raises OSError."""
     real = Path(os.path.realpath(path))
-    return Directory.opened(real.parent).open(real.name, os.O_RDONLY)
+    return OpenDirectory.opened(real.parent).open(real.name, os.O_RDONLY)
 
 
 def _entered(name: str, path: Path, above: int | None) -> int:

@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepstep.dcp.session import Tree
-from keepstep.directory import Directory
+from keepstep.dcp.session import ImageTree
+from keepstep.directory import OpenDirectory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, Section, local_name
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.tensors import NATIVE_BYTES
 from keepstep.restore import fill_plan
-from keepstep.restore.fill_plan import Box, IndexBuilder, Saved
+from keepstep.restore.fill_plan import Box, IndexBuilder, SavedTensor
 from keepstep.restore.images import W, chunk_runs, fill
 from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse
 from keepstep.steps import StepId
@@ -184,7 +184,11 @@ class Export:
         )
 
     def _fill(
-        self, growing: Directory, files: list[_File], read: Read, on_bytes: Callable[[int], None]
+        self,
+        growing: OpenDirectory,
+        files: list[_File],
+        read: Read,
+        on_bytes: Callable[[int], None],
     ) -> None:
         with contextlib.ExitStack() as stack:
             mapped = [stack.enter_context(_mapping(growing, file)) for file in files]
@@ -212,7 +216,7 @@ class Export:
                 found.append(name)
         return tuple(sorted(found))
 
-    def _equal(self, first: Saved, other: Saved, images: _Chunks) -> bool:
+    def _equal(self, first: SavedTensor, other: SavedTensor, images: _Chunks) -> bool:
         """Whether two saved tensors are bitwise equal. Takes the memory of both."""
         if (first.dtype, first.shape) != (other.dtype, other.shape):
             return False
@@ -224,7 +228,7 @@ class Export:
         fill(self._made(requests), targets, images, dtypes)
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
-    def _stored(self, name: str, stored: str) -> Saved:
+    def _stored(self, name: str, stored: str) -> SavedTensor:
         saved = self.index.find(stored)
         if saved is None:
             raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
@@ -232,10 +236,10 @@ class Export:
 
     # --- what to write -------------------------------------------------------------------------
 
-    def _distinct(self) -> tuple[dict[str, Saved], dict[str, str]]:
+    def _distinct(self) -> tuple[dict[str, SavedTensor], dict[str, str]]:
         """Every tensor once, by its first name; and for each other name of a tensor, the
         first one."""
-        saved: dict[str, Saved] = {}
+        saved: dict[str, SavedTensor] = {}
         first: dict[str, str] = {}
         tied: dict[str, str] = {}
         for name, stored in self._of.names.items():
@@ -252,7 +256,7 @@ class Export:
         shape = self._of.shapes.get(saved.name, saved.shape)
         return _Entry(name, dtype if converted and dtype else kept, shape)
 
-    def _made(self, requests: list[fill_plan.TensorRequest]) -> fill_plan.Plan:
+    def _made(self, requests: list[fill_plan.TensorRequest]) -> fill_plan.FillPlan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
         return fill_plan.make(requests, self.index, rank=0, nearness=[1] * (2 * self.index.world))
 
@@ -328,7 +332,7 @@ def _bare(name: str) -> str:
 def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
     """For each leaf: its component, its name in the component, and the stored name of the tensor;
     None if it is not a tensor."""
-    tree = Tree.parse(layout.skeleton)
+    tree = ImageTree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
         stored = dict.fromkeys(entry.spec.tensor or name for name, entry in layout.entries.items())
@@ -374,7 +378,7 @@ def _chosen(components: Mapping[str, _Component], only: str | None, step_id: Ste
     raise UsageError(f"step {step_id} has no component {only!r} with tensors; it has: {there}")
 
 
-def _dtype_of(saved: Saved) -> torch.dtype:
+def _dtype_of(saved: SavedTensor) -> torch.dtype:
     found: torch.dtype | None = DTYPE_OF.get(saved.dtype)
     if saved.dtype not in NATIVE_BYTES or found is None:
         raise UsageError(
@@ -486,10 +490,10 @@ def _check_new(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _staged_directory(target: Path) -> Iterator[Directory]:
+def _staged_directory(target: Path) -> Iterator[OpenDirectory]:
     """A hidden directory, which becomes `target` when the block ends and is removed if it
     raises."""
-    place = Directory.opened(target.parent, make=True)
+    place = OpenDirectory.opened(target.parent, make=True)
     name = f".{target.name}.exporting-{os.getpid()}"
     if not place.make(name):
         raise UsageError(f"{place.path / name} is there already: move it away")
@@ -506,7 +510,7 @@ def _staged_directory(target: Path) -> Iterator[Directory]:
 
 
 @contextlib.contextmanager
-def _mapping(directory: Directory, file: _File) -> Iterator[mmap.mmap]:
+def _mapping(directory: OpenDirectory, file: _File) -> Iterator[mmap.mmap]:
     """Create the file with all its blocks, and map it. It is on the medium when the block ends."""
     fd = directory.open(file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -520,7 +524,7 @@ def _mapping(directory: Directory, file: _File) -> Iterator[mmap.mmap]:
         os.close(fd)
 
 
-def _write_text(directory: Directory, name: str, text: str) -> None:
+def _write_text(directory: OpenDirectory, name: str, text: str) -> None:
     fd = directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with open(fd, "w", encoding="utf-8") as file:
         file.write(text)

@@ -40,7 +40,7 @@ class Journal:
         self._log.exception(event, extra={"fields": fields})
 
 
-class Limit:
+class LogLimit:
     """Lets one of each key pass every few seconds, so that clients cannot fill the log.
     Thread-safe."""
 
@@ -66,7 +66,7 @@ class _Few(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._limit = Limit()
+        self._limit = LogLimit()
 
     def filter(self, record: logging.LogRecord) -> bool:
         left_out = self._limit.due(f"{record.pathname}:{record.lineno}")

@@ -10,32 +10,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from keepstep.core.schedule import Grid, Pacing
+from keepstep.core.schedule import Pacing, StepGrid
 from keepstep.errors import ImageError, StorageError
 from keepstep.steps import Epoch
 from keepstep.wire.member_reports import ReportReply
 from keepstep_sidecar import connections, log
-from keepstep_sidecar.api.lifecycle import Service
-from keepstep_sidecar.api.pinning import Pinning
-from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving, StepLongPoll
+from keepstep_sidecar.api.lifecycle import SidecarService
+from keepstep_sidecar.api.pinning import PinHandlers
+from keepstep_sidecar.api.restoring import RestoreHandlers
+from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
 from keepstep_sidecar.api.server import listen
 from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Changes, Tasks
+from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
-from keepstep_sidecar.history import History
+from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.leader.host import OWN
-from keepstep_sidecar.leases import Leases, Owner
+from keepstep_sidecar.leases import Leases, OwnerProcess
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_allocator import Allocator
+from keepstep_sidecar.memory.slot_allocator import SlotAllocator
 from keepstep_sidecar.memory.slot_directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
-from keepstep_sidecar.report.leadership import Led
+from keepstep_sidecar.report.leadership import Leadership
 from keepstep_sidecar.report.reporter import Reporter, ReportSource
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetcher import Fetcher, Prefetcher
@@ -101,22 +101,22 @@ async def _serve(config: Config, lock: DirectoryLock) -> None:
             await service.close()
 
 
-def _history(file: HistoryFile) -> History:
+def _history(file: HistoryFile) -> MachineHistory:
     """The history of earlier sidecars; a new one if that is unusable. Nothing depends on it."""
     try:
-        return History(*file.read(now=time.time()), history_id=file.id)
+        return MachineHistory(*file.read(now=time.time()), history_id=file.id)
     except (ArithmeticError, ValueError, TypeError) as error:
         warn("history.reset", error=repr(error))
-        return History()
+        return MachineHistory()
 
 
-def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Reporter]:
+def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarService, Reporter]:
     """Build all parts, in the order in which an image passes them. No part is replaced later."""
     drives = len(volumes.volumes)
     names, readers = _threads("names", 1), _threads("read", _MOST_READS)
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
-    changes = Changes()
-    led = Led(config, changes)
+    changes = ChangeNotifier()
+    led = Leadership(config, changes)
     leader = LeaderLink(changes)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
@@ -125,7 +125,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
     )
     slots = SlotPool(slot_directories, run=config.run)
-    allocator = Allocator(config=config, pool=slots, leases=leases, changes=changes)
+    allocator = SlotAllocator(config=config, pool=slots, leases=leases, changes=changes)
     committer = Committer(
         volumes,
         slots,
@@ -135,7 +135,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         changes=changes,
         spawn=tasks.spawn,
         keep=config.retention,
-        grid=Grid(config.persist_base, milestones=_milestones(config)),
+        grid=StepGrid(config.persist_base, milestones=_milestones(config)),
         pacing=_pacing(config),
         alone=config.alone,
         rollback_request=config.rollback_request,
@@ -164,7 +164,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         fleeting=config.on_loss is OnLoss.RESTART,
         way_out=config.way_out,
     )
-    saving = Saving(
+    saving = SaveHandlers(
         config,
         slots=slots,
         committer=committer,
@@ -174,19 +174,19 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[Service, Re
         changes=changes,
         history=history,
     )
-    service = Service(
+    service = SidecarService(
         tasks=tasks,
         leader=leader,
         volumes=volumes,
         executors=(readers, *writers, names),
-        owner=Owner(changes),
+        owner=OwnerProcess(changes),
         remote_tiers=remote_tiers,
         image_sources=image_sources,
         chunk_buffers=chunk_buffers,
         saving=saving,
-        restoring=Restoring(saving, remote_tiers, leader),
+        restoring=RestoreHandlers(saving, remote_tiers, leader),
         step_waits=StepLongPoll(saving, remote_tiers),
-        pinning=Pinning(
+        pinning=PinHandlers(
             committer,
             changes,
             share=led.pin,
@@ -241,7 +241,7 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
 
 
 def _remote_tiers(
-    config: Config, volumes: VolumeSet, led: Led, *, epochs: Callable[[], tuple[Epoch, ...]]
+    config: Config, volumes: VolumeSet, led: Leadership, *, epochs: Callable[[], tuple[Epoch, ...]]
 ) -> RemoteInventory:
     """The configured remote tiers. Their modules are imported only when they are configured."""
     archive = ancestor = None

@@ -1,8 +1,8 @@
 """How parts of the sidecar wait for each other, run side by side, and leave the event loop.
 
-`Changes` is one bell for all waiters: code that changes the state rings it, and waiters check
-again. All state lives on one event loop, so a predicate that is false stays false until the bell
-rings.
+`ChangeNotifier` is one bell for all waiters: code that changes the state rings it, and waiters
+check again. All state lives on one event loop, so a predicate that is false stays false until the
+bell rings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepstep.errors import KeepstepError
 from keepstep.log import Journal
 
 
-class Changes:
+class ChangeNotifier:
     """Wakes every waiter at every change. There are only a few long polls, so this is cheap."""
 
     def __init__(self) -> None:

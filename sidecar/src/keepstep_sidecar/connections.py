@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from keepstep_sidecar.log import Seldom
+from keepstep_sidecar.log import RareWarning
 
 C = TypeVar("C", bound=Hashable)
 
@@ -32,7 +32,7 @@ FAILED_PAUSE_S: Final = 0.2
 _SWEEP_S: Final = 0.5
 _BACKLOG: Final = 64
 
-_complain = Seldom()
+_complain = RareWarning()
 
 
 @dataclass(frozen=True)

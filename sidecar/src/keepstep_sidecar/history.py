@@ -15,11 +15,18 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from keepstep.core.history import RELEASED, Event, Goodput, Kind, Restart, Tally
+from keepstep.core.history import (
+    RELEASED,
+    EventKind,
+    Goodput,
+    HistoryEvent,
+    HistoryTotals,
+    RestartCost,
+)
 from keepstep.steps import Epoch, StepId, Tier
-from keepstep.wire.status import History as HistoryPage
+from keepstep.wire.status import HistoryPage as HistoryPage
 from keepstep_sidecar import __version__
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info
 
 KEPT: Final = 4096
@@ -49,13 +56,13 @@ class _Counted:
     seconds: float
 
 
-class History:
+class MachineHistory:
     """Not thread-safe: use it on the event loop only."""
 
     def __init__(
         self,
-        events: Iterable[Event] = (),
-        before: Tally | None = None,
+        events: Iterable[HistoryEvent] = (),
+        before: HistoryTotals | None = None,
         *,
         history_id: str = "",
         clock: Callable[[], float] = time.time,
@@ -65,28 +72,30 @@ class History:
         self.id = history_id or secrets.token_hex(8)
         self._clock = clock
         known = list(events)
-        self._events: list[Event] = known[-KEPT:]
-        self.before = (before or Tally()).after(known[:-KEPT])
+        self._events: list[HistoryEvent] = known[-KEPT:]
+        self.before = (before or HistoryTotals()).after(known[:-KEPT])
         """The sum of the events that are no longer in the list."""
         self._tally = self.before.after(self._events)
         self._last = self._events[-1].sequence if self._events else 0
-        self._open: dict[tuple[Kind, Any, str], _Counted] = {}
+        self._open: dict[tuple[EventKind, Any, str], _Counted] = {}
         self._newest = max(
-            (event.step for event in self._events if event.kind is Kind.STAGED and event.step),
+            (event.step for event in self._events if event.kind is EventKind.STAGED and event.step),
             default=None,
         )
         self._warnings: tuple[str, ...] = ()
-        self.changes = Changes()
+        self.changes = ChangeNotifier()
         """Rings when something happens."""
-        self.note(Kind.STARTED, text=__version__)
+        self.note(EventKind.STARTED, text=__version__)
 
     # --- what happens ------------------------------------------------------------------------
 
-    def note(self, kind: Kind, *, text: str = "", **fields: Any) -> None:
-        """Record one event; `fields` are those of `Event`."""
+    def note(self, kind: EventKind, *, text: str = "", **fields: Any) -> None:
+        """Record one event; `fields` are those of `HistoryEvent`."""
         self._close()
         now = self._clock()
-        self._append(Event(sequence=0, kind=kind, at=now, until=now, text=_cut(text), **fields))
+        self._append(
+            HistoryEvent(sequence=0, kind=kind, at=now, until=now, text=_cut(text), **fields)
+        )
 
     def staged(self, history_id: StepId, *, blocked_s: float) -> None:
         """A rank has this step in memory. Only the first of several ranks counts."""
@@ -95,7 +104,7 @@ class History:
             # a trainer says this number, so bound it
             blocked_s = min(max(0.0, blocked_s), _LONGEST_S)
             self._count(
-                Kind.STAGED,
+                EventKind.STAGED,
                 history_id.epoch,
                 "",
                 step=history_id,
@@ -105,13 +114,17 @@ class History:
 
     def committed(self, history_id: StepId) -> None:
         """This step is committed and visible to readers."""
-        self._count(Kind.COMMITTED, history_id.epoch, "", step=history_id, number=history_id.step)
+        self._count(
+            EventKind.COMMITTED, history_id.epoch, "", step=history_id, number=history_id.step
+        )
 
     def evicted(self, history_id: StepId) -> None:
         """This step was deleted because the volumes were full."""
-        self._count(Kind.EVICTED, history_id.epoch, "", step=history_id, number=history_id.step)
+        self._count(
+            EventKind.EVICTED, history_id.epoch, "", step=history_id, number=history_id.step
+        )
 
-    def lost(self, kind: Kind, *, rank: int, step: int, reason: str, count: int = 1) -> None:
+    def lost(self, kind: EventKind, *, rank: int, step: int, reason: str, count: int = 1) -> None:
         """Saves that were SKIPPED or DISCARDED (`kind`)."""
         self._count(kind, rank, _cut(reason), step=None, number=step, count=count)
 
@@ -122,15 +135,15 @@ class History:
             return
         for text in now:
             if text not in self._warnings:
-                self.note(Kind.WARNING, text=text)
+                self.note(EventKind.WARNING, text=text)
         for text in self._warnings:
             if text not in now:
-                self.note(Kind.CLEARED, text=text)
+                self.note(EventKind.CLEARED, text=text)
         self._warnings = now
 
     def _count(
         self,
-        kind: Kind,
+        kind: EventKind,
         of: Any,
         text: str,
         *,
@@ -168,7 +181,7 @@ class History:
             del self._open[key]
         for (kind, of, text), entry in sorted(due, key=lambda pair: pair[1].at):
             self._append(
-                Event(
+                HistoryEvent(
                     sequence=0,
                     kind=kind,
                     at=entry.at,
@@ -183,7 +196,7 @@ class History:
                 )
             )
 
-    def _append(self, event: Event) -> None:
+    def _append(self, event: HistoryEvent) -> None:
         self._last += 1
         self._events.append(replace(event, sequence=self._last))
         self._tally = self._tally.after([event])
@@ -194,13 +207,13 @@ class History:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def since(self, sequence: int) -> list[Event]:
+    def since(self, sequence: int) -> list[HistoryEvent]:
         """The known events after the one with that number. Events that are still being counted
         follow a second later."""
         self._close(before=self._clock() - _TOGETHER_S)
         return self._after(sequence)
 
-    def all(self) -> list[Event]:
+    def all(self) -> list[HistoryEvent]:
         """All events, including those of this second. For the end, and where order matters most."""
         self._close()
         return self._after(0)
@@ -220,7 +233,7 @@ class History:
         oldest = self._events[0].sequence if self._events else 0
         return HistoryPage(run=run, oldest=oldest, last=self._last, events=events)
 
-    def _after(self, sequence: int) -> list[Event]:
+    def _after(self, sequence: int) -> list[HistoryEvent]:
         return self._events[
             bisect.bisect(self._events, sequence, key=lambda event: event.sequence) :
         ]
@@ -242,25 +255,25 @@ class _Life:
     began: float
     ended: float | None = None
     restored: float | None = None
-    restart: Restart | None = None
+    restart: RestartCost | None = None
 
 
-class Restarts:
+class RestartTimer:
     """`last`: for each rank, its newest restart that was followed by a staged step.
 
     A sidecar that died together with its trainer does not know when that was, so it records no
     restart.
     """
 
-    def __init__(self, history: History, clock: Callable[[], float] = time.time) -> None:
-        self.last: dict[int, Restart] = {}
+    def __init__(self, history: MachineHistory, clock: Callable[[], float] = time.time) -> None:
+        self.last: dict[int, RestartCost] = {}
         self._history = history
         self._clock = clock
         self._lives: dict[int, _Life] = {}
 
     def connected(self, rank: int, attempt: str, *, age_s: float) -> None:
         """A trainer comes, or reconnects. Its process began `age_s` seconds ago."""
-        self._history.note(Kind.CONNECTED, rank=rank, attempt=attempt, seconds=age_s)
+        self._history.note(EventKind.CONNECTED, rank=rank, attempt=attempt, seconds=age_s)
         before = self._lives.get(rank)
         if before is not None and before.attempt == attempt:
             before.ended = None
@@ -270,12 +283,12 @@ class Restarts:
         if before is not None and before.ended is not None:
             # A process that already stood by took no time to start.
             life.began = max(life.began, before.ended)
-            life.restart = Restart(at=before.ended, detection_s=life.began - before.ended)
+            life.restart = RestartCost(at=before.ended, detection_s=life.began - before.ended)
 
     def ended(self, rank: int, attempt: str, *, released: bool = False) -> None:
         """A trainer's connection or process is gone; `released`: it said goodbye before."""
         text = RELEASED if released else "gone"
-        self._history.note(Kind.ENDED, rank=rank, attempt=attempt, text=text)
+        self._history.note(EventKind.ENDED, rank=rank, attempt=attempt, text=text)
         life = self._lives.get(rank)
         if life is not None and life.attempt == attempt:
             life.ended = self._clock()
@@ -284,7 +297,7 @@ class Restarts:
         self, rank: int, *, seconds: float, epoch: Epoch | None = None, tier: Tier | None = None
     ) -> None:
         """All ranks have agreed on an epoch. The restore took `seconds` of the time until now."""
-        self._history.note(Kind.RESTORED, rank=rank, epoch=epoch, tier=tier, seconds=seconds)
+        self._history.note(EventKind.RESTORED, rank=rank, epoch=epoch, tier=tier, seconds=seconds)
         life = self._lives.get(rank)
         if life is not None and life.restart is not None and life.restored is None:
             life.restored = self._clock()
@@ -300,7 +313,7 @@ class Restarts:
         first_s = self._clock() - life.restored
         self.last[rank] = restart = dataclasses.replace(life.restart, first_step_s=first_s)
         life.restart = None
-        self._history.note(Kind.RESTARTED, rank=rank, attempt=life.attempt, restart=restart)
+        self._history.note(EventKind.RESTARTED, rank=rank, attempt=life.attempt, restart=restart)
         spans = {name: round(value, 3) for name, value in dataclasses.asdict(restart).items()}
         del spans["at"]
         info("trainer.resumed", rank=rank, **spans)

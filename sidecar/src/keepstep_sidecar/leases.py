@@ -6,7 +6,8 @@ also watches its death (pidfd). After that death, certainly nothing writes into 
 any more. In a pod the sidecar cannot see it: containers have their own pid namespaces, and the
 connection is all there is.
 
-This module also checks what a trainer says first, and tells whom this sidecar serves (`Owner`).
+This module also checks what a trainer says first, and tells whom this sidecar serves
+(`OwnerProcess`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from keepstep.errors import ImageError
 from keepstep.image import Layout
 from keepstep.wire.trainer import PROTOCOL, LeaseRequest
 from keepstep_sidecar import __version__
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.errors import refuse
 
 _HANDOVER_S = 2.0
@@ -63,7 +64,7 @@ class Lease:
 class Leases:
     """The live leases, at most one for each rank."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: ChangeNotifier) -> None:
         self._changes = changes
         self._by_rank: dict[int, Lease] = {}
         self._by_token: dict[str, Lease] = {}
@@ -237,10 +238,10 @@ def sees_all(request: LeaseRequest) -> bool:
 # abandoned would end meanwhile.
 
 
-class Owner:
+class OwnerProcess:
     """Watches at most one process by its pidfd: the newest that was named."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: ChangeNotifier) -> None:
         self._changes = changes
         self._pidfd: int | None = None
 

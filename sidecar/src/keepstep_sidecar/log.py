@@ -15,7 +15,7 @@ def configure(run: str, *, level: int = logging.INFO) -> None:
     log.configure(level=level, run=run)
 
 
-class Seldom(log.Limit):
+class RareWarning(log.LogLimit):
     """`warn` at a limited rate, with the number of those left out since."""
 
     def __call__(self, event: str, **fields: object) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_operator.admission.checkpoint_run import RunRecords
-from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.namespace_limits import Rooms
+from keepstep_operator.admission.checkpoint_run import ExistingRuns
+from keepstep_operator.admission.metrics import AdmissionMetrics
+from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
 from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.server import Admission
-from keepstep_operator.certificates.pki import Pair, make_server
-from keepstep_operator.injection import Defaults
-from keepstep_operator.kube.client import Client
+from keepstep_operator.certificates.pki import KeyPair, make_server
+from keepstep_operator.injection import InjectionDefaults
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls, mounted
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
@@ -33,9 +33,9 @@ class Running:
 
     server: ApiServer
     admission: Admission
-    metrics: Metrics
+    metrics: AdmissionMetrics
     webhook: ApiServersWebhook
-    defaults: Defaults | None
+    defaults: InjectionDefaults | None
 
     def count(self, result: str, reason: str) -> float:
         labels = {"result": result, "reason": reason}
@@ -47,12 +47,12 @@ Start = Callable[..., AbstractAsyncContextManager[Running]]
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair() -> KeyPair:
     return make_server((NAME,), now=datetime.now(UTC), life=DAY)
 
 
 @pytest.fixture
-def started(tmp_path: Path, pair: Pair) -> Start:
+def started(tmp_path: Path, pair: KeyPair) -> Start:
     """`async with started(...) as running`."""
 
     @asynccontextmanager
@@ -64,12 +64,12 @@ def started(tmp_path: Path, pair: Pair) -> Start:
     ) -> AsyncIterator[Running]:
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(ApiServer().running())
-            client = await stack.enter_async_context(Client(server.access))
-            metrics = Metrics()
+            client = await stack.enter_async_context(KubeClient(server.access))
+            metrics = AdmissionMetrics()
             admission = Admission(
                 policies=Policies(client, patience_s=patience_s),
-                records=RunRecords(client),
-                rooms=Rooms(client),
+                records=ExistingRuns(client),
+                rooms=NamespaceLimitsReader(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,
                 deadline_s=deadline_s,

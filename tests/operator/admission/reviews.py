@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from jsonpatch import apply_patch
 
-from keepstep_operator.certificates.pki import Pair
+from keepstep_operator.certificates.pki import KeyPair
 
 Body = dict[str, Any]
 NAME = "keepstep-admission.keepstep-system.svc"
@@ -96,7 +96,7 @@ class ApiServersWebhook:
             return answer.status, await answer.text()
 
 
-def write_pair(directory: Path, pair: Pair) -> Path:
+def write_pair(directory: Path, pair: KeyPair) -> Path:
     """As the kubelet mounts a Secret."""
     directory.mkdir(exist_ok=True)
     (directory / "tls.crt").write_bytes(pair.certificate)

@@ -23,9 +23,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from keepstep_operator.certificates.keeper import Keeper, Kept
+from keepstep_operator.certificates.keeper import CertificateKeeper, KeptCertificate
 from keepstep_operator.certificates.pki import (
-    Pair,
+    KeyPair,
     Validity,
     fits,
     make_authority,
@@ -35,8 +35,8 @@ from keepstep_operator.certificates.pki import (
     split,
     validity,
 )
-from keepstep_operator.certificates.ring import Move, Ring, due
-from keepstep_operator.kube.client import Client
+from keepstep_operator.certificates.ring import CertificateRing, RingMove, due
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS
 from tests.certificates import pem_of
@@ -51,16 +51,16 @@ def _now() -> datetime:
 
 
 @pytest.fixture(scope="module")
-def authority() -> Pair:
+def authority() -> KeyPair:
     return make_authority("keepstep-peers", now=_now(), life=3650 * DAY)
 
 
 @pytest.fixture(scope="module")
-def leaf(authority: Pair) -> Pair:
+def leaf(authority: KeyPair) -> KeyPair:
     return sign_server(authority, NAMES, now=_now(), life=DAY)
 
 
-def test_the_strictest_verification_accepts_both_kinds(authority: Pair, leaf: Pair) -> None:
+def test_the_strictest_verification_accepts_both_kinds(authority: KeyPair, leaf: KeyPair) -> None:
     """Python 3.13 verifies so by default (RFC 5280: key identifiers, critical extensions)."""
     alone = make_server(NAMES, now=_now(), life=90 * DAY)
     for pair, bundle in ((leaf, authority.certificate), (alone, alone.certificate)):
@@ -68,7 +68,7 @@ def test_the_strictest_verification_accepts_both_kinds(authority: Pair, leaf: Pa
         assert message == ""
 
 
-def test_another_name_or_another_authority_is_refused(authority: Pair, leaf: Pair) -> None:
+def test_another_name_or_another_authority_is_refused(authority: KeyPair, leaf: KeyPair) -> None:
     message = shakes_hands(leaf, bundle=authority.certificate, name="kubernetes.default.svc")
     assert "Hostname mismatch" in message
     other = make_authority("keepstep-peers", now=_now(), life=DAY)
@@ -81,7 +81,7 @@ def test_a_server_that_signs_itself_cannot_sign_another() -> None:
         sign_server(alone, ("evil.svc",), now=_now(), life=DAY)
 
 
-def test_a_pod_cannot_pose_as_the_server_of_the_same_authority(authority: Pair) -> None:
+def test_a_pod_cannot_pose_as_the_server_of_the_same_authority(authority: KeyPair) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     names = x509.SubjectAlternativeName([x509.DNSName(NAMES[0])])
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAMES[0])])
@@ -94,12 +94,12 @@ def test_a_pod_cannot_pose_as_the_server_of_the_same_authority(authority: Pair) 
         now=_now(),
         life=DAY,
     )
-    pod = Pair(certificate=signed, key=pem_of(key))
+    pod = KeyPair(certificate=signed, key=pem_of(key))
     assert fits(pod)
     assert "mismatch" in shakes_hands(pod, bundle=authority.certificate, name=NAMES[0])
 
 
-def test_a_clock_that_is_an_hour_behind_accepts_a_new_leaf(leaf: Pair) -> None:
+def test_a_clock_that_is_an_hour_behind_accepts_a_new_leaf(leaf: KeyPair) -> None:
     assert validity(leaf.certificate).begins < _now() - timedelta(hours=1)
 
 
@@ -117,11 +117,11 @@ def test_authorities_of_one_name_are_told_apart() -> None:
     assert split(bundle) == (two.certificate, pair.certificate)
 
 
-def test_a_pair_fits_only_with_its_own_key(authority: Pair, leaf: Pair) -> None:
+def test_a_pair_fits_only_with_its_own_key(authority: KeyPair, leaf: KeyPair) -> None:
     assert fits(leaf)
-    assert not fits(Pair(certificate=leaf.certificate, key=authority.key))
-    assert not fits(Pair(certificate=b"", key=leaf.key))
-    assert not fits(Pair(certificate=leaf.certificate, key=b"nonsense"))
+    assert not fits(KeyPair(certificate=leaf.certificate, key=authority.key))
+    assert not fits(KeyPair(certificate=b"", key=leaf.key))
+    assert not fits(KeyPair(certificate=leaf.certificate, key=b"nonsense"))
 
 
 def test_what_cannot_be_read_is_no_certificate() -> None:
@@ -138,23 +138,25 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 OVERLAP = 30 * DAY
 
 
-def _made(begin: datetime = START) -> Pair:
+def _made(begin: datetime = START) -> KeyPair:
     return make_authority("a", now=begin, life=3650 * DAY)
 
 
 def test_an_expired_pair_is_replaced_at_once_by_the_next_or_a_new_one() -> None:
     after, old = START + 3651 * DAY, _made()
-    assert due(Ring(used=old), now=after, overlap=OVERLAP) is Move.BEGIN
-    newer = Ring(used=old, next=_made(after - DAY))
-    assert due(newer, now=after, overlap=OVERLAP) is Move.PROMOTE
-    assert due(Ring(used=old, next=_made()), now=after, overlap=OVERLAP) is Move.BEGIN
+    assert due(CertificateRing(used=old), now=after, overlap=OVERLAP) is RingMove.BEGIN
+    newer = CertificateRing(used=old, next=_made(after - DAY))
+    assert due(newer, now=after, overlap=OVERLAP) is RingMove.PROMOTE
+    assert (
+        due(CertificateRing(used=old, next=_made()), now=after, overlap=OVERLAP) is RingMove.BEGIN
+    )
 
 
 def test_somebody_may_ask_for_another_pair() -> None:
-    asked = Ring(used=_made(), asked=True)
-    assert due(asked, now=START + DAY, overlap=OVERLAP) is Move.ADD_NEXT
-    rotating = Ring(used=_made(), next=_made(START), asked=True)
-    assert due(rotating, now=START + DAY, overlap=OVERLAP) is Move.NONE
+    asked = CertificateRing(used=_made(), asked=True)
+    assert due(asked, now=START + DAY, overlap=OVERLAP) is RingMove.ADD_NEXT
+    rotating = CertificateRing(used=_made(), next=_made(START), asked=True)
+    assert due(rotating, now=START + DAY, overlap=OVERLAP) is RingMove.NONE
 
 
 # Rounds against an API server, with a clock that is turned by years: at every moment each
@@ -180,7 +182,7 @@ class Running:
     """A keeper of the webhook's certificate, its clock, and the cluster it writes to."""
 
     server: ApiServer
-    keeper: Keeper
+    keeper: CertificateKeeper
     clock: Clock
 
     async def after(self, time: timedelta) -> Validity:
@@ -193,9 +195,9 @@ class Running:
         return {name: base64.b64decode(value) for name, value in body["data"].items()}
 
     @property
-    def shown(self) -> Pair:
+    def shown(self) -> KeyPair:
         secret = self.secret()
-        return Pair(certificate=secret["tls.crt"], key=secret["tls.key"])
+        return KeyPair(certificate=secret["tls.crt"], key=secret["tls.key"])
 
     @property
     def published(self) -> bytes:
@@ -214,13 +216,13 @@ class Running:
 
 @asynccontextmanager
 async def _running(*, at: datetime | None = None) -> AsyncIterator[Running]:
-    async with ApiServer().running() as server, Client(server.access) as client:
+    async with ApiServer().running() as server, KubeClient(server.access) as client:
         server.put(WEBHOOKS, _webhook())
         clock = Clock(at or datetime(2020, 1, 1, tzinfo=UTC))
-        kept = Kept(
+        kept = KeptCertificate(
             secret=SECRET, life=3650 * DAY, overlap=OVERLAP, names=(NAME,), webhook="keepstep"
         )
-        keeper = Keeper(client, kept, namespace=NAMESPACE, clock=clock)
+        keeper = CertificateKeeper(client, kept, namespace=NAMESPACE, clock=clock)
         yield Running(server=server, keeper=keeper, clock=clock)
 
 
@@ -358,10 +360,10 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
 
 
 async def test_no_secret_but_its_own_is_asked_for_and_no_webhook() -> None:
-    async with ApiServer().running() as server, Client(server.access) as client:
-        kept = Kept(secret="keepstep-peers-ca", life=3650 * DAY, overlap=2 * DAY)
+    async with ApiServer().running() as server, KubeClient(server.access) as client:
+        kept = KeptCertificate(secret="keepstep-peers-ca", life=3650 * DAY, overlap=2 * DAY)
         clock = Clock(datetime(2026, 1, 1, tzinfo=UTC))
-        await Keeper(client, kept, namespace=NAMESPACE, clock=clock).round()
+        await CertificateKeeper(client, kept, namespace=NAMESPACE, clock=clock).round()
         made = server.take(SECRETS, "keepstep-peers-ca", namespace=NAMESPACE)["data"]
         assert set(made) == {"tls.crt", "tls.key", "ca.crt"}
         assert {path.rpartition("/")[2] for _, path in server.calls()} == {
@@ -374,7 +376,7 @@ async def test_no_secret_but_its_own_is_asked_for_and_no_webhook() -> None:
 
 
 def shakes_hands(
-    leaf: Pair, *, bundle: bytes, name: str, flags: ssl.VerifyFlags = ssl.VERIFY_DEFAULT
+    leaf: KeyPair, *, bundle: bytes, name: str, flags: ssl.VerifyFlags = ssl.VERIFY_DEFAULT
 ) -> str:
     """Why a client that trusts `bundle` and calls `name` refuses the server; '' if it accepts."""
     client_socket, server_socket = socket.socketpair()
@@ -394,7 +396,7 @@ def shakes_hands(
         server.join()
 
 
-def _serve(raw: socket.socket, leaf: Pair) -> None:
+def _serve(raw: socket.socket, leaf: KeyPair) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with tempfile.TemporaryDirectory() as directory:
         both = Path(directory) / "both.pem"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep_operator.api.policy import Policy, parse_policy
-from keepstep_operator.injection import Defaults
+from keepstep_operator.injection import InjectionDefaults
 
 NAMESPACE = "team-a"
 JOB_UID = "3f6a1f0e-8c1d-4f0e-9d0a-2f6f0a4b7c11"
 
-DEFAULTS = Defaults(
+DEFAULTS = InjectionDefaults(
     sidecar_image="registry.example/keepstep/sidecar:0.1.0",
     reports_url="https://keepstep-reports.keepstep-system.svc:443",
     reports_ca="-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",

@@ -19,7 +19,7 @@ from keepstep_operator.api.policy import (
     EmptyDir,
     Ephemeral,
     HostPath,
-    Volume,
+    PolicyVolume,
     parse_policy,
     refused_host_paths,
     require_allowed,
@@ -31,7 +31,7 @@ from keepstep_operator.api.quantities import (
     parse_duration,
     parse_millicores,
 )
-from keepstep_operator.api.tiers import Archive, Bucket, Peers
+from keepstep_operator.api.tiers import Archive, ArchiveBucket, PeerSpec
 from tests.operator.injection.pods import EMPTY_DIR, EPHEMERAL, HOST_PATH, policy, policy_body
 
 
@@ -42,7 +42,7 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
             "spec": {"memory": {"limit": "1Gi"}, "volumes": [{"name": "a", "emptyDir": {}}]},
         }
     )
-    assert parsed.volumes == (Volume(name="a", source=EmptyDir()),)
+    assert parsed.volumes == (PolicyVolume(name="a", source=EmptyDir()),)
     assert (parsed.slots, parsed.stage_every, parsed.keep) == (None, 1, Retention())
     assert (parsed.persist_every, parsed.drive_writes_per_day) == (None, None)
     assert parsed.accounting == Accounting.ADD
@@ -219,9 +219,9 @@ def test_what_lies_beyond_the_pod_is_read() -> None:
         archive={"s3": {"bucket": "ckpt", "credentialsSecretRef": {"name": "s3"}}, "every": 500},
         retention={"archive": {"last": 5, "every": "6h"}},
     )
-    assert parsed.peers == Peers(replicas=2, topology_key="topology.kubernetes.io/zone")
+    assert parsed.peers == PeerSpec(replicas=2, topology_key="topology.kubernetes.io/zone")
     assert parsed.archive == Archive(
-        store=Bucket(kind="s3", name="ckpt", secret="s3"),
+        store=ArchiveBucket(kind="s3", name="ckpt", secret="s3"),
         every=500,
         kept=Retention(last=5, every_s=6 * 3600),
     )
@@ -236,14 +236,14 @@ def test_what_stays_on_the_volumes_is_read() -> None:
 
 def test_left_out_there_are_neither_peers_nor_an_archive_and_empty_peers_are_one() -> None:
     assert (policy().peers, policy().archive) == (None, None)
-    assert policy(peers={}).peers == Peers(replicas=1, topology_key="kubernetes.io/hostname")
+    assert policy(peers={}).peers == PeerSpec(replicas=1, topology_key="kubernetes.io/hostname")
     kept = policy(archive={"gcs": {"bucket": "b"}}).archive
     assert kept is not None
     assert (kept.every, kept.kept) == (1000, Retention(last=3))
 
 
 def test_two_namespaces_never_meet_in_one_bucket() -> None:
-    bucket = Bucket(kind="azure", name="ckpt", prefix="team/x", account="us")
+    bucket = ArchiveBucket(kind="azure", name="ckpt", prefix="team/x", account="us")
     assert bucket.url("a") == "az://ckpt/team/x/a"
     assert bucket.url("b") != bucket.url("a")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from keepstep_operator.api.pod import PodError, injected_of, parse_pod
 from keepstep_operator.api.quantities import parse_bytes, parse_millicores
-from keepstep_operator.injection import Room, inject
+from keepstep_operator.injection import NamespaceLimits, inject
 from keepstep_operator.injection.namespace_limits import parse_quota, parse_ranges
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, bare_pod, policy
 
@@ -36,12 +36,12 @@ def quota(hard: Body, used: Body | None = None, **spec: Any) -> Body:
     }
 
 
-def room(*bodies: Body) -> Room:
+def room(*bodies: Body) -> NamespaceLimits:
     ranges = [
         bounds for body in bodies if "limits" in body["spec"] for bounds in parse_ranges(body)
     ]
     quotas = [parse_quota(body) for body in bodies if "hard" in body["spec"]]
-    return Room(ranges=tuple(ranges), quotas=tuple(quotas))
+    return NamespaceLimits(ranges=tuple(ranges), quotas=tuple(quotas))
 
 
 def trainer(requests: Body, limits: Body | None = None) -> Body:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.spans import LONGEST, spans, within
-from keepstep_operator.injection import Near, inject
+from keepstep_operator.injection import NearNode, inject
 from tests.operator.injection.pod_security import restricted_violations
 from tests.operator.injection.pods import (
     ALL,
@@ -156,7 +156,7 @@ def test_nodes_that_hold_shards_are_preferred_and_never_required() -> None:
         "podAffinity": {},
         "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [theirs]},
     }
-    near = (Near("node-1", 100), Near("node-2", 50))
+    near = (NearNode("node-1", 100), NearNode("node-2", 50))
     found = inject(pod, policy(HOST_PATH), DEFAULTS, near=near)["spec"]["affinity"]
     assert found["podAffinity"] == {}
     assert set(found["nodeAffinity"]) == {"preferredDuringSchedulingIgnoredDuringExecution"}
@@ -174,7 +174,7 @@ def test_nodes_that_hold_shards_are_preferred_and_never_required() -> None:
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
 def test_a_pod_with_all_of_it_is_a_pod_of_kubernetes_and_stays_restricted(make: Any) -> None:
     far = {"peers": {"replicas": 2}, "archive": S3}
-    near = (Near("node-1", 100),)
+    near = (NearNode("node-1", 100),)
     pod = inject(make(), policy(EMPTY_DIR, HOST_PATH, EPHEMERAL, **far), DEFAULTS, near=near)
     kubernetes_validate.validate(pod, "1.31", strict=True)
     pod = inject(make(), policy(**far), DEFAULTS, near=near)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.run_reports import MemberState, NodeReport, RunReport, Safe
+from keepstep.wire.run_reports import LossOutcome, MemberState, NodeReport, RunReport
 from keepstep_operator.api.cluster_objects import Job, PodRecord, PolicyRecord, RunKey, RunObject
 from keepstep_operator.api.policy import Policy, VolumeKind
 from keepstep_operator.reconcile import run as transitions
@@ -90,7 +90,7 @@ def report(committed: int | None = 100, *, sequence: int = 2, **changes: Any) ->
         behind=None if committed is None else 1,
         committed=held,
         commits=() if held is None else (held,),
-        safe=Safe(restart=held),
+        safe=LossOutcome(restart=held),
         sidecar="0.1.0",
         library="0.1.0",
         nodes=tuple(node(rank) for rank in (0, 1)),

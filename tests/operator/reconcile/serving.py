@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from keepstep.wire.run_reports import PATH, RunReport
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.resources import RUNS
-from keepstep_operator.reconcile.main import Parts, Settings
+from keepstep_operator.reconcile.main import Parts, ReconcileSettings
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.serving import listening
 from keepstep_operator.tls import ServerTls, mounted
@@ -87,11 +87,11 @@ async def serving(
         "namespace": "keepstep-system",
         **options,
     }
-    async with cluster.running(), Client(cluster.access) as client:
+    async with cluster.running(), KubeClient(cluster.access) as client:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("KUBECONFIG", str(cluster.kubeconfig(directory)))
             async with aiohttp.ClientSession(connector=connector) as session:
-                parts = Parts(client, Settings(**settings), PeerCertificates(directory))
+                parts = Parts(client, ReconcileSettings(**settings), PeerCertificates(directory))
                 working = asyncio.create_task(parts.work() if watching else parts.rounds.load())
                 try:
                     async with listening(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from keepstep.wire.run_reports import Doubt, DoubtKind, Record, RestoreFrom, Safe
+from keepstep.wire.run_reports import Advisory, AdvisoryKind, LeaderRecord, LossOutcome, RestoreFrom
 from keepstep_operator.api.cluster_objects import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
-from keepstep_operator.api.tiers import Archive, Bucket, Peers
+from keepstep_operator.api.tiers import Archive, ArchiveBucket, PeerSpec
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.conditions import _DOUBTS, SILENT_S, Verdict, verdicts
-from keepstep_operator.reconcile.leader_answer import Cluster
+from keepstep_operator.reconcile.conditions import _DOUBTS, SILENT_S, ConditionState, verdicts
+from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     T0,
@@ -26,13 +26,13 @@ from tests.operator.reconcile.samples import (
     step,
 )
 
-S3 = Archive(store=Bucket(kind="s3", name="ckpt"))
+S3 = Archive(store=ArchiveBucket(kind="s3", name="ckpt"))
 
 
 def verdict_of(
-    run: Run, condition: str, *, now: float = T0, cluster: Cluster | None = None
-) -> Verdict | None:
-    return verdicts(run, cluster or Cluster(), now=now).get(condition)
+    run: Run, condition: str, *, now: float = T0, cluster: ClusterFacts | None = None
+) -> ConditionState | None:
+    return verdicts(run, cluster or ClusterFacts(), now=now).get(condition)
 
 
 def brief(run: Run, condition: str, **more: Any) -> tuple[str, str] | None:
@@ -40,40 +40,40 @@ def brief(run: Run, condition: str, **more: Any) -> tuple[str, str] | None:
     return None if found is None else (found.status, found.reason)
 
 
-def doubted(kind: DoubtKind, text: str = "look at it") -> Run:
-    known = policy(peers=Peers(), archive=S3)
-    return reported(begun(known=known), report(doubts=(Doubt(kind=kind, text=text),)))
+def doubted(kind: AdvisoryKind, text: str = "look at it") -> Run:
+    known = policy(peers=PeerSpec(), archive=S3)
+    return reported(begun(known=known), report(doubts=(Advisory(kind=kind, text=text),)))
 
 
-@pytest.mark.parametrize("kind", DoubtKind)
-def test_each_doubt_decides_the_condition_that_it_belongs_to(kind: DoubtKind) -> None:
+@pytest.mark.parametrize("kind", AdvisoryKind)
+def test_each_doubt_decides_the_condition_that_it_belongs_to(kind: AdvisoryKind) -> None:
     condition, status, reason = _DOUBTS[kind]
-    assert verdict_of(doubted(kind), condition) == Verdict(status, reason, "look at it")
+    assert verdict_of(doubted(kind), condition) == ConditionState(status, reason, "look at it")
 
 
 @pytest.mark.parametrize(
     ("kind", "protected"),
     [
-        (DoubtKind.COMMIT_STALLED, ("False", "CommitStalled")),
-        (DoubtKind.COMMIT_LOST, ("False", "PartGone")),
-        (DoubtKind.RESTORE_REFUSED, ("False", "RestoreRefused")),
-        (DoubtKind.NOTHING_KEPT, ("False", "NothingKept")),
-        (DoubtKind.ARCHIVE_TROUBLED, ("False", "Troubled")),
-        (DoubtKind.PEERS_BEHIND, ("False", "Behind")),
-        (DoubtKind.RANKS_ABSENT, ("False", "RanksWithoutSidecar")),
-        (DoubtKind.LEFT_NOT_SERVED, ("True", "Protected")),
-        (DoubtKind.PEERS_NOT_SERVING, ("True", "Protected")),
+        (AdvisoryKind.COMMIT_STALLED, ("False", "CommitStalled")),
+        (AdvisoryKind.COMMIT_LOST, ("False", "PartGone")),
+        (AdvisoryKind.RESTORE_REFUSED, ("False", "RestoreRefused")),
+        (AdvisoryKind.NOTHING_KEPT, ("False", "NothingKept")),
+        (AdvisoryKind.ARCHIVE_TROUBLED, ("False", "Troubled")),
+        (AdvisoryKind.PEERS_BEHIND, ("False", "Behind")),
+        (AdvisoryKind.RANKS_ABSENT, ("False", "RanksWithoutSidecar")),
+        (AdvisoryKind.LEFT_NOT_SERVED, ("True", "Protected")),
+        (AdvisoryKind.PEERS_NOT_SERVING, ("True", "Protected")),
     ],
 )
 def test_protected_is_false_for_what_costs_steps(
-    kind: DoubtKind, protected: tuple[str, str]
+    kind: AdvisoryKind, protected: tuple[str, str]
 ) -> None:
     assert brief(doubted(kind), "Protected") == protected
 
 
 def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
     run = reported(begun())
-    found = verdicts(run, Cluster(), now=T0)
+    found = verdicts(run, ClusterFacts(), now=T0)
     assert {condition: verdict.status for condition, verdict in found.items()} == {
         "Protected": "True",
         "FullyInjected": "True",
@@ -86,15 +86,27 @@ def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("safe", "volumes", "words"),
     [
-        (Safe(node=step(90)), VolumeKind.EMPTY_DIR, "the loss of a pod or its node goes back to"),
-        (Safe(node=step(90), archived=step(90)), VolumeKind.EMPTY_DIR, "step 90 in the archive"),
-        (Safe(pod=step(95)), VolumeKind.EMPTY_DIR, "a pod that is deleted or moved goes on from"),
-        (Safe(), VolumeKind.EMPTY_DIR, "the run then begins at step 0 (volumes: emptyDir"),
-        (Safe(), VolumeKind.HOST_PATH, "a node that is lost takes its part with it"),
+        (
+            LossOutcome(node=step(90)),
+            VolumeKind.EMPTY_DIR,
+            "the loss of a pod or its node goes back to",
+        ),
+        (
+            LossOutcome(node=step(90), archived=step(90)),
+            VolumeKind.EMPTY_DIR,
+            "step 90 in the archive",
+        ),
+        (
+            LossOutcome(pod=step(95)),
+            VolumeKind.EMPTY_DIR,
+            "a pod that is deleted or moved goes on from",
+        ),
+        (LossOutcome(), VolumeKind.EMPTY_DIR, "the run then begins at step 0 (volumes: emptyDir"),
+        (LossOutcome(), VolumeKind.HOST_PATH, "a node that is lost takes its part with it"),
     ],
 )
 def test_protected_says_what_the_loss_of_a_pod_costs(
-    safe: Safe, volumes: VolumeKind, words: str
+    safe: LossOutcome, volumes: VolumeKind, words: str
 ) -> None:
     pods = [pod(rank, volumes=(volumes,)) for rank in (0, 1)]
     run = reported(begun(*pods), report(safe=replace(safe, restart=step(100))))
@@ -136,7 +148,9 @@ def test_a_pod_that_is_replaced_is_no_duplicate() -> None:
 
 def test_a_stall_between_two_pods_of_one_rank_is_explained_by_them() -> None:
     run = begun(pod(0), pod(1), pod(1, life=2))
-    run = reported(run, report(doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text="none since"),)))
+    run = reported(
+        run, report(doubts=(Advisory(kind=AdvisoryKind.COMMIT_STALLED, text="none since"),))
+    )
     found = verdict_of(run, "Committing")
     assert found is not None
     assert "share node rank 1" in found.message
@@ -175,12 +189,12 @@ def test_a_trainer_that_never_comes_is_missed_after_a_minute() -> None:
 
 
 def test_replicated_needs_two_nodes() -> None:
-    known = policy(peers=Peers())
+    known = policy(peers=PeerSpec())
     run = reported(begun(pod(0), pod(1, node="node-0"), known=known))
     assert brief(run, "Replicated") == ("False", "OneNode")
     apart = begun(known=known)
     assert brief(reported(apart), "Replicated") == ("Unknown", "NothingReplicated")
-    safe = report(safe=Safe(restart=step(100), node=step(99)))
+    safe = report(safe=LossOutcome(restart=step(100), node=step(99)))
     assert brief(reported(apart, safe), "Replicated") == ("True", "Replicated")
     assert brief(reported(begun()), "Replicated") is None, "no peers in the policy"
 
@@ -188,9 +202,9 @@ def test_replicated_needs_two_nodes() -> None:
 def test_archived_says_what_is_there() -> None:
     run = begun(known=policy(archive=S3))
     assert brief(reported(run), "Archived") == ("Unknown", "NothingArchived")
-    run_report = report(safe=Safe(restart=step(100), archived=step(80)), archived=4)
+    run_report = report(safe=LossOutcome(restart=step(100), archived=step(80)), archived=4)
     found = verdict_of(reported(run, run_report), "Archived")
-    assert found == Verdict("True", "Archived", "step 80 is in s3://ckpt, and 3 older")
+    assert found == ConditionState("True", "Archived", "step 80 is in s3://ckpt, and 3 older")
 
 
 @pytest.mark.parametrize(
@@ -217,13 +231,13 @@ def test_a_rollback_is_followed(
     known: RestoreFrom | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     run = transitions.object_seen(begun(), run_object(restore_from="90"))
-    run = reported(run, report(record=Record(restore_from=known), **more))
+    run = reported(run, report(record=LeaderRecord(restore_from=known), **more))
     assert brief(run, "RestoreFrom") == expected
 
 
 def test_a_drained_node_with_the_only_copy_is_named() -> None:
-    run = reported(begun(), report(safe=Safe(restart=step(100), sole=("node-0", "node-1"))))
-    cluster = Cluster(nodes={"node-1": NodeRecord(name="node-1", cordoned=True)})
+    run = reported(begun(), report(safe=LossOutcome(restart=step(100), sole=("node-0", "node-1"))))
+    cluster = ClusterFacts(nodes={"node-1": NodeRecord(name="node-1", cordoned=True)})
     found = verdict_of(run, "Protected", cluster=cluster)
     assert found is not None
     assert "node node-1 is cordoned" in found.message

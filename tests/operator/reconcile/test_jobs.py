@@ -10,7 +10,7 @@ import pytest
 
 from keepstep_operator.api.cluster_objects import Job, JobState, PodRecord
 from keepstep_operator.api.run_status import JobStatus, RunStatus
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.jobs import owner_of, state_of
 from keepstep_operator.reconcile.run import UNKNOWN_JOB_S, Run
@@ -204,13 +204,13 @@ async def test_what_made_a_job_set_is_its_controller(
     body: dict[str, Any], owner: Job | None
 ) -> None:
     cluster = ApiServer(objects={f"{SETS}/llama": body})
-    async with cluster.running(), Client(cluster.access) as client:
+    async with cluster.running(), KubeClient(cluster.access) as client:
         assert await owner_of(client, JOB_SET, KEY.namespace) == owner
 
 
 async def test_a_job_set_that_is_gone_or_may_not_be_read_has_no_owner() -> None:
     cluster = ApiServer()
-    async with cluster.running(), Client(cluster.access) as client:
+    async with cluster.running(), KubeClient(cluster.access) as client:
         assert await owner_of(client, JOB_SET, KEY.namespace) is None
         cluster.forbidden = "/jobsets"
         assert await owner_of(client, JOB_SET, KEY.namespace) is None
@@ -220,7 +220,7 @@ async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
     over = {"conditions": [{"type": "Complete", "status": "True"}]}
     body = {"metadata": {"name": "llama", "uid": "train-1"}, "status": over}
     cluster = ApiServer(objects={f"{TRAIN_JOBS}/llama": body})
-    async with cluster.running(), Client(cluster.access) as client:
+    async with cluster.running(), KubeClient(cluster.access) as client:
         assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.FINISHED
         body["status"] = {"conditions": [{"type": "Suspended", "status": "True"}]}
         assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.ACTIVE
@@ -241,7 +241,7 @@ async def test_a_ray_job_owns_its_cluster_and_tells_its_end_by_its_deployment_st
             f"{RAY}/rayjobs/llama": job,
         }
     )
-    async with cluster.running(), Client(cluster.access) as client:
+    async with cluster.running(), KubeClient(cluster.access) as client:
         assert await owner_of(client, RAY_CLUSTER, KEY.namespace) == RAY_JOB
         assert await state_of(client, RAY_CLUSTER, KEY.namespace) is JobState.ACTIVE
         for phase, state in (

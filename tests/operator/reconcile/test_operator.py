@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keepstep.steps import Tier
-from keepstep.wire.run_reports import Doubt, DoubtKind, KeptStep, Record
+from keepstep.wire.run_reports import Advisory, AdvisoryKind, KeptStep, LeaderRecord
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES
 from keepstep_operator.reconcile import operator, periodic_checks, writers
 from tests.harness import until
@@ -93,7 +93,7 @@ async def test_a_changed_condition_is_written_at_once_and_numbers_later(
         await served.report(report(100))
         await until(lambda: served.condition("Committing") == ("True", "Committing"))
         await served.report(report(200, sequence=3))
-        stalled = Doubt(kind=DoubtKind.COMMIT_STALLED, text="none for long")
+        stalled = Advisory(kind=AdvisoryKind.COMMIT_STALLED, text="none for long")
         await served.report(report(200, sequence=4, doubts=(stalled,)))
         await until(lambda: served.condition("Protected") == ("False", "CommitStalled"))
         assert served.status()["committed"]["step"] == 200
@@ -102,7 +102,7 @@ async def test_a_changed_condition_is_written_at_once_and_numbers_later(
 async def test_a_reconciler_that_begins_goes_on_from_the_status(tmp_path: Path) -> None:
     made = cluster()
     async with running(tmp_path, made=made) as served:
-        await served.report(report(record=Record(restarts=3, lost_steps=40)))
+        await served.report(report(record=LeaderRecord(restarts=3, lost_steps=40)))
         await until(lambda: served.status().get("restarts") == 3)
     async with serving(made, tmp_path) as served:
         answer = await served.report(report(sequence=1, leader="leader-2"))

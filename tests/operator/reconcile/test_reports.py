@@ -16,15 +16,15 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire import run_reports as wire
 from keepstep.wire.member_reports import CERTIFICATES_PATH
 from keepstep.wire.run_reports import (
-    Alarm,
-    Doubt,
-    DoubtKind,
-    Drive,
-    Holder,
+    Advisory,
+    AdvisoryKind,
     KeptStep,
-    Record,
+    LeaderRecord,
+    LossOutcome,
+    NodeHoldings,
+    ReportedAlarm,
+    ReportedDrive,
     RunEvent,
-    Safe,
 )
 from keepstep_operator.reconcile.reports_api import bounded
 from tests.operator.apiserver import ApiServer, bound_to
@@ -183,15 +183,15 @@ def largest() -> wire.RunReport:
             for rank in range(wire.MOST_NODES)
         ),
         kept=(KeptStep(step=str(step_id), ranks=16384, tiers=tuple(Tier)),) * wire.MOST_KEPT,
-        safe=Safe(restart=step_id, node=step_id, pod=step_id, archived=step_id,
+        safe=LossOutcome(restart=step_id, node=step_id, pod=step_id, archived=step_id,
                   sole=(name,) * wire.MOST_SOLE),
-        alarms=(Alarm(kind="WorldChanged", text=text),) * wire.MOST_MESSAGES,
-        doubts=(Doubt(kind=DoubtKind.COMMIT_STALLED, text=text),) * wire.MOST_MESSAGES,
+        alarms=(ReportedAlarm(kind="WorldChanged", text=text),) * wire.MOST_MESSAGES,
+        doubts=(Advisory(kind=AdvisoryKind.COMMIT_STALLED, text=text),) * wire.MOST_MESSAGES,
         recent=(RunEvent(time="2026-11-27T10:00:00Z", type="FreshStart", message=text),)
         * wire.MOST_RECENT,
-        record=Record(
-            holders=(Holder(node=name, node_ranks="1234", step=10**15),) * wire.MOST_HOLDERS,
-            drives=(Drive(node_rank=1234, node=name, volume="nvme0", id="u" * 53),)
+        record=LeaderRecord(
+            holders=(NodeHoldings(node=name, node_ranks="1234", step=10**15),) * wire.MOST_HOLDERS,
+            drives=(ReportedDrive(node_rank=1234, node=name, volume="nvme0", id="u" * 53),)
             * wire.MOST_DRIVES,
         ),
     )  # fmt: skip

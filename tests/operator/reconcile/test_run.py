@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.steps import Epoch, EpochId
-from keepstep.wire.run_reports import MOST_RECENT, Holder, Record, RunEvent, utc
+from keepstep.wire.run_reports import MOST_RECENT, LeaderRecord, NodeHoldings, RunEvent, utc
 from keepstep_operator.api.cluster_objects import JobState
 from keepstep_operator.api.run_status import (
     CommittedStatus,
@@ -20,7 +20,7 @@ from keepstep_operator.api.run_status import (
 )
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import events
-from keepstep_operator.reconcile.leader_answer import Cluster, leader_pod, requested
+from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_pod, requested
 from keepstep_operator.reconcile.render import render
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
@@ -50,16 +50,16 @@ def test_a_report_that_was_overtaken_changes_nothing() -> None:
 
 
 def test_a_leader_that_begins_asks_for_the_record_and_does_not_change_it() -> None:
-    record = Record(restarts=3, holders=(Holder(node="node-7", node_ranks="1"),))
+    record = LeaderRecord(restarts=3, holders=(NodeHoldings(node="node-7", node_ranks="1"),))
     run = reported(begun(), report(record=record))
     again = reported(run, report(leader="leader-2", sequence=1))
     assert again.record == record
-    assert requested(again, Cluster()).record == record
+    assert requested(again, ClusterFacts()).record == record
     later = reported(
         again, report(leader="leader-2", sequence=2, record=replace(record, restarts=4))
     )
     assert later.record.restarts == 4
-    assert requested(later, Cluster()).record is None
+    assert requested(later, ClusterFacts()).record is None
 
 
 def test_a_commit_is_as_old_as_it_was_first_seen() -> None:
@@ -114,8 +114,10 @@ def test_a_policy_that_is_deleted_or_wrong_leaves_the_run_its_own() -> None:
 
 
 def test_what_an_earlier_process_wrote_is_taken_over() -> None:
-    old = reported(begun(), report(record=Record(restarts=2, lost_steps=30), recent=(RESTORED,)))
-    status = read_status(as_json(render(old, Cluster(), now=T0)))
+    old = reported(
+        begun(), report(record=LeaderRecord(restarts=2, lost_steps=30), recent=(RESTORED,))
+    )
+    status = read_status(as_json(render(old, ClusterFacts(), now=T0)))
     run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=status))
     assert (run.committed, run.recent, run.job) == (old.committed, old.recent, JOB)
     assert run.record == replace(old.record, counted="0001.aaaaaaaa")
@@ -130,7 +132,7 @@ def test_a_status_is_read_back_as_it_was_written() -> None:
         phase="Running",
         policy=PolicyStatus(name="default", generation=3, spec=spec),
         recent=(RESTORED,),
-        holders=(Holder(node="n", node_ranks="0-3", step=7),),
+        holders=(NodeHoldings(node="n", node_ranks="0-3", step=7),),
         watermarks={"local": str(step(100))},
     )
     body = as_json(status)
@@ -185,7 +187,7 @@ def _steps() -> st.SearchStrategy[Step]:
             leader=leader,
             sequence=sequence,
             settled=settled,
-            record=Record(restarts=restarts),
+            record=LeaderRecord(restarts=restarts),
             recent=(replace(RESTORED, time=utc(T0 + sequence)),),
         ),
         st.sampled_from(["a", "b"]),
@@ -226,13 +228,15 @@ def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
         assert [*run.recent] == sorted(run.recent, key=lambda event: event.time, reverse=True)
         leads = leader_pod(run)
         assert leads is None or (leads in members and leads.node_rank == 0)
-        request = requested(run, Cluster(complete=True))
+        request = requested(run, ClusterFacts(complete=True))
         assert {member.pod for member in request.members} == {
             member.uid for member in members if member.injected
         }
-        status = render(run, Cluster(), now=now)
+        status = render(run, ClusterFacts(), now=now)
         assert read_status(as_json(status)) == status
         written = replace(run, status=status)
-        assert render(written, Cluster(), now=now + 1) == status, "nothing changed but the time"
+        assert render(written, ClusterFacts(), now=now + 1) == status, (
+            "nothing changed but the time"
+        )
         assert not [*events(run, run)]
         assert all(event.message for event in events(before, run))

@@ -9,26 +9,32 @@ import pytest
 
 from keepstep.steps import Tier
 from keepstep.wire.run_reports import (
-    Alarm,
-    Doubt,
-    DoubtKind,
-    Holder,
+    Advisory,
+    AdvisoryKind,
     KeptStep,
-    Record,
+    LeaderRecord,
+    LossOutcome,
+    NodeHoldings,
+    ReportedAlarm,
     RunEvent,
-    Safe,
     SaveOverhead,
     utc,
 )
 from keepstep_operator.api.cluster_objects import Job, NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.run_status import CommittedStatus, RunStatus
-from keepstep_operator.api.tiers import Peers
+from keepstep_operator.api.tiers import PeerSpec
 from keepstep_operator.reconcile import checkpoints
 from keepstep_operator.reconcile import leader_answer as module
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.events import Event, bodies, events, policy_event, standing
-from keepstep_operator.reconcile.leader_answer import Cluster, requested
+from keepstep_operator.reconcile.events import (
+    KubernetesEvent,
+    bodies,
+    events,
+    policy_event,
+    standing,
+)
+from keepstep_operator.reconcile.leader_answer import ClusterFacts, requested
 from keepstep_operator.reconcile.render import policy_status, render
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
@@ -46,7 +52,7 @@ from tests.operator.reconcile.samples import (
 
 
 def shown(run: Run, **more: Any) -> RunStatus:
-    return render(run, more.pop("cluster", Cluster()), now=more.pop("now", T0))
+    return render(run, more.pop("cluster", ClusterFacts()), now=more.pop("now", T0))
 
 
 # --- the status ----------------------------------------------------------------------------------
@@ -57,7 +63,7 @@ def test_a_healthy_run_is_shown_in_its_columns() -> None:
         watermarks={Tier.MEMORY: step(101), Tier.LOCAL: step(100)},
         held_by=(Tier.LOCAL,),
         stall=SaveOverhead(skipped=1),
-        record=Record(restarts=2, lost_steps=7),
+        record=LeaderRecord(restarts=2, lost_steps=7),
     )
     status = shown(reported(begun(), run_report))
     assert (status.phase, status.world, status.nodes) == ("Running", 2, 2)
@@ -75,16 +81,26 @@ def test_a_healthy_run_is_shown_in_its_columns() -> None:
 @pytest.mark.parametrize(
     ("volumes", "labelled", "safe", "survives"),
     [
-        (VolumeKind.EMPTY_DIR, False, Safe(), "ContainerRestart"),
-        (VolumeKind.HOST_PATH, False, Safe(), "ContainerRestart,PodRestart"),
-        (VolumeKind.EMPTY_DIR, False, Safe(pod=step(90)), "ContainerRestart,PodRestart"),
-        (VolumeKind.EMPTY_DIR, True, Safe(node=step(90)), "ContainerRestart,PodRestart,NodeLoss"),
-        (VolumeKind.EMPTY_DIR, True, Safe(archived=step(90)), "ContainerRestart,JobRecreate"),
-        (VolumeKind.HOST_PATH, True, Safe(), "ContainerRestart,PodRestart,JobRecreate"),
+        (VolumeKind.EMPTY_DIR, False, LossOutcome(), "ContainerRestart"),
+        (VolumeKind.HOST_PATH, False, LossOutcome(), "ContainerRestart,PodRestart"),
+        (VolumeKind.EMPTY_DIR, False, LossOutcome(pod=step(90)), "ContainerRestart,PodRestart"),
+        (
+            VolumeKind.EMPTY_DIR,
+            True,
+            LossOutcome(node=step(90)),
+            "ContainerRestart,PodRestart,NodeLoss",
+        ),
+        (
+            VolumeKind.EMPTY_DIR,
+            True,
+            LossOutcome(archived=step(90)),
+            "ContainerRestart,JobRecreate",
+        ),
+        (VolumeKind.HOST_PATH, True, LossOutcome(), "ContainerRestart,PodRestart,JobRecreate"),
     ],
 )
 def test_a_run_survives_what_its_copies_outlive(
-    volumes: VolumeKind, labelled: bool, safe: Safe, survives: str
+    volumes: VolumeKind, labelled: bool, safe: LossOutcome, survives: str
 ) -> None:
     pods = [pod(rank, volumes=(volumes,), labelled=labelled) for rank in (0, 1)]
     assert shown(reported(begun(*pods), report(safe=safe))).survives_summary == survives
@@ -144,7 +160,7 @@ def test_a_transition_is_a_change_of_status_alone() -> None:
 def test_warnings_name_their_pods_and_come_once() -> None:
     slow = tuple(node(rank, warnings=("the drive is slow",)) for rank in (0, 1))
     pods = pod(0, warnings=("no metrics",)), pod(1, trouble="container x: CrashLoopBackOff")
-    alarm = Alarm(kind="WorldChanged", text="the world changed from 2 to 3")
+    alarm = ReportedAlarm(kind="WorldChanged", text="the world changed from 2 to 3")
     assert shown(reported(begun(*pods), report(nodes=slow, alarms=(alarm,)))).warnings == (
         "the world changed from 2 to 3",
         "pod gpt-worker-1: container x: CrashLoopBackOff",
@@ -185,8 +201,8 @@ def test_each_change_is_told_once() -> None:
     restored = RunEvent(time=utc(T0), type="Restored", message="restored step 90", step=90)
     started = replace(restored, type="FreshStart", time=utc(T0 + 1))
     alarm, doubt = (
-        Alarm(kind="TwoWriters", text="two"),
-        Doubt(kind=DoubtKind.COMMIT_STALLED, text="no"),
+        ReportedAlarm(kind="TwoWriters", text="two"),
+        Advisory(kind=AdvisoryKind.COMMIT_STALLED, text="no"),
     )
     run_report = report(recent=(started, restored), alarms=(alarm,), doubts=(doubt,))
     after = reported(run, run_report)
@@ -217,9 +233,9 @@ def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
 def test_what_holds_is_told_again_as_long_as_it_does() -> None:
     run = reported(
         begun(pod(0), pod(1), pod(2, injected=False)),
-        report(without_library="1", safe=Safe(sole=("node-0",))),
+        report(without_library="1", safe=LossOutcome(sole=("node-0",))),
     )
-    cluster = Cluster(nodes={"node-0": NodeRecord(name="node-0", cordoned=True)})
+    cluster = ClusterFacts(nodes={"node-0": NodeRecord(name="node-0", cordoned=True)})
     found = [(event.reason, event.topic) for event in standing(run, cluster, now=T0)]
     assert found == [
         ("NotInjected", "pod-2-1"),
@@ -229,7 +245,10 @@ def test_what_holds_is_told_again_as_long_as_it_does() -> None:
 
 
 def test_an_event_is_on_the_job_and_on_the_run() -> None:
-    run, event = begun(), Event(reason="Committed", message="step 5\x1b[31m", warning=False)
+    run, event = (
+        begun(),
+        KubernetesEvent(reason="Committed", message="step 5\x1b[31m", warning=False),
+    )
     made = [*bodies(event, KEY, job=run.job, run_uid="run-1", name="x", now=T0)]
     assert [event["regarding"]["kind"] for event in made] == ["PyTorchJob", "CheckpointRun"]
     assert [event["related"]["kind"] for event in made] == ["CheckpointRun", "PyTorchJob"]
@@ -283,7 +302,7 @@ def test_there_is_an_object_for_each_kept_step() -> None:
 
 def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
     known = {f"{KEY.name}-{step(10)}": ("archive",)}
-    assert checkpoints.changes(begun(), known) == checkpoints.Changes()
+    assert checkpoints.changes(begun(), known) == checkpoints.ObjectChanges()
     assert checkpoints.changes(reported(begun(), report(certain=False)), known).gone == ()
 
 
@@ -295,7 +314,7 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
         pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
     )
     run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), body)
-    request = requested(run, Cluster(complete=True), authorities="PEM")
+    request = requested(run, ClusterFacts(complete=True), authorities="PEM")
     assert [(member.node_rank, member.address, member.leaving) for member in request.members] == [
         (0, "10.0.0.1", False),
         (1, "10.0.0.2", True),
@@ -308,18 +327,21 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
 
 
 def test_zones_are_the_value_of_the_policy_s_key() -> None:
-    run = begun(known=policy(peers=Peers(topology_key="zone")))
+    run = begun(known=policy(peers=PeerSpec(topology_key="zone")))
     nodes = {"node-0": NodeRecord(name="node-0", labels={"zone": "a"})}
-    request = requested(run, Cluster(nodes=nodes))
+    request = requested(run, ClusterFacts(nodes=nodes))
     assert [member.domain for member in request.members] == ["a", "node-1"], (
         "one without a label is its own"
     )
 
 
 def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> None:
-    holders = (Holder(node="node-7", node_ranks="1"), Holder(node="node-9", node_ranks="2"))
-    run = reported(begun(), report(record=Record(holders=holders)))
-    cluster = Cluster(
+    holders = (
+        NodeHoldings(node="node-7", node_ranks="1"),
+        NodeHoldings(node="node-9", node_ranks="2"),
+    )
+    run = reported(begun(), report(record=LeaderRecord(holders=holders)))
+    cluster = ClusterFacts(
         nodes={"node-7": NodeRecord(name="node-7")},
         agents={"node-7": "10.0.0.7:26741", "node-8": "10.0.0.8:26741"},
         complete=True,
@@ -334,6 +356,6 @@ def test_a_run_with_more_pods_than_are_named_is_never_complete(
 ) -> None:
     """Otherwise its leader would take those that are not named for gone."""
     monkeypatch.setattr(module, "MOST_MEMBERS", 2)
-    assert requested(begun(pod(0), pod(1)), Cluster(complete=True)).complete
-    request = requested(begun(pod(0), pod(1), pod(2)), Cluster(complete=True))
+    assert requested(begun(pod(0), pod(1)), ClusterFacts(complete=True)).complete
+    request = requested(begun(pod(0), pod(1), pod(2)), ClusterFacts(complete=True))
     assert (len(request.members), request.complete) == (2, False)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from keepstep.image.control_page import Manifest
 from keepstep.steps import Answer, StepId, Tier, shard_name
-from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, Due, Key
+from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, DueShards, Key
 from keepstep_sidecar.tiers.source import FileSource, ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
-from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
+from keepstep_sidecar.volume.files import Filesystem, IoEngine, ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import LocalShard, read_manifest
 
 
@@ -50,7 +50,7 @@ class VaultTier(RemoteTier):
 
         @contextmanager
         def opened() -> Iterator[ShardFile]:
-            filesystem, engine = Filesystem(), Engine.BUFFERED
+            filesystem, engine = Filesystem(), IoEngine.BUFFERED
             with open_shard(path, filesystem=filesystem, engine=engine) as file:
                 yield file
 
@@ -62,9 +62,9 @@ class VaultTier(RemoteTier):
 
     # --- write -------------------------------------------------------------------------------
 
-    def _due(self) -> Due:
+    def _due(self) -> DueShards:
         local = self.facts.local()
-        return Due(shards=local.shards, owed=local.commits, settled=local.commits)
+        return DueShards(shards=local.shards, owed=local.commits, settled=local.commits)
 
     async def held(self, sent: Collection[Key]) -> set[Key]:
         found = await asyncio.to_thread(self._found)

@@ -42,7 +42,7 @@ the threads."""
 _PARALLEL_BYTES = 32 << 20
 
 
-class Move(NamedTuple):
+class MemoryMove(NamedTuple):
     """A copy of `bytes` bytes of plain memory from address `source` to address `target`."""
 
     target: int
@@ -50,7 +50,7 @@ class Move(NamedTuple):
     bytes: int
 
 
-class Copy(NamedTuple):
+class TensorCopy(NamedTuple):
     """A copy of one tensor into another of the same shape and dtype (strided, or on another
     device)."""
 
@@ -62,8 +62,8 @@ class Transfers(NamedTuple):
     """What to copy: plain moves, and copies that need torch. `holds`: what owns the memory from
     which the moves read."""
 
-    moves: Sequence[Move] = ()
-    copies: Sequence[Copy] = ()
+    moves: Sequence[MemoryMove] = ()
+    copies: Sequence[TensorCopy] = ()
     holds: object = None
 
 
@@ -102,7 +102,7 @@ def run(transfers: Transfers, *, threads: int = 1) -> None:
             copy.target.copy_(copy.source)
 
 
-def _check(moves: Sequence[Move], copies: Sequence[Copy]) -> None:
+def _check(moves: Sequence[MemoryMove], copies: Sequence[TensorCopy]) -> None:
     lost = any(move.bytes and not (move.target and move.source) for move in moves)
     if lost or not all(_can_copy(side) for copy in copies for side in (copy.target, copy.source)):
         raise KeepstepError("a tensor lost its memory before it was copied (its storage was freed)")
@@ -120,7 +120,7 @@ def default_threads() -> int:
     return min(4, len(os.sched_getaffinity(0)))
 
 
-def _run_parallel(moves: Sequence[Move], threads: int) -> None:
+def _run_parallel(moves: Sequence[MemoryMove], threads: int) -> None:
     pieces = iter(list(_pieces(moves)))
     lock = threading.Lock()
 
@@ -140,11 +140,11 @@ def _run_parallel(moves: Sequence[Move], threads: int) -> None:
         helper.join()
 
 
-def _pieces(moves: Sequence[Move]) -> Iterable[Move]:
+def _pieces(moves: Sequence[MemoryMove]) -> Iterable[MemoryMove]:
     for move in moves:
         for begin in range(0, move.bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, move.bytes - begin)
-            yield Move(move.target + begin, move.source + begin, size)
+            yield MemoryMove(move.target + begin, move.source + begin, size)
 
 
 # --- to a device ---------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ _Part = tuple[Tensor, int]
 """Bytes on a device, and the address from which they come."""
 
 
-def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
+def _bring(copies: Sequence[TensorCopy]) -> Sequence[TensorCopy]:
     """Make the copies of plain memory of the host into plain tensors of devices. Returns the copies
     that are left: the others, or all of them if they are few bytes or nothing can be pinned."""
-    here, plain = accelerator.here(), dict[torch.device, list[Copy]]()
+    here, plain = accelerator.here(), dict[torch.device, list[TensorCopy]]()
     for copy in copies:
         place = here.device_of(copy.target)
         if place is not None and _is_bytewise(copy):
@@ -189,13 +189,15 @@ def _bring(copies: Sequence[Copy]) -> Sequence[Copy]:
     return [copy for copy in copies if id(copy) not in brought]
 
 
-def _is_bytewise(copy: Copy) -> bool:
+def _is_bytewise(copy: TensorCopy) -> bool:
     target = copy.target
     same = target.dtype == copy.source.dtype and target.is_contiguous()
     return same and not target.is_conj() and not target.is_neg() and is_plain(copy.source)
 
 
-def _carry(copies: Sequence[Copy], place: torch.device, parts_of_memory: Sequence[Tensor]) -> None:
+def _carry(
+    copies: Sequence[TensorCopy], place: torch.device, parts_of_memory: Sequence[Tensor]
+) -> None:
     """Make these copies with one thread for each part of pinned memory."""
     here, lock, failures = accelerator.here(), threading.Lock(), list[BaseException]()
     loads = _loads(copies)
@@ -244,7 +246,7 @@ def _carry_alone(loads: Iterable[list[_Part]], memory: Tensor, stream: torch.Str
         stream.synchronize()
 
 
-def _loads(copies: Sequence[Copy]) -> Iterator[list[_Part]]:
+def _loads(copies: Sequence[TensorCopy]) -> Iterator[list[_Part]]:
     """The copies in parts, of which as many as go through a buffer at once."""
     load: list[_Part] = []
     size = 0
@@ -259,7 +261,7 @@ def _loads(copies: Sequence[Copy]) -> Iterator[list[_Part]]:
         yield load
 
 
-def _parts(copies: Sequence[Copy]) -> Iterator[_Part]:
+def _parts(copies: Sequence[TensorCopy]) -> Iterator[_Part]:
     for target, source in copies:
         flat, address = target.detach().reshape(-1).view(torch.uint8), source.data_ptr()
         for begin in range(0, flat.numel(), _BUFFER_BYTES):

@@ -25,7 +25,7 @@ _LINGER_ENV = "KEEPSTEP_LINGER"
 _COMMAND = f"{SAFE_PATH}; from keepstep_sidecar.cli.main import cli; cli(prog_name='keepstep')"
 
 
-class Keeper:
+class SidecarRestarter:
     """Restarts the sidecar of a script when it has died, as `keepstep run` does: at once, then less
     and less often. It blocks neither the thread that asks nor the training."""
 
@@ -105,13 +105,15 @@ def socket(directory: str | os.PathLike[str] | None, run: str | None = None) -> 
     return inherited if inherited or directory is None else _start(directory, run, os.environ)
 
 
-def keeper(directory: str | os.PathLike[str] | None, run: str | None = None) -> Keeper | None:
+def keeper(
+    directory: str | os.PathLike[str] | None, run: str | None = None
+) -> SidecarRestarter | None:
     """The keeper of the sidecar that `socket` started. None if another process looks after the
     sidecar: one that started it in another way, or the first rank of this machine."""
     provided = run is None and os.environ.get(SOCKET_ENV)
     if directory is None or provided or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    return Keeper(directory, run)
+    return SidecarRestarter(directory, run)
 
 
 def _start(

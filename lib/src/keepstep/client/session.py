@@ -1,10 +1,10 @@
 """A trainer's session with the sidecar: the lease, and calls from any thread. HTTP/1.1 + JSON over
 its unix socket, with the standard library only.
 
-A `Client` makes one call at a time on a connection that it keeps. A `Lease` is one response that
-never ends. The kernel closes it when this process dies in any way, and so the sidecar learns of the
-death. A forked child must not keep the descriptor: otherwise a data loader's worker would hold the
-lease of its dead parent.
+A `SidecarClient` makes one call at a time on a connection that it keeps. A `HeldLease` is one
+response that never ends. The kernel closes it when this process dies in any way, and so the sidecar
+learns of the death. A forked child must not keep the descriptor: otherwise a data loader's worker
+would hold the lease of its dead parent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from keepstep import processes, version
-from keepstep.client.embedded import Keeper
+from keepstep.client.embedded import SidecarRestarter
 from keepstep.errors import (
     NoMemoryError,
     NotDurableError,
@@ -40,7 +40,7 @@ from keepstep.wire.trainer import (
     LeaseRequest,
     Problem,
     ReleaseRequest,
-    UnseenRequest,
+    UnseenHugePagesRequest,
     Waited,
     WaitRequest,
     WarningRequest,
@@ -69,7 +69,7 @@ _ERRORS: dict[str, type[SidecarError]] = {"protocol": ProtocolError, "no-memory"
 # against this. Here it only wakes threads; the condition itself is on plain attributes.
 
 
-class Changes:
+class ThreadWaker:
     """Wakes the threads that wait for a condition on plain attributes."""
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class Changes:
             self._waiting.discard(bell)
 
 
-class Gate:
+class OneTimeEvent:
     """An event that is set once and stays set."""
 
     def __init__(self) -> None:
         self._open = False
-        self._changes = Changes()
+        self._changes = ThreadWaker()
 
     def is_set(self) -> bool:
         return self._open
@@ -172,7 +172,7 @@ def _problem(status: int, data: bytes) -> SidecarError:
     return _ERRORS.get(problem.code, SidecarError)(problem.message, code=problem.code)
 
 
-class Client:
+class SidecarClient:
     """One connection to the sidecar, for one thread at a time."""
 
     def __init__(self, path: str) -> None:
@@ -223,7 +223,7 @@ class Client:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-class Lease:
+class HeldLease:
     """The lease, held for the life of this process. `lost` is set once the sidecar is gone or the
     lease was closed."""
 
@@ -237,9 +237,9 @@ class Lease:
         timeout_s: float = 10.0,
     ) -> None:
         """Ask for the lease. `warn` gets what the sidecar has to tell this rank's user, from
-        another thread. Raises as `Client.call` does, with code `rank-taken` if another live trainer
-        holds this rank."""
-        self.lost = Gate()
+        another thread. Raises as `SidecarClient.call` does, with code `rank-taken` if another live
+        trainer holds this rank."""
+        self.lost = OneTimeEvent()
         self._on_lost = on_lost
         self._warn = warn
         connection = self._connection = UnixConnection(path, timeout_s)
@@ -280,7 +280,7 @@ class Lease:
                 self._warn(warning)
 
 
-_LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
+_LEASES: weakref.WeakSet[HeldLease] = weakref.WeakSet()
 
 
 def _forget_leases_in_child() -> None:
@@ -299,9 +299,9 @@ os.register_at_fork(after_in_child=_forget_leases_in_child)
 # --- a session -----------------------------------------------------------------------------------
 
 
-class Session:
+class SidecarSession:
     """The lease of one rank. `changed` rings when the lease is lost. `archive`: the sidecar has an
-    archive. `keeper`: restarts the sidecar, if no other process does. `warn`: see `Lease`."""
+    archive. `keeper`: restarts the sidecar, if no other process does. `warn`: see `HeldLease`."""
 
     def __init__(
         self,
@@ -309,8 +309,8 @@ class Session:
         *,
         rank: int,
         world: int,
-        changed: Changes,
-        keeper: Keeper | None = None,
+        changed: ThreadWaker,
+        keeper: SidecarRestarter | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.rank, self.path = rank, path
@@ -320,9 +320,9 @@ class Session:
         self._changed = changed
         self._keeper = keeper
         self._warn = warn
-        self._lease: Lease | None = None
+        self._lease: HeldLease | None = None
         self._ending = threading.RLock()
-        self._calls: set[Client] = set()
+        self._calls: set[SidecarClient] = set()
         self._interrupted = False
 
     @property
@@ -355,7 +355,7 @@ class Session:
             age_s=_age_s(),
         )
         try:
-            lease = Lease(
+            lease = HeldLease(
                 self.path, request, self._changed.ring, warn=self._warn, timeout_s=timeout_s
             )
         except SidecarAbsent as error:
@@ -373,7 +373,7 @@ class Session:
         directory = granted.huge_pages_dir
         if directory and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             with contextlib.suppress(SidecarError):  # asked again with the next lease
-                request = UnseenRequest(lease=granted.lease)
+                request = UnseenHugePagesRequest(lease=granted.lease)
                 self.call("/v1/unseen", request, dict, timeout_s=_UNSEEN_S)
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
@@ -402,8 +402,8 @@ class Session:
                 raise SidecarAbsent("the call was interrupted", code="absent")
 
     def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
-        """Make a call on a separate connection. Raises as `Client.call` does."""
-        with contextlib.closing(Client(self.path)) as client:
+        """Make a call on a separate connection. Raises as `SidecarClient.call` does."""
+        with contextlib.closing(SidecarClient(self.path)) as client:
             self._calls.add(client)
             try:
                 return client.call(route, message, kind, timeout_s=timeout_s)
@@ -519,7 +519,7 @@ def held_steps(path: str, *, timeout_s: float) -> set[int]:
     from keepstep.wire.status import Status  # rarely needed, and it would slow down every import
 
     deadline = time.monotonic() + timeout_s
-    with contextlib.closing(Client(path)) as client:
+    with contextlib.closing(SidecarClient(path)) as client:
         while not (status := client.get("/v1/status", Status)).scanned:
             if time.monotonic() >= deadline:
                 raise SidecarError(

@@ -120,7 +120,7 @@ class SlotMapping:
         return ControlPage.from_bytes(self.memory[self.layout.control_begin :])
 
 
-class Slot(NamedTuple):
+class GrantedSlot(NamedTuple):
     """A slot that the sidecar granted for filling, and its mapped memory. `base`: the memory of the
     base to which its image refers; None if it is whole."""
 

@@ -39,12 +39,14 @@ def report(error: BaseException) -> None:
     if not path or not isinstance(error, Exception):
         return
     with contextlib.suppress(Exception):
-        from keepstep.client.session import Client  # it would slow down every import of keepstep
+        from keepstep.client.session import (
+            SidecarClient,  # it would slow down every import of keepstep
+        )
         from keepstep.wire.trainer import UncaughtRequest
 
         reason = f"{type(error).__name__}: {error}"[:_REASON]
         request = UncaughtRequest(reason=reason, pid=os.getpid(), repeats=is_repeated(error))
-        with contextlib.closing(Client(path)) as client:
+        with contextlib.closing(SidecarClient(path)) as client:
             client.call("/v1/uncaught", request, dict, timeout_s=_WITHIN_S)
 
 

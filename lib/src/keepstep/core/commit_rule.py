@@ -96,7 +96,7 @@ class RankUnion:
         return [key for key, value in self._of.items() if value & ranks]
 
 
-class Holding:
+class HeldImages:
     """The images of one step at one place.
 
     `doubled`: ranks of which this one place has two different images. `written_at`: when the last
@@ -182,7 +182,7 @@ class Holding:
         has no digest."""
         return self._columns[0][_index(self.ranks, rank)] if self.ranks >> rank & 1 else 0
 
-    def equals(self, other: Holding) -> bool:
+    def equals(self, other: HeldImages) -> bool:
         """Whether the other one has images of the same ranks with the same digests, as a buddy
         has."""
         return self.ranks == other.ranks and self._columns[0] == other._columns[0]
@@ -220,7 +220,7 @@ def _index(ranks: int, rank: int) -> int:
     return (ranks & ((1 << rank) - 1)).bit_count()
 
 
-class Standing(StrEnum):
+class StepStanding(StrEnum):
     """`LIVE` and `ASIDE` may be restored, `LOST` where nothing else is whole; `LIVE` and `DEAD` may
     be retired."""
 
@@ -230,15 +230,15 @@ class Standing(StrEnum):
     DEAD = "dead"
 
 
-RESTORABLE = (Standing.LIVE, Standing.ASIDE)
+RESTORABLE = (StepStanding.LIVE, StepStanding.ASIDE)
 
 
-class Segment(NamedTuple):
+class EpochSegment(NamedTuple):
     """The steps of `epoch` up to and including `last` (None: all of them)."""
 
     epoch: EpochId
     last: int | None
-    standing: Standing
+    standing: StepStanding
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Lineage:
     if there is none.
     """
 
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[EpochSegment, ...] = ()
     lost_before: EpochId | None = None
     fresh: EpochId | None = None
 
@@ -258,18 +258,18 @@ class Lineage:
     def current(self) -> EpochId | None:
         return self.segments[0].epoch if self.segments else None
 
-    def standing(self, step_id: StepId) -> Standing:
+    def standing(self, step_id: StepId) -> StepStanding:
         segment = self._of_epoch.get(step_id.epoch)
         if segment is not None:
             within = segment.last is None or step_id.step <= segment.last
-            return segment.standing if within else Standing.DEAD
+            return segment.standing if within else StepStanding.DEAD
         if self.lost_before is not None and step_id.epoch < self.lost_before:
-            return Standing.LOST
+            return StepStanding.LOST
         beyond = self.current is None or step_id.epoch > self.current
-        return Standing.LIVE if beyond else Standing.DEAD
+        return StepStanding.LIVE if beyond else StepStanding.DEAD
 
     @cached_property
-    def _of_epoch(self) -> Mapping[EpochId, Segment]:
+    def _of_epoch(self) -> Mapping[EpochId, EpochSegment]:
         return {segment.epoch: segment for segment in self.segments}
 
     def restorable(self, step_id: StepId) -> bool:
@@ -288,11 +288,11 @@ def trace(
     if not known:
         return Lineage()
     oldest_seen, ordered = min(seen, default=None), list[EpochId]()
-    segments: list[Segment] = []
+    segments: list[EpochSegment] = []
     at, last = max(known), None
-    standing, fresh = Standing.LIVE, None
+    standing, fresh = StepStanding.LIVE, None
     while True:
-        segments.append(Segment(at, last, standing))
+        segments.append(EpochSegment(at, last, standing))
         if at not in recorded:
             return Lineage(tuple(segments), at, fresh)
         parent = recorded[at].parent
@@ -301,7 +301,7 @@ def trace(
         elif at in acknowledged or oldest_seen is None or oldest_seen >= at:
             return Lineage(tuple(segments), None, fresh)
         else:
-            standing, fresh = Standing.ASIDE, fresh or at
+            standing, fresh = StepStanding.ASIDE, fresh or at
             ordered = ordered or sorted(known)
             at, last = ordered[bisect_left(ordered, at) - 1], None
 
@@ -414,7 +414,7 @@ def _parts(ranks: int) -> set[int]:
     return {(rank + 1) // _PART for rank in bits(ranks)}
 
 
-class Tally:
+class StepCopies:
     """The copies of one step.
 
     `contested`: bitmap of the ranks of which two different images exist. `reach`: by (tier, world),
@@ -426,13 +426,13 @@ class Tally:
     __slots__ = ("_near", "contested", "copies", "known", "reach")
 
     def __init__(self) -> None:
-        self.copies: dict[Place, Holding] = {}
-        self._near: dict[int, dict[Place, Holding]] = {}
+        self.copies: dict[Place, HeldImages] = {}
+        self._near: dict[int, dict[Place, HeldImages]] = {}
         self.contested = 0
         self.known: dict[Tier, bool] = {}
         self.reach: dict[tuple[Tier, int], RankUnion] = {}
 
-    def add(self, held: Holding, ranks: int) -> None:
+    def add(self, held: HeldImages, ranks: int) -> None:
         """Images of these ranks were added to this copy."""
         self.copies[held.place] = held
         self._changed(held)
@@ -443,7 +443,7 @@ class Tally:
         else:  # what was there in its place may have had digests
             self._compare(ranks & self.contested)
 
-    def remove(self, held: Holding, ranks: int) -> None:
+    def remove(self, held: HeldImages, ranks: int) -> None:
         """Images of these ranks were removed from this copy."""
         if not held.ranks:
             del self.copies[held.place]
@@ -452,7 +452,7 @@ class Tally:
             self._near.get(part, {}).pop(held.place, None)
         self._compare(ranks & self.contested)
 
-    def _changed(self, held: Holding) -> None:
+    def _changed(self, held: HeldImages) -> None:
         self.known.clear()
         node_rank, tier, world = held.place
         union = self.reach.setdefault((tier, world), RankUnion())
@@ -524,8 +524,8 @@ class Completeness:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, Tier], dict[_Key, Holding]] = {}
-        self._of_step: dict[StepId, Tally] = {}
+        self._held: dict[tuple[int, Tier], dict[_Key, HeldImages]] = {}
+        self._of_step: dict[StepId, StepCopies] = {}
         self._steps: list[StepId] = []
         self._epochs_held: Counter[EpochId] = Counter()
         self._contested: set[StepId] = set()
@@ -582,7 +582,7 @@ class Completeness:
         is held, and the rank is `doubled`."""
         step_id, world = key
         here = self._held.setdefault((at, tier), {})
-        held = here.get(key) or Holding(step_id, (at, tier, world))
+        held = here.get(key) or HeldImages(step_id, (at, tier, world))
         changed = listed_before = 0
         for group, shards in listed:
             if not listed_before & group.bits:
@@ -595,7 +595,7 @@ class Completeness:
             return
         tally = self._of_step.get(step_id)
         if tally is None:
-            tally = self._of_step[step_id] = Tally()
+            tally = self._of_step[step_id] = StepCopies()
             insort(self._steps, step_id)
             self._epochs_held[step_id.epoch] += 1
         here[key] = held
@@ -616,7 +616,7 @@ class Completeness:
         self._merged.clear()
         self._in_memory.put(node_rank, self.held(node_rank, Tier.MEMORY))
 
-    def _take_out(self, held: Holding, ranks: int) -> None:
+    def _take_out(self, held: HeldImages, ranks: int) -> None:
         """Remove the images of these ranks from this copy."""
         leaving = held.ranks & ranks
         if not leaving:
@@ -629,7 +629,7 @@ class Completeness:
         tally.remove(held, leaving)
         self._note(held.id, tally)
 
-    def _note(self, step_id: StepId, tally: Tally) -> None:
+    def _note(self, step_id: StepId, tally: StepCopies) -> None:
         self.changed.add(step_id)
         if tally.contested:
             self._contested.add(step_id)
@@ -675,11 +675,11 @@ class Completeness:
         """Steps of which two different images of one rank exist, oldest first."""
         return sorted(self._contested)
 
-    def copies(self, step_id: StepId) -> Collection[Holding]:
+    def copies(self, step_id: StepId) -> Collection[HeldImages]:
         """Every copy of this step."""
         return self._tally(step_id).copies.values()
 
-    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, Holding]]:
+    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, HeldImages]]:
         """The steps that this node holds on this tier, each with its copies."""
         return ((held.id, held) for held in self._held.get((node_rank, tier), {}).values())
 
@@ -719,10 +719,10 @@ class Completeness:
         """Ranks of which two different images of this step exist."""
         return list(bits(self._tally(step_id).contested))
 
-    def _tally(self, step_id: StepId) -> Tally:
-        return self._of_step.get(step_id) or Tally()
+    def _tally(self, step_id: StepId) -> StepCopies:
+        return self._of_step.get(step_id) or StepCopies()
 
-    def coverage(self, step_id: StepId) -> Coverage | None:
+    def coverage(self, step_id: StepId) -> BoxSources | None:
         """What can be reached of the step.
 
         None if nobody can say, because there are two writers or two world sizes, or no copy at all.
@@ -783,7 +783,7 @@ class Completeness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coverage:
+class BoxSources:
     """Where the ranks of a step find their boxes.
 
     `found`: for each tier, nearest first, the bitmap of the ranks that find their boxes there. Each
@@ -829,7 +829,7 @@ class Coverage:
         return found
 
 
-def _spread(tally: Tally, *, world: int) -> Coverage:
+def _spread(tally: StepCopies, *, world: int) -> BoxSources:
     """Where each rank of the world finds its boxes."""
     everybody = (1 << world) - 1
     own = {tier: tally.ranks((tier,)) & everybody for tier in NEAREST_FIRST}
@@ -845,4 +845,4 @@ def _spread(tally: Tally, *, world: int) -> Coverage:
                 twins |= news
                 found[tier] |= news
     by_tier = tuple((tier, ranks) for tier, ranks in found.items() if ranks)
-    return Coverage(found=by_tier, twins=twins, world=world)
+    return BoxSources(found=by_tier, twins=twins, world=world)

@@ -20,7 +20,7 @@ from typing import Final
 from keepstep.steps import Epoch, EpochId, StepId, StrEnum, Tier
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """What an event tells, and what its fields mean. All events have `at` and `text`.
 
     STARTED: a sidecar of version `text` started.
@@ -61,7 +61,7 @@ RELEASED = "released"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
+class RestartCost:
     """What a restart cost a rank, as four spans of seconds, one after the other.
 
     They begin at `at` (unix seconds), when the rank's trainer ended. `detection_s`: until there was
@@ -81,7 +81,7 @@ class Restart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class HistoryEvent:
     """One event, at `at` (unix seconds). Where several things are one event, the last of them
     happened at `until`.
 
@@ -90,7 +90,7 @@ class Event:
     """
 
     sequence: int
-    kind: Kind
+    kind: EventKind
     at: float
     until: float
     rank: int | None = None
@@ -102,7 +102,7 @@ class Event:
     seconds: float = 0.0
     epoch: Epoch | None = None
     tier: Tier | None = None
-    restart: Restart | None = None
+    restart: RestartCost | None = None
     text: str = ""
 
 
@@ -185,7 +185,7 @@ Segment = tuple[int, int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class HistoryTotals:
     """The state of the fold: the result of the events so far. Times in unix seconds.
 
     `mark`: all time up to here is in a bucket. `segments`: steps that count, oldest first, so that
@@ -242,28 +242,28 @@ class Tally:
             interruptions=self.interruptions,
         )
 
-    def after(self, events: Iterable[Event]) -> Tally:
+    def after(self, events: Iterable[HistoryEvent]) -> HistoryTotals:
         """The tally with these events added. They must come after the events that are counted."""
         tally = self
         for event in events:
             tally = tally._after(event)
         return tally
 
-    def _after(self, event: Event) -> Tally:
+    def _after(self, event: HistoryEvent) -> HistoryTotals:
         match event.kind:
-            case Kind.CONNECTED:
+            case EventKind.CONNECTED:
                 return self._connected(event)
-            case Kind.ENDED | Kind.FAILED if self.epoch is not None:
+            case EventKind.ENDED | EventKind.FAILED if self.epoch is not None:
                 quiet = event.text == RELEASED and (self.ended is None or self.quiet)
                 first = event.at if self.ended is None else self.ended
                 return replace(self, ended=first, quiet=quiet)
-            case Kind.RESTORED:
+            case EventKind.RESTORED:
                 return self._restored(event)
-            case Kind.STAGED:
+            case EventKind.STAGED:
                 return self._staged(event)
         return self
 
-    def _connected(self, event: Event) -> Tally:
+    def _connected(self, event: HistoryEvent) -> HistoryTotals:
         began = event.at - max(0.0, event.seconds)
         if self.since is None:
             began = max(began, event.at - _FIRST_LIFE_S, 0.0)
@@ -272,7 +272,7 @@ class Tally:
 
     # --- restore -----------------------------------------------------------------------------
 
-    def _restored(self, event: Event) -> Tally:
+    def _restored(self, event: HistoryEvent) -> HistoryTotals:
         epoch = event.epoch
         if epoch is None or (self.epoch is not None and epoch.id < self.epoch):
             return self
@@ -300,7 +300,7 @@ class Tally:
             process=None,
         )
 
-    def _gap(self, event: Event) -> Tally:
+    def _gap(self, event: HistoryEvent) -> HistoryTotals:
         """Put all time since the mark, which led to this restore, into buckets."""
         since = self.since
         seconds = max(0.0, event.seconds)
@@ -316,7 +316,7 @@ class Tally:
 
     # --- steps -------------------------------------------------------------------------------
 
-    def _staged(self, event: Event) -> Tally:
+    def _staged(self, event: HistoryEvent) -> HistoryTotals:
         step_id = event.step
         if step_id is None or (self.epoch is not None and step_id.epoch < self.epoch):
             return self
@@ -337,7 +337,7 @@ class Tally:
         tally = alive._stepped(first, event.at if others else event.until, blocked_s)
         return tally._stepped(step_id.step, event.until, blocked_s * others)
 
-    def _stepped(self, step: int, at: float, blocked_s: float) -> Tally:
+    def _stepped(self, step: int, at: float, blocked_s: float) -> HistoryTotals:
         """The steps up to this one were done in the time from the mark to `at`."""
         if step <= self.step:
             return self
@@ -354,14 +354,14 @@ class Tally:
             badput=before.badput.plus(Badput(checkpoint_save=save_s)),
         )
 
-    def _settled(self, usual_s: float) -> Tally:
+    def _settled(self, usual_s: float) -> HistoryTotals:
         """Move the time by which the first steps took longer than usual to `program_startup`."""
         *others, (step, steps, seconds) = self.segments
         more = Badput(program_startup=max(0.0, seconds - steps * usual_s))
         left = (step, steps, seconds - more.program_startup)
         return replace(self, badput=self.badput.plus(more), segments=(*others, left))
 
-    def _paid(self, until: float, bucket: str) -> Tally:
+    def _paid(self, until: float, bucket: str) -> HistoryTotals:
         """Put the time from the mark to `until` into this bucket."""
         more = Badput(**{bucket: max(0.0, until - self.mark)})
         return replace(self, mark=max(until, self.mark), badput=self.badput.plus(more))

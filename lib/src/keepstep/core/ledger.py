@@ -20,11 +20,11 @@ from keepstep.core.commit_rule import (
     ALL_RANKS,
     NO_NODE,
     RESTORABLE,
+    BoxSources,
     Completeness,
-    Coverage,
     Lineage,
     RanksReport,
-    Standing,
+    StepStanding,
     at_least,
     bitmap,
     bits,
@@ -87,7 +87,7 @@ class FreshStartAcknowledged:
 
 
 @dataclass(frozen=True)
-class Gone:
+class ReportLost:
     """What this node reported of this rank (None: of all) is out of reach, until it reports
     again."""
 
@@ -95,7 +95,7 @@ class Gone:
     rank: int | None = None
 
 
-Event = Reported | EpochStarted | FreshStartAcknowledged | Gone
+Event = Reported | EpochStarted | FreshStartAcknowledged | ReportLost
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -151,12 +151,12 @@ class RestorePlan:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NothingToRestore:
     """Every rank and every tier said that there is nothing: begin at step 0."""
 
 
 @dataclass(frozen=True)
-class Unknown:
+class PlanUnknown:
     """There is no plan yet, or none is possible; `reason` says which. This is never a reason to
     begin at step 0.
 
@@ -195,7 +195,7 @@ def two_writers(copies: Completeness) -> Iterator[Alarm]:
         yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
-class Signatures:
+class ParameterDigests:
     """The digests of the parameters in the newest `kept` commits. They are remembered here because
     shards are retired."""
 
@@ -256,7 +256,7 @@ class Ledger(Completeness):
         self._sequences: dict[int, int] = {}
         self._announced: dict[Tier, tuple[StepId, ...]] = {}
         self._alarmed: set[Alarm] = set()
-        self._signatures = Signatures(kept=self.config.stale_after)
+        self._signatures = ParameterDigests(kept=self.config.stale_after)
         self._lineage = Lineage()
         self._traced: frozenset[EpochId] | None = None
         """The epochs of images for which the lineage was computed; None: compute it again."""
@@ -359,7 +359,7 @@ class Ledger(Completeness):
 
     def is_dead(self, step_id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
-        return self.lineage.standing(step_id) is Standing.DEAD
+        return self.lineage.standing(step_id) is StepStanding.DEAD
 
     def committed(self, tier: Tier) -> tuple[StepId, ...]:
         """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
@@ -399,7 +399,7 @@ class Ledger(Completeness):
     def _whole(self, *, world: int | None = None) -> Iterator[StepId]:
         """The steps of `whole`, newest first. If another number of ranks runs than saved the step,
         all of them put it together, so no twin stands in for a rank."""
-        for standings in (RESTORABLE, (Standing.LOST,)):
+        for standings in (RESTORABLE, (StepStanding.LOST,)):
             found = False
             for step_id in self._whole_of(standings, world):
                 found = True
@@ -407,7 +407,7 @@ class Ledger(Completeness):
             if found:
                 return
 
-    def _whole_of(self, standings: Collection[Standing], world: int | None) -> Iterator[StepId]:
+    def _whole_of(self, standings: Collection[StepStanding], world: int | None) -> Iterator[StepId]:
         lineage = self.lineage
         steps = [step_id for step_id in self.steps if lineage.standing(step_id) in standings]
         for place, step_id in reversed(list(enumerate(steps))):
@@ -428,7 +428,7 @@ class Ledger(Completeness):
                 ):
                     yield step_id
 
-    def _ends_search(self, step_id: StepId, newer: Coverage) -> bool:
+    def _ends_search(self, step_id: StepId, newer: BoxSources) -> bool:
         """Whether no older step than this one is nearby: it is complete, or the run was of another
         world then."""
         if self.complete(step_id, Tier.MEMORY):
@@ -474,11 +474,14 @@ class Ledger(Completeness):
         alive, gone = self._retired(tier, policy)
         if not alive:
             return ()
-        by_standing: dict[Standing, list[StepId]] = {standing: [] for standing in Standing}
+        by_standing: dict[StepStanding, list[StepId]] = {standing: [] for standing in StepStanding}
         for step_id in {*self.steps}.difference(self.committed(tier)):
             by_standing[self.lineage.standing(step_id)].append(step_id)
         others = left_behind(
-            alive, policy, dead=by_standing[Standing.DEAD], unfinished=by_standing[Standing.LIVE]
+            alive,
+            policy,
+            dead=by_standing[StepStanding.DEAD],
+            unfinished=by_standing[StepStanding.LIVE],
         )
         return tuple(sorted((*gone, *others))) if others else gone
 
@@ -490,14 +493,14 @@ class Ledger(Completeness):
         # times may be reported after images
         if known is None or known[0] != of or policy.every_s is not None:
             alive = [
-                step_id for step_id in of[0] if self._lineage.standing(step_id) is Standing.LIVE
+                step_id for step_id in of[0] if self._lineage.standing(step_id) is StepStanding.LIVE
             ]
             times = None if policy.every_s is None else self.written_at(alive)
             found = alive, retired(alive, policy, written_at=times) if alive else ()
             known = self._known_retired[tier] = of, found
         return known[1]
 
-    def plan(self, ranks: Collection[int]) -> RestorePlan | Nothing | Unknown:
+    def plan(self, ranks: Collection[int]) -> RestorePlan | NothingToRestore | PlanUnknown:
         """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
         found = self.next_step(ranks)
         if not isinstance(found, StepId):
@@ -506,18 +509,18 @@ class Ledger(Completeness):
         assert coverage is not None, "a step that is whole is covered"
         return RestorePlan(found, coverage.tiers, tuple(coverage.by_twins))
 
-    def next_step(self, ranks: Collection[int]) -> StepId | Nothing | Unknown:
+    def next_step(self, ranks: Collection[int]) -> StepId | NothingToRestore | PlanUnknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
         newest = self.restart_step(world=len(ranks))
         coverage = None if newest is None else self.coverage(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
-            return Unknown(f"no answer yet from {_places(waits_for)}", waits_for)
+            return PlanUnknown(f"no answer yet from {_places(waits_for)}", waits_for)
         return newest
 
     def _silent_before(
-        self, chosen: Coverage, ranks: Collection[int]
+        self, chosen: BoxSources, ranks: Collection[int]
     ) -> tuple[tuple[int, Tier], ...]:
         """(rank, tier) pairs that have not answered and may hold a newer step.
 
@@ -541,9 +544,9 @@ class Ledger(Completeness):
             and not self.out_of_reach(rank, tier)
         )
 
-    def _nothing(self, ranks: Collection[int]) -> Nothing | Unknown:
-        """`Nothing` (begin at step 0) needs NONE from every rank and every tier, and no image held
-        anywhere. Otherwise `Unknown`, with the reason."""
+    def _nothing(self, ranks: Collection[int]) -> NothingToRestore | PlanUnknown:
+        """`NothingToRestore` (begin at step 0) needs NONE from every rank and every tier, and no
+        image held anywhere. Otherwise `PlanUnknown`, with the reason."""
         answers = {
             (rank, tier): self.answer(rank, tier)
             for rank in sorted(ranks)
@@ -557,12 +560,12 @@ class Ledger(Completeness):
                     f"what {_places(silent)} had is out of reach, and without it no step is whole:"
                     f" {self._incomplete()}"
                 )
-            return Unknown(reason, silent)
+            return PlanUnknown(reason, silent)
         if self.steps:
-            return Unknown(f"steps were found, but none is complete: {self._incomplete()}")
+            return PlanUnknown(f"steps were found, but none is complete: {self._incomplete()}")
         if found := tuple(place for place, answer in answers.items() if answer is not Answer.NONE):
-            return Unknown(f"there is something that cannot be restored on {_places(found)}")
-        return Nothing()
+            return PlanUnknown(f"there is something that cannot be restored on {_places(found)}")
+        return NothingToRestore()
 
     def _incomplete(self) -> str:
         named = reversed(self.steps[-_STEPS_NAMED:])
@@ -571,9 +574,9 @@ class Ledger(Completeness):
     def why_unusable(self, step_id: StepId) -> str:
         """Why this step, of which at least one image is held, cannot be restored."""
         standing = self.lineage.standing(step_id)
-        if standing is Standing.DEAD:
+        if standing is StepStanding.DEAD:
             return "dead: a later epoch went on from before it"
-        if standing is Standing.LOST:
+        if standing is StepStanding.LOST:
             return "its successors are not known"
         if contested := self.contested(step_id):
             return f"two different images of rank {_named(contested)}"
@@ -643,7 +646,7 @@ class Ledger(Completeness):
         yield from sorted(fresh, key=lambda alarm: (alarm.kind, alarm.text))
 
 
-def _nearby(of: Coverage, complete: Coverage | None) -> bool:
+def _nearby(of: BoxSources, complete: BoxSources | None) -> bool:
     """Whether the ranks that have only a twin's image in `of` have their own images of the complete
     step nearby (not only in the archive), and both steps have the same world size."""
     near = tuple(tier for tier in Tier if not tier.shared)
@@ -665,7 +668,7 @@ def _places(places: Collection[tuple[int, Tier]]) -> str:
 # compare both.
 
 
-class Restart(StrEnum):
+class RestartOutcome(StrEnum):
     """What a restart does: go on from a step, begin because nothing was kept, begin again because
     what was kept is gone for good, or wait for what may come back."""
 
@@ -676,21 +679,21 @@ class Restart(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outlook:
+class RestartOutlook:
     """`step`: the step that the restart goes on from; for `BEGINS_AGAIN` and `WAITS`, the newest
     step of which anything is left."""
 
-    restart: Restart
+    restart: RestartOutcome
     step: StepId | None = None
 
 
-def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
+def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> RestartOutlook:
     """What a restart of `world` ranks would do now.
 
     `fleeting`: what is out of reach went with its pod or its drive, and the run may begin again.
     """
     if (step := ledger.restart_step(world=world or None)) is not None:
-        return Outlook(Restart.GOES_ON, step)
+        return RestartOutlook(RestartOutcome.GOES_ON, step)
     left = [
         (step_id, held)
         for step_id in ledger.steps
@@ -698,14 +701,14 @@ def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> Outlook:
         for held in ledger.copies(step_id)
     ]
     if not left:
-        return Outlook(Restart.BEGINS)
+        return RestartOutlook(RestartOutcome.BEGINS)
     newest = max(step_id for step_id, _ in left)
     if fleeting:
-        return Outlook(Restart.BEGINS_AGAIN, newest)
+        return RestartOutlook(RestartOutcome.BEGINS_AGAIN, newest)
     by_rank: dict[tuple[int, EpochId], set[int]] = {}
     for step_id, held in left:
         for rank in bits(held.ranks):
             by_rank.setdefault((rank, step_id.epoch), set()).add(step_id.step)
     same_world = all(held.place[2] == world for _, held in left)
     early = same_world and all(map(is_early, by_rank.values()))
-    return Outlook(Restart.BEGINS if early else Restart.WAITS, newest)
+    return RestartOutlook(RestartOutcome.BEGINS if early else RestartOutcome.WAITS, newest)

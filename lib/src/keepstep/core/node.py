@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from keepstep.core.commit_rule import RankReport, Standing, of_ranks
+from keepstep.core.commit_rule import RankReport, StepStanding, of_ranks
 from keepstep.core.ledger import (
     Alarm,
     Committed,
@@ -44,27 +44,34 @@ from keepstep.core.retention import (
     hopeless,
     unwatched,
 )
-from keepstep.core.schedule import Grid, Interval, Pacing, PersistCounts, PersistPlanner, Write
-from keepstep.core.slot_table import Memory, SlotTable, newest_common, steps_to_protect
+from keepstep.core.schedule import (
+    Pacing,
+    PersistCounts,
+    PersistInterval,
+    PersistPlanner,
+    StepGrid,
+    Write,
+)
+from keepstep.core.slot_table import RankMemory, SlotTable, newest_common, steps_to_protect
 from keepstep.steps import IN_POD, Epoch, StepId, Tier, transitions
 
 STEP = transitions("""
 absent                  | Sealed                                | staged    | Node._plan
-absent, staged, durable | Serves, Settled, Sealed, EpochStarted | writing   | Node._begin
-absent, staged, durable | Overwritten, Wrote, Died, Flush       | writing   | Node._begin
-writing                 | Wrote                                 | durable   | Node._wrote
+absent, staged, durable | RanksServed, ImagesSettled, Sealed, EpochStarted | writing   | Node._begin
+absent, staged, durable | Overwritten, WriteEnded, TrainerDied, Flush | writing   | Node._begin
+writing                 | WriteEnded                            | durable   | Node._wrote
 any                     | Listed, Reported, LastReply, EpochStarted | committed | Node.commits
 any                     | Listed                                | published | Node._report
 durable, committed      | Listed, Reported, LastReply, EpochStarted | retiring  | Node._conclude
 published               | Listed, Reported, LastReply, EpochStarted | retiring  | Node._conclude
 absent, staged          | Listed                                | retiring  | Node._conclude
-durable, committed      | Full                                  | retiring  | Node._least_valuable
-published               | Full                                  | retiring  | Node._least_valuable
+durable, committed      | VolumeFull                            | retiring  | Node._least_valuable
+published               | VolumeFull                            | retiring  | Node._least_valuable
 any                     | Listed                                | absent, staged | Node._report
 any                     | Listed                                | durable   | Node._report
 committed               | Reported, LastReply, EpochStarted     | durable   | Node.commits
-writing                 | Wrote                                 | committed, published | Node._wrote
-writing                 | Wrote                                 | absent, staged | Node._wrote
+writing                 | WriteEnded                            | committed, published | Node._wrote
+writing                 | WriteEnded                            | absent, staged | Node._wrote
 staged                  | Overwritten, EpochStarted             | absent    | SlotTable.assign
 any                     | Reading                               | any       | Node.must_stay
 any                     | Scanned                               | any       | Node._never_whole
@@ -79,7 +86,7 @@ LEAST_SLOTS = 2
 """With at most this many slots per rank, every due staged step waits until it is persisted."""
 
 
-class Slots(Protocol):
+class RankSlotTables(Protocol):
     """The slots of one rank.
 
     `settled`: the rank's trainer has said which slots it holds, or the rank has no trainer. Until
@@ -96,7 +103,7 @@ class Slots(Protocol):
 
 
 @dataclass(frozen=True)
-class Serves:
+class RanksServed:
     """The ranks of this machine. Each has at least `slots` slots. Not before the first `Listed`."""
 
     ranks: frozenset[int]
@@ -104,7 +111,7 @@ class Serves:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ImagesSettled:
     """It is now known which images of this rank stay, so they may be written."""
 
     rank: int
@@ -127,7 +134,7 @@ class Overwritten:
 
 
 @dataclass(frozen=True)
-class Wrote:
+class WriteEnded:
     """A `Write` ended. Not `ok`: it failed and is not tried again. Otherwise `size_bytes` were
     written in `seconds` to `drive`."""
 
@@ -140,7 +147,7 @@ class Wrote:
 
 
 @dataclass(frozen=True)
-class Died:
+class TrainerDied:
     """The rank's trainer has ended. The images that it sealed stay."""
 
     rank: int
@@ -201,7 +208,7 @@ class LastReply:
 
 
 @dataclass(frozen=True)
-class Full:
+class VolumeFull:
     """A volume has no room for a shard. `missing_bytes` are missing; `sizes`: bytes that each step
     takes there now."""
 
@@ -210,8 +217,8 @@ class Full:
 
 
 Event = (
-    Serves | Settled | Sealed | Overwritten | Wrote | Died | Flush
-    | Scanned | Reading | Listed | Reported | EpochStarted | LastReply | Full
+    RanksServed | ImagesSettled | Sealed | Overwritten | WriteEnded | TrainerDied | Flush
+    | Scanned | Reading | Listed | Reported | EpochStarted | LastReply | VolumeFull
 )  # fmt: skip
 
 
@@ -234,8 +241,8 @@ class Retire:
     ranks: tuple[int, ...]
 
 
-Action = Write | Publish | Retire | Committed | Alarm | Interval
-"""An `Interval`: from now on, steps are persisted so far apart."""
+Action = Write | Publish | Retire | Committed | Alarm | PersistInterval
+"""A `PersistInterval`: from now on, steps are persisted so far apart."""
 
 
 # --- the node ------------------------------------------------------------------------------------
@@ -289,9 +296,9 @@ class Node:
 
     def __init__(
         self,
-        slots: Mapping[int, Slots],
+        slots: Mapping[int, RankSlotTables],
         *,
-        grid: Grid,
+        grid: StepGrid,
         tiers: tuple[Tier, ...] = IN_POD,
         keep: Retention | None = None,
         alone: bool = False,
@@ -318,7 +325,7 @@ class Node:
         self.deferred: tuple[StepId, ...] = ()
         """Steps that would have been retired if they were not being written or used."""
         self._slots = slots
-        self._serves = Serves(frozenset(), 0)
+        self._serves = RanksServed(frozenset(), 0)
         self._reads: Counter[StepId] = Counter()
         self._in_use = in_use
         self._epochs = epochs
@@ -352,11 +359,11 @@ class Node:
                 self._reads[step_id] += 1 if begins else -1
                 self._reads += Counter()  # keeps only those that are still read
                 return ()
-            case Full():
+            case VolumeFull():
                 doomed = self._least_valuable(event)
                 self.short = self.short or not self.surplus.issuperset(doomed)
                 return tuple(map(self._retire, doomed))
-            case Wrote():
+            case WriteEnded():
                 return (*self._begin(self._plan(event)), *self._pace(event))
             case _:
                 if self.pacing is not None and isinstance(event, Sealed):
@@ -451,13 +458,13 @@ class Node:
         """Steps that every rank here holds in memory or has written, oldest first."""
         return self.planner.common()
 
-    def _memories(self) -> list[Memory]:
+    def _memories(self) -> list[RankMemory]:
         """Of the ranks here that have slots."""
         tables = {
             rank: self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()
         }
         return [
-            Memory(
+            RankMemory(
                 frozenset(step_id for table in found for step_id in table.sealed()),
                 rank in self._ended,
             )
@@ -482,12 +489,19 @@ class Node:
     # --- writing -------------------------------------------------------------------------
 
     def _plan(
-        self, event: Serves | Settled | Sealed | Overwritten | Wrote | Died | Flush
+        self,
+        event: RanksServed
+        | ImagesSettled
+        | Sealed
+        | Overwritten
+        | WriteEnded
+        | TrainerDied
+        | Flush,
     ) -> Iterable[Write]:
         match event:
-            case Serves():
+            case RanksServed():
                 return self._serve(event)
-            case Settled(rank):
+            case ImagesSettled(rank):
                 self._ended.discard(rank)
                 self._protect()
                 return self._settle(rank)
@@ -497,9 +511,9 @@ class Node:
                 return self.planner.sealed(rank, step_id) if self._may_write(step_id) else ()
             case Overwritten(rank, step_id):
                 return self.planner.overwritten(rank, step_id)
-            case Wrote(rank, step_id, ok):
+            case WriteEnded(rank, step_id, ok):
                 return self._wrote(rank, step_id, ok=ok)
-            case Died(rank):
+            case TrainerDied(rank):
                 self._ended.add(rank)
                 self._protect()
                 return self.planner.gone(rank)
@@ -511,7 +525,7 @@ class Node:
                         self.planner.retry(rank, self._writable(rank))
                 return self.planner.flush(ids, newest=newest)
 
-    def _serve(self, serves: Serves) -> Iterator[Write]:
+    def _serve(self, serves: RanksServed) -> Iterator[Write]:
         """When the ranks changed, make a new planner and tell it what they hold."""
         waits, waited = serves.slots <= LEAST_SLOTS, self._serves.slots <= LEAST_SLOTS
         if (serves.ranks, waits) == (self._serves.ranks, waited):
@@ -550,7 +564,7 @@ class Node:
             self._grown = True
         return self.planner.written(rank, step_id, ok=ok)
 
-    def _pace(self, wrote: Wrote) -> tuple[Interval, ...]:
+    def _pace(self, wrote: WriteEnded) -> tuple[PersistInterval, ...]:
         """Learn from the write. If the step is durable now, choose the interval to the next one."""
         if (pacing := self.pacing) is None:
             return ()
@@ -710,10 +724,12 @@ class Node:
     def _live(self, here: Iterable[StepId]) -> list[StepId]:
         """Those of these steps that are live: the newest epoch goes on from them."""
         return [
-            step_id for step_id in here if self.ledger.lineage.standing(step_id) is Standing.LIVE
+            step_id
+            for step_id in here
+            if self.ledger.lineage.standing(step_id) is StepStanding.LIVE
         ]
 
-    def _least_valuable(self, full: Full) -> tuple[StepId, ...]:
+    def _least_valuable(self, full: VolumeFull) -> tuple[StepId, ...]:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
 
         The ledger says which steps may go. If it names none and there are other machines, the last

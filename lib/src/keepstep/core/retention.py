@@ -52,7 +52,7 @@ class Retention:
         return f"the newest {self.last}{beside}"
 
 
-class Rule(NamedTuple):
+class DeletionRule(NamedTuple):
     """`by`: the function of this module that names what goes."""
 
     by: str
@@ -62,34 +62,38 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("retired", "local, archive", "always", "live commits that the policy does not keep"),
-    Rule(
+    DeletionRule(
+        "retired", "local, archive", "always", "live commits that the policy does not keep",
+    ),
+    DeletionRule(
         "left_behind", "local, archive", "a newer live commit is there",
         "dead steps; incomplete steps that are older than those the policy keeps as the last ones,"
         " in the archive an hour after their last file came",
     ),
-    Rule(
+    DeletionRule(
         "hopeless", "local", "a machine that is alone",
         "steps that no rank can complete; the newest 4 stay",
     ),
-    Rule(
+    DeletionRule(
         "dismissed", "local", "the leader says so",
         "steps older than the last known commit",
     ),
-    Rule(
+    DeletionRule(
         "unwatched", "local", "the leader is silent",
         "steps between the last known commit and the newest 2; on a full volume also older ones",
     ),
-    Rule(
+    DeletionRule(
         "evicted", "local", "a volume is full",
         "the fewest: incomplete, dead, not kept by the policy, kept beside the last ones, the last"
         " ones, the newest proven step; each time the oldest first",
     ),
-    Rule(
+    DeletionRule(
         "superseded", "peer", "the sender names what it still needs",
         "copies that it does not need and that are older than a needed, committed copy of the rank",
     ),
-    Rule("crowded_out", "peer", "a volume is full", "copies but each rank's newest committed one"),
+    DeletionRule(
+        "crowded_out", "peer", "a volume is full", "copies but each rank's newest committed one",
+    ),
 )  # fmt: skip
 """Every rule by which anything of a step is deleted. docs/protocol.md shows this table."""
 

@@ -1,6 +1,6 @@
 """Which steps are written, and when.
 
-A `Grid` says which steps are due: a pure function of the step, so that all ranks pick the same
+A `StepGrid` says which steps are due: a pure function of the step, so that all ranks pick the same
 ones. It contains every multiple of base x 2^k. The grid of a smaller k contains all points of the
 grid of a larger k. So ranks that learn of a change of k at different times still have due steps in
 common. A change carries the step from which it holds, which lies ahead of every rank. How long the
@@ -74,7 +74,7 @@ flapping."""
 
 
 @dataclass(frozen=True)
-class Grid:
+class StepGrid:
     """The due steps: multiples of base x 2^k, and, for any k, multiples of each of `milestones`.
 
     `changes`: (from_step, k), ascending; k is 0 before the first change.
@@ -105,17 +105,17 @@ class Grid:
     def due(self, step: int) -> bool:
         return any(step % steps == 0 for steps in (self.interval(step), *self.milestones))
 
-    def coarsen(self, after: int) -> Grid:
+    def coarsen(self, after: int) -> StepGrid:
         """A grid with half as many due steps, from the first point of the new grid after
         `after`."""
         return self._changed(after, +1)
 
-    def refine(self, after: int) -> Grid:
+    def refine(self, after: int) -> StepGrid:
         """A grid with twice as many due steps, from the first point of the *old* grid after
         `after`."""
         return self._changed(after, -1)
 
-    def _changed(self, after: int, by: int) -> Grid:
+    def _changed(self, after: int, by: int) -> StepGrid:
         last = self.changes[-1][1] if self.changes else 0
         k = min(max(last + by, 0), MAX_EXPONENT)
         if k == last:
@@ -152,7 +152,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class NodeMeasurements:
     """What was measured on one node, in seconds and bytes. None: unknown, or no such bound.
 
     `write_s`: how long the busiest drive writes one step. `image_bytes`: what all drives write of
@@ -172,7 +172,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Interval:
+class PersistInterval:
     """Persist every `steps` steps (base x 2^k). `limit`: the name of the limit that decided.
     `bounds`: the interval in seconds that each limit asks for."""
 
@@ -181,7 +181,9 @@ class Interval:
     bounds: dict[str, float]
 
 
-def auto_interval(measured: Measured, *, base: int = 1, current: int = 0) -> Interval:
+def auto_interval(
+    measured: NodeMeasurements, *, base: int = 1, current: int = 0
+) -> PersistInterval:
     """The shortest interval that the hardware allows and that the failure rate does not make
     wasteful.
 
@@ -210,7 +212,7 @@ def auto_interval(measured: Measured, *, base: int = 1, current: int = 0) -> Int
         slow = (bound for name, bound in bounds.items() if name not in ("step", "write"))
         kept = _exponent(max(slow, default=0.0) / _LIMITS_TAKEN / grid_s)
         k = max(k, min(kept, _exponent(current / base)))
-    return Interval(base << k, limit, bounds)
+    return PersistInterval(base << k, limit, bounds)
 
 
 def _exponent(intervals: float) -> int:
@@ -252,8 +254,8 @@ class Pacing:
         its drives, too."""
         self.base = base
         self.drive_bytes: int | None = None
-        self.measured: Measured | None = None
-        self.interval: Interval | None = None
+        self.measured: NodeMeasurements | None = None
+        self.interval: PersistInterval | None = None
         self._writes_per_day = drive_writes_per_day
         self._images = 1 + copies
         self._asked = 0
@@ -291,7 +293,7 @@ class Pacing:
         """A rank's image of this step is durable."""
         self._written.setdefault(step_id, []).append((drive, seconds, size_bytes))
 
-    def durable(self, step_id: StepId, epochs: Iterable[Epoch]) -> Interval | None:
+    def durable(self, step_id: StepId, epochs: Iterable[Epoch]) -> PersistInterval | None:
         """All ranks of this node wrote this step. Returns the interval from now on; None: too few
         samples yet."""
         if written := self._written.get(step_id):
@@ -308,7 +310,7 @@ class Pacing:
         failures, steps = failures_seen(epochs, newest)
         lost_s = self._stall_s(max(median(self._steps), write_s / max(step_s, 1e-9)))
         self._stall = self._stall if lost_s is None else lost_s
-        self.measured = Measured(
+        self.measured = NodeMeasurements(
             step_s=step_s,
             write_s=write_s,
             image_bytes=int(median(size for _, size in self._writes)) * self._images,
@@ -413,7 +415,7 @@ class PersistPlanner:
     other nodes change nothing.
     """
 
-    def __init__(self, ranks: Iterable[int], grid: Grid, *, slots: int = 4) -> None:
+    def __init__(self, ranks: Iterable[int], grid: StepGrid, *, slots: int = 4) -> None:
         self._ranks = {rank: _Rank() for rank in ranks}
         self._every = slots <= 2
         self._pending: set[StepId] = set()

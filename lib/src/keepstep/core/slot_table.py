@@ -47,7 +47,7 @@ class SlotState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Slot:
+class SlotRow:
     """One slot. `id`: the step whose image it holds when sealed, or *still* holds when assigned or
     loading.
 
@@ -71,7 +71,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """What one rank holds. `ended`: its trainer is gone and seals nothing more."""
 
     held: frozenset[StepId]
@@ -82,13 +82,13 @@ class Memory:
         return step_id in self.held or not (self.ended or any(step_id < held for held in self.held))
 
 
-def newest_common(ranks: Sequence[Memory]) -> StepId | None:
+def newest_common(ranks: Sequence[RankMemory]) -> StepId | None:
     """The newest step that every rank holds."""
     each = [rank.held for rank in ranks]
     return max(frozenset.intersection(*each), default=None) if each else None
 
 
-def steps_to_protect(ranks: Sequence[Memory]) -> frozenset[StepId]:
+def steps_to_protect(ranks: Sequence[RankMemory]) -> frozenset[StepId]:
     """What to `protect`: the newest step that all ranks hold, and newer ones that all may come to
     hold.
 
@@ -106,14 +106,14 @@ class SlotTable:
     """The slots of one rank and one layout. A slot is named by its index."""
 
     def __init__(self, count: int) -> None:
-        self._slots = [Slot() for _ in range(count)]
+        self._slots = [SlotRow() for _ in range(count)]
         self._protected: frozenset[StepId] = frozenset()
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[SlotRow, ...]:
         return tuple(self._slots)
 
     @property
@@ -123,14 +123,14 @@ class SlotTable:
 
     def add(self) -> int:
         """Add an empty slot (slots are created in the background). Returns its index."""
-        self._slots.append(Slot())
+        self._slots.append(SlotRow())
         return len(self._slots) - 1
 
     def remove(self, index: int) -> None:
         """Mark this slot as removed. Raises ValueError if it is pinned."""
         if self._slots[index].pinned:
             raise ValueError(f"slot {index} is pinned: a reader has {self._slots[index].id}")
-        self._slots[index] = Slot(SlotState.REMOVED)
+        self._slots[index] = SlotRow(SlotState.REMOVED)
 
     # --- filling -------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class SlotTable:
         unless the slot is empty."""
         if self._slots[index].state is not SlotState.EMPTY:
             raise ValueError(f"slot {index} is {self._slots[index].state}, not empty")
-        self._slots[index] = Slot(SlotState.SEALED, step_id)
+        self._slots[index] = SlotRow(SlotState.SEALED, step_id)
 
     def reserve(self, expendable: Container[StepId] = frozenset()) -> int | None:
         """A slot to load an image into without destroying a candidate, or None. `seal` it later.
@@ -245,7 +245,7 @@ class SlotTable:
 
     # --- inside --------------------------------------------------------------------------
 
-    def _with(self, state: SlotState) -> list[tuple[int, Slot]]:
+    def _with(self, state: SlotState) -> list[tuple[int, SlotRow]]:
         return [(i, slot) for i, slot in enumerate(self._slots) if slot.state is state]
 
     def _free(self) -> list[int]:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.core.commit_rule import Lineage, Standing, is_full, trace
+from keepstep.core.commit_rule import Lineage, StepStanding, is_full, trace
 from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.core.suspicion import Failure, SuspectSteps
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
@@ -153,7 +153,7 @@ all machines of a run begin at once, one may be asked before it serves."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class VoteFacts:
     """What a sidecar knows when one of its ranks wants to vote.
 
     Times are of the caller's clock, `NEVER` for an event that has not happened.
@@ -204,7 +204,7 @@ class Wait:
     ask: bool = False
 
 
-def readiness(now: float, view: View, began: float) -> Ready | Wait:
+def readiness(now: float, view: VoteFacts, began: float) -> Ready | Wait:
     """Whether a vote that began at `began` may be cast now."""
     if view.scanned_at == NEVER:
         return Wait(NEVER, "the volumes are still being scanned")
@@ -217,7 +217,7 @@ def readiness(now: float, view: View, began: float) -> Ready | Wait:
     return next((wait for wait in _waits(view, answered) if now < wait.until), Ready())
 
 
-def _waits(view: View, answered: float) -> list[Wait]:
+def _waits(view: VoteFacts, answered: float) -> list[Wait]:
     """Everything that this vote waits for, each with its own deadline. `answered`: when it was
     known what this machine has and what the leader says."""
     named, latest = max(answered, view.named_at), answered + START_S
@@ -345,7 +345,7 @@ def choose(
             suspects=tuple(sorted(step_id for step_id in common - left if step_id > chosen)),
             lent=lent,
             lenders=_lenders(votes, chosen, taken) if any(lent) else (),
-            unsure=limit is None and lineage.standing(chosen) is Standing.LOST,
+            unsure=limit is None and lineage.standing(chosen) is StepStanding.LOST,
         )
     if limit is not None:
         raise _rollback_error(votes, excluded, limit, exact=exact)
@@ -466,7 +466,7 @@ def _lend(
                 shown.setdefault(offer.id, []).append(offer)
     missing = [step_id for step_id in shown if any(step_id not in each for each in ways)]
     for step_id in missing:
-        dead = lineage.standing(step_id) is Standing.DEAD
+        dead = lineage.standing(step_id) is StepStanding.DEAD
         if dead or (world := _covered(shown[step_id])) is None:
             continue
         tier = max((offer.tier for offer in shown[step_id]), key=NEAREST_FIRST.index)

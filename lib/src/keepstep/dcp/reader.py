@@ -39,9 +39,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from keepstep.client.session import Session, restore_timeout_s
+from keepstep.client.session import SidecarSession, restore_timeout_s
 from keepstep.dcp import session as sessions
-from keepstep.dcp.session import KeyPath, LoadBallot, Tree, choose, group_place, names_step, step_of
+from keepstep.dcp.session import (
+    ImageTree,
+    KeyPath,
+    LoadBallot,
+    choose,
+    group_place,
+    names_step,
+    step_of,
+)
 from keepstep.directory import open_regular
 from keepstep.errors import (
     CoverageError,
@@ -61,16 +69,16 @@ from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.restore.fill_plan import (
     Box,
-    Index,
+    FillPlan,
+    ImageIndex,
     IndexBuilder,
     Piece,
-    Plan,
-    Saved,
+    SavedTensor,
     TensorRequest,
     byte_range,
     make,
 )
-from keepstep.restore.images import Images, W, fill, map_image
+from keepstep.restore.images import StepImages, W, fill, map_image
 from keepstep.state.leaves import DTYPE_OF
 from keepstep.steps import NEAREST_FIRST, StepId, Tier, base_name, shard_name
 
@@ -81,8 +89,8 @@ _STOCK = ".metadata"
 _THREADS = 4
 
 
-class Folder:
-    """One committed step, as `Images` of its shards. Read only what `verify` has
+class StepFolder:
+    """One committed step, as `StepImages` of its shards. Read only what `verify` has
     verified."""
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +128,7 @@ class Folder:
         builder = IndexBuilder(len(images))
         for manifest in self._manifests.values():
             builder.add(manifest.layout)
-        self.index: Index = builder.build()
+        self.index: ImageIndex = builder.build()
 
     @property
     def nearness(self) -> list[int]:
@@ -258,7 +266,9 @@ class StepReader:
     """One step, for one load of one rank. `where`: for messages. `foreign`: a `Checkpointer` saved
     the step, so it has no values that DCP could load."""
 
-    def __init__(self, images: Images | Folder, step_id: StepId, *, where: str, rank: int) -> None:
+    def __init__(
+        self, images: StepImages | StepFolder, step_id: StepId, *, where: str, rank: int
+    ) -> None:
         """Choose the boxes to read.
 
         Of equal boxes, those of the nearest image are taken. Among equally near ones, each rank
@@ -267,10 +277,10 @@ class StepReader:
         """
         self.id, self.where = step_id, where
         self._images = images
-        self._index: Index = images.index
+        self._index: ImageIndex = images.index
         self._values: dict[int, dict[str, bytes]] = {}
         ranks = (index for index in range(self._index.world) if index not in self._index.absent)
-        trees = {rank: Tree.parse(images.skeleton(rank)) for rank in ranks}
+        trees = {rank: ImageTree.parse(images.skeleton(rank)) for rank in ranks}
         self.foreign = all(tree.foreign for tree in trees.values())
         self._paths: dict[str, KeyPath] | None = None
         self._holders: dict[str, int] = {}
@@ -351,21 +361,21 @@ class StepReader:
             raise FormatError(f"no value {index.fqn}", path=self.where)
         return self._holders[index.fqn]
 
-    def _saved(self, name: str) -> Saved:
+    def _saved(self, name: str) -> SavedTensor:
         saved = self._index.find(name)
         if saved is None:
             raise FormatError(f"no tensor {name}", path=self.where)
         return saved
 
     @classmethod
-    def reach(cls, link: Session, step_id: StepId, *, timeout_s: float) -> StepReader:
+    def reach(cls, link: SidecarSession, step_id: StepId, *, timeout_s: float) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
-        images = Images.find(link, step_id, timeout_s, every=True)
+        images = StepImages.find(link, step_id, timeout_s, every=True)
         return cls(images, step_id, where=f"step {step_id}", rank=link.rank)
 
     @classmethod
-    def open(cls, folder: Folder) -> StepReader:
+    def open(cls, folder: StepFolder) -> StepReader:
         """Read the step from a directory. Raises CoverageError."""
         return cls(folder, folder.id, where=str(folder.path), rank=0)
 
@@ -375,7 +385,7 @@ class StepReader:
         tensors, values = _split(plan)
         moves, dtypes = self._moves(tensors)
         holders = {self.holder(item) for item in values}
-        if isinstance(self._images, Folder):
+        if isinstance(self._images, StepFolder):
             self._images.verify(
                 [
                     (piece.rank, *byte_range(piece, dtypes[piece.request].itemsize))
@@ -410,7 +420,7 @@ class StepReader:
 
     def tier(self, plan: LoadPlan) -> Tier:
         """The farthest tier from which this plan reads."""
-        if isinstance(self._images, Folder):
+        if isinstance(self._images, StepFolder):
             return Tier.LOCAL
         found = self._images.found
         tiers = {found[self.holder(item)].tier for item in plan.items}
@@ -420,7 +430,7 @@ class StepReader:
         """Release the window and the mapped images."""
         self._images.close()
 
-    def _moves(self, items: Sequence[ReadItem]) -> tuple[Plan, list[torch.dtype]]:
+    def _moves(self, items: Sequence[ReadItem]) -> tuple[FillPlan, list[torch.dtype]]:
         """DCP's plan as a plan of `restore.fill_plan`: one want for each item, filled by one
         piece."""
         requests, rows = [], []
@@ -437,7 +447,7 @@ class StepReader:
                 )
         rows.sort()  # by rank and first byte: the order of the files
         columns = torch.tensor(rows, dtype=torch.int64).view(-1, 3 + 4 * dims)
-        return Plan(requests, columns, dims), [self.dtype(item.storage_index) for item in items]
+        return FillPlan(requests, columns, dims), [self.dtype(item.storage_index) for item in items]
 
     def _value(self, item: ReadItem) -> bytes:
         name, rank = item.storage_index.fqn, self.holder(item)
@@ -476,13 +486,13 @@ def latest_step() -> int | None:
     return None if found is None else found.step
 
 
-def _joined() -> sessions.Session:
+def _joined() -> sessions.DcpSession:
     session = sessions.session()
     session.meet(*group_place(is_coordinator=False, rank=None))
     return session
 
 
-def _ballot(session: sessions.Session, step: int | None) -> LoadBallot:
+def _ballot(session: sessions.DcpSession, step: int | None) -> LoadBallot:
     failed = frozenset() if step is not None else frozenset(session.failed)
     return LoadBallot(vote=session.candidates(), step=step, failed=failed)
 
@@ -550,12 +560,12 @@ class StorageReader(storage.StorageReader):
         SidecarError. Newer versions of torch wrap these in an AssertionError with the same text.
         """
         if self._path is not None:
-            self._opened = StepReader.open(Folder(self._path))
+            self._opened = StepReader.open(StepFolder(self._path))
         else:
             self._opened = self._newest(_joined())
         return self._opened.metadata()
 
-    def _newest(self, session: sessions.Session) -> StepReader:
+    def _newest(self, session: sessions.DcpSession) -> StepReader:
         """The newest step whose headers can be read. Steps whose headers cannot be read do not get
         this rank's vote."""
         self._ballot = _ballot(session, self._step)
@@ -642,7 +652,11 @@ class StorageReader(storage.StorageReader):
         session.resume(step_id, opened.tier(plan))
 
     def _again(
-        self, session: sessions.Session, planned: StepReader, plan: LoadPlan, planner: LoadPlanner
+        self,
+        session: sessions.DcpSession,
+        planned: StepReader,
+        plan: LoadPlan,
+        planner: LoadPlanner,
     ) -> tuple[StepReader, LoadPlan]:
         """The agreed step, and a plan for it. The existing plan is used again if both steps look
         alike."""
@@ -683,7 +697,7 @@ class StorageReader(storage.StorageReader):
         return is_directory(Path(checkpoint_id)) or names_step(checkpoint_id)
 
 
-def _reach(session: sessions.Session, step_id: StepId) -> StepReader:
+def _reach(session: sessions.DcpSession, step_id: StepId) -> StepReader:
     link = session.agent.session
     reached = StepReader.reach(link, step_id, timeout_s=restore_timeout_s())
     if reached.foreign:

@@ -5,15 +5,15 @@ A rank has one lease, and its images have one epoch between two loads, so each p
 session. It ends when the process exits, or with `close`.
 
 The ranks agree through DCP's own exchange of plans: each rank puts a `Ballot` into its local plan,
-and the coordinator answers with an `Agreed` in each rank's part of the global plan. So keepstep
+and the coordinator answers with an `AgreedSave` in each rank's part of the global plan. So keepstep
 needs no collective of its own, and the group that DCP was given (a process group, or
 `no_dist=True`) is the world of the step. DCP does not tell a storage writer its group, so a
 separate vote would meet the wrong ranks.
 
-The skeleton of an image of a `dcp.save` (`Tree`) has the names of the values that are not tensors
-(their bytes are in the extras), which entries are boxes of one tensor (`name@0`, `name@1`), and the
-planner's mapping from flat names to paths. All of it stays the same as long as the keys of the
-state dict do. So DCP's `Metadata` of a step is rebuilt from the headers alone.
+The skeleton of an image of a `dcp.save` (`ImageTree`) has the names of the values that are not
+tensors (their bytes are in the extras), which entries are boxes of one tensor (`name@0`, `name@1`),
+and the planner's mapping from flat names to paths. All of it stays the same as long as the keys of
+the state dict do. So DCP's `Metadata` of a step is rebuilt from the headers alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from keepstep.client import copying
-from keepstep.client.slot import Slot, SlotMapping
+from keepstep.client.slot import GrantedSlot, SlotMapping
 from keepstep.core.vote import Candidates, limit_of
 from keepstep.core.vote import choose as choose_step
 from keepstep.errors import (
@@ -56,8 +56,8 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, strictjson
 from keepstep.image.extras import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
-from keepstep.save.save_thread import Agent
-from keepstep.save.snapshot import Pending, Verdict
+from keepstep.save.save_thread import SaveThread
+from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep.state import accelerator
 from keepstep.state.leaves import DTYPE_OF, code_of
 from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
@@ -69,7 +69,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tree:
+class ImageTree:
     """The tree of one rank's image of a `dcp.save`.
 
     `values`: names of the values that are not tensors. `paths`: the path of each flat name in the
@@ -93,7 +93,7 @@ class Tree:
         return json.dumps(tree, separators=(",", ":"))
 
     @classmethod
-    def parse(cls, skeleton: str) -> Tree:
+    def parse(cls, skeleton: str) -> ImageTree:
         """The inverse of `render`; empty and `foreign` for an image of a `Checkpointer`.
 
         Raises FormatError.
@@ -164,7 +164,7 @@ class Ballot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
+class AgreedSave:
     """What one rank must do: as `rank` of `world`, write its image of `step` in `epoch`."""
 
     step: int
@@ -173,7 +173,7 @@ class Agreed:
     world: int
 
 
-def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[Agreed]:
+def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[AgreedSave]:
     """Decide from the ballots of all ranks, in rank order. Pure.
 
     If all ranks are in one epoch of this world, they stay in it. Otherwise a new epoch begins,
@@ -188,7 +188,7 @@ def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[Agreed]:
     if epoch is None or any((ballot.epoch, ballot.world) != (epoch, world) for ballot in ballots):
         number = max(ballot.highest_epoch for ballot in ballots) + 1
         epoch = Epoch(EpochId(number, nonce), loaded)
-    return [Agreed(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
+    return [AgreedSave(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
 
 
 def _same(values: Sequence[T], what: str) -> T:
@@ -294,22 +294,22 @@ copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Items:
+class SaveItems:
     """A save plan, taken apart. `tensors` and `specs` correspond one to one, in the plan's
     order."""
 
     tensors: tuple[WriteItem, ...]
     specs: tuple[TensorSpec, ...]
     values: tuple[WriteItem, ...]
-    tree: Tree
+    tree: ImageTree
 
     @classmethod
-    def of(cls, plan: SavePlan) -> Items:
+    def of(cls, plan: SavePlan) -> SaveItems:
         """Take a plan apart. Raises UsageError for an item that an image cannot hold."""
         tensors = tuple(item for item in plan.items if item.type is not WriteItemType.BYTE_IO)
         values = tuple(item for item in plan.items if item.type is WriteItemType.BYTE_IO)
         names = _entry_names(tensors)
-        tree = Tree(
+        tree = ImageTree(
             values=tuple(item.index.fqn for item in values),
             paths=paths_of(plan.planner_data),
         )
@@ -326,8 +326,8 @@ class Items:
 
     def copy_into(self, slot: SlotMapping, resolve: Resolve) -> None:
         """Copy every tensor into its place in the slot. Raises UsageError: see `resolved`."""
-        moves: list[copying.Move] = []
-        copies: list[copying.Copy] = []
+        moves: list[copying.MemoryMove] = []
+        copies: list[copying.TensorCopy] = []
         held: list[Tensor] = []
         batch = 0
         for spec, tensor in self.resolved(resolve):
@@ -336,9 +336,9 @@ class Items:
             if size:
                 if type(tensor) in (Tensor, torch.nn.Parameter) and copying.is_plain(tensor):
                     source = tensor.data_ptr()
-                    moves.append(copying.Move(slot.address + entry.begin, source, size))
+                    moves.append(copying.MemoryMove(slot.address + entry.begin, source, size))
                 else:
-                    copies.append(copying.Copy(target, tensor))
+                    copies.append(copying.TensorCopy(target, tensor))
                 held.append(tensor)
                 batch += size
             if batch >= _BATCH_BYTES:
@@ -396,12 +396,12 @@ _SLOT_S = 600.0
 _DURABLE_S = 1800.0
 
 
-class Session:
+class DcpSession:
     """The lease of one rank, its epoch and its layout."""
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
-        self._agent: Agent | None = None
+        self._agent: SaveThread | None = None
         self._place: tuple[int, int] | None = None
         self._epoch: Epoch | None = None
         self._over: set[EpochId] = set()
@@ -415,7 +415,7 @@ class Session:
         self._shape: tuple[Sequence[TensorSpec], str] | None = None
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> SaveThread:
         """The agent of the lease. Raises UsageError before `join`."""
         if self._agent is None:
             raise UsageError("the session with the sidecar was closed in the middle of a save")
@@ -431,7 +431,7 @@ class Session:
         if self._agent is not None and self._place == (rank, world):
             return
         self._let_go()
-        agent = Agent(self.socket_path, rank=rank, world=world)
+        agent = SaveThread(self.socket_path, rank=rank, world=world)
         agent.connect(timeout_s=_CONNECT_S)
         self._agent, self._place = agent, (rank, world)
 
@@ -486,7 +486,7 @@ class Session:
             step=step, epoch=self._epoch, world=world, loaded=loaded, highest_epoch=highest
         )
 
-    def again(self, step: int, *, world: int) -> list[Agreed]:
+    def again(self, step: int, *, world: int) -> list[AgreedSave]:
         """The answer that `agree` would give to ranks that are all in this epoch. Raises UsageError
         if there is no epoch of this world.
 
@@ -497,9 +497,9 @@ class Session:
                 "a cached plan is older than the last load, or of another group: make a new planner"
             )
         epoch = self._epoch
-        return [Agreed(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
+        return [AgreedSave(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
 
-    def begin(self, agreed: Agreed) -> None:
+    def begin(self, agreed: AgreedSave) -> None:
         """Become the rank that was agreed on, in the agreed epoch. Raises SidecarError,
         UsageError."""
         if agreed.epoch.id in self._over:
@@ -516,7 +516,7 @@ class Session:
         self._epoch = agreed.epoch
         self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
 
-    def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> Slot:
+    def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> GrantedSlot:
         """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes
         in time.
 
@@ -545,7 +545,7 @@ class Session:
             rank = self.agent.session.rank
             raise SlotUnavailable(f"rank {rank}: no slot to save into: {error}") from None
 
-    def stage(self, taken: Slot, agreed: Agreed, extras: bytes) -> None:
+    def stage(self, taken: GrantedSlot, agreed: AgreedSave, extras: bytes) -> None:
         """Seal the image whose tensors are in the slot; returns when it is durable.
 
         Raises NotDurableError.
@@ -561,13 +561,13 @@ class Session:
             extras_bytes=len(extras),
             staged_at=time.time(),
         )
-        pending = Pending(taken, control, guard=None)
+        pending = PendingImage(taken, control, guard=None)
         pending.copy()
         pending.judge()
         pending.seal()
         agent.submit(pending)
         self._last_step = agreed.step
-        if not agent.drain(timeout_s=_SLOT_S) or pending.verdict is not Verdict.STAGED:
+        if not agent.drain(timeout_s=_SLOT_S) or pending.verdict is not ImageOutcome.STAGED:
             raise NotDurableError(f"step {step_id} was not staged: {agent.stats.why_not()}")
         agent.session.wait(step_id, State.DURABLE, timeout_s=_DURABLE_S)
         self._saved = step_id
@@ -577,10 +577,10 @@ class Session:
         self.agent.session.wait(step_id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
-_SESSION: Session | None = None
+_SESSION: DcpSession | None = None
 
 
-def session() -> Session:
+def session() -> DcpSession:
     """The session of this process. Raises UsageError if KEEPSTEP_SOCKET names no sidecar."""
     global _SESSION
     socket_path = os.environ.get(SOCKET_ENV, "")
@@ -591,7 +591,7 @@ def session() -> Session:
         )
     if _SESSION is None or _SESSION.socket_path != socket_path:
         close()
-        _SESSION = Session(socket_path)
+        _SESSION = DcpSession(socket_path)
         _close_at_exit()
     return _SESSION
 

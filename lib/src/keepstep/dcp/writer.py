@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from keepstep.client.slot import Slot
+from keepstep.client.slot import GrantedSlot
 from keepstep.dcp import session as sessions
 from keepstep.dcp.session import (
-    Agreed,
+    AgreedSave,
     Ballot,
-    Items,
+    SaveItems,
     agree,
     group_place,
     names_step,
@@ -42,7 +42,7 @@ class _Save(threading.local):
         self.step = step if path is None else step_of(path)
         self.checkpoint_id = path
         self.place: tuple[int, int] = (0, 1)
-        self.agreed: Agreed | None = None
+        self.agreed: AgreedSave | None = None
 
 
 class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
@@ -122,13 +122,13 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         Raises UsageError for what cannot be kept, SidecarError, NotDurableError.
         """
         save = self._save
-        if not isinstance(plan.storage_data, Agreed) or save.step is None:
+        if not isinstance(plan.storage_data, AgreedSave) or save.step is None:
             raise UsageError(_LOST)
         save.agreed = agreed = replace(plan.storage_data, step=save.step)
         session = sessions.session()
         with session.turn:  # the next save takes a slot once this one is durable, never its slot
             session.begin(agreed)
-            items = Items.of(plan)
+            items = SaveItems.of(plan)
             data = extras.encode({"dcp": items.read_values(planner)})
             taken = self._filled(items, planner, len(data))
             session.stage(taken, agreed, data)
@@ -136,7 +136,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         written.set_result(_results(items, data))
         return written
 
-    def _filled(self, items: Items, planner: SavePlanner, extras_bytes: int) -> Slot:
+    def _filled(self, items: SaveItems, planner: SavePlanner, extras_bytes: int) -> GrantedSlot:
         """A slot that holds all tensors."""
         session = sessions.session()
         taken = session.slot(items.specs, items.tree.render(), extras_bytes)
@@ -174,7 +174,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         )
 
 
-def _results(items: Items, extras_bytes: bytes) -> list[WriteResult]:
+def _results(items: SaveItems, extras_bytes: bytes) -> list[WriteResult]:
     """What DCP wants to see of each item. keepstep does not read it."""
     indices: list[tuple[MetadataIndex, int]] = [
         (item.index, spec.size_bytes) for item, spec in zip(items.tensors, items.specs, strict=True)

@@ -48,7 +48,7 @@ class NotData(Exception):
     """Values of this type can be plain data, but this value cannot."""
 
 
-class Kind(NamedTuple):
+class Codec(NamedTuple):
     """How the values of one class become data: `tag`, and what `parts` takes from a value; `build`
     is its inverse. `path`: the module in which the class is found, and its name.
 
@@ -777,34 +777,34 @@ def _range(value: Any) -> list[Any]:
 
 
 KINDS = (
-    Kind("!array", _OWN + "ArrayForm", _array_parts, _to_form),
-    Kind("!view", _OWN + "ViewForm", _view_parts, _to_view),
-    Kind("!grad", _OWN + "GradForm", attrgetter("parameter"), _to_grad),
-    Kind("!shared", _OWN + "SharedForm", attrgetter("number"), _to_shared),
-    Kind("!again", _OWN + "SharedAgain", attrgetter("number"), _to_again),
-    Kind("!subclass", _OWN + "SubclassForm", _subclass_parts, _to_subclass),
-    Kind("!class", _OWN + "ClassForm", lambda form: list(name_of(form.kind)), _to_class),
-    Kind("!datetime", "datetime.datetime", _clock, partial(_to_clock, datetime.datetime)),
-    Kind("!time", "datetime.time", _clock, partial(_to_clock, datetime.time)),
-    Kind("!date", "datetime.date", datetime.date.isoformat, datetime.date.fromisoformat),
-    Kind("!timedelta", "datetime.timedelta", _timedelta, _to_timedelta),
-    Kind("!timezone", "datetime.timezone", _timezone, lambda of: datetime.timezone(*_few(of))),
-    Kind("!range", "builtins.range", _range, lambda parts: range(*_few(parts))),
-    Kind("!slice", "builtins.slice", _range, lambda parts: slice(*_few(parts))),
-    Kind("!simplenamespace", "types.SimpleNamespace", _attributes, _to_simple_namespace),
-    Kind("!namespace", "argparse.Namespace", _attributes, _to_arguments),
-    Kind("!decimal", "decimal.Decimal", str, _to_decimal),
-    Kind("!uuid", "uuid.UUID", attrgetter("hex"), _to_uuid),
-    Kind("!fraction", "fractions.Fraction", _fraction, _to_fraction),
-    Kind("!zoneinfo", "zoneinfo.ZoneInfo", _zone, lambda key: _class("zoneinfo.ZoneInfo")(key)),
-    Kind("!random.Random", "random.Random", _python_generator, _to_random),
-    Kind("!torch.Tensor", "torch.Tensor", _tensor, _to_tensor),
-    Kind("!torch.dtype", "torch.dtype", _name, dtype_of),
-    Kind("!torch.Size", "torch.Size", list, _to_size),
-    Kind("!torch.device", "torch.device", str, lambda text: _class("torch.device")(text)),
-    Kind("!torch.Generator", "torch.Generator", _torch_generator, _to_torch),
-    Kind("!numpy.random.Generator", "numpy.random.Generator", _generator, _to_generator),
-    Kind("!numpy.random.RandomState", "numpy.random.RandomState", _random_state, _to_random_state),
+    Codec("!array", _OWN + "ArrayForm", _array_parts, _to_form),
+    Codec("!view", _OWN + "ViewForm", _view_parts, _to_view),
+    Codec("!grad", _OWN + "GradForm", attrgetter("parameter"), _to_grad),
+    Codec("!shared", _OWN + "SharedForm", attrgetter("number"), _to_shared),
+    Codec("!again", _OWN + "SharedAgain", attrgetter("number"), _to_again),
+    Codec("!subclass", _OWN + "SubclassForm", _subclass_parts, _to_subclass),
+    Codec("!class", _OWN + "ClassForm", lambda form: list(name_of(form.kind)), _to_class),
+    Codec("!datetime", "datetime.datetime", _clock, partial(_to_clock, datetime.datetime)),
+    Codec("!time", "datetime.time", _clock, partial(_to_clock, datetime.time)),
+    Codec("!date", "datetime.date", datetime.date.isoformat, datetime.date.fromisoformat),
+    Codec("!timedelta", "datetime.timedelta", _timedelta, _to_timedelta),
+    Codec("!timezone", "datetime.timezone", _timezone, lambda of: datetime.timezone(*_few(of))),
+    Codec("!range", "builtins.range", _range, lambda parts: range(*_few(parts))),
+    Codec("!slice", "builtins.slice", _range, lambda parts: slice(*_few(parts))),
+    Codec("!simplenamespace", "types.SimpleNamespace", _attributes, _to_simple_namespace),
+    Codec("!namespace", "argparse.Namespace", _attributes, _to_arguments),
+    Codec("!decimal", "decimal.Decimal", str, _to_decimal),
+    Codec("!uuid", "uuid.UUID", attrgetter("hex"), _to_uuid),
+    Codec("!fraction", "fractions.Fraction", _fraction, _to_fraction),
+    Codec("!zoneinfo", "zoneinfo.ZoneInfo", _zone, lambda key: _class("zoneinfo.ZoneInfo")(key)),
+    Codec("!random.Random", "random.Random", _python_generator, _to_random),
+    Codec("!torch.Tensor", "torch.Tensor", _tensor, _to_tensor),
+    Codec("!torch.dtype", "torch.dtype", _name, dtype_of),
+    Codec("!torch.Size", "torch.Size", list, _to_size),
+    Codec("!torch.device", "torch.device", str, lambda text: _class("torch.device")(text)),
+    Codec("!torch.Generator", "torch.Generator", _torch_generator, _to_torch),
+    Codec("!numpy.random.Generator", "numpy.random.Generator", _generator, _to_generator),
+    Codec("!numpy.random.RandomState", "numpy.random.RandomState", _random_state, _to_random_state),
 )
 """Every class whose values are found by their exact type."""
 

@@ -39,7 +39,7 @@ _SHOWN = 8
 _MIB = 1 << 20
 
 
-class Training:
+class FrameworkTraining:
     """One training of a framework, as its adapter goes through it: `leaves_alone`, `prepare`,
     `restore`, and `report_complete` if nothing is left.
 
@@ -53,7 +53,7 @@ class Training:
         self.name, self.speaks, self._options = name, speaks, options
         self.kept: dict[str, Any] = {"training": name, **NOTHING_YET}
         self.checkpointer: Checkpointer | None = None
-        self.trainable: Trainable | None = None
+        self.trainable: TrainableFlags | None = None
         self.at: Restored | None = None
         self._left_alone = ""
         self._components: Mapping[str, Any] = {}
@@ -124,7 +124,7 @@ class Training:
         `arguments`: those on which what is trained depends. Raises as `Checkpointer.restore` does.
         """
         assert self.checkpointer is not None, "look_ahead comes first"
-        self.trainable = Trainable(model)
+        self.trainable = TrainableFlags(model)
         self.kept["arguments"] = now = _noted(arguments)
         self.at = self.checkpointer.restore(rng="later")
         self.begin()
@@ -174,7 +174,7 @@ NOTHING_YET: Mapping[str, Any] = {"arguments": "{}", "trainable": {}, "base": ""
 """What every training's `kept` has beside its name, before the first step."""
 
 
-class Trainable:
+class TrainableFlags:
     """The flags of a model beside those that it had at the beginning of this life: which parameters
     train, where that changes on the way (gradual unfreezing).
 
@@ -269,7 +269,7 @@ def _warn_frozen(model: object) -> None:
 _LAYERS = frozenset({"Linear4bit", "Linear8bitLt"})
 
 
-class Trained(nn.Module):
+class TrainedPart(nn.Module):
     """The parameters of a model that train, and its buffers, under their names there. The tensors
     are the model's own."""
 
@@ -299,8 +299,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def kept_part(model: nn.Module) -> nn.Module:
-    """What is kept of a model, which may be wrapped by DistributedDataParallel: `Trained` if it is
-    quantised, else the model. Raises UsageError where a quantised layer trains itself."""
+    """What is kept of a model, which may be wrapped by DistributedDataParallel: `TrainedPart` if it
+    is quantised, else the model. Raises UsageError where a quantised layer trains itself."""
     inner = unwrap(model)
     if not is_quantized(inner):
         return model
@@ -315,7 +315,7 @@ def kept_part(model: nn.Module) -> nn.Module:
                 " an adapter (LoRA)"
             )
     replication = replication_of(model)
-    part = Trained(inner)
+    part = TrainedPart(inner)
     return part if replication is None else Replicated(part, replication.ranks)
 
 
@@ -323,7 +323,7 @@ def frozen_digest(model: Any) -> str:
     """Of all that `kept_part` leaves out; '' if it leaves out nothing. Reads it all once."""
     if not is_quantized(model):
         return ""
-    kept = Trained(model).state_dict().keys()
+    kept = TrainedPart(model).state_dict().keys()
     hashed = hashlib.sha256()
     for name, value in model.state_dict().items():
         if name in kept:

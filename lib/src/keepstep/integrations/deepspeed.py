@@ -36,7 +36,7 @@ from keepstep.errors import MismatchError, UsageError, WithinStepError
 from keepstep.integrations import require, require_torch
 from keepstep.integrations._training_identity import is_quantized
 from keepstep.state import sharding
-from keepstep.state.wrappers import Flat, Replicated, copy_options
+from keepstep.state.wrappers import FlatModule, Replicated, copy_options
 
 require(
     "deepspeed",
@@ -198,7 +198,7 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
     return parts
 
 
-class _Model(Flat):
+class _Model(FlatModule):
     """The module under ZeRO-3, which has its whole parameters only while it computes with them.
     This module has this rank's part of each parameter, in full precision if it is trained, and the
     buffers."""

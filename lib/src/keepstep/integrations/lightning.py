@@ -39,7 +39,7 @@ from keepstep.integrations import (
     require,
     require_torch,
 )
-from keepstep.integrations._training_identity import NOTHING_YET, Training, kept_part
+from keepstep.integrations._training_identity import NOTHING_YET, FrameworkTraining, kept_part
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -186,7 +186,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
             self._fit.end()
 
 
-class _Fit(Training):
+class _Fit(FrameworkTraining):
     """One `fit()`. In `kept`: `begun`, how the epoch began, is empty between two epochs;
     `validated`: whether workers of the validation that outlive it were begun, which draws a seed.
 

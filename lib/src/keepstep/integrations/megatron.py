@@ -44,7 +44,7 @@ from keepstep.image import FlatBox
 from keepstep.integrations import require_torch
 from keepstep.state import sharding
 from keepstep.state.sharding import Sharing
-from keepstep.state.wrappers import Flat, copy_options
+from keepstep.state.wrappers import FlatModule, copy_options
 
 
 def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _is_distributed(part: Any) -> bool:
 # --- components ----------------------------------------------------------------------------------
 
 
-class _Model(Flat):
+class _Model(FlatModule):
     """The parameters of all chunks in full precision, and whatever else their state dicts have."""
 
     def __init__(self, chunks: list[_Names], pieces: Sequence[_Piece]) -> None:

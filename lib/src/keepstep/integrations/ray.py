@@ -32,7 +32,7 @@ import ray.train
 from torch import distributed
 
 from keepstep.checkpointer import Checkpointer
-from keepstep.client.session import Client
+from keepstep.client.session import SidecarClient
 from keepstep.errors import SidecarError, UsageError
 from keepstep.steps import StepId, run_name
 from keepstep.wire.trainer import SOCKET_ENV, Flushed, FlushRequest
@@ -207,7 +207,7 @@ def _watch_preemption(socket: str, rank: int) -> None:
             if notice.preemption_info and rank in notice.preemption_info.preempted_ranks:
                 with (
                     contextlib.suppress(SidecarError),
-                    contextlib.closing(Client(socket)) as client,
+                    contextlib.closing(SidecarClient(socket)) as client,
                 ):
                     client.call("/v1/flush", FlushRequest(), Flushed, timeout_s=30.0)
     except (ImportError, AttributeError, RuntimeError):

@@ -33,7 +33,7 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.client import embedded
 from keepstep.errors import UsageError
 from keepstep.integrations import require
-from keepstep.integrations._training_identity import Training
+from keepstep.integrations._training_identity import FrameworkTraining
 
 log = logging.getLogger("keepstep")
 
@@ -80,7 +80,7 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
         _spread(components, OPTIMIZER, list(given["optimizers"]))
         if components[DATALOADER] is None:
             del components[DATALOADER]
-        self._training = Training("torchtitan's Trainer", {}, speaks=False)
+        self._training = FrameworkTraining("torchtitan's Trainer", {}, speaks=False)
         self.checkpointer = Checkpointer(components)
 
     def _load(self, step: int = -1) -> bool:

@@ -44,7 +44,7 @@ from keepstep.integrations import (
     require_accelerate,
     require_torch,
 )
-from keepstep.integrations._training_identity import Training, is_quantized, kept_part
+from keepstep.integrations._training_identity import FrameworkTraining, is_quantized, kept_part
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -313,7 +313,7 @@ def attach(trainer: T, **options: Any) -> T:
     return trainer
 
 
-class _Training(Training):
+class _Training(FrameworkTraining):
     """One `train()`. In `kept`: `epoch` and the step that it `begun_at`; `epoch_rng`: random states
     at that moment; `own`: those of generators that the loader and its samplers have of their own,
     then, or between two epochs; `fresh`: whether the loader's iterator was made then; `stopped`:

@@ -25,7 +25,7 @@ from ultralytics.utils.torch_utils import unwrap_model
 
 from keepstep.errors import UsageError
 from keepstep.integrations import mix_in, require
-from keepstep.integrations._training_identity import Training
+from keepstep.integrations._training_identity import FrameworkTraining
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
 
     def __init__(self, *given: Any, overrides: Any = None, **more: Any) -> None:
         """Raises UsageError for what keepstep cannot follow."""
-        self._keepstep = Training(
+        self._keepstep = FrameworkTraining(
             f"ultralytics' {type(self).__name__}", self.keepstep_options, speaks=True
         )
         if self._keepstep.holds_a_step():

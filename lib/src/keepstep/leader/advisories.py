@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Final
 
-from keepstep.core.ledger import Restart
+from keepstep.core.ledger import RestartOutcome
 from keepstep.errors import few
 from keepstep.leader.leader import Leader
 from keepstep.leader.left_shards import SERVED, described
-from keepstep.leader.node_rank import Place
+from keepstep.leader.node_rank import NodeRankState
 from keepstep.steps import Tier
-from keepstep.wire.run_reports import Doubt, DoubtKind, utc
+from keepstep.wire.run_reports import Advisory, AdvisoryKind, utc
 from keepstep.wire.status import TierProgress
 
 FIRST_COMMIT_S: Final = 600.0
@@ -32,27 +32,29 @@ _NAMED: Final = 3
 _ONWARD: Final = "Training goes on; a restart goes back to the last commit"
 
 
-def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Doubt, ...]:
+def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Advisory, ...]:
     """All that holds now. `behind`: see `RunReport`."""
     return tuple(
-        Doubt(kind=kind, text=text)
+        Advisory(kind=kind, text=text)
         for kind, text in (
             *_commits(leader, behind, at),
             *_refused(leader),
             *_kept(leader),
-            *_tier(leader, Tier.PEER, DoubtKind.PEERS_TROUBLED, DoubtKind.PEERS_BEHIND),
+            *_tier(leader, Tier.PEER, AdvisoryKind.PEERS_TROUBLED, AdvisoryKind.PEERS_BEHIND),
             *_not_serving(leader),
-            *_tier(leader, Tier.ARCHIVE, DoubtKind.ARCHIVE_TROUBLED, DoubtKind.ARCHIVE_BEHIND),
+            *_tier(
+                leader, Tier.ARCHIVE, AdvisoryKind.ARCHIVE_TROUBLED, AdvisoryKind.ARCHIVE_BEHIND
+            ),
             *_left(leader),
             *_absent(leader, at),
         )
     )
 
 
-DoubtTexts = Iterator[tuple[DoubtKind, str]]
+DoubtTexts = Iterator[tuple[AdvisoryKind, str]]
 
 
-def _there(leader: Leader) -> Iterator[tuple[str, Place]]:
+def _there(leader: Leader) -> Iterator[tuple[str, NodeRankState]]:
     """The places that are not gone, by node rank, and what people call them."""
     for rank, place in sorted(leader.ledger.places.items()):
         if not place.gone:
@@ -73,14 +75,14 @@ def _warned(leader: Leader) -> str:
 def _commits(leader: Leader, behind: int | None, at: float) -> DoubtTexts:
     history = leader.history
     if stalled := _failed_volume(leader) or _stalled(leader, behind, at):
-        yield DoubtKind.COMMIT_STALLED, stalled
+        yield AdvisoryKind.COMMIT_STALLED, stalled
     if history.commit is None and history.commit_lost is not None:
         lost = f"step {history.commit_lost.step} was committed, and a part of it is gone"
-        if leader.requests.outlook().restart is not Restart.GOES_ON:
-            yield DoubtKind.COMMIT_LOST, lost
+        if leader.requests.outlook().restart is not RestartOutcome.GOES_ON:
+            yield AdvisoryKind.COMMIT_LOST, lost
     elif history.commit is None and (warned := _warned(leader)):
         text = f"no step was committed yet; {warned}. Training goes on"
-        yield DoubtKind.SIDECAR_TROUBLED, text
+        yield AdvisoryKind.SIDECAR_TROUBLED, text
 
 
 def _failed_volume(leader: Leader) -> str:
@@ -143,7 +145,7 @@ def _refused(leader: Leader) -> DoubtTexts:
     )
     if times:
         starts = "1 start was" if times == 1 else f"{times} starts were"
-        yield DoubtKind.RESTORE_REFUSED, f"{starts} refused: {why}"
+        yield AdvisoryKind.RESTORE_REFUSED, f"{starts} refused: {why}"
 
 
 def _absent(leader: Leader, at: float) -> DoubtTexts:
@@ -156,7 +158,7 @@ def _absent(leader: Leader, at: float) -> DoubtTexts:
     if any(not place.alive or place.gone for place in ledger.places.values()):
         return
     yield (
-        DoubtKind.RANKS_ABSENT,
+        AdvisoryKind.RANKS_ABSENT,
         f"the run has {world} ranks, but its pods serve {serving}: the other ranks"
         " have no sidecar, so no step can become committed. Give the annotation keepstep.dev/policy"
         " to every pod template of the job, and make its pods again",
@@ -170,12 +172,12 @@ def _kept(leader: Leader) -> DoubtTexts:
     """Nothing if a restart goes on from a step. Otherwise, what it does by the ranks' own rule."""
     asked = leader.requests
     outlook = asked.outlook()
-    if outlook.restart is Restart.GOES_ON:
+    if outlook.restart is RestartOutcome.GOES_ON:
         return
     gone = [place for place in leader.ledger.places.values() if place.gone]
-    if outlook.restart is Restart.BEGINS or not (gone or leader.ledger.settled):
+    if outlook.restart is RestartOutcome.BEGINS or not (gone or leader.ledger.settled):
         yield (
-            DoubtKind.NOTHING_KEPT,
+            AdvisoryKind.NOTHING_KEPT,
             "no step is held by all ranks yet: a crash now begins at step 0. This is usual until"
             " the first save; if it stays so, "
             + (_warned(leader) or "does the script call checkpointer.save(step) on every rank?"),
@@ -195,13 +197,13 @@ def _kept(leader: Leader) -> DoubtTexts:
         )
     if gone:
         text += f". {len(gone)} pods have not come back: look at the job"
-    yield DoubtKind.PART_GONE, text
+    yield AdvisoryKind.PART_GONE, text
 
 
 # --- tiers beyond the pods -----------------------------------------------------------------------
 
 
-def _tier(leader: Leader, tier: Tier, troubled: DoubtKind, late: DoubtKind) -> DoubtTexts:
+def _tier(leader: Leader, tier: Tier, troubled: AdvisoryKind, late: AdvisoryKind) -> DoubtTexts:
     """Trouble with a tier while shards wait to be sent there. Trouble with a shared one counts even
     if none wait: those that waited may have been retired."""
     again = "The sidecar tries again until it works; training goes on"
@@ -225,12 +227,12 @@ def _not_serving(leader: Leader) -> DoubtTexts:
     mute = [name for name, place in _there(leader) if not place.sidecar.peer_address]
     if leader.requests.policy.replicas and mute:
         text = f"{few(mute, _NAMED)} do not serve their peers yet, so no copy can be sent to them"
-        yield DoubtKind.PEERS_NOT_SERVING, text
+        yield AdvisoryKind.PEERS_NOT_SERVING, text
 
 
 def _left(leader: Leader) -> DoubtTexts:
     left = leader.requests.left
     if unserved := described(left.unserved, "not served, as no agent is ready, on node"):
-        yield DoubtKind.LEFT_NOT_SERVED, unserved
+        yield AdvisoryKind.LEFT_NOT_SERVED, unserved
     if served := described(left.served, SERVED):
-        yield DoubtKind.LEFT_SERVED, served
+        yield AdvisoryKind.LEFT_SERVED, served

@@ -2,8 +2,8 @@
 
 A hostPath outlives its pod. A drive that was replaced or formatted is empty, so only a memory
 outside of it can tell that it is another one: this one, and after a restart of the leader
-`keepstep.wire.run_reports.Record`. What counts as another drive, and what may as well be a drive
-that is only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
+`keepstep.wire.run_reports.LeaderRecord`. What counts as another drive, and what may as well be a
+drive that is only away, is in docs/adr/0017-ranks-lend-each-other-a-step.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from keepstep.wire.member_reports import Report
-from keepstep.wire.run_reports import Drive
+from keepstep.wire.run_reports import ReportedDrive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +96,15 @@ class Drives:
                 found.append(OtherDrive(node_rank=node_rank, volume=volume, was=was, now=uuid))
         return found
 
-    def rows(self) -> list[Drive]:
+    def rows(self) -> list[ReportedDrive]:
         """What to write down, so that a later leader can go on."""
         return [
-            Drive(node_rank=node_rank, node=listing.node, volume=volume, id=drive_id)
+            ReportedDrive(node_rank=node_rank, node=listing.node, volume=volume, id=drive_id)
             for node_rank, listing in sorted(self._held.items())
             for volume, drive_id in sorted(listing.volumes.items())
         ]
 
-    def resume(self, rows: Iterable[Drive]) -> None:
+    def resume(self, rows: Iterable[ReportedDrive]) -> None:
         """Take over what an earlier leader wrote down."""
         places: dict[tuple[int, str], dict[str, str]] = {}
         for row in rows:

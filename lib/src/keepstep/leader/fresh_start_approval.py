@@ -15,7 +15,7 @@ NEWEST_S: Final = 120.0
 later one."""
 
 
-class FreshStart:
+class FreshStartApproval:
     """`asked`: the word. `acknowledged`: the epoch that it meant, once that is known."""
 
     def __init__(self) -> None:

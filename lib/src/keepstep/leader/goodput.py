@@ -36,7 +36,7 @@ _NONE: Final = (0,) * len(BUCKETS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class GoodputSpan:
     """The time from `since` until `until`, in unix seconds, and how it was spent.
 
     `seconds`: by `BUCKETS`; they add up to that time. `step`: the newest step. `steps`: the steps
@@ -70,21 +70,21 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sum:
+class GoodputTotal:
     """The sum of a run. `known`: each tally as it was last reported, the newest last."""
 
-    total: Tally
-    known: tuple[Tally, ...]
+    total: GoodputSpan
+    known: tuple[GoodputSpan, ...]
 
 
-def whole(goodput: ReportedGoodput) -> Tally:
+def whole(goodput: ReportedGoodput) -> GoodputSpan:
     """The reported tally in whole seconds, which add up to its whole time. Time that the sidecar
     put into no bucket was before it knew of a restore, so it counts as infrastructure recovery."""
     seconds = list(_seconds(goodput))
     seconds[_AWAY] += max(0.0, goodput.until - goodput.since - sum(seconds))
     edges = [0, *map(round, accumulate(seconds))]
     since = floor(goodput.since)
-    return Tally(
+    return GoodputSpan(
         id=goodput.id,
         epoch=str(goodput.epoch),
         since=since,
@@ -95,31 +95,33 @@ def whole(goodput: ReportedGoodput) -> Tally:
     )
 
 
-def added(counted: Sum | None, tally: Tally) -> Sum:
+def added(counted: GoodputTotal | None, tally: GoodputSpan) -> GoodputTotal:
     """The sum with the present state of this tally. A tally that another one has followed counts
     again only after a trainer has restored there."""
     if counted is None:
-        begun = Tally(since=tally.since, until=tally.since, step=tally.step - tally.steps)
-        counted = Sum(total=begun, known=())
+        begun = GoodputSpan(since=tally.since, until=tally.since, step=tally.step - tally.steps)
+        counted = GoodputTotal(total=begun, known=())
     before = next((known for known in counted.known if known.id == tally.id), None)
     before = before or _before(counted, tally)
     if before.epoch == tally.epoch and before is not counted.known[-1]:
         return counted
     others = (known for known in counted.known if known.id != tally.id)
-    return Sum(total=_grown(counted.total, before, tally), known=(*others, tally)[-MOST_TALLIES:])
+    return GoodputTotal(
+        total=_grown(counted.total, before, tally), known=(*others, tally)[-MOST_TALLIES:]
+    )
 
 
-def _before(counted: Sum, tally: Tally) -> Tally:
+def _before(counted: GoodputTotal, tally: GoodputSpan) -> GoodputSpan:
     """The former state of a tally that is reported for the first time: empty. If it is older than
     another tally, it was reported before and then forgotten, so its steps are in the sum
     already."""
-    nothing = Tally(since=tally.since, until=tally.since, step=-1)
+    nothing = GoodputSpan(since=tally.since, until=tally.since, step=-1)
     if tally.since > max((known.since for known in counted.known), default=-1):
         return nothing
     return replace(nothing, steps=tally.steps - tally.step + counted.total.step)
 
 
-def _grown(total: Tally, before: Tally, tally: Tally) -> Tally:
+def _grown(total: GoodputSpan, before: GoodputSpan, tally: GoodputSpan) -> GoodputSpan:
     """The total, plus what the tally gained since `before`."""
     more = [now - then for now, then in zip(tally.seconds, before.seconds, strict=True)]
     until = max(total.until, tally.until)
@@ -175,10 +177,10 @@ class GoodputSum:
     waits: an earlier leader may have counted a part of it."""
 
     def __init__(self) -> None:
-        self._sum: Sum | None = None
-        self._shown: Sum | None = None
+        self._sum: GoodputTotal | None = None
+        self._shown: GoodputTotal | None = None
         self._shown_at = 0.0
-        self._waits: Tally | None = None
+        self._waits: GoodputSpan | None = None
         self._resumed = False
 
     def resume(self, record: wire.RunGoodput | None) -> None:
@@ -201,7 +203,7 @@ class GoodputSum:
         return _written(self._shown) if self._shown is not None else None
 
 
-def _written(counted: Sum) -> wire.RunGoodput:
+def _written(counted: GoodputTotal) -> wire.RunGoodput:
     total = counted.total
     return wire.RunGoodput(
         since=utc(total.since),
@@ -213,7 +215,7 @@ def _written(counted: Sum) -> wire.RunGoodput:
         step=total.step,
         steps=total.steps,
         tallies=tuple(
-            wire.Tally(
+            wire.GoodputTally(
                 id=tally.id,
                 epoch=tally.epoch,
                 since=utc(tally.since),
@@ -228,11 +230,11 @@ def _written(counted: Sum) -> wire.RunGoodput:
     )
 
 
-def _badput(tally: Tally) -> wire.Badput:
-    return wire.Badput(**dict(zip(BUCKETS[1:], tally.seconds[1:], strict=True)))
+def _badput(tally: GoodputSpan) -> wire.BadputSeconds:
+    return wire.BadputSeconds(**dict(zip(BUCKETS[1:], tally.seconds[1:], strict=True)))
 
 
-def _read(record: wire.RunGoodput) -> Sum | None:
+def _read(record: wire.RunGoodput) -> GoodputTotal | None:
     """The sum in a record; None if it cannot be the result of a count."""
     tallies = [
         _tally(tally, id=tally.id, epoch=tally.epoch) for tally in record.tallies[-MOST_TALLIES:]
@@ -241,15 +243,15 @@ def _read(record: wire.RunGoodput) -> Sum | None:
     known = [tally for tally in tallies if tally is not None and tally.sane and tally.id]
     if total is None or not total.sane or len(known) != len(tallies):
         return None
-    return Sum(total=total, known=tuple(known))
+    return GoodputTotal(total=total, known=tuple(known))
 
 
-def _tally(status: wire.RunGoodput | wire.Tally, **of: str) -> Tally | None:
+def _tally(status: wire.RunGoodput | wire.GoodputTally, **of: str) -> GoodputSpan | None:
     since, until = seconds_of(status.since), seconds_of(status.until)
     if since is None or until is None:
         return None
     badput = (getattr(status.badput_seconds, bucket) for bucket in BUCKETS[1:])
-    return Tally(
+    return GoodputSpan(
         **of,
         since=int(since),
         until=int(until),

@@ -20,8 +20,8 @@ from keepstep.core.shard import MOST_RANKS, StepShards
 from keepstep.core.suspicion import Failure, newest
 from keepstep.errors import UsageError
 from keepstep.leader.buddies import Spot, buddies
-from keepstep.leader.node_rank import Sender
-from keepstep.leader.operator_requests import Requests
+from keepstep.leader.node_rank import ReportingPod
+from keepstep.leader.operator_requests import OperatorRequests
 from keepstep.leader.run_history import RunHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
@@ -34,7 +34,7 @@ from keepstep.wire.member_reports import (
     ReportedRanks,
     ReportReply,
 )
-from keepstep.wire.run_reports import Requested, RunPolicy
+from keepstep.wire.run_reports import LeaderAnswer, RunPolicy
 
 DUPLICATE = (
     "DuplicateNodeRank: two sidecars have node rank {}: give each machine a --node-rank of its own,"
@@ -77,7 +77,7 @@ class _Advice:
 
     reply: ReportReply
     expendable: tuple[StepId, ...]
-    peers: Peers
+    peers: PeerMap
 
     def adds_little_to(self, before: _Advice) -> bool:
         """Whether a member that knows the advice before this one waits for nothing of it."""
@@ -86,7 +86,7 @@ class _Advice:
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerMap:
     """All machines by node rank, and who sends copies to whom. Empty until all node ranks have
     reported: a list that grows with each of them would be sent to all each time. `version`: names
     both."""
@@ -125,7 +125,7 @@ class Leader:
         self.life = life
         self.ledger = RunLedger()
         self.history = RunHistory(self.ledger)
-        self.requests = Requests(
+        self.requests = OperatorRequests(
             self.ledger, self.history, policy, run=run, way_out=way_out, alone=nodes is not None
         )
         self._grid = grid
@@ -134,7 +134,7 @@ class Leader:
         self._failures: tuple[Failure, ...] = ()
         self._introduced = False
         self._advice: _Advice | None = None
-        self._peers: tuple[object, Peers] | None = None
+        self._peers: tuple[object, PeerMap] | None = None
         self._reported: set[int] = set()
         self._patient: set[int] = set()
         """Members that are still to be answered; the patient ones wait for a commit."""
@@ -157,7 +157,7 @@ class Leader:
             member_report.heard,
             None,
         )
-        sender = Sender(
+        sender = ReportingPod(
             pod=member.pod,
             node_rank=node_rank,
             node=member_report.node or str(node_rank),
@@ -295,7 +295,7 @@ class Leader:
 
     # --- the operator --------------------------------------------------------------------
 
-    def answered(self, answer: Requested, *, at: float) -> None:
+    def answered(self, answer: LeaderAnswer, *, at: float) -> None:
         """The operator has answered a report of the run."""
         self.requests.take(answer, connected=self.connected, at=at)
         if set(answer.pins) != set(self.pins.steps):
@@ -457,7 +457,7 @@ class Leader:
     def _leaving(self) -> Iterator[bool]:
         return (member.leaving for member in self._members.values() if member.connected)
 
-    def peers(self) -> Peers:
+    def peers(self) -> PeerMap:
         """Where all machines are, and who sends to whom. There is no ring before all are known: one
         of half the run would send gigabytes to buddies that are replaced a second later. The place
         of a pod that is gone stays in it until all are there again, so its restart moves no
@@ -480,7 +480,7 @@ class Leader:
             }
             ring = buddies(spots, replicas=replicas)
             named = repr((served, ring)).encode()
-            self._peers = of, Peers(served, ring, blake2b(named, digest_size=12).hexdigest())
+            self._peers = of, PeerMap(served, ring, blake2b(named, digest_size=12).hexdigest())
         return self._peers[1]
 
 

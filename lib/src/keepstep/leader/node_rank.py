@@ -74,7 +74,7 @@ def _move(sets: dict[T, int], ranks: int, to: T) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class NodeRankState:
     """One node rank: the pod that holds it, and what its sidecar reported last. Fields that are
     needed with each report are computed once, since a run may have thousands of ranks.
 
@@ -127,23 +127,23 @@ class Place:
         return not self.gone and self.sidecar.ready
 
 
-class Places(Mapping[int, Place]):
+class NodeRankStates(Mapping[int, NodeRankState]):
     """All places of a run by node rank, and sums over those whose pods exist. The sums are kept up
     to date, since each report changes one place of thousands. `moved` grows when the pod, node or
     peer address of a place changes."""
 
     def __init__(self) -> None:
-        self._of: dict[int, Place] = {}
+        self._of: dict[int, NodeRankState] = {}
         self.moved = 0
         self.own, self.alive = RankUnion(), RankUnion()
         self._unsettled: set[int] = set()
         self._worlds: Counter[frozenset[tuple[bool, int]]] = Counter()
         self._staged: dict[StepId, RankUnion] = {}
 
-    def __getitem__(self, node_rank: int) -> Place:
+    def __getitem__(self, node_rank: int) -> NodeRankState:
         return self._of[node_rank]
 
-    def __setitem__(self, node_rank: int, now: Place) -> None:
+    def __setitem__(self, node_rank: int, now: NodeRankState) -> None:
         before = self._of.get(node_rank)
         self._of[node_rank] = now
         was, place = _there(before), _there(now)
@@ -163,13 +163,13 @@ class Places(Mapping[int, Place]):
     def __iter__(self) -> Iterator[int]:
         return iter(self._of)
 
-    def items(self) -> ItemsView[int, Place]:
+    def items(self) -> ItemsView[int, NodeRankState]:
         return self._of.items()
 
-    def values(self) -> ValuesView[Place]:
+    def values(self) -> ValuesView[NodeRankState]:
         return self._of.values()
 
-    def there(self) -> Iterator[Place]:
+    def there(self) -> Iterator[NodeRankState]:
         return (place for place in self._of.values() if not place.gone)
 
     @property
@@ -179,7 +179,7 @@ class Places(Mapping[int, Place]):
 
     @property
     def worlds(self) -> set[tuple[bool, int]]:
-        """As `Place.worlds`."""
+        """As `NodeRankState.worlds`."""
         return set().union(*self._worlds)
 
     def staged(self, epoch: EpochId) -> dict[int, int]:
@@ -190,13 +190,15 @@ class Places(Mapping[int, Place]):
             if step_id.epoch == epoch
         }
 
-    def _count(self, place: Place | None, by: int) -> None:
+    def _count(self, place: NodeRankState | None, by: int) -> None:
         if place is not None:
             self._worlds[place.worlds] += by
             if not self._worlds[place.worlds]:
                 del self._worlds[place.worlds]
 
-    def _stage(self, node_rank: int, was: Place | None, place: Place | None) -> None:
+    def _stage(
+        self, node_rank: int, was: NodeRankState | None, place: NodeRankState | None
+    ) -> None:
         now = place.staged if place is not None else {}
         left = (step_id for step_id in was.staged if step_id not in now) if was is not None else ()
         for step_id, ranks in (*now.items(), *((step_id, 0) for step_id in left)):
@@ -206,17 +208,17 @@ class Places(Mapping[int, Place]):
                 del self._staged[step_id]
 
 
-def _there(place: Place | None) -> Place | None:
+def _there(place: NodeRankState | None) -> NodeRankState | None:
     return None if place is None or place.gone else place
 
 
-def _found(place: Place | None) -> tuple[object, ...]:
+def _found(place: NodeRankState | None) -> tuple[object, ...]:
     """What other pods need to find it."""
     return () if place is None else (place.pod, place.node, place.gone, place.sidecar.peer_address)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sender:
+class ReportingPod:
     """The pod that a report came from. `local_stays`: its volumes outlive it, on its node."""
 
     pod: str
@@ -225,25 +227,25 @@ class Sender:
     local_stays: bool
 
 
-def overtaken(place: Place, sender: Sender, report: Report) -> bool:
+def overtaken(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     """Whether a newer report of the same sidecar is known already."""
     return _is_same(place, sender, report) and report.sequence < place.sidecar.sequence
 
 
-def follows(place: Place, sender: Sender, report: Report) -> bool:
+def follows(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     """Whether the changes in this report apply to what is known."""
     return _is_same(place, sender, report) and report.since == place.sidecar.sequence
 
 
-def _is_same(place: Place, sender: Sender, report: Report) -> bool:
+def _is_same(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     return (place.pod, place.sidecar.started_at) == (sender.pod, report.started_at)
 
 
 def renewed(
-    sender: Sender, report: Report, at: float, *, epochs: tuple[Epoch, ...], ranks: RankSets
-) -> Place:
+    sender: ReportingPod, report: Report, at: float, *, epochs: tuple[Epoch, ...], ranks: RankSets
+) -> NodeRankState:
     """The place after this report."""
-    return Place(
+    return NodeRankState(
         pod=sender.pod,
         node=sender.node,
         sidecar=replace(report, ranks=(), epochs=(), restores=(), goodput=None),

@@ -10,33 +10,33 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Final
 
-from keepstep.core.ledger import Outlook, Restart, outlook
+from keepstep.core.ledger import RestartOutcome, RestartOutlook, outlook
 from keepstep.errors import few
-from keepstep.leader.fresh_start_approval import FreshStart
+from keepstep.leader.fresh_start_approval import FreshStartApproval
 from keepstep.leader.left_shards import SERVED, LeftShards, described
-from keepstep.leader.node_rank import Place
+from keepstep.leader.node_rank import NodeRankState
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.restore_request import followed, request, restore_target
 from keepstep.leader.run_history import RunHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
-from keepstep.wire.run_reports import Member, Requested, RestoreFrom, RunEvent, RunPolicy, utc
+from keepstep.wire.run_reports import LeaderAnswer, RestoreFrom, RunEvent, RunMember, RunPolicy, utc
 
 _DRIVES_NAMED: Final = 3
 _LOST: Final = {
-    Restart.GOES_ON: "a restart goes on from step {}",
-    Restart.BEGINS: "nothing is left, so a restart begins at step 0",
-    Restart.BEGINS_AGAIN: (
+    RestartOutcome.GOES_ON: "a restart goes on from step {}",
+    RestartOutcome.BEGINS: "nothing is left, so a restart begins at step 0",
+    RestartOutcome.BEGINS_AGAIN: (
         "the other pods do not have all of any step, so the run begins again at step 0"
     ),
-    Restart.WAITS: (
+    RestartOutcome.WAITS: (
         "the other pods do not have all of any step, so restarts wait for what is missing. To begin"
         " again at step 0: {}"
     ),
 }
 
 
-class Requests:
+class OperatorRequests:
     """The newest answer of the operator. `policy`: what the run goes by. `pods`: the members by
     UID. `restore_from`: see `keepstep.wire.run_reports.RestoreFrom`. `way_out`: the command by
     which a person has the run begin again. `alone`: there is no operator."""
@@ -52,9 +52,9 @@ class Requests:
         alone: bool,
     ) -> None:
         self.policy, self.way_out, self.alone = policy, way_out, alone
-        self.answer = Requested()
-        self.pods: dict[str, Member] = {}
-        self.fresh = FreshStart()
+        self.answer = LeaderAnswer()
+        self.pods: dict[str, RunMember] = {}
+        self.fresh = FreshStartApproval()
         self.restore_from: RestoreFrom | None = None
         self._ledger, self._history, self._run = ledger, history, run
         self._named: tuple[OrphanedShard, ...] = ()
@@ -63,7 +63,7 @@ class Requests:
         if alone:
             history.resumed = True
 
-    def take(self, answer: Requested, *, connected: Collection[int], at: float) -> None:
+    def take(self, answer: LeaderAnswer, *, connected: Collection[int], at: float) -> None:
         """The operator has answered. `connected`: node ranks that are there, whatever it says."""
         self.answer, self._asked = answer, self._named
         self.policy = answer.policy or self.policy
@@ -82,7 +82,7 @@ class Requests:
             if node_rank not in connected:
                 self._check_place(node_rank, place, at=at)
 
-    def _check_place(self, node_rank: int, place: Place, *, at: float) -> None:
+    def _check_place(self, node_rank: int, place: NodeRankState, *, at: float) -> None:
         """Note that the pod of this place is gone, or the node on which its volumes outlived it."""
         pod = self.pods.get(place.pod)
         if place.gone:
@@ -94,17 +94,17 @@ class Requests:
             if pod is None or pod.leaving:
                 self.deleted(node_rank, before, at=at)
 
-    def deleted(self, node_rank: int, before: Outlook, *, at: float) -> None:
+    def deleted(self, node_rank: int, before: RestartOutlook, *, at: float) -> None:
         """A pod was deleted while others stay: say so if a step was lost with it. `before`: the
         outlook while it was there."""
         after = self.outlook()
-        left = after.step if after.restart is Restart.GOES_ON else None
-        lost = before.step if before.restart is Restart.GOES_ON else None
+        left = after.step if after.restart is RestartOutcome.GOES_ON else None
+        lost = before.step if before.restart is RestartOutcome.GOES_ON else None
         if lost is None or (left is not None and left >= lost):
             return
         if any(not pod.over for pod in self.pods.values()):
             onward = _LOST[after.restart].format(
-                self.way_out if after.restart is Restart.WAITS else left and left.step
+                self.way_out if after.restart is RestartOutcome.WAITS else left and left.step
             )
             message = (
                 f"the pod of node rank {node_rank} was deleted before step {lost.step}"
@@ -184,12 +184,12 @@ class Requests:
             asked=self._asked,
         )
 
-    def outlook(self) -> Outlook:
+    def outlook(self) -> RestartOutlook:
         """What a restart would do now, as far as reports show."""
         world = self._ledger.world or 0
         found = outlook(self._ledger.core, world=world, fleeting=self.gone_for_good)
-        if found.restart is not Restart.GOES_ON and (left := self.left.restart_step):
-            return Outlook(Restart.GOES_ON, left)
+        if found.restart is not RestartOutcome.GOES_ON and (left := self.left.restart_step):
+            return RestartOutlook(RestartOutcome.GOES_ON, left)
         return found
 
     def domains(self) -> dict[int, str]:
@@ -218,5 +218,5 @@ class Requests:
         pod = self.pods.get(place.pod) if place is not None else None
         return f"pod {pod.name}" if pod is not None else f"node rank {node_rank}"
 
-    def _staying(self) -> Iterator[Member]:
+    def _staying(self) -> Iterator[RunMember]:
         return (member for member in self.answer.members if not member.over)

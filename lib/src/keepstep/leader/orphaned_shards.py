@@ -2,7 +2,7 @@
 
 A drive outlives its pod, but no pod reports its shards any more, so the ledger does not know them.
 This module remembers them: from the last report of the pod that left or, after a restart of the
-leader, from `keepstep.wire.run_reports.Record`.
+leader, from `keepstep.wire.run_reports.LeaderRecord`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from keepstep.leader.node_rank import Place
+from keepstep.leader.node_rank import NodeRankState
 from keepstep.steps import StepId
 
 
@@ -41,7 +41,7 @@ class OrphanedShards:
     def moved(
         self,
         node_rank: int,
-        place: Place,
+        place: NodeRankState,
         *,
         to: str,
         commit: StepId | None,

@@ -2,7 +2,8 @@
 
 With each report, every rank lists all restores since its sidecar started. One epoch is one restart.
 It is accounted for once all ranks have reported it, or once the ranks that will not report it have
-had their time. What an earlier leader counted is known from `keepstep.wire.run_reports.Record`.
+had their time. What an earlier leader counted is known from
+`keepstep.wire.run_reports.LeaderRecord`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ restore, and a sidecar of a large run may report only every half minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
+class RunRestart:
     """One epoch of the run that began after another. `parent` False: it began at step 0.
 
     `step`: where it went on. `tier`: the farthest tier that a rank needed; None if no rank named
@@ -61,11 +62,11 @@ class _Known:
         self.seconds = max(self.seconds, restore.seconds)
         self.lost = restore.lost_steps if self.lost is None else min(self.lost, restore.lost_steps)
 
-    def as_restart(self, *, world: int | None, at: float) -> Restart:
+    def as_restart(self, *, world: int | None, at: float) -> RunRestart:
         parent = self.epoch.parent
         step = parent.step if parent else 0
         lost = self.lost if self.ranks.bit_count() == world else None
-        return Restart(
+        return RunRestart(
             epoch=self.epoch.id,
             parent=parent is not None,
             step=step,
@@ -127,7 +128,7 @@ class RestartHistory:
         counted = self.counted
         return counted is not None and epoch_id.number < counted.number and counted in named
 
-    def due(self, *, world: int | None, at: float) -> list[Restart]:
+    def due(self, *, world: int | None, at: float) -> list[RunRestart]:
         """The restarts that are accounted for now, oldest first. Each is returned once."""
         ripe = [
             known
@@ -142,7 +143,7 @@ class RestartHistory:
             found += [restart] if restart else []
         return found
 
-    def _account(self, known: _Known, restart: Restart) -> Restart | None:
+    def _account(self, known: _Known, restart: RunRestart) -> RunRestart | None:
         first = self.counted is None and not restart.parent and not known.before
         begins = self.counted is None and bool(restart.origin)
         self.counted = restart.epoch

@@ -16,14 +16,14 @@ from keepstep.core.schedule import on_grid, stands_in
 from keepstep.leader.drives import Drives, OtherDrive, PlaceDrives
 from keepstep.leader.goodput import GoodputSum
 from keepstep.leader.left_shards import LeftShards
-from keepstep.leader.node_rank import Sender
-from keepstep.leader.restart_history import Restart, RestartHistory
+from keepstep.leader.node_rank import ReportingPod
+from keepstep.leader.restart_history import RestartHistory, RunRestart
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.spans import numbers
 from keepstep.steps import EpochId, StepId
 from keepstep.wire import run_reports as wire
 from keepstep.wire.member_reports import Report
-from keepstep.wire.run_reports import Record, RunEvent, RunPolicy, utc
+from keepstep.wire.run_reports import LeaderRecord, RunEvent, RunPolicy, utc
 
 ALARM_S: Final = 3600.0
 
@@ -58,7 +58,7 @@ class RunHistory:
         self._durable: tuple[StepId | None, StepId | None] = None, None
         self._ledger = ledger
 
-    def resume(self, record: Record) -> None:
+    def resume(self, record: LeaderRecord) -> None:
         """Go on from what an earlier leader knew, once."""
         if self.resumed:
             return
@@ -85,7 +85,7 @@ class RunHistory:
 
     def applied(
         self,
-        sender: Sender,
+        sender: ReportingPod,
         report: Report,
         *,
         policy: RunPolicy,
@@ -169,17 +169,17 @@ class RunHistory:
         while len(self._alarms) > wire.MOST_MESSAGES:
             del self._alarms[next(iter(self._alarms))]
 
-    def alarms(self, *, at: float) -> tuple[wire.Alarm, ...]:
+    def alarms(self, *, at: float) -> tuple[wire.ReportedAlarm, ...]:
         """Those of the last hour."""
         return tuple(
-            wire.Alarm(kind=kind, text=text)
+            wire.ReportedAlarm(kind=kind, text=text)
             for text, (since, kind) in self._alarms.items()
             if at - since < ALARM_S
         )
 
     # --- drives --------------------------------------------------------------------------
 
-    def _compare_drives(self, sender: Sender, report: Report) -> None:
+    def _compare_drives(self, sender: ReportingPod, report: Report) -> None:
         """Note on which drives a place's shards lie. Once all ranks can restore a step, nothing
         that a restart needs lies on others."""
         self.drives.take(sender.node_rank, PlaceDrives.of(sender.node, report))
@@ -219,9 +219,9 @@ class RunHistory:
                 )
             )
 
-    def record(self, holders: tuple[wire.Holder, ...], *, at: float) -> Record:
+    def record(self, holders: tuple[wire.NodeHoldings, ...], *, at: float) -> LeaderRecord:
         """What the next leader is to go on from, without `restore_from`."""
-        return Record(
+        return LeaderRecord(
             restarts=self.restarts.restarts,
             lost_steps=self.restarts.lost_steps,
             counted=str(self.restarts.counted or ""),
@@ -231,13 +231,13 @@ class RunHistory:
         )
 
 
-def _kind(restart: Restart) -> str:
+def _kind(restart: RunRestart) -> str:
     if restart.origin:
         return "Forked"
     return "Restored" if restart.parent else "FreshStart"
 
 
-def _restarted(restart: Restart, *, aside: bool, again: bool, drives: str) -> str:
+def _restarted(restart: RunRestart, *, aside: bool, again: bool, drives: str) -> str:
     """Where an epoch of the run began, and what the restart cost. `aside`: older steps still exist.
     `again`: of these, a part is gone for good."""
     count = restart.lost_steps

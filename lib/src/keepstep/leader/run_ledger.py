@@ -13,23 +13,23 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import Holding, RankReport, RanksReport, ReportedTier, bits
+from keepstep.core.commit_rule import HeldImages, RankReport, RanksReport, ReportedTier, bits
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
-    Gone,
     Ledger,
     LedgerConfig,
     Reported,
+    ReportLost,
 )
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks
 from keepstep.leader.durability import Sole, least_left, refuges, sole_nodes
 from keepstep.leader.node_rank import (
-    Place,
-    Places,
+    NodeRankState,
+    NodeRankStates,
     RankSets,
-    Sender,
+    ReportingPod,
     follows,
     kept,
     overtaken,
@@ -66,7 +66,7 @@ class RunLedger:
         self._keep = Retention()
         self._config = LedgerConfig()
         self.core = Ledger(self._config)
-        self.places = Places()
+        self.places = NodeRankStates()
         self.orphans = OrphanedShards()
         self.progress: StepId | None = None
         self._answers: dict[int, int] = {}
@@ -92,7 +92,7 @@ class RunLedger:
         self._configure(replace(self._config, tiers=(*IN_POD, *shared)))
         self._keep = replace(keep, pinned=frozenset(pins))
 
-    def take(self, sender: Sender, report: Report, *, at: float) -> bool:
+    def take(self, sender: ReportingPod, report: Report, *, at: float) -> bool:
         """Take in one report; `actions` says what follows. Returns False if a newer report of this
         node rank is known already, or if a report of changes cannot be used."""
         self._changes += 1
@@ -180,7 +180,9 @@ class RunLedger:
         gone = tuple(step_id for step_id in there if step_id > min(named) and step_id not in named)
         return {**report.tiers, Tier.ARCHIVE: replace(archived, gone=gone)}
 
-    def _renewed(self, place: Place | None, sender: Sender, report: Report, at: float) -> Place:
+    def _renewed(
+        self, place: NodeRankState | None, sender: ReportingPod, report: Report, at: float
+    ) -> NodeRankState:
         """The place after this report, which the ledger has already taken in."""
         before = place if report.since else None
         held = {tier: self.core.held(sender.node_rank, tier) for tier in (*IN_POD, Tier.PEER)}
@@ -199,7 +201,7 @@ class RunLedger:
                 self._ask_all()
                 if not local_stays:
                     self._answers.pop(node_rank, None)
-                    self.core.take(Gone(node_rank))
+                    self.core.take(ReportLost(node_rank))
                     self._forget_epochs()
                 elif not place.gone:
                     self._memory_gone(node_rank)
@@ -236,7 +238,7 @@ class RunLedger:
         known = self._answers.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in bits(known & ~named):
-                self.core.take(Gone(node_rank, rank))
+                self.core.take(ReportLost(node_rank, rank))
             known = 0
         self._answers[node_rank] = known | named
 
@@ -431,7 +433,7 @@ class RunLedger:
         by_twins = {name: ranks | lent.get(name, 0) for name, ranks in own.items()}
         return sole_nodes(by_twins, world=world), sole
 
-    def _on_drives(self, step_id: StepId) -> Iterator[Holding]:
+    def _on_drives(self, step_id: StepId) -> Iterator[HeldImages]:
         """Each copy of the step on a drive."""
         return (
             held for held in self.core.copies(step_id) if held.place[1] in (Tier.LOCAL, Tier.PEER)

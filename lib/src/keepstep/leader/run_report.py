@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Final
 
 from keepstep.core.commit_rule import bits
-from keepstep.core.ledger import Restart
+from keepstep.core.ledger import RestartOutcome
 from keepstep.leader.advisories import doubts
 from keepstep.leader.leader import Leader
-from keepstep.leader.node_rank import Place
+from keepstep.leader.node_rank import NodeRankState
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.spans import spans
@@ -18,13 +18,13 @@ from keepstep.steps import NEAREST_FIRST, Answer, StepId, Tier
 from keepstep.wire.run_reports import (
     LARGEST_BYTES,
     MOST_NODES,
-    Holder,
     KeptStep,
+    LeaderRecord,
+    LossOutcome,
     MemberState,
+    NodeHoldings,
     NodeReport,
-    Record,
     RunReport,
-    Safe,
     SaveOverhead,
     within_bounds,
 )
@@ -75,8 +75,8 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
         kept=tuple(_kept(leader)),
         certain=_is_certain(leader),
         archived=len(ledger.archived()),
-        safe=Safe(
-            restart=outlook.step if outlook.restart is Restart.GOES_ON else None,
+        safe=LossOutcome(
+            restart=outlook.step if outlook.restart is RestartOutcome.GOES_ON else None,
             node=safe.step,
             pod=safe.pod,
             archived=safe.archived,
@@ -94,7 +94,7 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
         recent=history.recent,
         alarms=history.alarms(at=at),
         doubts=doubts(leader, behind=behind, at=at),
-        record=_record(leader, at) if sequence > 1 else Record(),
+        record=_record(leader, at) if sequence > 1 else LeaderRecord(),
     )
     return within_bounds(report)
 
@@ -122,7 +122,7 @@ def _versions(versions: Iterable[str]) -> str:
     return ", ".join(sorted({*versions} - {""}))
 
 
-def _fullest(there: Iterable[Place]) -> float | None:
+def _fullest(there: Iterable[NodeRankState]) -> float | None:
     """The largest part of a volume that is used."""
     volumes = [volume for place in there for volume in place.sidecar.volumes if volume.used_bytes]
     return max(
@@ -134,7 +134,7 @@ def _fullest(there: Iterable[Place]) -> float | None:
     )
 
 
-def _stall(there: Iterable[Place]) -> SaveOverhead:
+def _stall(there: Iterable[NodeRankState]) -> SaveOverhead:
     stalls = [place.sidecar.stall for place in there]
     return SaveOverhead(
         skipped=sum(counts.skipped for counts in stalls),
@@ -176,7 +176,7 @@ def _nodes(leader: Leader, at: float) -> list[NodeReport]:
     ]
 
 
-def _state(place: Place, silent: bool) -> MemberState:
+def _state(place: NodeRankState, silent: bool) -> MemberState:
     if place.gone:
         return MemberState.GONE
     return MemberState.SILENT if silent else MemberState.CONNECTED
@@ -231,17 +231,17 @@ def _is_certain(leader: Leader) -> bool:
 # --- the record ----------------------------------------------------------------------------------
 
 
-def _record(leader: Leader, at: float) -> Record:
+def _record(leader: Leader, at: float) -> LeaderRecord:
     record = leader.history.record(_holders(leader), at=at)
     return replace(record, restore_from=leader.requests.restore_from)
 
 
-def _holders(leader: Leader) -> tuple[Holder, ...]:
+def _holders(leader: Leader) -> tuple[NodeHoldings, ...]:
     """What each node holds on drives that outlive pods. Nodes that the run has left come first,
     because nothing else remembers what lies there."""
     places = leader.ledger.places
     place_of = {bit: rank for rank, place in places.items() for bit in bits(place.own)}
-    by_node: dict[str, dict[int, Place]] = {}
+    by_node: dict[str, dict[int, NodeRankState]] = {}
     for node_rank, place in places.items():
         if place.stays and not place.dropped:
             by_node.setdefault(place.node, {})[node_rank] = place
@@ -259,10 +259,10 @@ def _holders(leader: Leader) -> tuple[Holder, ...]:
 def _holder(
     ledger: RunLedger,
     node: str,
-    places: dict[int, Place],
+    places: dict[int, NodeRankState],
     place_of: dict[int, int],
     left: Iterable[OrphanedShard],
-) -> Holder:
+) -> NodeHoldings:
     """One node. `left`: the shards on it of places that are elsewhere now."""
     steps = [step_id for rank in places for step_id in ledger.drives(rank)]
     newest = max((*steps, *(shard.step for shard in left)), default=None)
@@ -272,7 +272,7 @@ def _holder(
         if place.own and any(ledger.core.of_node(rank, Tier.LOCAL))
     }
     copied = (rank for place in places.values() for rank in bits(place.ranks.copied))
-    return Holder(
+    return NodeHoldings(
         node=node,
         node_ranks=spans(own | {shard.node_rank for shard in left}),
         copies=spans(place_of[rank] for rank in copied if rank in place_of),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from keepstep.client.session import Client, Session
+from keepstep.client.session import SidecarClient, SidecarSession
 from keepstep.core.suspicion import WITHIN
 from keepstep.core.vote import Candidates, Decision, choose, limit_of, nothing_is_kept
 from keepstep.errors import (
@@ -33,7 +33,7 @@ from keepstep.errors import (
     UsageError,
     few,
 )
-from keepstep.restore.restore import Restore
+from keepstep.restore.restore import RankRestore
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.trainer import (
     CandidatesRequest,
@@ -55,7 +55,7 @@ _BEGINS_S = 0.5
 FIRST_S = 10.0
 EVERY_S = 30.0
 
-Begin = Callable[[Decision], Restore]
+Begin = Callable[[Decision], RankRestore]
 """Makes this rank's restore of the step that was decided on."""
 
 Connect = Callable[[], LeaseGranted]
@@ -65,13 +65,13 @@ Gather = Callable[[Any], list[Any]]
 """Gathers one value of every rank on all ranks, in rank order."""
 
 
-class Agreed(NamedTuple):
+class AgreedEpoch(NamedTuple):
     """The epoch that begins. `restoring` restored its parent step; None if there was nothing to
     restore."""
 
     epoch: Epoch
     stage_every: int
-    restoring: Restore | None = None
+    restoring: RankRestore | None = None
 
     @property
     def tier(self) -> Tier | None:
@@ -79,7 +79,7 @@ class Agreed(NamedTuple):
         return self.restoring.tier if self.restoring is not None else None
 
 
-class Unkept(NamedTuple):
+class UnkeptRun(NamedTuple):
     """There was nothing to restore, and nothing can be kept. `reason`: which ranks have no sidecar;
     '' if no rank has one."""
 
@@ -115,7 +115,7 @@ class Collective:
 
     def __init__(
         self,
-        session: Session | None,
+        session: SidecarSession | None,
         *,
         rank: int,
         world: int,
@@ -137,7 +137,7 @@ class Collective:
         *,
         meet: Callable[[Gather], None],
         begin_fresh: Callable[[Gather], None],
-    ) -> Agreed | Unkept:
+    ) -> AgreedEpoch | UnkeptRun:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
@@ -167,7 +167,7 @@ class Collective:
         self._check_same_step(ballots)
         if all(ballot.without for ballot in ballots):
             if self._step is None:
-                return Unkept()
+                return UnkeptRun()
             raise RestoreError(
                 f"going back to step {self._step} was asked for, but no rank has a sidecar"
                 " (KEEPSTEP_SOCKET is not set): start the training with `keepstep run -- ...`"
@@ -176,7 +176,7 @@ class Collective:
         votes = _votes(ballots)
         if reason := _without(ballots):
             if self._step is None and nothing_is_kept(votes):
-                return Unkept(reason)
+                return UnkeptRun(reason)
             raise RestoreError(f"this run may have steps, so it does not begin again: {reason}")
         if self._world > 1:
             meet(self._gather)
@@ -189,12 +189,12 @@ class Collective:
                 log.warning("keepstep: %s [restore.step_chosen]", text)
             if decision.id is None:
                 begin_fresh(self._gather)
-                return Agreed(epoch, self._stage_every)
+                return AgreedEpoch(epoch, self._stage_every)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
             failures = self._together(restoring)
             if not failures:
-                return Agreed(epoch, self._stage_every, restoring)
+                return AgreedEpoch(epoch, self._stage_every, restoring)
             log.warning(
                 "keepstep: step %s is not used: %s [restore.step_refused]",
                 *(decision.id.step, "; ".join(failures)),
@@ -216,7 +216,7 @@ class Collective:
                 raise
             raise type(error)(text) from error
 
-    def _together(self, restoring: Restore) -> list[str]:
+    def _together(self, restoring: RankRestore) -> list[str]:
         """Go through all stages; each begins once all ranks have finished the one before.
 
         Returns why another step must be tried. Raises, on all ranks, an error that no other step
@@ -246,7 +246,7 @@ class Collective:
             values = [value for value, _ in answers]
         return []
 
-    def announce(self, agreed: Agreed, *, seconds: float) -> None:
+    def announce(self, agreed: AgreedEpoch, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
         if self._session is None:
             raise KeepstepError("no sidecar")
@@ -357,13 +357,13 @@ def _without(ballots: list[_Ballot]) -> str:
     )
 
 
-def ask_candidates(link: Session) -> Candidates:
+def ask_candidates(link: SidecarSession) -> Candidates:
     """What a rank's sidecar can bring, once it has looked at all tiers. Raises SidecarError."""
     request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
-def refuse(link: Session, reason: str) -> None:
+def refuse(link: SidecarSession, reason: str) -> None:
     """Tell the sidecar that the vote refused, for its status and reports. Raises nothing."""
     request = RefusedRequest(lease=link.lease, reason=reason[:_REASON])
     with contextlib.suppress(KeepstepError):
@@ -371,7 +371,7 @@ def refuse(link: Session, reason: str) -> None:
 
 
 def begin_epoch(
-    link: Session,
+    link: SidecarSession,
     epoch: Epoch,
     tier: Tier | None,
     *,
@@ -438,7 +438,7 @@ def _waits_for(path: str, doing: str, rank: int) -> str:
     from keepstep.wire.status import Status  # a fast restore does not pay for this import
 
     try:
-        with contextlib.closing(Client(path)) as client:
+        with contextlib.closing(SidecarClient(path)) as client:
             status = client.get("/v1/status", Status, timeout_s=5.0)
     except KeepstepError as error:
         return f"{doing}; the sidecar: {error}" if doing else ""

@@ -38,7 +38,7 @@ MAX_CELLS = 1 << 24
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedTensor:
     """One saved tensor.
 
     `numbers`: the elements of `rows`, one after the other. `dtype`: in the spelling of safetensors.
@@ -95,7 +95,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Index:
+class ImageIndex:
     """What the images of a step hold.
 
     `absent`: saved ranks without an image. `left_out`: saved ranks whose image exists but was not
@@ -105,13 +105,13 @@ class Index:
     """
 
     world: int
-    tensors: Mapping[str, Saved]
+    tensors: Mapping[str, SavedTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
-    def find(self, name: str) -> Saved | None:
+    def find(self, name: str) -> SavedTensor | None:
         """The tensor of that name, or the tensor that the name is tied to."""
         return self.tensors.get(self.aliases.get(name, name))
 
@@ -122,7 +122,7 @@ class IndexBuilder:
 
     def __init__(self, world: int) -> None:
         self._world = world
-        self._tensors: dict[str, Saved] = {}
+        self._tensors: dict[str, SavedTensor] = {}
         self._aliases: dict[str, str] = {}
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
@@ -144,15 +144,15 @@ class IndexBuilder:
             saved = tensors.get(name)
             if saved is None:
                 how = spec.dim_order, spec.device, spec.strides
-                tensors[name] = Saved(name, spec.dtype, shape, row, *how)
+                tensors[name] = SavedTensor(name, spec.dtype, shape, row, *how)
             elif (saved.dtype, saved.shape) == (spec.dtype, shape):
                 saved.numbers.extend(row)
             else:
                 self._conflict(saved, spec.dtype, shape, layout.number)
 
-    def build(self, left_out: tuple[int, ...] = ()) -> Index:
+    def build(self, left_out: tuple[int, ...] = ()) -> ImageIndex:
         """The index. Nothing may be added afterwards."""
-        return Index(
+        return ImageIndex(
             world=self._world,
             tensors=self._tensors,
             aliases=self._aliases,
@@ -161,7 +161,7 @@ class IndexBuilder:
             conflicts=self._conflicts,
         )
 
-    def _conflict(self, saved: Saved, dtype: str, shape: tuple[int, ...], rank: int) -> None:
+    def _conflict(self, saved: SavedTensor, dtype: str, shape: tuple[int, ...], rank: int) -> None:
         meanings = [
             f"{dtype}{list(shape)} in {file_name(rank, self._world)}"
             for dtype, shape, rank in (
@@ -173,7 +173,7 @@ class IndexBuilder:
 
 
 def _rows_of(flat: FlatBox, entry: Entry, number: int) -> Iterator[int]:
-    """The numbers of `Saved` for all boxes of a range of elements."""
+    """The numbers of `SavedTensor` for all boxes of a range of elements."""
     spec, at = entry.spec, entry.begin
     begin = spec.offsets[-1] if spec.offsets else 0
     if flat.shape and not math.prod(spec.shape):  # a row of no element: of a scalar there is none
@@ -205,7 +205,7 @@ class Box(NamedTuple):
         return 0 in self.sizes
 
 
-def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
+def intersect(saved: SavedTensor, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     """The row numbers of saved boxes that share elements with `box`, and the corners of each shared
     part: `[low, high)` in the global tensor."""
     low = torch.tensor(box.offsets, dtype=torch.int64)
@@ -216,7 +216,7 @@ def intersect(saved: Saved, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     return hit, lows[hit], highs[hit]
 
 
-class Coverage(NamedTuple):
+class BoxCoverage(NamedTuple):
     """How many boxes hold each cell of the grid of all cuts. `cuts`: ascending, per dimension."""
 
     cuts: tuple[Tensor, ...]
@@ -269,7 +269,7 @@ def _grow(mask: Tensor, corner: list[int]) -> list[int]:
     return extent
 
 
-def cover(lows: Tensor, highs: Tensor, box: Box) -> Coverage | None:
+def cover(lows: Tensor, highs: Tensor, box: Box) -> BoxCoverage | None:
     """Count how often each part of `box` is held by the boxes `[lows, highs)` inside it.
 
     None if the boxes are cut so irregularly that the grid would have more than `MAX_CELLS`.
@@ -283,7 +283,7 @@ def cover(lows: Tensor, highs: Tensor, box: Box) -> Coverage | None:
         return None
     counts = torch.zeros(shape, dtype=torch.int32)
     if not shape:
-        return Coverage((), counts + len(lows))
+        return BoxCoverage((), counts + len(lows))
     places = [
         tuple(torch.searchsorted(cut, edge[:, dim].contiguous()) for edge in (lows, highs))
         for dim, cut in enumerate(cuts)
@@ -295,7 +295,7 @@ def cover(lows: Tensor, highs: Tensor, box: Box) -> Coverage | None:
         counts.index_put_(edges_at, sign, accumulate=True)
     for dim in range(len(shape)):
         counts = counts.cumsum(dim, dtype=torch.int32)
-    return Coverage(tuple(cuts), counts[tuple(slice(0, -1) for _ in shape)])
+    return BoxCoverage(tuple(cuts), counts[tuple(slice(0, -1) for _ in shape)])
 
 
 _SHOWN = 20
@@ -332,7 +332,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class FillPlan:
     """All pieces of a plan: the `wholes`, each exactly one saved box of an image in memory (a rank
     that goes on from its own image has no others), and the rows of `columns`.
 
@@ -362,12 +362,12 @@ class Plan:
 
 def make(
     requests: Sequence[TensorRequest],
-    index: Index,
+    index: ImageIndex,
     *,
     rank: int,
     nearness: Sequence[int],
     reader: int | None = None,
-) -> Plan:
+) -> FillPlan:
     """The plan of running rank `rank`.
 
     `nearness`: per saved rank; lower is nearer, 0 is in memory. `reader`: the rank whose order
@@ -379,12 +379,12 @@ def make(
         planner.add(number, request)
     planner.raise_problems()
     if not planner.rows:
-        return Plan(requests, torch.empty(0, 3, dtype=torch.int64), 0, planner.wholes)
+        return FillPlan(requests, torch.empty(0, 3, dtype=torch.int64), 0, planner.wholes)
     dims = max(len(request.box.sizes) for request in requests)
     joined = torch.cat([_padded(rows, dims) for rows in planner.rows])
     order = joined[:, 1].argsort(stable=True)
     order = order[joined[:, 0][order].argsort(stable=True)]
-    return Plan(requests, joined[order], dims, planner.wholes)
+    return FillPlan(requests, joined[order], dims, planner.wholes)
 
 
 def _padded(rows: Tensor, dims: int) -> Tensor:
@@ -397,7 +397,7 @@ def _padded(rows: Tensor, dims: int) -> Tensor:
 
 
 class _Planner:
-    def __init__(self, index: Index, rank: int, reader: int, nearness: Sequence[int]) -> None:
+    def __init__(self, index: ImageIndex, rank: int, reader: int, nearness: Sequence[int]) -> None:
         self.rows: list[Tensor] = []
         self.wholes: list[Piece] = []
         self._nearness = nearness
@@ -454,7 +454,7 @@ class _Planner:
         )
 
     def _check(
-        self, saved: Saved, box: Box, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor
+        self, saved: SavedTensor, box: Box, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor
     ) -> Tensor | None:
         """Those of `keep` that are needed; None after noting a problem."""
         found = cover(lows[keep], highs[keep], box)
@@ -474,7 +474,7 @@ class _Planner:
         return _needed(found, lows, highs, keep)
 
     def _overlap(
-        self, saved: Saved, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor, box: Box
+        self, saved: SavedTensor, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor, box: Box
     ) -> None:
         low = torch.tensor(box.offsets, dtype=torch.int64)
         inside = keep[((lows[keep] <= low) & (low < highs[keep])).all(1)]
@@ -483,7 +483,7 @@ class _Planner:
         self._problems.append(f"{saved.name}: {_named(box)} is in {files}: these boxes overlap")
 
 
-def _distinct(saved: Saved, hit: Tensor, order: Tensor) -> Tensor:
+def _distinct(saved: SavedTensor, hit: Tensor, order: Tensor) -> Tensor:
     """Of equal boxes, the first in `order`. Returns positions in `hit`, ascending in `order`."""
     ordered = order.argsort(stable=True)
     if len(hit) < 2:
@@ -497,7 +497,7 @@ def _distinct(saved: Saved, hit: Tensor, order: Tensor) -> Tensor:
     return ordered[first.sort().values]
 
 
-def _needed(found: Coverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tensor:
+def _needed(found: BoxCoverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tensor:
     """As many of the overlapping boxes, in their order, as are needed to hold everything."""
     left = torch.ones_like(found.counts, dtype=torch.bool)
     chosen = []
@@ -512,7 +512,9 @@ def _needed(found: Coverage, lows: Tensor, highs: Tensor, keep: Tensor) -> Tenso
     return torch.tensor(chosen, dtype=torch.int64)
 
 
-def _rows(saved: Saved, number: int, box: Box, hit: Tensor, lows: Tensor, highs: Tensor) -> Tensor:
+def _rows(
+    saved: SavedTensor, number: int, box: Box, hit: Tensor, lows: Tensor, highs: Tensor
+) -> Tensor:
     head = torch.stack(
         [saved.ranks[hit], saved.begins[hit], torch.full((len(hit),), number)], dim=1
     )
@@ -525,7 +527,7 @@ def _named(box: Box) -> str:
     return f"offsets {list(box.offsets)}, sizes {list(box.sizes)}"
 
 
-def _absent(index: Index) -> str:
+def _absent(index: ImageIndex) -> str:
     if not index.absent:
         return ""
     files = few([shard_name(rank, index.world) for rank in index.absent], _RANKS_SHOWN)

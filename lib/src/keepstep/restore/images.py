@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from keepstep.client import copying
-from keepstep.client.session import Session
+from keepstep.client.session import SidecarSession
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import (
     CoverageError,
@@ -49,7 +49,15 @@ from keepstep.errors import (
 )
 from keepstep.image import ControlPage, Layout, Parameters, check_control
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.restore.fill_plan import Block, Index, IndexBuilder, Piece, Plan, blocks, byte_range
+from keepstep.restore.fill_plan import (
+    Block,
+    FillPlan,
+    ImageIndex,
+    IndexBuilder,
+    Piece,
+    blocks,
+    byte_range,
+)
 from keepstep.state import accelerator
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
@@ -90,7 +98,7 @@ class ChunkRequest(Protocol):
 W = TypeVar("W", bound=ChunkRequest)
 
 
-class Bytes(Protocol):
+class ImageBytes(Protocol):
     """The bytes of the images of one step, on any tier."""
 
     def flat(self, rank: int) -> Tensor | None:
@@ -109,7 +117,7 @@ class _UnusableError(KeepstepError):
         self.path = path
 
 
-class Images:
+class StepImages:
     """The images of one step that were found. `index`: what they hold, one box per row.
     `requested`: the chunks that other ranks are to send."""
 
@@ -117,7 +125,7 @@ class Images:
 
     def __init__(
         self,
-        link: Session,
+        link: SidecarSession,
         found: Sources,
         timeout_s: float = CHUNKS_S,
         own: Sequence[SlotMapping] = (),
@@ -152,16 +160,16 @@ class Images:
             # most ranks have equal parameters, so one object serves all of them
             last = last if last == layout.parameters else layout.parameters
             self._parameters[layout.rank] = last
-        self.index: Index = builder.build(found.left_out)
+        self.index: ImageIndex = builder.build(found.left_out)
 
     @classmethod
     def of_slot(
         cls,
-        link: Session,
+        link: SidecarSession,
         slot: SlotMapping,
         control: ControlPage,
         base: SlotMapping | None = None,
-    ) -> Images:
+    ) -> StepImages:
         """Only this rank's own image, in a slot that was already checked, and the base to which it
         refers."""
         own = (slot,) if base is None else (slot, base)
@@ -185,12 +193,12 @@ class Images:
     @classmethod
     def find(
         cls,
-        link: Session,
+        link: SidecarSession,
         step_id: StepId,
         timeout_s: float = CHUNKS_S,
         *,
         every: bool = False,
-    ) -> Images:
+    ) -> StepImages:
         """Ask the sidecar where the images are; for thousands of ranks, the answer takes minutes.
 
         If an image in memory does not verify, its next copy is used instead. `timeout_s`: for this
@@ -357,7 +365,9 @@ class WindowReader:
     """Reads verified chunks through shared memory; half of the frames are filled ahead of the
     reader."""
 
-    def __init__(self, link: Session, step_id: StepId, *, timeout_s: float = CHUNKS_S) -> None:
+    def __init__(
+        self, link: SidecarSession, step_id: StepId, *, timeout_s: float = CHUNKS_S
+    ) -> None:
         request = WindowRequest(lease=link.lease, frames=FRAMES)
         window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
         self._link, self._id, self._timeout_s = link, step_id, timeout_s
@@ -366,12 +376,12 @@ class WindowReader:
         self._flat, _ = map_image(window.path)
 
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
-        """See `Images.announce`."""
+        """See `StepImages.announce`."""
         request = ChunksRequest(lease=self._link.lease, id=self._id, chunks=(), announced=runs)
         self._link.call("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
 
     def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """See `Images.stream`. Leaves no request behind, even if the caller stops early."""
+        """See `StepImages.stream`. Leaves no request behind, even if the caller stops early."""
         chunks = iter(requests)
         flying: deque[tuple[list[W], int, Future[None]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="keepstep-fetch") as pool:
@@ -428,7 +438,7 @@ _MOVES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ChunkLoad:
     """What is needed from one chunk: pairs of the number of a wanted tensor and a block."""
 
     rank: int
@@ -437,9 +447,9 @@ class Load:
 
 
 def fill(
-    plan: Plan,
+    plan: FillPlan,
     targets: Sequence[Tensor],
-    images: Bytes,
+    images: ImageBytes,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> int:
     """Fill `targets` (one per want, with the shape of its box); returns the bytes copied.
@@ -462,9 +472,9 @@ def fill(
     return total
 
 
-def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Load]:
+def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[ChunkLoad]:
     """The chunks that hold `pieces`, each once. `pieces` come in the order of the files."""
-    current: Load | None = None
+    current: ChunkLoad | None = None
     for piece in pieces:
         size = dtypes[piece.request].itemsize
         begin, end = byte_range(piece, size)
@@ -475,13 +485,15 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Lo
             if current is None or (current.rank, current.chunk) != (piece.rank, chunk):
                 if current is not None:
                     yield current
-                current = Load(piece.rank, chunk)
+                current = ChunkLoad(piece.rank, chunk)
             current.parts.extend((piece.request, part) for part in parts)
     if current is not None:
         yield current
 
 
-def chunk_runs(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> tuple[ChunkRun, ...]:
+def chunk_runs(
+    plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
+) -> tuple[ChunkRun, ...]:
     """The chunks that `fill` will ask for, in its order."""
     runs: list[ChunkRun] = []
     for load in _distant(plan, dtypes, images):
@@ -492,7 +504,9 @@ def chunk_runs(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> tupl
     return tuple(runs)
 
 
-def _distant(plan: Plan, dtypes: Sequence[torch.dtype], images: Bytes) -> Iterator[Load]:
+def _distant(
+    plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
+) -> Iterator[ChunkLoad]:
     """What is needed of images that are not mapped."""
     return loads((part for part in plan.parts() if images.flat(part.rank) is None), dtypes)
 
@@ -533,17 +547,17 @@ def _narrow(tensor: Tensor, at: Sequence[int], extent: Sequence[int]) -> Tensor:
 
 
 def _mapped(
-    plan: Plan,
+    plan: FillPlan,
     targets: Sequence[Tensor],
-    images: Bytes,
+    images: ImageBytes,
     dtypes: Sequence[torch.dtype],
     plain: Sequence[bool],
 ) -> int:
     """Copy what lies in mapped images. A whole tensor of plain memory is copied by address, because
     making a view often costs more than the copy."""
     total = 0
-    moves: list[copying.Move] = []
-    copies: list[copying.Copy] = []
+    moves: list[copying.MemoryMove] = []
+    copies: list[copying.TensorCopy] = []
     for piece in plan.pieces():
         flat = images.flat(piece.rank)
         if flat is None:
@@ -553,14 +567,14 @@ def _mapped(
         total += size
         is_whole = piece.extent == piece.sizes == target.shape
         if is_whole and plain[piece.request] and target.dtype == dtype:
-            moves.append(copying.Move(target.data_ptr(), flat.data_ptr() + piece.begin, size))
+            moves.append(copying.MemoryMove(target.data_ptr(), flat.data_ptr() + piece.begin, size))
         else:
             whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
             part, source = _place(target, whole), view_of(flat, dtype, whole, 0)
             if _is_move(part, source):
-                moves.append(copying.Move(part.data_ptr(), source.data_ptr(), size))
+                moves.append(copying.MemoryMove(part.data_ptr(), source.data_ptr(), size))
             else:
-                copies.append(copying.Copy(part, source))
+                copies.append(copying.TensorCopy(part, source))
         if len(moves) + len(copies) >= _MOVES_AT_ONCE:
             copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
             moves, copies = [], []
@@ -568,7 +582,7 @@ def _mapped(
     return total
 
 
-class Shown(NamedTuple):
+class LentStep(NamedTuple):
     """What a lender shows of a step. `images`: for each image the source, the compressed header,
     and the bytes of everything that is not a tensor."""
 
@@ -577,10 +591,10 @@ class Shown(NamedTuple):
     images: tuple[tuple[Source, bytes, bytes], ...] = ()
 
 
-def show(images: Images) -> Shown:
+def show(images: StepImages) -> LentStep:
     """What this rank lends."""
     found = images.sources
-    return Shown(
+    return LentStep(
         found.world,
         found.left_out,
         tuple(
@@ -590,10 +604,12 @@ def show(images: Images) -> Shown:
     )
 
 
-class LentImages(Images):
+class LentImages(StepImages):
     """The images that the lenders showed. `requested`: the chunks that this rank's plan needs."""
 
-    def __init__(self, link: Session, step_id: StepId, shown: Sequence[Shown | None]) -> None:
+    def __init__(
+        self, link: SidecarSession, step_id: StepId, shown: Sequence[LentStep | None]
+    ) -> None:
         """`shown`: by running rank. Of several lenders of an image, the first lends it."""
         self._shown = {
             source.rank: (source, header, extras)
@@ -651,10 +667,10 @@ class Lending:
 
     def __init__(
         self,
-        shown: Sequence[Shown | None],
+        shown: Sequence[LentStep | None],
         *,
         rank: int,
-        own: Images | None,
+        own: StepImages | None,
     ) -> None:
         """`shown`: by running rank. `own`: the images that this rank lends, if it does."""
         self._lender = {
@@ -700,7 +716,7 @@ class Lending:
             yield b""
 
 
-def _bytes_in(images: Images | None, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+def _bytes_in(images: StepImages | None, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     if images is None:
         return
     for distant, those in groupby(chunks, key=lambda chunk: images.flat(chunk[0]) is None):

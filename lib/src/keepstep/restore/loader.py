@@ -19,7 +19,7 @@ from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import base_of
 from keepstep.image.codecs import ArrayForm
 from keepstep.restore.fill_plan import make
-from keepstep.restore.images import Images, chunk_runs, fill
+from keepstep.restore.images import StepImages, chunk_runs, fill
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader, group_numbers
 from keepstep.restore.targets import (
@@ -31,7 +31,7 @@ from keepstep.restore.targets import (
     raise_differences,
     target_of,
 )
-from keepstep.state.leaves import Taken, formed_tensors
+from keepstep.state.leaves import TakenState, formed_tensors
 from keepstep.state.refill import put_back
 from keepstep.state.rng import is_generator, suits
 from keepstep.state.wrappers import is_zero, unwrap
@@ -50,8 +50,8 @@ class Loader(Tensors):
     def __init__(
         self,
         components: Mapping[str, Any],
-        taken: Taken,
-        images: Images,
+        taken: TakenState,
+        images: StepImages,
         *,
         rank: int,
         reader: int | None = None,

@@ -24,7 +24,7 @@ from keepstep.state import sharding
 from keepstep.state.leaves import (
     PLAIN_METADATA,
     Node,
-    Taken,
+    TakenState,
     is_extra,
     is_wrapper,
     leaves_of,
@@ -109,7 +109,7 @@ def _expected(part: nn.Module) -> Iterator[str]:
         yield "_extra_state"
 
 
-def check_loads(taken: Taken) -> None:
+def check_loads(taken: TakenState) -> None:
     """Raise UsageError for a module whose `load_state_dict` refuses what its `state_dict` gives: it
     could be kept, but never restored."""
     for name, node in taken.skeleton[1]:
@@ -125,7 +125,7 @@ def check_loads(taken: Taken) -> None:
             )
 
 
-def _has_more(module: nn.Module, node: Node, taken: Taken) -> bool:
+def _has_more(module: nn.Module, node: Node, taken: TakenState) -> bool:
     """Whether the tree has more than the module's own tensors, so that it must be loaded."""
     memory = {plain.data_ptr() for plain in _memory_of(module)}
     leaves: dict[Any, Tensor] = {leaf.name: leaf.whole for leaf in taken.tensors}

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep.restore.fill_plan import Saved
-from keepstep.restore.images import Images
+from keepstep.restore.fill_plan import SavedTensor
+from keepstep.restore.images import StepImages
 from keepstep.restore.targets import Live, Path, SavedTree, Target, Tensors, describe_saved
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
@@ -40,7 +40,7 @@ class OptimizerLoader:
     def __init__(
         self,
         tensors: Tensors,
-        images: Images,
+        images: StepImages,
         name: str,
         optimizer: torch.optim.Optimizer,
         components: Mapping[str, Any],
@@ -263,7 +263,7 @@ class OptimizerLoader:
         self._found.add(at)
         self._state.append((at, True, self._tensors.built(saved, node, tensor)))
 
-    def _is_unplaced(self, name: str, saved: Saved, parameter: Tensor) -> bool:
+    def _is_unplaced(self, name: str, saved: SavedTensor, parameter: Tensor) -> bool:
         """Whether it is unknown which part of this state belongs here. If so, a difference is
         noted."""
         if self._tensors.alone or saved.shape in ((), tuple(parameter.shape)):

@@ -31,7 +31,7 @@ from keepstep.image import extras
 from keepstep.restore.modules import own_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
-from keepstep.state.leaves import PLAIN_METADATA, Node, Taken, build, is_extra, leaves_of
+from keepstep.state.leaves import PLAIN_METADATA, Node, TakenState, build, is_extra, leaves_of
 from keepstep.state.wrappers import is_known, unwrap
 
 COMPONENT = "a component"
@@ -41,7 +41,7 @@ Structure = Mapping[str, str]
 """What there is, by name: the shape of a tensor, or the sizes of an optimizer's groups."""
 
 
-def structure_of(taken: Taken) -> Structure:
+def structure_of(taken: TakenState) -> Structure:
     """The structure of a taken state, without whatever dicts and foreign objects hold, and
     without the foreign objects that were not taken."""
     lives = {leaf.name: leaf.live for leaf in taken.tensors}
@@ -90,7 +90,7 @@ def _shape(live: Tensor) -> str:
     return f"{live.dtype}{tuple(live.shape)}"
 
 
-def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, taken: Taken) -> dict[str, str]:
+def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, taken: TakenState) -> dict[str, str]:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     return {
         f"{name}'s list of parameter groups": f"of {sizes} parameters",
@@ -110,7 +110,7 @@ _UNCHANGED = (
 """What a hook may refer to without changing it."""
 
 
-def rehearse(taken: Taken, *, trusted: bool, models_only: bool = False) -> None:
+def rehearse(taken: TakenState, *, trusted: bool, models_only: bool = False) -> None:
     """Raise UsageError for a component whose `load_state_dict` refuses what its `state_dict` gave.
 
     `taken`: the state of the components, which are not asked again. `models_only`: only modules.
@@ -248,7 +248,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(rows["MemAvailable"].split()[0]) * 1024
 
 
-def _given(component: Any, taken: Taken, name: str, node: Node, *, trusted: bool) -> Any:
+def _given(component: Any, taken: TakenState, name: str, node: Node, *, trusted: bool) -> Any:
     """What `load_state_dict` would get at a restart: values that were decoded, other tensors."""
     values = extras.decode(extras.encode(taken.values, trusted=trusted), trusted=trusted)
     live = {leaf.name: leaf.live for leaf in taken.tensors}

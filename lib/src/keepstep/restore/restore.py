@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keepstep.client.session import RESTORE_S, Session
+from keepstep.client.session import RESTORE_S, SidecarSession
 from keepstep.client.slot import SlotMapping, discard
 from keepstep.core.vote import Decision
 from keepstep.errors import (
@@ -38,15 +38,15 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
-from keepstep.restore.images import Images, Lending, LentImages, Shown, show
+from keepstep.restore.images import Lending, LentImages, LentStep, StepImages, show
 from keepstep.restore.loader import Loader, check_unused
 from keepstep.restore.targets import boxes
-from keepstep.save.frozen_parameters import Base, loaded_otherwise, restored
+from keepstep.save.frozen_parameters import FrozenBase, loaded_otherwise, restored
 from keepstep.state import rng
-from keepstep.state.leaves import Taken, TensorLeaf, values_of
+from keepstep.state.leaves import TakenState, TensorLeaf, values_of
 from keepstep.state.wrappers import after_loading, unwrap
 from keepstep.steps import StepId, Tier
-from keepstep.wire.trainer import ChunkRun, Opened, OpenRequest
+from keepstep.wire.trainer import ChunkRun, OpenedStep, OpenStepRequest
 
 log = logging.getLogger("keepstep")
 
@@ -70,7 +70,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-class Restore:
+class RankRestore:
     """One rank's restore of a step.
 
     `stages` run in this order; each gets what all ranks returned from the stage before. `tier`:
@@ -82,11 +82,11 @@ class Restore:
     def __init__(
         self,
         components: Mapping[str, Any],
-        link: Session,
+        link: SidecarSession,
         decision: Decision,
         *,
         rank: int,
-        take: Callable[[], Taken],
+        take: Callable[[], TakenState],
         rng: bool,
         trusted: bool,
         partial: FillGuard,
@@ -112,16 +112,16 @@ class Restore:
         self._direct = whole and decision.direct[rank]
         self._lent = bool(decision.lent) and decision.lent[rank]
         self._lenders = decision.lenders
-        self._shows: Images | None = None
+        self._shows: StepImages | None = None
         self._lending: Lending | None = None
         self._rank, self._rng, self._trusted = rank, rng, trusted
         self._rng_later = rng_later
         self._partial, self._reader = partial, reader
         self._slot: SlotMapping | None = None
         self._under: SlotMapping | None = None
-        self.base: Base | None = None
+        self.base: FrozenBase | None = None
         self._reloaded = False
-        self._taken: Taken
+        self._taken: TakenState
         self._control: ControlPage
         self._loader: Loader
         self._kept: dict[str, Any] = {}
@@ -146,11 +146,11 @@ class Restore:
             return
         bad, failures = "", 0
         while self._slot is None:
-            request = OpenRequest(
+            request = OpenStepRequest(
                 lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
             )
             within_s = self._timeout_s + 10
-            opened = self._link.call("/v1/restore", request, Opened, timeout_s=within_s)
+            opened = self._link.call("/v1/restore", request, OpenedStep, timeout_s=within_s)
             self.tier = opened.tier
             try:
                 self._map(opened.path, opened.base)
@@ -169,7 +169,7 @@ class Restore:
                 )
                 bad = opened.path
 
-    def _show(self, _: Sequence[Any]) -> Shown | None:
+    def _show(self, _: Sequence[Any]) -> LentStep | None:
         """Show all ranks what this rank lends, if it is a lender."""
         if self._rank not in self._lenders:
             return None
@@ -218,10 +218,10 @@ class Restore:
         if self._lenders:
             self._lending = Lending(shown, rank=self._rank, own=self._shows)
         if self._lent:
-            images: Images = LentImages(self._link, self._id, shown)
+            images: StepImages = LentImages(self._link, self._id, shown)
             self._refuse_dcp(images)
         elif slot is not None:
-            images = Images.of_slot(self._link, slot, self._control, self._under)
+            images = StepImages.of_slot(self._link, slot, self._control, self._under)
         else:
             images = self._all_images()
         try:
@@ -235,7 +235,7 @@ class Restore:
         self._compare_base(taken)
         return self._loader.unused(), images.requested
 
-    def _compare_base(self, taken: Taken) -> None:
+    def _compare_base(self, taken: TakenState) -> None:
         """Compare what the script has of the base with the base.
 
         Whether it loads the frozen parameters or draws them at random shows in the second life: if
@@ -265,7 +265,7 @@ class Restore:
         self._reloaded = others == []
 
     def _plan_from(
-        self, images: Images, taken: Taken, *, kept: dict[str, Any] | None = None
+        self, images: StepImages, taken: TakenState, *, kept: dict[str, Any] | None = None
     ) -> None:
         self._loader = Loader(
             self._components,
@@ -278,7 +278,7 @@ class Restore:
         )
         self._loader.plan(whole=self._whole)
 
-    def _lasting(self, taken: Taken) -> Iterator[Tensor]:
+    def _lasting(self, taken: TakenState) -> Iterator[Tensor]:
         """The tensors of modules. All other tensors last only if they are filled; otherwise, what
         the step holds replaces them."""
         modules = {
@@ -290,16 +290,16 @@ class Restore:
             if path[0] in modules:
                 yield from (part for part, _ in boxes(leaf.whole, leaf.whole_offsets, leaf.flat))
 
-    def _all_images(self, *, every: bool = False) -> Images:
-        """`every`: see `Images.find`. What this rank lends is asked for once, and is all."""
+    def _all_images(self, *, every: bool = False) -> StepImages:
+        """`every`: see `StepImages.find`. What this rank lends is asked for once, and is all."""
         if self._shows is not None:
             return self._shows
         every = every or not self._whole  # a twin's values may differ from this rank's
-        images = Images.find(self._link, self._id, self._timeout_s, every=every)
+        images = StepImages.find(self._link, self._id, self._timeout_s, every=every)
         self._refuse_dcp(images)
         return images
 
-    def _refuse_dcp(self, images: Images) -> None:
+    def _refuse_dcp(self, images: StepImages) -> None:
         refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
 
     def _copy(self, planned: Sequence[Any]) -> None:
@@ -343,7 +343,7 @@ class Restore:
             )
 
 
-def fits(layout: Layout, taken: Taken) -> bool:
+def fits(layout: Layout, taken: TakenState) -> bool:
     """Whether this rank's image alone can fill the live tensors.
 
     It cannot if it holds only this rank's part of a replica. Differences that do not concern the

@@ -22,8 +22,8 @@ from keepstep.client import copying
 from keepstep.errors import MismatchError, few
 from keepstep.image import FlatBox, Section, base_of, extras, local_name
 from keepstep.image.codecs import ViewForm
-from keepstep.restore.fill_plan import Box, Index, Saved, TensorRequest
-from keepstep.restore.images import Images
+from keepstep.restore.fill_plan import Box, ImageIndex, SavedTensor, TensorRequest
+from keepstep.restore.images import StepImages
 from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
 from keepstep.state.leaves import (
@@ -98,11 +98,11 @@ def boxes(
         at = end
 
 
-class Names:
+class NameFinder:
     """Finds the saved tensor that a live tensor continues. `rank`: the saved rank whose own values
     this rank takes."""
 
-    def __init__(self, index: Index, rank: int) -> None:
+    def __init__(self, index: ImageIndex, rank: int) -> None:
         self._index = index
         self._rank = rank
         self._used: set[str] = set()
@@ -123,7 +123,7 @@ class Names:
         left = {base_of(tensor)[0] for tensor in self._index.tensors.keys() - self._used}
         return left - {base_of(name)[0] for name in self._used} if left else left
 
-    def find(self, name: str, *, whole: bool = True) -> Saved | None:
+    def find(self, name: str, *, whole: bool = True) -> SavedTensor | None:
         """The saved tensor for a live one; None if there is none.
 
         `whole` is False if only a box of the tensor is wanted here and other ranks want other
@@ -145,7 +145,7 @@ def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def describe_saved(saved: Saved) -> str:
+def describe_saved(saved: SavedTensor) -> str:
     """Shape and dtype of a saved tensor as text, for messages."""
     return describe(saved.shape, DTYPE_OF[saved.dtype])
 
@@ -216,7 +216,7 @@ class Tensors:
 
     def __init__(
         self,
-        images: Images,
+        images: StepImages,
         *,
         rank: int,
         trusted: bool,
@@ -225,7 +225,7 @@ class Tensors:
         """`kept`: the decoded non-tensor part of this rank's own image, if it was decoded already.
         `targets`: the tensors to fill, each with its want."""
         self._images, self._rank, self._trusted = images, rank, trusted
-        self.names = Names(images.index, images.stand_in(rank))
+        self.names = NameFinder(images.index, images.stand_in(rank))
         self.refill = Refill()
         self.targets: list[Tensor] = []
         self._requests: list[TensorRequest] = []
@@ -234,7 +234,7 @@ class Tensors:
         self._trees: dict[int, dict[str, SavedTree]] = {}
         self._kept: dict[int, Mapping[str, Any]] = {} if kept is None else {rank: kept}
         self._made: dict[str, Tensor] = {}
-        self._filled: dict[str, tuple[str, Saved | None]] = {}
+        self._filled: dict[str, tuple[str, SavedTensor | None]] = {}
         self._shared: dict[int, Any] = {}
         self._given: dict[str, Tensor] = {}
         self._lives: dict[str, Live] = {}
@@ -303,7 +303,7 @@ class Tensors:
         """The saved tensors that have several names."""
         return frozenset(self._images.index.aliases.values())
 
-    def _request(self, target: Target, saved: Saved | None) -> None:
+    def _request(self, target: Target, saved: SavedTensor | None) -> None:
         dtype = target.tensor.dtype
         if saved is None:
             here = describe(target.shape, dtype)
@@ -318,7 +318,7 @@ class Tensors:
                 self.targets.append(tensor)
                 self._requests.append(TensorRequest(saved.name, box, own=target.own))
 
-    def _give(self, saved: Saved | None, here: Target) -> None:
+    def _give(self, saved: SavedTensor | None, here: Target) -> None:
         """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
         view of it, is so again."""
         if saved is not None and here.whole and here.live is not None:
@@ -358,7 +358,7 @@ class Tensors:
 
     def made(
         self,
-        saved: Saved,
+        saved: SavedTensor,
         device: torch.device | None,
         *,
         like: Tensor | None = None,
@@ -382,7 +382,7 @@ class Tensors:
 
     def _new(
         self,
-        saved: Saved,
+        saved: SavedTensor,
         shape: tuple[int, ...],
         offsets: tuple[int, ...],
         device: torch.device | None,
@@ -414,12 +414,14 @@ class Tensors:
         # raises if it makes no sense
         return build(node, made.__getitem__, values.__getitem__, self._shared)
 
-    def _first(self, target: Target, name: str, saved: Saved | None) -> tuple[str, Saved | None]:
+    def _first(
+        self, target: Target, name: str, saved: SavedTensor | None
+    ) -> tuple[str, SavedTensor | None]:
         """The name and saved tensor under which this live tensor was first planned. If this is its
         first use, it is planned under `name` with `saved`."""
         return self._filled.setdefault(target.first, (name, saved))
 
-    def _are_two(self, first: Saved, other: Saved | None) -> bool:
+    def _are_two(self, first: SavedTensor, other: SavedTensor | None) -> bool:
         """Whether `one` and `other` are different tensors in the checkpoint.
 
         They are different if a rank that has both did not find them to be one tensor, and their
@@ -435,7 +437,7 @@ class Tensors:
                 return True
         return False
 
-    def _were_two(self, first: Saved, other: Saved | None) -> bool:
+    def _were_two(self, first: SavedTensor, other: SavedTensor | None) -> bool:
         """The same of what is no module's, which may be two again: equal bytes do not make it one,
         where a rank had both."""
         if other is None or first.name == other.name:
@@ -493,7 +495,7 @@ def plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]
             yield path, at
 
 
-def _spans(saved: Saved) -> dict[int, slice]:
+def _spans(saved: SavedTensor) -> dict[int, slice]:
     """The bytes of a saved tensor in the image of each rank that holds any of it: from the first of
     its rows there to the last, which are adjacent."""
     itemsize = DTYPE_OF[saved.dtype].itemsize

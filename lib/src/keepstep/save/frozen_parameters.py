@@ -26,9 +26,15 @@ from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import ImageError
 from keepstep.image import BaseRef, ControlPage, Layout, Section
-from keepstep.save.mutation_guard import Fingerprint, Guard, Lot, Watched, may_wait
+from keepstep.save.mutation_guard import (
+    CopyLot,
+    Fingerprint,
+    MutationGuard,
+    WatchedTensors,
+    may_wait,
+)
 from keepstep.state import accelerator, sharding
-from keepstep.state.leaves import Taken, TensorLeaf, plain_tensors
+from keepstep.state.leaves import TakenState, TensorLeaf, plain_tensors
 from keepstep.state.wrappers import unwrap
 from keepstep.steps import Epoch
 
@@ -78,7 +84,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(eq=False)
-class Base:
+class FrozenBase:
     """Frozen parameters, and the base image that holds them. `ref`: how images name it; None until
     one is sealed. `mapping`: where it was seen sealed. `apart`: whether what a device holds has
     changed, as the devices that were asked at the last save will know. `doubted`: one said so.
@@ -87,7 +93,7 @@ class Base:
     layout: Layout
     leaves: tuple[TensorLeaf, ...]
     places: tuple[_Place, ...]
-    guard: Guard
+    guard: MutationGuard
     ref: BaseRef | None = None
     mapping: SlotMapping | None = None
     apart: tuple[Tensor, ...] = ()
@@ -103,18 +109,18 @@ class Base:
         return frozenset(leaf.name for leaf in self.leaves)
 
     @cached_property
-    def lots(self) -> dict[torch.device | None, Lot]:
+    def lots(self) -> dict[torch.device | None, CopyLot]:
         """What to copy into it, by device; None: from memory of the host."""
         device_of, places = accelerator.here().device_of, dict[Any, list[int]]()
         for at, leaf in enumerate(self.leaves):
             places.setdefault(device_of(leaf.tensor), []).append(at)
         aliases = self.guard.fingerprint.aliases
         return {
-            place: Lot([self.leaves[at] for at in some], [aliases[at] for at in some])
+            place: CopyLot([self.leaves[at] for at in some], [aliases[at] for at in some])
             for place, some in places.items()
         }
 
-    def holds(self, taken: Taken, *, lazy: bool) -> bool:
+    def holds(self, taken: TakenState, *, lazy: bool) -> bool:
         """Whether the state has these tensors, unchanged. If `lazy`, of what devices hold only
         `apart` tells."""
         if self._cache is not taken.cache and self._moved(taken):
@@ -205,7 +211,7 @@ class Base:
                 )
         return runs
 
-    def changed(self, taken: Taken) -> set[str]:
+    def changed(self, taken: TakenState) -> set[str]:
         """The names of the tensors that the state does not have, or has changed."""
         places = _frozen(taken)
         thawed = {id(place.parameter) for place in self.places if not place.is_frozen}
@@ -216,7 +222,7 @@ class Base:
         }
         return self._moved(taken) | self.guard.all_changed() | (self.names - frozen)
 
-    def _moved(self, taken: Taken) -> set[str]:
+    def _moved(self, taken: TakenState) -> set[str]:
         """Those that are not where they were, or another part of a tensor."""
         now = {leaf.name: leaf for leaf in taken.tensors}
         return {leaf.name for leaf in self.leaves if _is_other(leaf, now.get(leaf.name))}
@@ -231,19 +237,19 @@ class Base:
             self.mapping = mapping if found else self.mapping
         return self.ref is not None and mapping is self.mapping
 
-    def fill(self, mapping: SlotMapping, *, run: str, epoch: Epoch, step: int) -> Filling:
+    def fill(self, mapping: SlotMapping, *, run: str, epoch: Epoch, step: int) -> BaseFilling:
         """Begin to fill an empty slot."""
         control = ControlPage.staged(
             self.layout, run=run, epoch=epoch, step=step, extras_bytes=0, staged_at=time.time()
         )
-        return Filling(self, mapping, control)
+        return BaseFilling(self, mapping, control)
 
 
 @dataclass(frozen=True, eq=False)
-class Filling:
+class BaseFilling:
     """A base that is copied beside the image that refers to it first, and sealed before it."""
 
-    base: Base
+    base: FrozenBase
     mapping: SlotMapping
     control: ControlPage
 
@@ -253,7 +259,7 @@ class Filling:
         return BaseRef.of(self.control, self.base.layout)
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> MutationGuard:
         """What must be the same before and after the copy."""
         return self.base.guard
 
@@ -268,11 +274,11 @@ class Filling:
         self.base.ref, self.base.mapping = self.ref, self.mapping
 
 
-class Frozen:
+class FrozenParameters:
     """Says at each save which base the image refers to. `base`: the newest; None if there is
     none."""
 
-    def __init__(self, base: Base | None = None) -> None:
+    def __init__(self, base: FrozenBase | None = None) -> None:
         """`base`: the restored one."""
         self.base = base
         self.left_bytes = 0
@@ -283,25 +289,25 @@ class Frozen:
         self._made_bases = 0
         self._mutations, self._in_doubt = 0, False
         self._seen: object = None
-        self._watched: tuple[tuple[TensorLeaf, ...], Guard] | None = None
+        self._watched: tuple[tuple[TensorLeaf, ...], MutationGuard] | None = None
 
-    def watch(self, taken: Taken) -> None:
+    def watch(self, taken: TakenState) -> None:
         """Take note of what a base might hold, long before the first save: averages of weights
         need no gradient, but change at each step."""
         leaves = self._candidates(taken)
         if self.base is None and leaves:
             fingerprint = Fingerprint([leaf.tensor for leaf in leaves])
-            self._watched = leaves, Guard.take(Watched(leaves), fingerprint)
+            self._watched = leaves, MutationGuard.take(WatchedTensors(leaves), fingerprint)
 
     def mutated(self) -> None:
         """The script says that it changes tensors, perhaps in ways that nothing tells."""
         self._mutations, self._in_doubt = self._mutations + 1, self.base is not None
 
     def of(
-        self, taken: Taken, *, rank: int, world: int, may: bool, lazy: bool = True
-    ) -> Base | None:
+        self, taken: TakenState, *, rank: int, world: int, may: bool, lazy: bool = True
+    ) -> FrozenBase | None:
         """The base for this state; None if the image must hold all of it. `may`: whether it may
-        refer to one. `lazy`: see `Base.holds`."""
+        refer to one. `lazy`: see `FrozenBase.holds`."""
         seen = taken.cache.setdefault("seen", object())  # the cache itself would hold tensors
         if not may or self._mutations > _MOST_MUTATIONS:
             if self._seen is not seen:
@@ -330,7 +336,7 @@ class Frozen:
         self.base = self._made(taken, rank, world) if self._made_bases <= _MOST_BASES else None
         return self.base
 
-    def _made(self, taken: Taken, rank: int, world: int) -> Base | None:
+    def _made(self, taken: TakenState, rank: int, world: int) -> FrozenBase | None:
         self._compare_earlier()
         leaves = self._candidates(taken)
         return _base_of(leaves, taken, rank, world) if _worth(leaves, taken) else None
@@ -343,7 +349,7 @@ class Frozen:
             stayed = {leaf.name for leaf in leaves if leaf.tensor.data_ptr() == leaf.mark[0]}
             self._changing |= stayed & guard.all_changed()
 
-    def _candidates(self, taken: Taken) -> tuple[TensorLeaf, ...]:
+    def _candidates(self, taken: TakenState) -> tuple[TensorLeaf, ...]:
         frozen = _frozen(taken)
         return tuple(
             leaf
@@ -352,14 +358,14 @@ class Frozen:
         )
 
 
-def loaded_otherwise(taken: Taken, image: SlotMapping, ref: BaseRef) -> list[str] | None:
+def loaded_otherwise(taken: TakenState, image: SlotMapping, ref: BaseRef) -> list[str] | None:
     """The names of the tensors that are not those of the base yet, by their samples. None if the
     state could not have it."""
     base = restored(taken, image, ref)
     return None if base is None else sorted(base.guard.all_changed())
 
 
-def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:
+def restored(taken: TakenState, image: SlotMapping, ref: BaseRef) -> FrozenBase | None:
     """The base from which these tensors were just filled, to be referred to again. None if the
     state could not have it: some of its tensors are trained here, or are not here. What changes
     from now on is noticed at the next save."""
@@ -377,10 +383,10 @@ def restored(taken: Taken, image: SlotMapping, ref: BaseRef) -> Base | None:
             base.guard.fingerprint.in_image(image.memory), base.guard.samples, strict=True
         )
     ]
-    return Base(base.layout, leaves, base.places, base.guard._replace(samples=samples), ref)
+    return FrozenBase(base.layout, leaves, base.places, base.guard._replace(samples=samples), ref)
 
 
-def _frozen(taken: Taken) -> dict[str, list[_Place]]:
+def _frozen(taken: TakenState) -> dict[str, list[_Place]]:
     """Where the parameters stand that need no gradient, by the names of their tensors; without
     those of which a change could go unnoticed."""
     leaves = {
@@ -425,14 +431,16 @@ def _is_other(leaf: TensorLeaf, now: TensorLeaf | None) -> bool:
     return (leaf.offsets, leaf.global_shape) != (now.offsets, now.global_shape)
 
 
-def _worth(leaves: tuple[TensorLeaf, ...], taken: Taken) -> int:
+def _worth(leaves: tuple[TensorLeaf, ...], taken: TakenState) -> int:
     """The bytes of these tensors, if they are worth a base; else 0."""
     frozen = sum(leaf.tensor.nbytes for leaf in leaves)
     total = sum(leaf.tensor.nbytes for leaf in taken.tensors)
     return frozen if frozen >= max(_LEAST_BYTES, _LEAST_SHARE * total) else 0
 
 
-def _base_of(leaves: tuple[TensorLeaf, ...], taken: Taken, rank: int, world: int) -> Base:
+def _base_of(
+    leaves: tuple[TensorLeaf, ...], taken: TakenState, rank: int, world: int
+) -> FrozenBase:
     names = {leaf.name for leaf in leaves}
     layout = Layout.build(
         [spec for spec in taken.specs if spec.name in names],
@@ -447,8 +455,10 @@ def _base_of(leaves: tuple[TensorLeaf, ...], taken: Taken, rank: int, world: int
 
 def _over(
     layout: Layout, leaves: tuple[TensorLeaf, ...], frozen: Mapping[str, list[_Place]]
-) -> Base:
+) -> FrozenBase:
     places = tuple(place for leaf in leaves for place in frozen[leaf.name])
     begins = [layout.entries[leaf.name].begin for leaf in leaves]
     fingerprint = Fingerprint([leaf.tensor for leaf in leaves], begins)
-    return Base(layout, leaves, places, Guard.take(Watched(leaves), fingerprint))
+    return FrozenBase(
+        layout, leaves, places, MutationGuard.take(WatchedTensors(leaves), fingerprint)
+    )

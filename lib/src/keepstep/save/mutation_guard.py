@@ -25,7 +25,7 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.state import accelerator
-from keepstep.state.accelerator import Copies, check_memory
+from keepstep.state.accelerator import DeviceCopies, check_memory
 from keepstep.state.leaves import TensorLeaf
 
 SAMPLES = 16
@@ -36,7 +36,7 @@ _references = getattr(torch._C, "_storage_Use_Count", None)
 """How many refer to a tensor's memory. Without it, a tensor that moved counts as changed."""
 
 
-class Watched:
+class WatchedTensors:
     """Tensors as a guard watches them: flat lists, which are read and compared as a whole.
 
     `over`: what is read in their place, and keeps the memory that they have now. Then other memory
@@ -89,16 +89,16 @@ class Watched:
         return self._names[at]
 
 
-class Guard(NamedTuple):
+class MutationGuard(NamedTuple):
     """What must be the same before and after a lazy copy."""
 
-    watched: Watched
+    watched: WatchedTensors
     versions: list[int]
     fingerprint: Fingerprint
     samples: list[torch.Tensor]
 
     @classmethod
-    def take(cls, watched: Watched, fingerprint: Fingerprint) -> Guard:
+    def take(cls, watched: WatchedTensors, fingerprint: Fingerprint) -> MutationGuard:
         """Remember the tensors as they are now. They must lie where they lay when both were
         made."""
         return cls(watched, watched.versions(), fingerprint, fingerprint.take())
@@ -275,7 +275,7 @@ def _places(tensor: Tensor, stride: int, begin: int) -> Tensor:
     return places
 
 
-class Lot:
+class CopyLot:
     """Leaves that are copied together, with the memory that they have; and their copies into each
     slot, which are made once."""
 
@@ -284,7 +284,7 @@ class Lot:
         self.leaves, self.tensors = leaves, list(tensors)
         self._addresses = list(map(Tensor.data_ptr, self.tensors))
         self._transfers = WeakKeyDictionary[SlotMapping, copying.Transfers]()
-        self._copies = WeakKeyDictionary[SlotMapping, Copies]()
+        self._copies = WeakKeyDictionary[SlotMapping, DeviceCopies]()
 
     def transfers(self, mapping: SlotMapping) -> copying.Transfers:
         """Copies of what lies in memory of the host. Raises UsageError for a tensor that has lost
@@ -301,16 +301,16 @@ class Lot:
             if copying.is_plain(tensor):
                 target = mapping.address + entry.begin
                 size = entry.end - entry.begin
-                moves.append(copying.Move(target, tensor.data_ptr(), size))
+                moves.append(copying.MemoryMove(target, tensor.data_ptr(), size))
             else:
                 check_memory(tensor, leaf.name)
-                copies.append(copying.Copy(mapping.view(entry), tensor))
+                copies.append(copying.TensorCopy(mapping.view(entry), tensor))
         return copying.Transfers(moves, copies, holds=self.tensors)
 
-    def copies(self, mapping: SlotMapping) -> Copies:
+    def copies(self, mapping: SlotMapping) -> DeviceCopies:
         """Copies of what lies on a device."""
         if mapping not in self._copies:
-            self._copies[mapping] = Copies(self.places_in(mapping), self.tensors)
+            self._copies[mapping] = DeviceCopies(self.places_in(mapping), self.tensors)
         return self._copies[mapping]
 
     def places_in(self, mapping: SlotMapping) -> list[Tensor]:

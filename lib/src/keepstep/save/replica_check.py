@@ -39,7 +39,7 @@ from torch import Tensor
 from keepstep.errors import few
 from keepstep.save.mutation_guard import Fingerprint, may_wait
 from keepstep.state import accelerator
-from keepstep.state.leaves import Taken, TensorLeaf
+from keepstep.state.leaves import TakenState, TensorLeaf
 from keepstep.steps import EpochId
 
 log = logging.getLogger("keepstep")
@@ -101,7 +101,7 @@ class _Sample:
     flags: tuple[Tensor, ...]
 
 
-class Replicas:
+class ReplicaCheck:
     """The comparisons of one rank. `difference`: what was found, '' if nothing was."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Replicas:
 
     # --- called by the training thread -------------------------------------------------------
 
-    def sample(self, taken: Taken, step: int) -> None:
+    def sample(self, taken: TakenState, step: int) -> None:
         """Sample the replicas, if this save is one at which they are compared. Raises nothing."""
         number, self._saves = self._saves, self._saves + 1
         if self._closed or (number not in _FIRST and number % _EVERY):
@@ -131,7 +131,7 @@ class Replicas:
             if self._samples.qsize() < _WAITING and not accelerator.here().is_capturing():
                 self._begin(taken, step)
 
-    def _begin(self, taken: Taken, step: int) -> None:
+    def _begin(self, taken: TakenState, step: int) -> None:
         if "replicas" not in taken.cache:
             taken.cache["replicas"] = _fingerprints(taken.tensors)
         prints: dict[Group, Fingerprint] = taken.cache["replicas"]

@@ -1,7 +1,7 @@
 """The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
 
-An image goes through the states of `IMAGE`, first as the slot that is to have it (`Held`), then as
-the `Pending` that `save` submits:
+An image goes through the states of `IMAGE`, first as the slot that is to have it (`HeldSlot`), then
+as the `PendingImage` that `save` submits:
 
 - `none`, `at hand`, `taken`: no slot; one waits to be filled; the training thread fills it.
 - `open`: the slot has what changes soon; the agent thread copies the rest.
@@ -11,7 +11,7 @@ the `Pending` that `save` submits:
 
 The training thread takes and submits, and may judge at the fence (`settle`); the agent thread does
 the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot` fails at once.
-`Held` is replaced in one step, so an exception leaves a state from which `heal` goes on.
+`HeldSlot` is replaced in one step, so an exception leaves a state from which `heal` goes on.
 
 What may never happen, and the test that would fail:
 
@@ -39,9 +39,9 @@ from typing import NamedTuple
 
 import torch
 
-from keepstep.client.embedded import Keeper
-from keepstep.client.session import Changes, Client, Session
-from keepstep.client.slot import Slot, SlotMapping, discard
+from keepstep.client.embedded import SidecarRestarter
+from keepstep.client.session import SidecarClient, SidecarSession, ThreadWaker
+from keepstep.client.slot import GrantedSlot, SlotMapping, discard
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
@@ -50,13 +50,13 @@ from keepstep.errors import (
     SlotUnavailable,
 )
 from keepstep.image import Layout
-from keepstep.save.frozen_parameters import Base
-from keepstep.save.mutation_guard import Guard
-from keepstep.save.snapshot import Pending, Verdict
+from keepstep.save.frozen_parameters import FrozenBase
+from keepstep.save.mutation_guard import MutationGuard
+from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep.state import accelerator
 from keepstep.steps import transitions
 from keepstep.wire.trainer import (
-    DiscardRequest,
+    DiscardSlotRequest,
     LayoutAccepted,
     LayoutRequest,
     LeaseGranted,
@@ -67,21 +67,21 @@ from keepstep.wire.trainer import (
 )
 
 IMAGE = transitions("""
-none                  | the sidecar grants a slot              | at hand | Agent._keep
-at hand               | save() takes it                        | taken   | Agent.await_slot
-at hand               | another layout, or the lease is lost   | none    | Agent._drop_ready
-taken                 | save() has copied what changes soon    | open    | Agent.submit
-taken                 | save() has copied all                  | sealed, mutated | Agent.submit
-taken                 | save() fails                           | at hand | Agent.put_back
-open                  | copied, and no tensor has changed      | valid   | Pending._decide
-open                  | a tensor changed before it was copied  | mutated | Pending._decide
-open                  | no copy, or none in time               | lost    | Agent._copy, Agent.settle
-valid                 | the control page is written            | sealed  | Pending.seal
-valid                 | the control page cannot be written     | lost    | Agent._copy
-sealed                | the sidecar takes it                   | staged  | Agent._report_staged
-sealed, mutated       | the sidecar refuses it, or is not asked | lost    | Agent._lose
-staged, mutated, lost | the outcome is counted                 | none    | Agent._clear
-any                   | fork()                                 | none    | Agent.disown
+none                  | the sidecar grants a slot              | at hand | SaveThread._keep
+at hand               | save() takes it                        | taken   | SaveThread.await_slot
+at hand               | another layout, or the lease is lost   | none    | SaveThread._drop_ready
+taken                 | save() has copied what changes soon    | open    | SaveThread.submit
+taken                 | save() has copied all                  | sealed, mutated | SaveThread.submit
+taken                 | save() fails                           | at hand | SaveThread.put_back
+open                  | copied, and no tensor has changed      | valid   | PendingImage._decide
+open                  | a tensor changed before it was copied  | mutated | PendingImage._decide
+open | no copy, or none in time | lost | SaveThread._copy, SaveThread.settle
+valid                 | the control page is written            | sealed  | PendingImage.seal
+valid                 | the control page cannot be written     | lost    | SaveThread._copy
+sealed                | the sidecar takes it                   | staged  | SaveThread._report_staged
+sealed, mutated       | the sidecar refuses it, or is not asked | lost    | SaveThread._lose
+staged, mutated, lost | the outcome is counted                 | none    | SaveThread._clear
+any                   | fork()                                 | none    | SaveThread.disown
 """)
 
 log = logging.getLogger("keepstep")
@@ -146,15 +146,15 @@ class Stats:
         return "; ".join(reasons) or "nothing was saved"
 
 
-class Held(NamedTuple):
+class HeldSlot(NamedTuple):
     """The slot that this process may fill, and the image on its way; see the module."""
 
-    slot: Slot
+    slot: GrantedSlot
     taken: bool = False
-    pending: Pending | None = None
+    pending: PendingImage | None = None
 
 
-class Skips(NamedTuple):
+class SkippedSteps(NamedTuple):
     """Steps that were skipped for one reason, of which the sidecar does not know yet: the last one,
     and how many. `unkeepable`: the state itself cannot be kept."""
 
@@ -163,7 +163,7 @@ class Skips(NamedTuple):
     unkeepable: bool
 
 
-class Agent:
+class SaveThread:
     """Owns the lease, the layout, and the slot at hand or the image on its way.
 
     `closed`: the rank was given back, or (in a forked child) never was this process's. `refusal`:
@@ -175,22 +175,22 @@ class Agent:
     """
 
     def __init__(
-        self, socket_path: str, *, rank: int, world: int, keeper: Keeper | None = None
+        self, socket_path: str, *, rank: int, world: int, keeper: SidecarRestarter | None = None
     ) -> None:
         """`keeper`: starts the sidecar again, if nothing else does."""
         self.stats = Stats()
-        self.staged_step: Pending | None = None
+        self.staged_step: PendingImage | None = None
         self.eager_next = False
         self.trains: int | None = None
         self.mutated_step: int | None = None
         self._eager = False
-        self._doubted: Guard | None = None
+        self._doubted: MutationGuard | None = None
         self._discarded_at: int | None = None
         # `with` on a Lock is C code, so no exception can come between acquiring it and holding it
         # Reentrant: a signal handler may call close() while this thread holds it
         self._lock = threading.RLock()
-        self._changed = Changes()
-        self.session = Session(
+        self._changed = ThreadWaker()
+        self.session = SidecarSession(
             socket_path,
             rank=rank,
             world=world,
@@ -198,16 +198,16 @@ class Agent:
             keeper=keeper,
             warn=lambda text: self.warn("save.ranks_diverged", text, per=text),
         )
-        self._client = Client(socket_path)
+        self._client = SidecarClient(socket_path)
         self._layout: Layout | None = None
-        self._base: Base | None = None
+        self._base: FrozenBase | None = None
         self._registered: Layout | None = None
         self.refusal = ""
         self._refused_at = 0.0
         self._asked = self._served = False
-        self._held: Held | None = None
+        self._held: HeldSlot | None = None
         self._mappings: dict[str, SlotMapping] = {}
-        self._skips: dict[str, Skips] = {}
+        self._skips: dict[str, SkippedSteps] = {}
         self._outcomes: dict[int, str] = {}
         self._retry_at = 0.0
         self._failures = 0
@@ -224,7 +224,7 @@ class Agent:
     # --- called by the training thread -------------------------------------------------------
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
-        """Get the lease now; see `Session.connect`. Starts the agent thread.
+        """Get the lease now; see `SidecarSession.connect`. Starts the agent thread.
 
         Raises SidecarError `rank-taken` at once if this very process already holds the rank.
         """
@@ -256,19 +256,19 @@ class Agent:
         self._thread.start()
 
     @property
-    def pending(self) -> Pending | None:
+    def pending(self) -> PendingImage | None:
         """The image on its way, if any."""
         held = self._held
         return None if held is None else held.pending
 
     @property
-    def at_hand(self) -> Slot | None:
+    def at_hand(self) -> GrantedSlot | None:
         """The slot that waits to be filled, if any."""
         held = self._held
         return held.slot if held and not held.taken and held.pending is None else None
 
     @property
-    def taken(self) -> Slot | None:
+    def taken(self) -> GrantedSlot | None:
         """The slot that was taken and is neither submitted nor put back, if any."""
         held = self._held
         return held.slot if held is not None and held.taken else None
@@ -278,7 +278,7 @@ class Agent:
         """Whether the next image must be copied at once, because tensors change without a fence."""
         return self.eager_next or self._eager
 
-    def use_layout(self, layout: Layout, base: Base | None = None) -> None:
+    def use_layout(self, layout: Layout, base: FrozenBase | None = None) -> None:
         """Use this layout for all images from now on; its slots are made in the background. `base`:
         to what they refer."""
         with self._lock:
@@ -293,7 +293,7 @@ class Agent:
             self._patient, self._served = True, False
         self._changed.ring()
 
-    def await_slot(self, *, timeout_s: float | None) -> Slot:
+    def await_slot(self, *, timeout_s: float | None) -> GrantedSlot:
         """The slot at hand, as soon as there is one. Raises SlotUnavailable when the time is up, or
         if there can be no slot.
 
@@ -326,7 +326,7 @@ class Agent:
             )
         with self._lock:
             if (slot := self.at_hand) is not None:
-                self._held = Held(slot, taken=True)
+                self._held = HeldSlot(slot, taken=True)
                 return slot
         self._patient = False
         if self.closed:
@@ -344,12 +344,12 @@ class Agent:
             return _MADE_S
         return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
 
-    def submit(self, pending: Pending) -> None:
+    def submit(self, pending: PendingImage) -> None:
         """Hand over an image, copied or not. The agent does the rest."""
         with self._lock:
             if self.closed:
                 raise SlotUnavailable("this process gave its rank back before the step was staged")
-            self._held = Held(pending.slot, pending=pending)
+            self._held = HeldSlot(pending.slot, pending=pending)
         self._changed.ring()
 
     def put_back(self) -> None:
@@ -363,7 +363,7 @@ class Agent:
             taken = self.taken
             if taken is not None:
                 taken.mapping.erase()
-                self._held = Held(taken)
+                self._held = HeldSlot(taken)
         self._changed.ring()
 
     def heal(self) -> None:
@@ -398,11 +398,11 @@ class Agent:
             return
         if not self._await_copy(pending, _COPY_S):
             self.warn("save.copy_slow", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
-            pending.finish(Verdict.LOST, f"the copy took over {_COPY_S:.0f} s")
+            pending.finish(ImageOutcome.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
         pending.judge()
 
-    def doubt(self, guard: Guard | None) -> None:
+    def doubt(self, guard: MutationGuard | None) -> None:
         """The image before was discarded, so this one was copied at once: `settle` finds out
         whether it would have been discarded, too."""
         self._doubted = guard
@@ -425,7 +425,7 @@ class Agent:
         pending = self.pending
         return pending is not None and pending.may_read(storage)
 
-    def _await_copy(self, pending: Pending, timeout_s: float) -> bool:
+    def _await_copy(self, pending: PendingImage, timeout_s: float) -> bool:
         if not pending.copied.is_set():
             self._ensure_thread()
             self._changed.ring()  # an exception in `submit` may have come before its ring
@@ -473,7 +473,7 @@ class Agent:
             if notify:
                 before = self._skips.get(reason)
                 count = before.times if before is not None else 0
-                self._skips[reason] = Skips(step, count + 1, unkeepable)
+                self._skips[reason] = SkippedSteps(step, count + 1, unkeepable)
         self._repeat(step, reason)
 
     def _repeat(self, step: int, reason: str) -> None:
@@ -606,11 +606,13 @@ class Agent:
                 pending.copy_beside(lambda: self.closed)
             pending.judge_after_progress(lambda: self.closed)
             if not pending.judged.is_set():
-                pending.finish(Verdict.LOST, "the trainer ended before it was certain to be whole")
-            if pending.verdict is Verdict.VALID and not pending.sealed:
+                pending.finish(
+                    ImageOutcome.LOST, "the trainer ended before it was certain to be whole"
+                )
+            if pending.verdict is ImageOutcome.VALID and not pending.sealed:
                 pending.seal()
         except BaseException as error:
-            pending.finish(Verdict.LOST, f"it could not be copied: {error!r}")
+            pending.finish(ImageOutcome.LOST, f"it could not be copied: {error!r}")
             self.warn("save.copy_failed", f"step {pending.step} was not copied", traceback=True)
         finally:
             pending.copied.set()
@@ -618,7 +620,7 @@ class Agent:
     def _report(self) -> None:
         pending = self.pending
         assert pending is not None
-        if pending.verdict is Verdict.VALID:
+        if pending.verdict is ImageOutcome.VALID:
             granted = self._report_staged(pending)
         else:
             granted = self._report_discarded(pending)
@@ -627,14 +629,14 @@ class Agent:
         if granted is not None:
             self._keep(granted)
 
-    def _clear(self, pending: Pending) -> None:
+    def _clear(self, pending: PendingImage) -> None:
         """Forget this image: none is on its way any more."""
         with self._lock:
             if self.pending is pending:
                 self._held = None
         self._changed.ring()
 
-    def _report_staged(self, pending: Pending) -> SlotGranted | None:
+    def _report_staged(self, pending: PendingImage) -> SlotGranted | None:
         grant = pending.slot.grant
         request = StagedRequest(
             lease=self.session.lease,
@@ -662,20 +664,20 @@ class Agent:
         self.stats.last_copy_s = pending.copy_s
         with self._lock:
             self._end(pending.step, "")
-        pending.finish(Verdict.STAGED)
+        pending.finish(ImageOutcome.STAGED)
         self.staged_step = pending
         return granted
 
-    def _report_discarded(self, pending: Pending) -> SlotGranted:
+    def _report_discarded(self, pending: PendingImage) -> SlotGranted:
         reason = pending.why_lost()
         if self._count_lost(pending, "is discarded", reason, notify=False):
             pending.slot.mapping.erase()
-            if pending.verdict is Verdict.MUTATED:
+            if pending.verdict is ImageOutcome.MUTATED:
                 self.mutated_step = pending.step
                 self._be_eager(pending)
             pending.finish(pending.verdict)
         grant = pending.slot.grant
-        request = DiscardRequest(
+        request = DiscardSlotRequest(
             lease=self.session.lease,
             slot=str(grant.slot),
             generation=grant.generation,
@@ -684,13 +686,13 @@ class Agent:
         )
         return self._client.call("/v1/discard", request, SlotGranted)
 
-    def _lose(self, pending: Pending, reason: str) -> None:
+    def _lose(self, pending: PendingImage, reason: str) -> None:
         """Give up an image of which the sidecar learns only as a skipped step; count and report the
         step."""
-        pending.finish(Verdict.LOST, reason)
+        pending.finish(ImageOutcome.LOST, reason)
         self._count_lost(pending, "is lost", reason, notify=True)
 
-    def _count_lost(self, pending: Pending, what: str, reason: str, *, notify: bool) -> bool:
+    def _count_lost(self, pending: PendingImage, what: str, reason: str, *, notify: bool) -> bool:
         """Count a lost image once. Returns whether it was not counted yet: after a lost connection,
         the same image may be reported again."""
         if pending.counted:
@@ -701,7 +703,7 @@ class Agent:
         self.warn("save.step_discarded", f"step {pending.step} {what}: {reason}", per=reason)
         return True
 
-    def _be_eager(self, pending: Pending) -> None:
+    def _be_eager(self, pending: PendingImage) -> None:
         """Copy the next image at once. Copy all images at once if changed tensors are frequent, as
         with an optimizer that is not one of torch's and so runs no hook."""
         self.eager_next = True
@@ -753,7 +755,7 @@ class Agent:
             self._mappings[granted.path] = mapping
             if under is not None:
                 self._mappings[granted.base] = under
-            self._held = Held(Slot(granted, mapping, under))
+            self._held = HeldSlot(GrantedSlot(granted, mapping, under))
             self._patient = self._served = True
         self._failures, self._retry_at = 0, 0.0
         self._changed.ring()
@@ -870,7 +872,7 @@ class Agent:
         self.warn("save.thread_failed", text, per=repr(error), traceback=True)
         pending = self.pending
         if pending is not None and task == self._report:
-            if pending.verdict is not Verdict.STAGED:
+            if pending.verdict is not ImageOutcome.STAGED:
                 self._lose(pending, f"it could not be reported: {error!r}")
                 pending.slot.mapping.erase()
             self._clear(pending)
@@ -885,7 +887,7 @@ class Agent:
             self._clear(pending)
 
 
-_AGENTS: weakref.WeakSet[Agent] = weakref.WeakSet()
+_AGENTS: weakref.WeakSet[SaveThread] = weakref.WeakSet()
 """The agents of this process that hold a rank."""
 
 

@@ -3,9 +3,9 @@ copies are guarded.
 
 Before `Snapshots.begin` returns, it copies what the forward pass or Python may change: buffers,
 tensors in plain dicts, values, random states. If `lazy`, it leaves parameters and optimizer state,
-which only an optimizer step changes, to the agent thread. The image (`Pending`) is *judged* once,
-when it is certain whether the tensors stayed unchanged until they were copied. Then it is sealed,
-or discarded.
+which only an optimizer step changes, to the agent thread. The image (`PendingImage`) is *judged*
+once, when it is certain whether the tensors stayed unchanged until they were copied. Then it is
+sealed, or discarded.
 
 Judging compares version counters, addresses and fingerprints with those at `save`, and the bytes of
 the image with the fingerprint of `save`. The training thread must not be inside an operation at
@@ -36,28 +36,28 @@ import torch
 from torch import Tensor
 
 from keepstep.client import copying
-from keepstep.client.session import Gate
-from keepstep.client.slot import Slot, SlotMapping
+from keepstep.client.session import OneTimeEvent
+from keepstep.client.slot import GrantedSlot, SlotMapping
 from keepstep.image import ControlPage, Layout
-from keepstep.save.frozen_parameters import Base, Filling
+from keepstep.save.frozen_parameters import BaseFilling, FrozenBase
 from keepstep.save.mutation_guard import (
     SAMPLES,
+    CopyLot,
     Fingerprint,
-    Guard,
-    Lot,
-    Watched,
+    MutationGuard,
+    WatchedTensors,
     may_wait,
     of_bits,
 )
 from keepstep.state import accelerator
-from keepstep.state.leaves import Taken, TensorLeaf
+from keepstep.state.leaves import TakenState, TensorLeaf
 from keepstep.steps import Epoch
 
 _SAME, _DIFFERS = 1, 2
 """What a device tells of a comparison; 0 is nothing yet."""
 
 
-class Verdict(enum.Enum):
+class ImageOutcome(enum.Enum):
     """The outcome of an image."""
 
     OPEN = "open"
@@ -68,7 +68,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingImage:
     """One image on its way; see the module.
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
@@ -82,24 +82,24 @@ class Pending:
     save, as that will know.
     """
 
-    slot: Slot
+    slot: GrantedSlot
     control: ControlPage
-    guard: Guard | None
+    guard: MutationGuard | None
     transfers: Callable[[], copying.Transfers] | None = None
     late: list[Callable[[], object]] = field(default_factory=list)
     done: dict[torch.device, torch.Event] = field(default_factory=dict)
     flags: dict[torch.device, Tensor] = field(default_factory=dict)
-    base: Base | None = None
+    base: FrozenBase | None = None
     apart: tuple[Tensor, ...] = ()
-    filling: Filling | None = None
+    filling: BaseFilling | None = None
     filling_samples: list[Tensor] = field(default_factory=list)
-    reads: tuple[Lot, ...] = ()
+    reads: tuple[CopyLot, ...] = ()
     samples: list[Tensor] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
-    copied: Gate = field(default_factory=Gate)
-    fenced: Gate = field(default_factory=Gate)
-    judged: Gate = field(default_factory=Gate)
-    verdict: Verdict = Verdict.OPEN
+    copied: OneTimeEvent = field(default_factory=OneTimeEvent)
+    fenced: OneTimeEvent = field(default_factory=OneTimeEvent)
+    judged: OneTimeEvent = field(default_factory=OneTimeEvent)
+    verdict: ImageOutcome = ImageOutcome.OPEN
     culprit: str = ""
     reason: str = ""
     sealed: bool = False
@@ -125,7 +125,7 @@ class Pending:
     def can_be_reported(self) -> bool:
         """Whether the image is sealed, or certain never to be."""
         done = self.copied.is_set() and self.judged.is_set()
-        return done and (self.sealed or self.verdict is not Verdict.VALID)
+        return done and (self.sealed or self.verdict is not ImageOutcome.VALID)
 
     def copy(self) -> None:
         """Move the bytes (training thread)."""
@@ -199,16 +199,16 @@ class Pending:
 
         self._decide(culprit)
 
-    def _guards(self) -> list[Guard]:
+    def _guards(self) -> list[MutationGuard]:
         filling = self.filling
         guards = (self.guard, None if filling is None else filling.guard)
         return [guard for guard in guards if guard is not None]
 
     def _decide(self, culprit: Callable[[], str]) -> None:
         with self._lock:
-            if self.verdict is Verdict.OPEN:
+            if self.verdict is ImageOutcome.OPEN:
                 self.culprit = self._torn or culprit()
-                self.verdict = Verdict.MUTATED if self.culprit else Verdict.VALID
+                self.verdict = ImageOutcome.MUTATED if self.culprit else ImageOutcome.VALID
                 if self.culprit and self.base is not None:
                     self.base.doubted = True
         self.judged.set()
@@ -249,7 +249,7 @@ class Pending:
 
     def why_lost(self) -> str:
         """The reason of the loss as text, for the log and the sidecar's counters."""
-        if self.verdict is Verdict.LOST:
+        if self.verdict is ImageOutcome.LOST:
             return self.reason or "it could not be copied"
         culprit = self.culprit if self.culprit not in ("", "?") else "a tensor"
         return (
@@ -257,7 +257,7 @@ class Pending:
             " `with checkpointer.mutating():`. The next save copies eagerly"
         )
 
-    def finish(self, verdict: Verdict, reason: str = "") -> None:
+    def finish(self, verdict: ImageOutcome, reason: str = "") -> None:
         """End this image with any verdict, and let go of all tensors."""
         self.verdict, self.reason = verdict, reason or self.reason
         self.guard = self.filling = self.base = None
@@ -309,7 +309,7 @@ class _Aside:
         self._small = fingerprint_over(small)
         names = {leaf.name for leaf in small}
         rest = [leaf for leaf in leaves if leaf.name not in names]
-        self._rest = Lot(rest, [leaf.tensor for leaf in rest])
+        self._rest = CopyLot(rest, [leaf.tensor for leaf in rest])
 
     def take(self) -> Callable[[SlotMapping], None]:
         """Take the values. Returns what writes them into a slot."""
@@ -354,26 +354,28 @@ class _Divided:
             else:
                 (patient if waits else urgent).setdefault(place, []).append(leaf)
         self.fingerprint = fingerprint_of(later) if later else None
-        self.watched = Watched(later, self.fingerprint)
-        self.now = Lot(now, [leaf.tensor for leaf in now])
-        self.later = Lot(later, self.fingerprint.aliases if self.fingerprint else [])
+        self.watched = WatchedTensors(later, self.fingerprint)
+        self.now = CopyLot(now, [leaf.tensor for leaf in now])
+        self.later = CopyLot(later, self.fingerprint.aliases if self.fingerprint else [])
         self.aside = _Aside(host, fingerprint_over) if host and (urgent or patient) else None
         self.urgent = {place: _lot(some) for place, some in urgent.items()}
         self.patient = {place: _lot(some) for place, some in patient.items()}
 
-    def guard(self) -> Guard | None:
+    def guard(self) -> MutationGuard | None:
         """A guard of what is copied later, as it is now."""
-        return Guard.take(self.watched, self.fingerprint) if self.fingerprint else None
+        return MutationGuard.take(self.watched, self.fingerprint) if self.fingerprint else None
 
 
-def _lot(leaves: Sequence[TensorLeaf]) -> Lot:
-    return Lot(leaves, [leaf.tensor.detach() for leaf in leaves])
+def _lot(leaves: Sequence[TensorLeaf]) -> CopyLot:
+    return CopyLot(leaves, [leaf.tensor.detach() for leaf in leaves])
 
 
 class Snapshots:
     """Makes images of one layout, which refer to `base` if there is one."""
 
-    def __init__(self, layout: Layout, taken: Taken, *, run: str, base: Base | None = None) -> None:
+    def __init__(
+        self, layout: Layout, taken: TakenState, *, run: str, base: FrozenBase | None = None
+    ) -> None:
         self.layout, self.base = layout, base
         self.joined = layout.joined(None if base is None else base.layout)
         self._run = run
@@ -382,7 +384,7 @@ class Snapshots:
         self._zero_pages: dict[torch.device, torch.Tensor] = {}
         self._ones: dict[torch.device, torch.Tensor] = {}
 
-    def fits(self, taken: Taken, extras_bytes: int) -> bool:
+    def fits(self, taken: TakenState, extras_bytes: int) -> bool:
         """Whether this layout can hold the state."""
         if extras_bytes > self.layout.extras_capacity_bytes:
             return False
@@ -392,14 +394,14 @@ class Snapshots:
 
     def begin(
         self,
-        slot: Slot,
-        taken: Taken,
+        slot: GrantedSlot,
+        taken: TakenState,
         extras: bytes,
         *,
         step: int,
         epoch: Epoch,
         lazy: bool,
-    ) -> Pending:
+    ) -> PendingImage:
         """Erase the slot and copy what must be copied now. The image that is returned knows what is
         left to copy."""
         mapping = slot.mapping
@@ -417,7 +419,9 @@ class Snapshots:
         )
         guard = divided.guard()
         samples = list(guard.samples) if guard else []
-        pending = Pending(slot, control, guard, samples=samples, filling=filling, base=self.base)
+        pending = PendingImage(
+            slot, control, guard, samples=samples, filling=filling, base=self.base
+        )
         if self.base is not None:
             pending.apart = self.base.apart
         if filling is not None:
@@ -433,7 +437,7 @@ class Snapshots:
             pending.reads = (divided.later, *(filling.base.lots.values() if filling else ()))
         return pending
 
-    def _filling(self, slot: Slot, epoch: Epoch, step: int) -> Filling | None:
+    def _filling(self, slot: GrantedSlot, epoch: Epoch, step: int) -> BaseFilling | None:
         """What fills the base, unless it is filled."""
         if self.base is None:
             return None
@@ -442,7 +446,7 @@ class Snapshots:
             return None
         return self.base.fill(slot.base, run=self._run, epoch=epoch, step=step)
 
-    def _divided(self, taken: Taken, *, lazy: bool) -> _Divided:
+    def _divided(self, taken: TakenState, *, lazy: bool) -> _Divided:
         # the layout says where a tensor's samples are in an image
         key = "divided", lazy, self.layout.id
         divided: _Divided | None = taken.cache.get(key)
@@ -456,7 +460,7 @@ class Snapshots:
             taken.cache[key] = divided
         return divided
 
-    def _queue(self, pending: Pending, divided: _Divided, extras: bytes) -> None:
+    def _queue(self, pending: PendingImage, divided: _Divided, extras: bytes) -> None:
         """Queue all copies on side streams; the CPU waits for none of them.
 
         Until the gradients of this step are exchanged, the slot may still hold the newest step that
@@ -518,24 +522,24 @@ class Snapshots:
         with device.on(stream):
             device.copy([control], [self._zero_pages[place]])
 
-    def _copy(self, mapping: SlotMapping, place: torch.device, lot: Lot | None) -> None:
+    def _copy(self, mapping: SlotMapping, place: torch.device, lot: CopyLot | None) -> None:
         if lot is not None:
             device = accelerator.here()
             with device.on(device.copying(place)), torch.no_grad():
                 device.copy_again(lot.copies(mapping), place, pinned=mapping.pinned)
 
-    def guard_of_lazy(self, taken: Taken) -> Guard | None:
+    def guard_of_lazy(self, taken: TakenState) -> MutationGuard | None:
         """A guard of what a lazy copy would have left for later."""
         return self._divided(taken, lazy=True).guard()
 
-    def guard_of_all(self, taken: Taken) -> Guard | None:
+    def guard_of_all(self, taken: TakenState) -> MutationGuard | None:
         """A guard of all tensors; None if changes of one of them cannot be detected."""
         if not all(may_wait(leaf.tensor) for leaf in taken.tensors):
             return None
         fingerprint = taken.cache.get("all")
         if fingerprint is None:
             fingerprint = taken.cache["all"] = self._fingerprint_over(taken.tensors)
-        return Guard.take(Watched(taken.tensors), fingerprint)
+        return MutationGuard.take(WatchedTensors(taken.tensors), fingerprint)
 
     def _fingerprint_of(self, leaves: Sequence[TensorLeaf]) -> Fingerprint:
         addresses = [leaf.tensor.data_ptr() for leaf in leaves]

@@ -216,7 +216,7 @@ class Accelerator:
         """
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
-    def copy_again(self, copies: Copies, place: torch.device, *, pinned: bool) -> None:
+    def copy_again(self, copies: DeviceCopies, place: torch.device, *, pinned: bool) -> None:
         """Queue copies from one device in the current stream, as `copy` does. `pinned`: whether the
         targets are pinned. Then what can be is given to the driver as one list of addresses, which
         takes the host a tenth of the time."""
@@ -224,7 +224,7 @@ class Accelerator:
         if rest[0]:
             torch._foreach_copy_(*rest, non_blocking=True)
 
-    def copy_batch(self, batch: Batch, place: torch.device) -> bool:
+    def copy_batch(self, batch: CopyBatch, place: torch.device) -> bool:
         """Queue plain copies in the current stream of a device. Returns False, with nothing queued
         that must not be queued again, if torch's runtime cannot."""
         if not len(batch.sizes):
@@ -308,7 +308,7 @@ class Accelerator:
 # --- many copies in one call of the CUDA runtime --------------------------------------------------
 
 
-class Batch(NamedTuple):
+class CopyBatch(NamedTuple):
     """Copies of plain bytes, as the runtime reads them: addresses, and sizes in bytes."""
 
     targets: array[int]
@@ -316,7 +316,7 @@ class Batch(NamedTuple):
     sizes: array[int]
 
 
-class Copies:
+class DeviceCopies:
     """Copies from tensors of one device into memory of the host that are queued again and again.
     All addresses must stay as they are.
 
@@ -334,7 +334,7 @@ class Copies:
             else:
                 self.rest[0].append(target)
                 self.rest[1].append(source)
-        self.batch = Batch(
+        self.batch = CopyBatch(
             array("Q", [target.data_ptr() for target, _ in plain]),
             array("Q", [source.data_ptr() for _, source in plain]),
             array("Q", [source.nbytes for _, source in plain]),
@@ -387,16 +387,16 @@ def _runtime() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _batch_call() -> BatchCall | None:
+def _batch_call() -> BatchCopyCall | None:
     """`cudaMemcpyBatchAsync` of that runtime; None if it has none (before CUDA 12.8)."""
     runtime = _runtime()
     if runtime is None or not hasattr(runtime, "cudaMemcpyBatchAsync"):
         log.debug("keepstep: no cudaMemcpyBatchAsync here: copies are queued one by one")
         return None
-    return BatchCall(runtime, major=int(str(torch.version.cuda).partition(".")[0]))
+    return BatchCopyCall(runtime, major=int(str(torch.version.cuda).partition(".")[0]))
 
 
-class BatchCall:
+class BatchCopyCall:
     """`cudaMemcpyBatchAsync` of a runtime. Once it has failed, it is not called again: the driver
     may be older than the runtime."""
 
@@ -404,7 +404,7 @@ class BatchCall:
         """`major`: the runtime's version."""
         self._runtime, self._major, self._works = runtime, major, True
 
-    def __call__(self, batch: Batch, device: int, stream: int) -> bool:
+    def __call__(self, batch: CopyBatch, device: int, stream: int) -> bool:
         """Queue the copies in the stream with this handle; False if they must be queued otherwise.
 
         Copies that were queued before a failure may be queued again: they come after, in the same

@@ -33,10 +33,10 @@ from keepstep.errors import FormatError, UsageError
 from keepstep.image import Layout, extras
 from keepstep.image.codecs import GradForm
 from keepstep.state import accelerator
-from keepstep.state.leaves import Taken, TensorLeaf, leaves_of
+from keepstep.state.leaves import TakenState, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
 from keepstep.state.sharding import ALONE, Bulk, Topology, cut
-from keepstep.state.walk import NOWHERE, Again, Loose, Walker, is_torchs
+from keepstep.state.walk import NOWHERE, Loose, RepeatedWalk, Walker, is_torchs
 from keepstep.state.wrappers import is_deepspeed, unwrap
 
 _MISSES = 3
@@ -83,7 +83,7 @@ def loaders_of(components: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def largest(taken: Taken, trusted: bool) -> str:
+def largest(taken: TakenState, trusted: bool) -> str:
     """The path and the size of the value that takes the most bytes, for messages."""
     sizes = {
         ".".join(map(str, path)): len(extras.encode(taken.values[leaf[1]], trusted=trusted))
@@ -96,7 +96,7 @@ def largest(taken: Taken, trusted: bool) -> str:
 
 def take(
     components: Mapping[str, Any], topology: Topology = ALONE, *, loose: Loose = NOWHERE
-) -> Taken:
+) -> TakenState:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
     walker = Walker(components, topology, loose=loose)
     branches = [(name, walker.component(name, component)) for name, component in components.items()]
@@ -108,7 +108,7 @@ def take(
     walker.tie()
     branches = [(name, walker.numbered(node)) for name, node in branches]
     leaves = share(walker.tensors, topology)
-    return Taken(
+    return TakenState(
         leaves,
         walker.aliases,
         walker.values,
@@ -124,17 +124,17 @@ def take(
 
 
 def retake(
-    before: Taken, components: Mapping[str, Any], topology: Topology, *, loose: Loose = NOWHERE
-) -> Taken:
+    before: TakenState, components: Mapping[str, Any], topology: Topology, *, loose: Loose = NOWHERE
+) -> TakenState:
     """The same as `take`, for the same topology. As long as all tensors are those of `before`,
     which it then shares, it takes a third of the time."""
-    again = Again(before, loose=loose)
+    again = RepeatedWalk(before, loose=loose)
     if again.finds(components):
         return replace(before, values=again.values, metadata=again.metadata)
     return take(components, topology, loose=loose)
 
 
-class Taking:
+class StateCapture:
     """Takes the state at each save, beside how it was taken at the last one.
 
     Where tensors never stay the same, only a walk is tried. Where they are given other memory
@@ -142,14 +142,14 @@ class Taking:
     the last save is held, because that would keep the former memory from being freed.
     """
 
-    def __init__(self, components: Mapping[str, Any], before: Taken | None = None) -> None:
+    def __init__(self, components: Mapping[str, Any], before: TakenState | None = None) -> None:
         self._components, self._topology, self._misses = components, ALONE, 0
         self.before = before and _without_values(before)
         self.loose: Loose = NOWHERE
         self.moves = False
-        self._doubted: Taken | None = None
+        self._doubted: TakenState | None = None
 
-    def take(self, topology: Topology) -> Taken:
+    def take(self, topology: Topology) -> TakenState:
         """The state as it is now."""
         self._topology = topology
         before, self.before, self._doubted = self.before, None, None
@@ -185,17 +185,17 @@ class Taking:
         return self.moves
 
 
-def _lazy(taken: Taken) -> dict[str, tuple[Any, ...]]:
+def _lazy(taken: TakenState) -> dict[str, tuple[Any, ...]]:
     """Where the tensors are that only an optimizer's step changes."""
     return {leaf.name: leaf.mark for leaf in taken.tensors if leaf.lazy}
 
 
-def _without_values(taken: Taken) -> Taken:
+def _without_values(taken: TakenState) -> TakenState:
     """The same, to be compared with the next save: values may be large, and are taken anew."""
     return replace(taken, values=[None] * len(taken.values))
 
 
-def layout_changes(layout: Layout, taken: Taken) -> dict[str, str]:
+def layout_changes(layout: Layout, taken: TakenState) -> dict[str, str]:
     """The tensors by which a state differs from what a layout holds, each with what changed."""
     specs = {spec.name: spec for spec in taken.specs}
     held = {name: entry.spec for name, entry in layout.entries.items()}
@@ -208,7 +208,7 @@ def layout_changes(layout: Layout, taken: Taken) -> dict[str, str]:
     return found
 
 
-def loose_places(found: Mapping[str, str], taken: Taken) -> Loose:
+def loose_places(found: Mapping[str, str], taken: TakenState) -> Loose:
     """Where tensors come and go, if these `changes` go on: the places of tensors of which the shape
     changes; of others the innermost container in which a tensor stayed."""
     stayed = {leaf.name for leaf in taken.tensors if leaf.name not in found}
@@ -231,7 +231,7 @@ def _above(name: str) -> list[str]:
 
 
 def encode(
-    taken: Taken,
+    taken: TakenState,
     *,
     rng: Mapping[str, Any] | None,
     trusted: bool,
@@ -240,7 +240,7 @@ def encode(
 ) -> bytes:
     """The extras of an image: everything in the state that is not a tensor. `difference`: see
     `save.replica_check`. `reloaded`: the step that names the base, see
-    `save.frozen_parameters.Base`.
+    `save.frozen_parameters.FrozenBase`.
 
     Raises UsageError, naming the component and the keys, for a value that cannot be encoded.
     """
@@ -259,7 +259,7 @@ def encode(
         raise UsageError(_named(taken, trusted) or str(error)) from None
 
 
-def _named(taken: Taken, trusted: bool) -> str:
+def _named(taken: TakenState, trusted: bool) -> str:
     for path, leaf in leaves_of(taken.skeleton):
         if leaf[0] == "v":
             try:
@@ -334,7 +334,7 @@ class UnsavedBuffers:
         self._marks: list[tuple[int, int] | None] = []
         self._saves = 0
 
-    def changed(self, taken: Taken) -> list[str]:
+    def changed(self, taken: TakenState) -> list[str]:
         """Called at each save: the names of buffers that have changed since the last one, unless
         they are in the state under another name."""
         self._saves += 1

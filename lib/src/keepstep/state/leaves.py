@@ -118,7 +118,7 @@ class TensorLeaf(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenState:
     """The whole state at one moment; `tensors` alias the live ones.
 
     `claims`: what to agree on with other ranks. `twins`: ranks whose images of this state hold the

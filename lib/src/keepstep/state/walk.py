@@ -44,14 +44,14 @@ from keepstep.state.accelerator import check_device, check_memory
 from keepstep.state.leaves import (
     PLAIN_METADATA,
     Node,
-    Taken,
+    TakenState,
     TensorLeaf,
     is_wrapper,
     mark_of,
     plain_tensors,
 )
 from keepstep.state.sharding import ALONE, Claim, Members, Sharing, Topology
-from keepstep.state.wrappers import Flat, replication_of, tree_of, unwrap
+from keepstep.state.wrappers import FlatModule, replication_of, tree_of, unwrap
 
 _CONJ, _NEG = -2, -1  # in a mark
 
@@ -285,7 +285,7 @@ class Walker:
     def _know(self, name: str, component: Any) -> None:
         self._trees[name] = _tree_of(name, component)
         replication = replication_of(component)
-        if isinstance(component, Flat):
+        if isinstance(component, FlatModule):
             shapes = component.shapes.items()
             self._unflattened.update((f"{name}.{path}", shape) for path, shape in shapes)
         for path, parameter in unwrap(component).named_parameters(remove_duplicate=False):
@@ -639,7 +639,7 @@ class Walker:
         return _same_on(holders, local), (owner.path, owner.members)
 
 
-class Again(Walker):
+class RepeatedWalk(Walker):
     """A walk beside an earlier one, which collects new values as long as every tensor is the one
     that was there, unchanged but for its elements.
 
@@ -648,7 +648,7 @@ class Again(Walker):
     state (`_Table`), and where all tensors lie (`_Marks`).
     """
 
-    def __init__(self, before: Taken, *, loose: Loose = NOWHERE) -> None:
+    def __init__(self, before: TakenState, *, loose: Loose = NOWHERE) -> None:
         super().__init__({}, ALONE, loose=loose)
         self._before = before
         self._forms: dict[int, GradForm] = before.cache.get("forms", {})

@@ -34,7 +34,7 @@ class Replicated(nn.Module):
         self.module, self.ranks = module, ranks
 
 
-class Flat(nn.Module):
+class FlatModule(nn.Module):
     """A module whose parameters are tensors of which each rank has a part, such as vectors. An
     adapter makes it for another module. `shapes`: the shapes that the parameters have in that
     module, by name, where they are others."""

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from keepstep import processes
-from keepstep.client.session import Client
+from keepstep.client.session import SidecarClient
 from keepstep.errors import KeepstepError
 from keepstep.steps import StepId
-from keepstep.warm.client import Starter
+from keepstep.warm.client import CommandStarter
 from keepstep.wire.status import Status
 from keepstep.wire.trainer import SOCKET_ENV
 
@@ -62,11 +62,11 @@ def note(text: str) -> None:
     print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
 
-class Lives:
+class RestartingCommand:
     """Runs one command, and starts it again as long as its lives finish steps."""
 
     def __init__(self, path: str, command: Sequence[str], modules: Sequence[str]) -> None:
-        self._starter = Starter(path, command, modules, note)
+        self._starter = CommandStarter(path, command, modules, note)
         self._stopped = False
 
     def run(self, fruitless: int) -> int:
@@ -127,7 +127,7 @@ def _staged() -> frozenset[StepId]:
     sidecar."""
     path = os.environ.get(SOCKET_ENV, "")
     try:
-        status = Client(path).get("/v1/status", Status)
+        status = SidecarClient(path).get("/v1/status", Status)
     except KeepstepError:
         return frozenset()
     return frozenset(rank.staged for rank in status.ranks if rank.staged is not None)
@@ -142,7 +142,7 @@ def main() -> int:
         note(f"{asked.command[0]}: command not found")
         return _NOT_FOUND
     try:
-        return Lives(path, asked.command, asked.preload).run(asked.fruitless)
+        return RestartingCommand(path, asked.command, asked.preload).run(asked.fruitless)
     except OSError as error:
         note(f"{path}: {error.strerror}")
         return _NOT_EXECUTABLE

@@ -35,7 +35,7 @@ after the fork. Imports may have read any other variable, so a difference in one
 
 
 @dataclass(frozen=True)
-class Python:
+class PythonCommand:
     """A command line of Python. `what`: the path of a script, or the name of a module."""
 
     kind: Literal["script", "module"]
@@ -48,19 +48,19 @@ class Python:
         return self.kind == "module" and self.what == TORCHRUN
 
 
-def parse(argv: Sequence[str]) -> Python | None:
+def parse(argv: Sequence[str]) -> PythonCommand | None:
     """What a command line asks of Python; None if only exec can run it."""
     words = list(argv[1:])
     if os.path.basename(argv[0]) == "torchrun":
-        return Python("module", TORCHRUN, tuple(words))
+        return PythonCommand("module", TORCHRUN, tuple(words))
     if not _PYTHON.fullmatch(os.path.basename(argv[0])):
         return None
     unbuffered = words[:1] == ["-u"]
     words = words[unbuffered:]
     if words[:1] == ["-m"] and len(words) > 1:
-        return Python("module", words[1], tuple(words[2:]), unbuffered)
+        return PythonCommand("module", words[1], tuple(words[2:]), unbuffered)
     if words and not words[0].startswith("-"):
-        return Python("script", words[0], tuple(words[1:]), unbuffered)
+        return PythonCommand("script", words[0], tuple(words[1:]), unbuffered)
     return None
 
 
@@ -244,7 +244,7 @@ class ForkServer:
             wait_gone(self._process, timeout_s=_ANSWER_S)
 
 
-class Starter:
+class CommandStarter:
     """Starts one command again and again, warm if possible. `report` is told why a start is cold.
 
     `path`: the program's file. `command`: its words. `modules`: further modules to import for it. A

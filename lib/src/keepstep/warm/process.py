@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NoReturn
 
 from keepstep import processes
-from keepstep.warm.client import ColdStart, ForkServer, Python, parse
+from keepstep.warm.client import ColdStart, ForkServer, PythonCommand, parse
 
 _PR_SET_NAME: Final = 15
 _THREADS: Final = "OMP_NUM_THREADS"
@@ -44,7 +44,7 @@ log = logging.getLogger("keepstep")
 
 
 @dataclass(frozen=True)
-class Job:
+class ProcessJob:
     """What a process must become.
 
     `ignored`: signals that the requesting process ignores (`nohup`). `files`: the descriptors of
@@ -63,7 +63,7 @@ class Job:
 # --- what exec does ----------------------------------------------------------------------------
 
 
-def become(job: Job) -> None:
+def become(job: ProcessJob) -> None:
     """Set what exec would set: files, directory, environment, signals, process group and names."""
     if job.session:
         os.setsid()
@@ -138,7 +138,7 @@ def _retitle(argv: Sequence[str]) -> None:
 # --- what the interpreter does -----------------------------------------------------------------
 
 
-def run(job: Job, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
+def run(job: ProcessJob, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
     """Run `job`'s command line as the interpreter would, to its end; `torchrun` if it is that."""
     python = parse(job.argv)
     assert python is not None, "the server refuses other ones"
@@ -176,7 +176,7 @@ def run(job: Job, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _begin(python: Python) -> None:
+def _begin(python: PythonCommand) -> None:
     """Set up what Python and torch set up at their start, and what two lives must not share."""
     unbuffered = python.unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
     for stream, lines in ((sys.stdout, os.isatty(1)), (sys.stderr, True)):

@@ -36,7 +36,7 @@ from keepstep.warm.client import (
     pair,
     parse,
 )
-from keepstep.warm.process import Job
+from keepstep.warm.process import ProcessJob
 
 # torch._dynamo: a process's first optimizer imports it, which takes longer than importing torch
 _MODULES: Final = (
@@ -122,7 +122,7 @@ def _other_threads() -> list[str]:
     return found
 
 
-def serve(connection: socket.socket, environment: Mapping[str, str], known: Stamps) -> Job:
+def serve(connection: socket.socket, environment: Mapping[str, str], known: Stamps) -> ProcessJob:
     """Fork for each request. Returns in each new process, with its job; never returns in the
     server.
 
@@ -143,15 +143,15 @@ def serve(connection: socket.socket, environment: Mapping[str, str], known: Stam
             _send(connection, {"cold": reason})
 
 
-def _receive(connection: socket.socket) -> Job | None:
+def _receive(connection: socket.socket) -> ProcessJob | None:
     try:
         data, files, _, _ = socket.recv_fds(connection, LARGEST_BYTES, 3)
     except OSError:
         return None
-    return Job(**json.loads(data), files=tuple(files)) if data else None
+    return ProcessJob(**json.loads(data), files=tuple(files)) if data else None
 
 
-def _in_the_way(job: Job, environment: Mapping[str, str], known: Stamps) -> str:
+def _in_the_way(job: ProcessJob, environment: Mapping[str, str], known: Stamps) -> str:
     if parse(job.argv) is None:
         return "only exec can start this command"
     if names := late_differences(environment, job.environment):
@@ -164,7 +164,9 @@ def _in_the_way(job: Job, environment: Mapping[str, str], known: Stamps) -> str:
     return ""
 
 
-def _fork(connection: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -> Job | None:
+def _fork(
+    connection: socket.socket, job: ProcessJob, set_by_imports: Mapping[str, str]
+) -> ProcessJob | None:
     """The job in the new process; None in the server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -191,7 +193,7 @@ def _fork(connection: socket.socket, job: Job, set_by_imports: Mapping[str, str]
     return None
 
 
-def _begin(server: socket.socket, job: Job, set_by_imports: Mapping[str, str]) -> Job:
+def _begin(server: socket.socket, job: ProcessJob, set_by_imports: Mapping[str, str]) -> ProcessJob:
     try:
         job.environment.update({**set_by_imports, **job.environment})
         process.become(job)

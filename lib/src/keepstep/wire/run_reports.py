@@ -1,10 +1,10 @@
 """What the leader of a run reports to the operator, and the answer: JSON over HTTPS, on Kubernetes
 only.
 
-The leader is the sidecar of node rank 0. It posts a `RunReport` every `Requested.interval_s`, and
-at once when one of `doubts`, `alarms` or `recent` changes. A report is level-triggered and whole,
-so a lost or repeated one changes nothing. It names no namespace and no run: the operator takes
-these from its own record of the pod whose token came with the report.
+The leader is the sidecar of node rank 0. It posts a `RunReport` every `LeaderAnswer.interval_s`,
+and at once when one of `doubts`, `alarms` or `recent` changes. A report is level-triggered and
+whole, so a lost or repeated one changes nothing. It names no namespace and no run: the operator
+takes these from its own record of the pod whose token came with the report.
 
 A body has at most `LARGEST_BYTES`. The leader cuts each list and text to the bound that is named
 here (`within_bounds`); the operator refuses a report with a longer list.
@@ -55,7 +55,7 @@ def seconds_of(written: str) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Badput:
+class BadputSeconds:
     """Whole seconds by bucket, as `keepstep.core.history.Badput`."""
 
     training_prep: int = 0
@@ -67,14 +67,14 @@ class Badput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class GoodputTally:
     """One tally of the run's goodput, as one sidecar counted it. Times as `utc` writes them."""
 
     id: str
     since: str
     until: str
     productive_seconds: int = 0
-    badput_seconds: Badput = Badput()
+    badput_seconds: BadputSeconds = BadputSeconds()
     epoch: str = ""
     step: int = -1
     steps: int = 0
@@ -91,14 +91,14 @@ class RunGoodput:
     ratio: str
     wall_seconds: int
     productive_seconds: int
-    badput_seconds: Badput = Badput()
+    badput_seconds: BadputSeconds = BadputSeconds()
     step: int = -1
     steps: int = 0
-    tallies: tuple[Tally, ...] = ()
+    tallies: tuple[GoodputTally, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holder:
+class NodeHoldings:
     """What the drives of a node hold and what outlives its pods. `node_ranks`, `copies`: the node
     ranks whose own shards, or copies of whose shards, these are. `step`: the newest step of
     them."""
@@ -110,7 +110,7 @@ class Holder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
+class ReportedDrive:
     """The file system on which one volume of a node rank lies on its node. `id`: as
     `ReportedVolume.drive_id`."""
 
@@ -122,8 +122,8 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreFrom:
-    """The state of `Requested.restore_from`. `asked`: its value when it was last read. `run`: the
-    run that it names, if that is another one. `step`: the step that it means; '' while none is
+    """The state of `LeaderAnswer.restore_from`. `asked`: its value when it was last read. `run`:
+    the run that it names, if that is another one. `step`: the step that it means; '' while none is
     found. `epoch`: the epoch that began from `step`; '' if none has. `since`: the number of the
     newest epoch when it was asked."""
 
@@ -135,7 +135,7 @@ class RestoreFrom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class LeaderRecord:
     """What a leader knows of the run and cannot find again on any tier. The operator keeps it
     unread, shows it, and gives it back to a leader that begins. `counted`: the newest epoch whose
     restart is in `restarts`."""
@@ -144,8 +144,8 @@ class Record:
     lost_steps: int = 0
     counted: str = ""
     goodput: RunGoodput | None = None
-    holders: tuple[Holder, ...] = ()
-    drives: tuple[Drive, ...] = ()
+    holders: tuple[NodeHoldings, ...] = ()
+    drives: tuple[ReportedDrive, ...] = ()
     restore_from: RestoreFrom | None = None
 
 
@@ -178,7 +178,7 @@ class NodeReport:
     warnings: tuple[str, ...] = ()
 
 
-class DoubtKind(StrEnum):
+class AdvisoryKind(StrEnum):
     """What the leader alone can see, and a condition of the run shows. docs/troubleshoot.md has the
     conditions."""
 
@@ -199,16 +199,16 @@ class DoubtKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doubt:
+class Advisory:
     """Something that holds now. `text`: a sentence for people, without numbers that change with
     each report."""
 
-    kind: DoubtKind
+    kind: AdvisoryKind
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
+class ReportedAlarm:
     """Something that a person should look at, said for an hour. `kind`: an Event's reason."""
 
     kind: str
@@ -243,7 +243,7 @@ class KeptStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Safe:
+class LossOutcome:
     """What a loss would leave. `restart`: the step that a restart of a container goes on from now;
     None: there is none. `node`: the step that a restart goes on from at the least, whichever node
     is lost; it may be the archived one. `pod`: the same for any one pod with its volumes.
@@ -281,8 +281,8 @@ class RunReport:
     hold `committed` of all ranks. `kept`: newest first; `certain`: no other step is kept.
     `archived`: how many steps are. `fullest`: the largest part of a volume that is used, 0 to 1.
     `refusals`: how often the ranks' vote refused since the last restore. `restore_known`: all
-    members know the step of `Requested.restore_from`. `acknowledged`: the epoch that
-    `Requested.fresh_start` meant, once that is known. `nodes`: those with warnings, then by node
+    members know the step of `LeaderAnswer.restore_from`. `acknowledged`: the epoch that
+    `LeaderAnswer.fresh_start` meant, once that is known. `nodes`: those with warnings, then by node
     rank. `recent`: newest first.
     """
 
@@ -306,7 +306,7 @@ class RunReport:
     kept: tuple[KeptStep, ...] = ()
     certain: bool = False
     archived: int = 0
-    safe: Safe = Safe()
+    safe: LossOutcome = LossOutcome()
     stall: SaveOverhead = SaveOverhead()
     fullest: float | None = None
     sidecar: str = ""
@@ -317,9 +317,9 @@ class RunReport:
     acknowledged: str = ""
     nodes: tuple[NodeReport, ...] = ()
     recent: tuple[RunEvent, ...] = ()
-    alarms: tuple[Alarm, ...] = ()
-    doubts: tuple[Doubt, ...] = ()
-    record: Record = Record()
+    alarms: tuple[ReportedAlarm, ...] = ()
+    doubts: tuple[Advisory, ...] = ()
+    record: LeaderRecord = LeaderRecord()
 
 
 def within_bounds(report: RunReport) -> RunReport:
@@ -365,7 +365,7 @@ def _cut(node: NodeReport) -> NodeReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class RunMember:
     """A pod of the run that exists and has a node. `pod`: its UID. `address`: its IP, '' while it
     has none. `domain`: the value of the policy's topologyKey on its node. `leaving`: it is being
     deleted. `over`: its containers do not run again."""
@@ -395,7 +395,7 @@ class RunPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requested:
+class LeaderAnswer:
     """The answer to a report.
 
     `members`: the pods of the run. `complete`: these are all that exist, so a pod that is neither
@@ -410,7 +410,7 @@ class Requested:
     """
 
     interval_s: float = 30.0
-    members: tuple[Member, ...] = ()
+    members: tuple[RunMember, ...] = ()
     complete: bool = False
     lost_nodes: tuple[str, ...] = ()
     policy: RunPolicy | None = None
@@ -420,4 +420,4 @@ class Requested:
     paused: bool = False
     agents: dict[str, str] = field(default_factory=dict)
     authorities: str = ""
-    record: Record | None = None
+    record: LeaderRecord | None = None

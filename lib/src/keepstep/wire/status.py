@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from keepstep.core.history import Event, Goodput, Restart
-from keepstep.core.schedule import Interval, Measured
+from keepstep.core.history import Goodput, HistoryEvent, RestartCost
+from keepstep.core.schedule import NodeMeasurements, PersistInterval
 from keepstep.steps import Epoch, StepId, Tier
 
 
@@ -52,7 +52,7 @@ class RankStatus(RankCounters):
     copy_s: float = 0.0
     warning: str = ""
     waits: str = ""
-    restart: Restart | None = None
+    restart: RestartCost | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +169,8 @@ class Status:
     committed_at: float | None = None
     reported_at: float | None = None
     persist_every: int = 1
-    persist_interval: Interval | None = None
-    persist_measured: Measured | None = None
+    persist_interval: PersistInterval | None = None
+    persist_measured: NodeMeasurements | None = None
     stage_every: int = 1
     persisted: int = 0
     persist_skipped: int = 0
@@ -192,7 +192,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class HistoryPage:
     """GET /v1/history?since=SEQ: the events after SEQ, oldest first; without `since`, all that are
     still known.
 
@@ -204,4 +204,4 @@ class History:
     run: str
     oldest: int
     last: int
-    events: tuple[Event, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()

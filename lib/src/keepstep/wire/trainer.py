@@ -126,13 +126,13 @@ class LeaseNews(Message):
     warning: str = ""
 
 
-class OfLease(Message):
+class UnderLease(Message):
     """A request of the trainer that holds this lease."""
 
     lease: str
 
 
-class UnseenRequest(OfLease):
+class UnseenHugePagesRequest(UnderLease):
     """POST /v1/unseen: this trainer cannot use `LeaseGranted.huge_pages_dir`, for instance because
     its container does not mount it. Answered once every image in it is also available elsewhere."""
 
@@ -140,7 +140,7 @@ class UnseenRequest(OfLease):
 # --- slots -----------------------------------------------------------------------------------
 
 
-class LayoutRequest(OfLease):
+class LayoutRequest(UnderLease):
     """POST /v1/layout: this rank's images have the layout of `header` (base64 of the header
     bytes). `filling`: an image of the former layout is still on its way. If not, a slot of that
     layout that this trainer was given is free. `base`: the header of the base to which they refer;
@@ -163,7 +163,7 @@ class LayoutAccepted(Message):
     warning: str = ""
 
 
-class SlotRequest(OfLease):
+class SlotRequest(UnderLease):
     """POST /v1/slot: the next slot to fill. Waits up to `timeout_s`. At most one is unsealed."""
 
     layout: str
@@ -183,7 +183,7 @@ class SlotGranted(Message):
     base: str = ""
 
 
-class StagedRequest(OfLease):
+class StagedRequest(UnderLease):
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
     Times in seconds. `blocked_s`: how long this image blocked the training thread.
@@ -197,7 +197,7 @@ class StagedRequest(OfLease):
     blocked_s: float = 0.0
 
 
-class DiscardRequest(OfLease):
+class DiscardSlotRequest(UnderLease):
     """POST /v1/discard: the image in `slot` is not valid. The slot goes back to the sidecar."""
 
     slot: str
@@ -206,7 +206,7 @@ class DiscardRequest(OfLease):
     reason: str
 
 
-class SkippedRequest(OfLease):
+class SkippedRequest(UnderLease):
     """POST /v1/skipped: `count` steps could not be staged. `step`: the last of them. `unkeepable`:
     the state itself cannot be kept, now and at the next save."""
 
@@ -216,7 +216,7 @@ class SkippedRequest(OfLease):
     unkeepable: bool = False
 
 
-class FailedRequest(OfLease):
+class FailedRequest(UnderLease):
     """POST /v1/failed: the script itself failed when it had reached step `id`. The failure is
     recorded durably before the answer."""
 
@@ -224,7 +224,7 @@ class FailedRequest(OfLease):
     reason: str = ""
 
 
-class WarningRequest(OfLease):
+class WarningRequest(UnderLease):
     """POST /v1/warning: `text` stands among the warnings of the status while this lease lasts."""
 
     text: str
@@ -239,28 +239,28 @@ class UncaughtRequest(Message):
     repeats: bool = False
 
 
-class RefusedRequest(OfLease):
+class RefusedRequest(UnderLease):
     """POST /v1/refused: the ranks found steps, but their vote refused to go on or to begin
     again. `reason`: the text of its error."""
 
     reason: str
 
 
-class ReleaseRequest(OfLease):
+class ReleaseRequest(UnderLease):
     """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
 
 
 # --- restore ---------------------------------------------------------------------------------
 
 
-class CandidatesRequest(OfLease):
+class CandidatesRequest(UnderLease):
     """POST /v1/candidates: what this rank could restore. Answered when the scan of the volumes is
     done and the rank may vote (`core.readiness`)."""
 
     timeout_s: float = 60.0
 
 
-class OpenRequest(OfLease):
+class OpenStepRequest(UnderLease):
     """POST /v1/restore: bring this step's image into a slot and verify it.
 
     `bad`: path of a slot that an earlier answer named and that failed its verification; '': none.
@@ -271,7 +271,7 @@ class OpenRequest(OfLease):
     bad: str = ""
 
 
-class Opened(Message):
+class OpenedStep(Message):
     """The verified image is in the slot at `path`, which is pinned until `RestoredRequest`. `tier`:
     where the image came from. `base`: the file of the base to which it refers; '': none."""
 
@@ -280,7 +280,7 @@ class Opened(Message):
     base: str = ""
 
 
-class RestoredRequest(OfLease):
+class RestoredRequest(UnderLease):
     """POST /v1/restored: all ranks agreed on `epoch`. Its parent is the restored step, if any.
 
     `asked`: the step that the script itself named (`restore(step=...)`); None: it named none.
@@ -292,7 +292,7 @@ class RestoredRequest(OfLease):
     asked: int | None = None
 
 
-class SourcesRequest(OfLease):
+class SourcesRequest(UnderLease):
     """POST /v1/sources: where the images of all ranks that saved this step are.
 
     The named images stay where they are until `RestoredRequest` or the end of the lease. `bad`:
@@ -336,7 +336,7 @@ class Sources(Message):
     left_out: tuple[int, ...] = ()
 
 
-class HeadersRequest(OfLease):
+class HeadersRequest(UnderLease):
     """POST /v1/headers: the headers of these saved ranks' images."""
 
     id: StepId
@@ -349,7 +349,7 @@ class Headers(Message):
     headers: tuple[str, ...] = ()
 
 
-class WindowRequest(OfLease):
+class WindowRequest(UnderLease):
     """POST /v1/window: shared memory through which verified chunks come. A lease has at most one
     window, until `RestoredRequest` or the end of the lease."""
 
@@ -381,7 +381,7 @@ class ChunkRun(Message):
     end: int
 
 
-class ChunksRequest(OfLease):
+class ChunksRequest(UnderLease):
     """POST /v1/chunks: bring these chunks into the window, verified. Requests may overlap in time
     if they use different frames.
 
@@ -405,7 +405,7 @@ class Chunks(Message):
 # --- progress --------------------------------------------------------------------------------
 
 
-class WaitRequest(OfLease):
+class WaitRequest(UnderLease):
     """POST /v1/wait: wait until step `id` itself is, or was, in `state`.
 
     With state `archived`: wait until the newest step that the archive's schedule wants is in the

@@ -18,8 +18,8 @@ from keepstep.spans import within
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import Near
-from keepstep_operator.kube.client import Client
+from keepstep_operator.injection import NearNode
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import RUNS
 
@@ -31,7 +31,7 @@ _MOST_RUNS: Final = 1000
 _MOST_NODES: Final = 4
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class HolderEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """One entry of CheckpointRun.status.holders. `node_ranks`, `copies`: the node ranks of which
     the node holds their own shards, or copies of their shards."""
 
@@ -52,44 +52,46 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Status(msgspec.Struct, frozen=True, kw_only=True):
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[HolderEntry, ...] = ()
     policy: _Policy | None = None
     start: _Start | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class ExistingRun:
     """The record of one run. `policy`, `image`, `version`: those of the run's existing pods; None
     and '' if the next pod is the first one, or may not have the same."""
 
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[HolderEntry, ...] = ()
     policy: Policy | None = None
     image: str = ""
     version: str = ""
 
-    def near(self, node_rank: int) -> tuple[Near, ...]:
+    def near(self, node_rank: int) -> tuple[NearNode, ...]:
         """The nodes to prefer for this place: first those with its own shards, then those with
         copies."""
         own = [
-            Near(holder.node, OWN)
+            NearNode(holder.node, OWN)
             for holder in self.holders
             if within(holder.node_ranks, node_rank)
         ]
         kept = [
-            Near(holder.node, COPIES) for holder in self.holders if within(holder.copies, node_rank)
+            NearNode(holder.node, COPIES)
+            for holder in self.holders
+            if within(holder.copies, node_rank)
         ]
         there = {node.node for node in own}
         return (*own, *(node for node in kept if node.node not in there))[:_MOST_NODES]
 
 
-class RunRecords:
+class ExistingRuns:
     """Reads the records through `client`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: KubeClient) -> None:
         self._client = client
-        self._known: TTLCache[tuple[str, str], RunRecord] = TTLCache(_MOST_RUNS, _REMEMBERED_S)
+        self._known: TTLCache[tuple[str, str], ExistingRun] = TTLCache(_MOST_RUNS, _REMEMBERED_S)
 
-    async def get(self, namespace: str, name: str) -> RunRecord:
+    async def get(self, namespace: str, name: str) -> ExistingRun:
         """The record of this run; empty if the API server does not answer. Never raises."""
         key = namespace, name
         if (known := self._known.get(key)) is not None:
@@ -102,15 +104,15 @@ class RunRecords:
         return found
 
 
-def read(run: Body, namespace: str) -> RunRecord:
+def read(run: Body, namespace: str) -> ExistingRun:
     """The record in a CheckpointRun; empty if its status cannot be read."""
     try:
         status = msgspec.convert(run.get("status") or {}, _Status)
     except msgspec.ValidationError:
-        return RunRecord()
+        return ExistingRun()
     if status.start is None:
-        return RunRecord(holders=status.holders)
-    return RunRecord(
+        return ExistingRun(holders=status.holders)
+    return ExistingRun(
         holders=status.holders,
         policy=_parsed(status.policy, namespace),
         image=status.start.image,

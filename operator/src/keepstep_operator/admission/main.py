@@ -11,19 +11,19 @@ from typing import Any, Final
 import click
 
 from keepstep_operator import __version__, journal
-from keepstep_operator.admission.checkpoint_run import RunRecords
-from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.namespace_limits import Rooms
+from keepstep_operator.admission.checkpoint_run import ExistingRuns
+from keepstep_operator.admission.metrics import AdmissionMetrics
+from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
 from keepstep_operator.admission.policies import Policies
 from keepstep_operator.admission.server import (
     TIMEOUT_S,
     Admission,
     deadline_of,
 )
-from keepstep_operator.injection import Defaults
+from keepstep_operator.injection import InjectionDefaults
 from keepstep_operator.journal import info
 from keepstep_operator.kube.access import find_access
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.names import ADMISSION_PORT
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
@@ -42,7 +42,7 @@ _READ_S: Final = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class AdmissionSettings:
     """The command's options. `drain_s`: from SIGTERM until no new connection is accepted."""
 
     sidecar_image: str
@@ -61,11 +61,11 @@ class Settings:
         """Where reviews are taken now; '' while that is unknown."""
         return _text(self.tls_dir / "path")
 
-    def defaults(self) -> Defaults | None:
+    def defaults(self) -> InjectionDefaults | None:
         """The settings for each pod; None while the reports CA is unknown."""
         if not (reports_ca := _text(self.reports_ca)):
             return None
-        return Defaults(
+        return InjectionDefaults(
             sidecar_image=self.sidecar_image,
             sidecar_pull_policy=self.sidecar_pull_policy,
             reports_url=self.reports_url,
@@ -137,18 +137,18 @@ def admission(**options: Any) -> None:
     options["reports_url"] = (
         options["reports_url"] or f"https://keepstep-reports.{options['namespace']}.svc:443"
     )
-    asyncio.run(serve(Settings(**options)))
+    asyncio.run(serve(AdmissionSettings(**options)))
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: AdmissionSettings) -> None:
     """Serve until SIGTERM, and then until all reviews under way are answered."""
-    tls, metrics = ServerTls(lambda: mounted(settings.tls_dir)), Metrics()
+    tls, metrics = ServerTls(lambda: mounted(settings.tls_dir)), AdmissionMetrics()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(await find_access(), request_s=_READ_S))
+        client = await stack.enter_async_context(KubeClient(await find_access(), request_s=_READ_S))
         server = Admission(
             policies=Policies(client),
-            records=RunRecords(client),
-            rooms=Rooms(client),
+            records=ExistingRuns(client),
+            rooms=NamespaceLimitsReader(client),
             defaults=settings.defaults,
             metrics=metrics,
             deadline_s=deadline_of(settings.timeout_s),

@@ -6,13 +6,13 @@ from typing import Final
 
 from prometheus_client import Counter, Histogram
 
-from keepstep_operator.admission.reviews import Verdict
+from keepstep_operator.admission.reviews import ReviewDecision
 from keepstep_operator.serving import metrics_registry
 
 _BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-class Metrics:
+class AdmissionMetrics:
     """The metrics of one process, with their own registry."""
 
     def __init__(self) -> None:
@@ -30,6 +30,6 @@ class Metrics:
             registry=self.registry,
         )
 
-    def reviewed(self, verdict: Verdict, *, seconds: float) -> None:
+    def reviewed(self, verdict: ReviewDecision, *, seconds: float) -> None:
         self._seconds.observe(seconds)
         self._reviews.labels(verdict.result.value, verdict.reason).inc()

@@ -11,8 +11,8 @@ from typing import Final
 from cachetools import TTLCache
 
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.namespace_limits import Room, parse_quota, parse_ranges
-from keepstep_operator.kube.client import Client
+from keepstep_operator.injection.namespace_limits import NamespaceLimits, parse_quota, parse_ranges
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import NotFound
 from keepstep_operator.kube.resources import LIMIT_RANGES, NAMESPACES, QUOTAS, Resource
 from keepstep_operator.names import POD_SECURITY_LABEL
@@ -21,14 +21,14 @@ _REMEMBERED_S: Final = 1.0
 _MOST_NAMESPACES: Final = 1000
 
 
-class Rooms:
+class NamespaceLimitsReader:
     """Reads the rooms of namespaces through `client`."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: KubeClient) -> None:
         self._client = client
-        self._known: TTLCache[str, Room] = TTLCache(_MOST_NAMESPACES, _REMEMBERED_S)
+        self._known: TTLCache[str, NamespaceLimits] = TTLCache(_MOST_NAMESPACES, _REMEMBERED_S)
 
-    async def of(self, namespace: str) -> Room:
+    async def of(self, namespace: str) -> NamespaceLimits:
         """The room of this namespace. Raises KubeError."""
         if (known := self._known.get(namespace)) is not None:
             return known
@@ -37,7 +37,7 @@ class Rooms:
             self._listed(QUOTAS, namespace),
             self._level(namespace),
         )
-        found = self._known[namespace] = Room(
+        found = self._known[namespace] = NamespaceLimits(
             ranges=tuple(item for limit in limits for item in parse_ranges(limit)),
             quotas=tuple(map(parse_quota, quotas)),
             pod_security=level,

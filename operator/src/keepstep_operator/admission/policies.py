@@ -18,7 +18,7 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.job_kinds import is_name
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.api.run_status import cut
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import NotFound
 from keepstep_operator.kube.resources import POLICIES
 
@@ -39,7 +39,7 @@ class PolicyAbsent(UsageError):
 class Policies:
     """Reads policies through `client`. `patience_s`: how long a missing one is waited for."""
 
-    def __init__(self, client: Client, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, client: KubeClient, *, patience_s: float = _PATIENCE_S) -> None:
         self._client = client
         self._patience_s = patience_s
         self._known: TTLCache[_Key, Policy | PolicyError] = TTLCache(_MOST_NAMES, _REMEMBERED_S)

@@ -16,7 +16,7 @@ from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.api.run_status import cut
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import Defaults, Near, Room, inject, refuse
+from keepstep_operator.injection import InjectionDefaults, NamespaceLimits, NearNode, inject, refuse
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_NAME: Final = 256
@@ -28,7 +28,7 @@ class ReviewError(UsageError):
     """The request is not an AdmissionReview v1 of a pod."""
 
 
-class Result(str, enum.Enum):
+class ReviewResult(str, enum.Enum):
     """The result, for the counter: the sidecar was injected, was not wanted or not possible, or we
     failed."""
 
@@ -57,11 +57,11 @@ class Review:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ReviewDecision:
     """The decision about a pod. `reason` is one word. `message` is for people; '' if all is
     well."""
 
-    result: Result
+    result: ReviewResult
     reason: str
     patch: tuple[Body, ...] = ()
     message: str = ""
@@ -86,8 +86,13 @@ def parse_review(raw: bytes) -> Review:
 
 
 def admit(
-    review: Review, policy: Policy, defaults: Defaults, *, near: tuple[Near, ...], room: Room
-) -> Verdict:
+    review: Review,
+    policy: Policy,
+    defaults: InjectionDefaults,
+    *,
+    near: tuple[NearNode, ...],
+    room: NamespaceLimits,
+) -> ReviewDecision:
     """Inject the sidecar, or decline with the reason. `near`: nodes that hold shards for the pod.
     `room`: what the rules of its namespace leave."""
     try:
@@ -95,8 +100,8 @@ def admit(
     except (PodError, PolicyError) as error:
         return decline(review, reason=error.reason, message=str(error))
     injected = injected_of(parse_pod(pod))
-    return Verdict(
-        result=Result.INJECTED,
+    return ReviewDecision(
+        result=ReviewResult.INJECTED,
         reason="Injected",
         patch=tuple(make_patch(review.body, pod)),
         warnings=injected.warnings if injected else (),
@@ -104,11 +109,11 @@ def admit(
 
 
 def decline(
-    review: Review, *, reason: str, message: str, result: Result = Result.SKIPPED
-) -> Verdict:
+    review: Review, *, reason: str, message: str, result: ReviewResult = ReviewResult.SKIPPED
+) -> ReviewDecision:
     """Let the pod pass without a sidecar; it carries the reason."""
     pod = refuse(review.body, reason=reason, message=message)
-    return Verdict(
+    return ReviewDecision(
         result=result,
         reason=reason,
         patch=tuple(make_patch(review.body, pod)),
@@ -117,12 +122,12 @@ def decline(
     )
 
 
-def passed(reason: str) -> Verdict:
+def passed(reason: str) -> ReviewDecision:
     """Let the pod pass unchanged."""
-    return Verdict(result=Result.SKIPPED, reason=reason)
+    return ReviewDecision(result=ReviewResult.SKIPPED, reason=reason)
 
 
-def answer(uid: str, verdict: Verdict) -> bytes:
+def answer(uid: str, verdict: ReviewDecision) -> bytes:
     """The AdmissionReview to send back."""
     response: Body = {"uid": uid, "allowed": True}
     if verdict.warnings:

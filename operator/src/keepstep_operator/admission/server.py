@@ -16,15 +16,15 @@ from typing import Final
 
 from aiohttp import web
 
-from keepstep_operator.admission.checkpoint_run import RunRecord, RunRecords
-from keepstep_operator.admission.metrics import Metrics
-from keepstep_operator.admission.namespace_limits import Rooms
+from keepstep_operator.admission.checkpoint_run import ExistingRun, ExistingRuns
+from keepstep_operator.admission.metrics import AdmissionMetrics
+from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
 from keepstep_operator.admission.policies import Policies, PolicyAbsent
 from keepstep_operator.admission.reviews import (
-    Result,
     Review,
+    ReviewDecision,
     ReviewError,
-    Verdict,
+    ReviewResult,
     admit,
     answer,
     decline,
@@ -34,7 +34,7 @@ from keepstep_operator.admission.reviews import (
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.api.run_status import cut
-from keepstep_operator.injection import Defaults, is_injected
+from keepstep_operator.injection import InjectionDefaults, is_injected
 from keepstep_operator.journal import crash, info
 from keepstep_operator.kube.errors import KubeError, Unavailable
 from keepstep_operator.serving import Ready, health_routes
@@ -62,10 +62,10 @@ class Admission:
         self,
         *,
         policies: Policies,
-        records: RunRecords,
-        rooms: Rooms,
-        defaults: Callable[[], Defaults | None],
-        metrics: Metrics,
+        records: ExistingRuns,
+        rooms: NamespaceLimitsReader,
+        defaults: Callable[[], InjectionDefaults | None],
+        metrics: AdmissionMetrics,
         deadline_s: float,
         path: Callable[[], str],
     ) -> None:
@@ -83,22 +83,24 @@ class Admission:
         app.add_routes([*health_routes(ready), web.post("/{path:.*}", self._inject)])
         return app
 
-    async def review(self, review: Review) -> Verdict:
+    async def review(self, review: Review) -> ReviewDecision:
         """Decide about one pod. Never raises, and never takes much longer than the deadline."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await self._decided(review)
         except TimeoutError:
             message = f"no policy within {self._deadline_s} s: the API server does not answer"
-            return decline(review, reason="Timeout", message=message, result=Result.FAILED)
+            return decline(review, reason="Timeout", message=message, result=ReviewResult.FAILED)
         except KubeError as error:
-            return decline(review, reason="Unavailable", message=str(error), result=Result.FAILED)
+            return decline(
+                review, reason="Unavailable", message=str(error), result=ReviewResult.FAILED
+            )
         except Exception as error:
             crash("admission.review_crashed", **review.about)
             message = f"{type(error).__name__}: {error}"
-            return decline(review, reason="Internal", message=message, result=Result.FAILED)
+            return decline(review, reason="Internal", message=message, result=ReviewResult.FAILED)
 
-    async def _decided(self, review: Review) -> Verdict:
+    async def _decided(self, review: Review) -> ReviewDecision:
         """The decision, however often the API server has to be asked."""
         while True:
             try:
@@ -106,7 +108,7 @@ class Admission:
             except Unavailable:  # noqa: PERF203
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _decide(self, review: Review) -> Verdict:
+    async def _decide(self, review: Review) -> ReviewDecision:
         if (name := review.pod.policy) is None or review.operation != "CREATE":
             return passed("NotAsked")
         if is_injected(review.pod):
@@ -117,7 +119,7 @@ class Admission:
                 reason="NotReady",
                 message="keepstep's admission does not know the reports CA yet; is"
                 " `keepstep-operator certificates` running?",
-                result=Result.FAILED,
+                result=ReviewResult.FAILED,
             )
         place = _place(review)
         record = await self._recorded(review, place)
@@ -135,9 +137,9 @@ class Admission:
         room = await self._rooms.of(review.pod.namespace)
         return admit(review, policy, defaults, near=near, room=room)
 
-    async def _recorded(self, review: Review, place: Placement | None) -> RunRecord:
+    async def _recorded(self, review: Review, place: Placement | None) -> ExistingRun:
         if place is None:
-            return RunRecord()
+            return ExistingRun()
         return await self._records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
@@ -181,7 +183,7 @@ def _place(review: Review) -> Placement | None:
         return None
 
 
-def _log_verdict(review: Review, verdict: Verdict, seconds: float) -> None:
+def _log_verdict(review: Review, verdict: ReviewDecision, seconds: float) -> None:
     if verdict.reason == "NotAsked":
         return
     level = logging.WARNING if verdict.warnings else logging.INFO

@@ -19,7 +19,7 @@ from keepstep.core.retention import Retention
 from keepstep_operator.api.fields import Fields, PolicyError
 from keepstep_operator.api.tiers import (
     Archive,
-    Peers,
+    PeerSpec,
     parse_archive,
     parse_peers,
     parse_retention,
@@ -107,7 +107,7 @@ class Ephemeral:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Volume:
+class PolicyVolume:
     """One local drive of each pod. `capacity_bytes`: how much of it the policy allows keepstep to
     use."""
 
@@ -140,7 +140,7 @@ class Policy:
     name: str
     generation: int
     memory_limit_bytes: int
-    volumes: tuple[Volume, ...]
+    volumes: tuple[PolicyVolume, ...]
     slots: int | None = None
     huge_pages: HugePages = HugePages.NONE
     stage_every: int = 1
@@ -160,7 +160,7 @@ class Policy:
     on_loss: OnLoss = OnLoss.RESTART
     run_ttl_s: int = 168 * 3600
     compile_cache_bytes: int = 4 << 30
-    peers: Peers | None = None
+    peers: PeerSpec | None = None
     archive: Archive | None = None
     spec: Mapping[str, Any]
 
@@ -188,7 +188,7 @@ class Policy:
         return (*local, *([shared] if shared else []))
 
     @property
-    def compile_cache_volume(self) -> Volume | None:
+    def compile_cache_volume(self) -> PolicyVolume | None:
         """Where the trainers' compile caches lie: on none whose sizeLimit they could exceed, since
         the kubelet would evict the pod."""
         fit = (
@@ -321,7 +321,7 @@ def _drive_writes_per_day(fields: Fields) -> str | None:
     return number
 
 
-def _volumes(listed: object) -> tuple[Volume, ...]:
+def _volumes(listed: object) -> tuple[PolicyVolume, ...]:
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_VOLUMES:
         raise PolicyError("volumes", f"a list of 1 to {_MOST_VOLUMES} volumes is needed")
     volumes = tuple(_volume(Fields(f"volumes[{i}]", volume)) for i, volume in enumerate(listed))
@@ -331,7 +331,7 @@ def _volumes(listed: object) -> tuple[Volume, ...]:
     return volumes
 
 
-def _check_apart(volumes: Iterable[Volume], archive: Archive | None) -> None:
+def _check_apart(volumes: Iterable[PolicyVolume], archive: Archive | None) -> None:
     shared = archive.directory.path if archive and archive.directory else None
     for volume in volumes:
         if shared is None or not isinstance(volume.source, HostPath):
@@ -345,14 +345,14 @@ def _check_apart(volumes: Iterable[Volume], archive: Archive | None) -> None:
             )
 
 
-def _volume(fields: Fields) -> Volume:
+def _volume(fields: Fields) -> PolicyVolume:
     name = fields.value("name")
     if not isinstance(name, str) or not _VOLUME_NAME.fullmatch(name):
         raise fields.wrong("name", f"{name!r} is not a DNS label of at most 40 characters")
     given = [source for source in _SOURCES if fields.value(source) is not None]
     if len(given) != 1:
         raise fields.wrong("", f"exactly one of {', '.join(_SOURCES)} is needed, not {len(given)}")
-    return Volume(
+    return PolicyVolume(
         name=name,
         source=_source(given[0], fields.child(given[0])),
         capacity_bytes=fields.optional_size("capacity"),

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from keepstep.wire.run_reports import (
-    Drive,
-    Holder,
-    Record,
+    LeaderRecord,
+    NodeHoldings,
+    ReportedDrive,
     RestoreFrom,
     RunEvent,
     RunGoodput,
@@ -129,16 +129,16 @@ class RunStatus:
     goodput: RunGoodput | None = None
     recent: tuple[RunEvent, ...] = ()
     ranks: tuple[PlaceStatus, ...] = ()
-    holders: tuple[Holder, ...] = ()
-    drives: tuple[Drive, ...] = ()
+    holders: tuple[NodeHoldings, ...] = ()
+    drives: tuple[ReportedDrive, ...] = ()
     restore_from: RestoreFrom | None = None
     warnings: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
 
     @property
-    def record(self) -> Record:
+    def record(self) -> LeaderRecord:
         """What the leader asked to keep."""
-        return Record(
+        return LeaderRecord(
             restarts=self.restarts,
             lost_steps=self.lost_steps,
             counted=self.epoch,

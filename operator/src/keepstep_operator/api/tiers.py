@@ -37,7 +37,7 @@ CREDENTIALS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers:
+class PeerSpec:
     """Copies of each durable shard, kept by other pods of the run. `topology_key`: a label of
     nodes; copies go to nodes with different values if there are any."""
 
@@ -47,7 +47,7 @@ class Peers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class ArchiveBucket:
     """An object store. `kind`: s3, gcs or azure. `secret`: name of a Secret with the keys of
     CREDENTIALS; None for the credentials that the node or the service account provides."""
 
@@ -66,7 +66,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Directory:
+class ArchiveDirectory:
     """A file system that all nodes see: the namespace's `claim`, or the same `path` on every
     node."""
 
@@ -79,32 +79,32 @@ class Archive:
     """The archive. It gets the committed steps whose number is a multiple of `every`. `kept`: which
     of them stay."""
 
-    store: Bucket | Directory
+    store: ArchiveBucket | ArchiveDirectory
     every: int = 1000
     kept: Retention = field(default_factory=lambda: Retention(last=3))
 
     @property
-    def bucket(self) -> Bucket | None:
-        return self.store if isinstance(self.store, Bucket) else None
+    def bucket(self) -> ArchiveBucket | None:
+        return self.store if isinstance(self.store, ArchiveBucket) else None
 
     @property
-    def directory(self) -> Directory | None:
-        return self.store if isinstance(self.store, Directory) else None
+    def directory(self) -> ArchiveDirectory | None:
+        return self.store if isinstance(self.store, ArchiveDirectory) else None
 
     @property
     def where(self) -> str:
         """The archive's name for people, without the namespace."""
-        if isinstance(self.store, Bucket):
+        if isinstance(self.store, ArchiveBucket):
             return self.store.url("")
         return f"claim {self.store.claim}" if self.store.claim else f"directory {self.store.path}"
 
 
-def parse_peers(spec: Fields) -> Peers | None:
+def parse_peers(spec: Fields) -> PeerSpec | None:
     """`spec.peers`; None if it is left out. Raises PolicyError."""
     if spec.value("peers") is None:
         return None
     fields = spec.child("peers")
-    return Peers(
+    return PeerSpec(
         replicas=fields.number("replicas", 1, least=1, most=_MOST_REPLICAS),
         topology_key=fields.text("topologyKey", _LABEL, "a label of nodes", default=HOSTNAME),
         bytes_per_second=fields.optional_size("bytesPerSecondLimit"),
@@ -145,13 +145,13 @@ def parse_retention(fields: Fields, last: int, *, most: int) -> Retention:
     )
 
 
-def _bucket(kind: str, fields: Fields) -> Bucket:
+def _bucket(kind: str, fields: Fields) -> ArchiveBucket:
     name = "container" if kind == "azure" else "bucket"
     reference = fields.value("credentialsSecretRef")
     example = "a URL like https://s3.example:9000"
     named = fields.child("credentialsSecretRef")
     secret = None if reference is None else named.text("name", _NAME, "the name of a Secret")
-    return Bucket(
+    return ArchiveBucket(
         kind=kind,
         name=fields.text(name, _BUCKET, f"the name of a {name}"),
         prefix=fields.optional_text("prefix", _PREFIX, "a path like team/checkpoints") or "",
@@ -162,10 +162,10 @@ def _bucket(kind: str, fields: Fields) -> Bucket:
     )
 
 
-def _directory(fields: Fields) -> Directory:
+def _directory(fields: Fields) -> ArchiveDirectory:
     given = [key for key in ("claimName", "path") if fields.value(key) is not None]
     if len(given) != 1:
         raise fields.wrong("", f"exactly one of claimName and path is needed, not {len(given)}")
     if given[0] == "claimName":
-        return Directory(claim=fields.text("claimName", _NAME, "the name of a claim"))
-    return Directory(path=fields.directory("path", example="/mnt/nfs/keepstep"))
+        return ArchiveDirectory(claim=fields.text("claimName", _NAME, "the name of a claim"))
+    return ArchiveDirectory(path=fields.directory("path", example="/mnt/nfs/keepstep"))

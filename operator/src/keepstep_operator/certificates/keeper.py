@@ -15,10 +15,16 @@ from datetime import datetime, timedelta
 
 from keepstep_operator.bodies import Body
 from keepstep_operator.certificates import ring as rings
-from keepstep_operator.certificates.pki import Pair, Validity, make_authority, make_server, validity
-from keepstep_operator.certificates.ring import Move, Ring, due
+from keepstep_operator.certificates.pki import (
+    KeyPair,
+    Validity,
+    make_authority,
+    make_server,
+    validity,
+)
+from keepstep_operator.certificates.ring import CertificateRing, RingMove, due
 from keepstep_operator.journal import info, warn
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, NotFound, Rejected
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS, PatchType
 
@@ -30,7 +36,7 @@ Clock = Callable[[], datetime]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptCertificate:
     """What is kept in the Secret `secret`: a server's certificate with these DNS `names`, which the
     API server calls by the MutatingWebhookConfiguration `webhook`; or without them an authority,
     whose bundle is mounted where it is needed."""
@@ -42,10 +48,12 @@ class Kept:
     webhook: str = ""
 
 
-class Keeper:
+class CertificateKeeper:
     """Keeps one ring."""
 
-    def __init__(self, client: Client, kept: Kept, *, namespace: str, clock: Clock) -> None:
+    def __init__(
+        self, client: KubeClient, kept: KeptCertificate, *, namespace: str, clock: Clock
+    ) -> None:
         self._client = client
         self._kept = kept
         self._namespace = namespace
@@ -68,7 +76,7 @@ class Keeper:
         if ring.used is not None:
             await self._publish(ring)
         move = due(ring, now=self._clock(), overlap=self._kept.overlap)
-        if move is not Move.NONE:
+        if move is not RingMove.NONE:
             info("certificate.rotated", secret=self._kept.secret, move=move.value)
             ring = self._moved(ring, move)
         new = rings.write(old, self._kept.secret, ring)
@@ -80,20 +88,22 @@ class Keeper:
         assert ring.used is not None
         return validity(ring.used.certificate)
 
-    def _moved(self, ring: Ring, move: Move) -> Ring:
+    def _moved(self, ring: CertificateRing, move: RingMove) -> CertificateRing:
         match move:
-            case Move.BEGIN:
+            case RingMove.BEGIN:
                 made, now = self._made(), self._clock()
-                return Ring(used=made, previous=ring.bundle, since=now, path=ring.path)
-            case Move.ADD_NEXT:
+                return CertificateRing(used=made, previous=ring.bundle, since=now, path=ring.path)
+            case RingMove.ADD_NEXT:
                 return replace(ring, next=self._made(), asked=False)
-            case Move.PROMOTE:
+            case RingMove.PROMOTE:
                 used = ring.used.certificate if ring.used else b""
-                return Ring(used=ring.next, previous=used, since=self._clock(), path=ring.path)
+                return CertificateRing(
+                    used=ring.next, previous=used, since=self._clock(), path=ring.path
+                )
             case _:
                 return replace(ring, previous=b"")
 
-    def _made(self) -> Pair:
+    def _made(self) -> KeyPair:
         now, life = self._clock(), self._kept.life
         if self._kept.names:
             return make_server(self._kept.names, now=now, life=life)
@@ -105,12 +115,12 @@ class Keeper:
         except NotFound:
             return None
 
-    async def _publish(self, ring: Ring) -> None:
+    async def _publish(self, ring: CertificateRing) -> None:
         if self._kept.webhook:
             await publish_in_webhook(self._client, self._kept.webhook, ring)
 
 
-async def publish_in_webhook(client: Client, name: str, ring: Ring) -> None:
+async def publish_in_webhook(client: KubeClient, name: str, ring: CertificateRing) -> None:
     """Publish bundle and path in every webhook of a MutatingWebhookConfiguration.
 
     The path is a secret between the API server and admission: who may not read this object cannot

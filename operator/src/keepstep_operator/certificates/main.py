@@ -12,10 +12,10 @@ import click
 from prometheus_client import Counter, Gauge
 
 from keepstep_operator import journal
-from keepstep_operator.certificates.keeper import Keeper, Kept
+from keepstep_operator.certificates.keeper import CertificateKeeper, KeptCertificate
 from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.access import find_access
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.serving import listening, metrics_registry, observed, until_signal
 from keepstep_operator.settings import (
@@ -31,7 +31,7 @@ _FIRST_S: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CertificatesSettings:
     """The command's options. `release`: what the names of the release's objects begin with."""
 
     namespace: str
@@ -39,19 +39,19 @@ class Settings:
     metrics_port: int
 
     @property
-    def kept(self) -> tuple[Kept, ...]:
+    def kept(self) -> tuple[KeptCertificate, ...]:
         """The webhook's certificate, of which the API server hears within a second; and the
         authority of sidecars, whose bundle a sidecar gets with its certificate, once a day."""
         service = f"{self.release}-admission.{self.namespace}.svc"
         return (
-            Kept(
+            KeptCertificate(
                 secret=f"{self.release}-admission-tls",
                 life=timedelta(days=90),
                 overlap=timedelta(days=1),
                 names=(service, f"{service}.cluster.local"),
                 webhook=self.release,
             ),
-            Kept(
+            KeptCertificate(
                 secret=f"{self.release}-peers-ca",
                 life=timedelta(days=3650),
                 overlap=timedelta(days=2),
@@ -59,7 +59,7 @@ class Settings:
         )
 
 
-class Metrics:
+class CertificatesMetrics:
     """Every metric of this component. docs/metrics.md lists them, too."""
 
     def __init__(self) -> None:
@@ -99,14 +99,14 @@ def certificates(**options: Any) -> None:
       keepstep-operator certificates --namespace keepstep-system
     """
     journal.configure("certificates", level=options.pop("log_level"))
-    asyncio.run(serve(Settings(**options)))
+    asyncio.run(serve(CertificatesSettings(**options)))
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: CertificatesSettings) -> None:
     """Do rounds until SIGTERM. A failed round is logged and tried again."""
-    metrics, kept = Metrics(), asyncio.Event()
+    metrics, kept = CertificatesMetrics(), asyncio.Event()
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(await find_access()))
+        client = await stack.enter_async_context(KubeClient(await find_access()))
         group = await stack.enter_async_context(asyncio.TaskGroup())
         loop = group.create_task(_rounds(client, settings, metrics, kept), name="rounds")
 
@@ -121,11 +121,16 @@ async def serve(settings: Settings) -> None:
 
 
 async def _rounds(
-    client: Client, settings: Settings, metrics: Metrics, kept: asyncio.Event
+    client: KubeClient,
+    settings: CertificatesSettings,
+    metrics: CertificatesMetrics,
+    kept: asyncio.Event,
 ) -> None:
     """Do rounds for ever. Sets `kept` once all keepers have succeeded in one round."""
     keepers = {
-        checkpoint.secret: Keeper(client, checkpoint, namespace=settings.namespace, clock=_now)
+        checkpoint.secret: CertificateKeeper(
+            client, checkpoint, namespace=settings.namespace, clock=_now
+        )
         for checkpoint in settings.kept
     }
     while True:

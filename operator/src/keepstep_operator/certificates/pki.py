@@ -33,7 +33,7 @@ _BOTH_ENDS: Final = x509.ExtendedKeyUsage(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class KeyPair:
     """A certificate and its private key, as PEM."""
 
     certificate: bytes
@@ -52,7 +52,7 @@ class Validity:
         return now >= self.begins + (self.ends - self.begins) * 2 / 3
 
 
-def make_authority(name: str, *, now: datetime, life: timedelta) -> Pair:
+def make_authority(name: str, *, now: datetime, life: timedelta) -> KeyPair:
     """A self-signed CA that may sign only leaves. Its subject is unique, so that clients can tell
     two CAs of the same `name` apart."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -65,7 +65,7 @@ def make_authority(name: str, *, now: datetime, life: timedelta) -> Pair:
     return _pair(builder.add_extension(identifier, critical=False), key, by=key)
 
 
-def make_server(names: Iterable[str], *, now: datetime, life: timedelta) -> Pair:
+def make_server(names: Iterable[str], *, now: datetime, life: timedelta) -> KeyPair:
     """A certificate of a server with these DNS names, which signs itself: who trusts it trusts this
     server alone."""
     key = ec.generate_private_key(ec.SECP256R1())
@@ -75,7 +75,9 @@ def make_server(names: Iterable[str], *, now: datetime, life: timedelta) -> Pair
     return _pair(builder, key, by=key)
 
 
-def sign_server(authority: Pair, names: Iterable[str], *, now: datetime, life: timedelta) -> Pair:
+def sign_server(
+    authority: KeyPair, names: Iterable[str], *, now: datetime, life: timedelta
+) -> KeyPair:
     """The same, signed by the authority. It does not outlive it."""
     key = ec.generate_private_key(ec.SECP256R1())
     builder, signer = _below(authority, key.public_key(), now=now, life=life)
@@ -83,7 +85,7 @@ def sign_server(authority: Pair, names: Iterable[str], *, now: datetime, life: t
 
 
 def sign_request(
-    authority: Pair, request: bytes, *, uri: str, now: datetime, life: timedelta
+    authority: KeyPair, request: bytes, *, uri: str, now: datetime, life: timedelta
 ) -> bytes:
     """PEM of a certificate for `uri` and the key of `request`, for both ends of a connection.
 
@@ -108,7 +110,7 @@ def validity(certificate: bytes) -> Validity:
     return Validity(begins=read.not_valid_before_utc, ends=read.not_valid_after_utc)
 
 
-def fits(pair: Pair) -> bool:
+def fits(pair: KeyPair) -> bool:
     """Whether both parts can be parsed and the key is the certificate's."""
     try:
         read = x509.load_pem_x509_certificate(pair.certificate)
@@ -140,7 +142,7 @@ def _builder(
 
 
 def _below(
-    authority: Pair, key: ec.EllipticCurvePublicKey, *, now: datetime, life: timedelta
+    authority: KeyPair, key: ec.EllipticCurvePublicKey, *, now: datetime, life: timedelta
 ) -> tuple[x509.CertificateBuilder, ec.EllipticCurvePrivateKey]:
     """What the authority is to sign, and with which key. The subject is empty: names count."""
     issuer = x509.load_pem_x509_certificate(authority.certificate)
@@ -166,8 +168,8 @@ def _pair(
     key: ec.EllipticCurvePrivateKey,
     *,
     by: ec.EllipticCurvePrivateKey,
-) -> Pair:
-    return Pair(
+) -> KeyPair:
+    return KeyPair(
         certificate=builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM),
         key=key.private_bytes(
             serialization.Encoding.PEM,

@@ -27,7 +27,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from keepstep_operator.bodies import Body
-from keepstep_operator.certificates.pki import Pair, fits, split, validity
+from keepstep_operator.certificates.pki import KeyPair, fits, split, validity
 
 ROTATE_ANNOTATION: Final = "keepstep.dev/rotate-ca"
 SINCE_ANNOTATION: Final = "keepstep.dev/since"
@@ -38,13 +38,13 @@ _LABELS: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class CertificateRing:
     """The pairs. `previous`: PEM of one or more certificates, b'' for none. `since`: when the pair
     in use came after them; None: that is not known. `path`: '' for what is no webhook. `asked`: a
     person asks for another pair now."""
 
-    used: Pair | None = None
-    next: Pair | None = None
+    used: KeyPair | None = None
+    next: KeyPair | None = None
     previous: bytes = b""
     since: datetime | None = None
     path: str = ""
@@ -57,7 +57,7 @@ class Ring:
         return b"".join(dict.fromkeys([*pairs, *split(self.previous)]))
 
 
-class Move(enum.Enum):
+class RingMove(enum.Enum):
     """What to do with a ring."""
 
     NONE = "none"
@@ -71,27 +71,29 @@ class Move(enum.Enum):
     """Nothing of the previous pair is in use any more."""
 
 
-def due(ring: Ring, *, now: datetime, overlap: timedelta) -> Move:
+def due(ring: CertificateRing, *, now: datetime, overlap: timedelta) -> RingMove:
     """The one move that is due now."""
     successor = validity(ring.next.certificate) if ring.next is not None else None
     used = validity(ring.used.certificate) if ring.used is not None else None
     if used is None or now >= used.ends:
-        return Move.PROMOTE if successor is not None and now < successor.ends else Move.BEGIN
+        return (
+            RingMove.PROMOTE if successor is not None and now < successor.ends else RingMove.BEGIN
+        )
     if successor is not None:
-        return Move.PROMOTE if now >= successor.begins + overlap else Move.NONE
+        return RingMove.PROMOTE if now >= successor.begins + overlap else RingMove.NONE
     if ring.previous:
         over = ring.since is None or now >= ring.since + overlap
-        return Move.DROP_PREVIOUS if over else Move.NONE
-    return Move.ADD_NEXT if ring.asked or used.is_due(now) else Move.NONE
+        return RingMove.DROP_PREVIOUS if over else RingMove.NONE
+    return RingMove.ADD_NEXT if ring.asked or used.is_due(now) else RingMove.NONE
 
 
-def read(secret: Body | None) -> Ring:
+def read(secret: Body | None) -> CertificateRing:
     """Parse the Secret. What cannot be used (no Secret, a key that is not the certificate's) counts
     as missing."""
     if secret is None:
-        return Ring()
+        return CertificateRing()
     annotations = secret["metadata"].get("annotations") or {}
-    return Ring(
+    return CertificateRing(
         used=_pair(secret, "tls"),
         next=_pair(secret, "next"),
         previous=_field(secret, "previous.crt"),
@@ -101,7 +103,7 @@ def read(secret: Body | None) -> Ring:
     )
 
 
-def write(old: Body | None, name: str, ring: Ring) -> Body:
+def write(old: Body | None, name: str, ring: CertificateRing) -> Body:
     """The Secret to replace `old`. It carries the resource version of `old`, so that a write of
     another client in between is a conflict."""
     data = {
@@ -127,12 +129,12 @@ def write(old: Body | None, name: str, ring: Ring) -> Body:
     }
 
 
-def _pair_data(prefix: str, pair: Pair | None) -> dict[str, bytes]:
+def _pair_data(prefix: str, pair: KeyPair | None) -> dict[str, bytes]:
     return {} if pair is None else {f"{prefix}.crt": pair.certificate, f"{prefix}.key": pair.key}
 
 
-def _pair(secret: Body, prefix: str) -> Pair | None:
-    pair = Pair(certificate=_field(secret, f"{prefix}.crt"), key=_field(secret, f"{prefix}.key"))
+def _pair(secret: Body, prefix: str) -> KeyPair | None:
+    pair = KeyPair(certificate=_field(secret, f"{prefix}.crt"), key=_field(secret, f"{prefix}.key"))
     return pair if fits(pair) else None
 
 

@@ -1,7 +1,7 @@
 """`inject(pod, policy, defaults) -> pod`: pure, idempotent, and nothing of the user's pod is lost.
 
 inject            the whole injection, in order; start reading here
-settings          what the chart fixes for all pods (`Defaults`)
+settings          what the chart fixes for all pods (`InjectionDefaults`)
 containers        the sidecar, the init container, and what the training container gets
 volumes           memory, token, and the policy's volumes
 tiers             what peers and an archive need: variables, credentials, mounts
@@ -12,10 +12,10 @@ namespace_limits  what the namespace's LimitRanges and quotas leave for them
 refusal           what a pod without a sidecar carries instead
 """
 
-from keepstep_operator.injection.affinity import Near
+from keepstep_operator.injection.affinity import NearNode
 from keepstep_operator.injection.inject import inject, is_injected
-from keepstep_operator.injection.namespace_limits import Room
+from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.refusal import refuse
-from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.settings import InjectionDefaults
 
-__all__ = ["Defaults", "Near", "Room", "inject", "is_injected", "refuse"]
+__all__ = ["InjectionDefaults", "NamespaceLimits", "NearNode", "inject", "is_injected", "refuse"]

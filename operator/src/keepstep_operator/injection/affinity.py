@@ -23,14 +23,14 @@ _APART: Final = 100
 
 
 @dataclass(frozen=True, order=True)
-class Near:
+class NearNode:
     """A node that holds shards for the pod. `weight`: from 1 to 100, as the scheduler adds it."""
 
     node: str
     weight: int
 
 
-def preferring(spec: Body, near: Iterable[Near], *, apart: str = "") -> Body | None:
+def preferring(spec: Body, near: Iterable[NearNode], *, apart: str = "") -> Body | None:
     """The pod's `affinity` plus a preference for these nodes, and for a node without another pod of
     the run `apart`, '' for none. None: do not change it."""
     added = {_NODES: [_term(node) for node in near], _PODS: [_other_node(apart)] if apart else []}
@@ -44,7 +44,7 @@ def preferring(spec: Body, near: Iterable[Near], *, apart: str = "") -> Body | N
     return affinity
 
 
-def _term(near: Near) -> Body:
+def _term(near: NearNode) -> Body:
     field = {"key": "metadata.name", "operator": "In", "values": [near.node]}
     return {"weight": near.weight, "preference": {"matchFields": [field]}}
 

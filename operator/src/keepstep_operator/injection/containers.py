@@ -16,10 +16,10 @@ from keepstep_operator.api.leader import leader_address
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.namespace_limits import Room
+from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports
-from keepstep_operator.injection.resources import Cost, resources_of
-from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.resources import SidecarCost, resources_of
+from keepstep_operator.injection.settings import InjectionDefaults
 from keepstep_operator.injection.tiers import environment_of
 from keepstep_operator.injection.volumes import (
     compile_cache_mounts,
@@ -61,10 +61,10 @@ sidecar."""
 def sidecar(
     policy: Policy,
     placement: Placement,
-    defaults: Defaults,
+    defaults: InjectionDefaults,
     *,
     training: Body,
-    cost: Cost,
+    cost: SidecarCost,
     ports: Ports,
     storage: str | None = None,
     host_network: bool = False,
@@ -109,7 +109,12 @@ def sidecar(
 
 
 def directories(
-    policy: Policy, placement: Placement, defaults: Defaults, *, cost: Cost, room: Room
+    policy: Policy,
+    placement: Placement,
+    defaults: InjectionDefaults,
+    *,
+    cost: SidecarCost,
+    room: NamespaceLimits,
 ) -> Body | None:
     """The init container that makes the pod's directory below each hostPath; None if there is no
     hostPath.
@@ -168,7 +173,7 @@ def _declared(ports: Ports) -> Iterator[Body]:
 def _environment(
     policy: Policy,
     placement: Placement,
-    defaults: Defaults,
+    defaults: InjectionDefaults,
     training: Body,
     ports: Ports,
     restore_from: str | None,
@@ -210,7 +215,7 @@ def _other_run(text: str | None, *, own: str) -> str | None:
 
 
 def _settings(
-    policy: Policy, placement: Placement, defaults: Defaults, ports: Ports
+    policy: Policy, placement: Placement, defaults: InjectionDefaults, ports: Ports
 ) -> dict[str, str | int | None]:
     """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
     return {

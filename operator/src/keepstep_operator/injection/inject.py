@@ -23,17 +23,17 @@ from keepstep_operator.api.pod import (
 )
 from keepstep_operator.api.policy import Accounting, Policy, require_allowed
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.affinity import Near, preferring
+from keepstep_operator.injection.affinity import NearNode, preferring
 from keepstep_operator.injection.containers import directories, sidecar, trained
-from keepstep_operator.injection.namespace_limits import Room
+from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports, ports_of
 from keepstep_operator.injection.resources import (
-    Cost,
+    SidecarCost,
     carve,
     cost_of,
     storage_limit,
 )
-from keepstep_operator.injection.settings import Defaults
+from keepstep_operator.injection.settings import InjectionDefaults
 from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
 from keepstep_operator.names import (
     COMPILE_CACHE_PATH,
@@ -50,7 +50,7 @@ from keepstep_operator.names import (
     VOLUMES_CONTAINER,
 )
 
-NO_RULES: Final = Room()
+NO_RULES: Final = NamespaceLimits()
 _MAKE_ROOM: Final = (
     "The pod starts without keepstep, as the API server might refuse it, or another pod of its job,"
     " with the sidecar. Use accounting: CarveOut with a training container that is large enough, or"
@@ -64,10 +64,10 @@ _AFTER_FLUSH_S: Final = 10
 def inject(
     pod: Body,
     policy: Policy,
-    defaults: Defaults,
+    defaults: InjectionDefaults,
     *,
-    near: tuple[Near, ...] = (),
-    room: Room = NO_RULES,
+    near: tuple[NearNode, ...] = (),
+    room: NamespaceLimits = NO_RULES,
 ) -> Body:
     """The pod with the sidecar and all that this needs; unchanged if it has the sidecar already.
 
@@ -130,13 +130,13 @@ class _Injection:
 
     pod: Pod
     policy: Policy
-    defaults: Defaults
+    defaults: InjectionDefaults
     place: Placement
     container: str
-    cost: Cost
+    cost: SidecarCost
     ports: Ports
-    near: tuple[Near, ...]
-    room: Room
+    near: tuple[NearNode, ...]
+    room: NamespaceLimits
     warnings: list[str] = field(default_factory=list)
 
     @classmethod
@@ -145,9 +145,9 @@ class _Injection:
         body: Body,
         pod: Pod,
         policy: Policy,
-        defaults: Defaults,
-        near: tuple[Near, ...],
-        room: Room,
+        defaults: InjectionDefaults,
+        near: tuple[NearNode, ...],
+        room: NamespaceLimits,
         warnings: list[str],
     ) -> _Injection:
         spec, container = body["spec"], training_container(pod).name

@@ -3,7 +3,8 @@ sidecar, by the API server's own rules.
 
 A pod that breaks one of them is not created, and the error names neither keepstep nor the way out.
 So the sidecar is made to fit LimitRanges before (`injection.resources`), and the whole pod is
-checked afterwards (`Room.objection`). What does not fit goes without a sidecar, and says why.
+checked afterwards (`NamespaceLimits.objection`). What does not fit goes without a sidecar, and says
+why.
 
 A quota has to hold all pods of a job, and nobody knows how many are still to come. If the sidecars
 of the first pods took from it, the last ones would not be created. So a pod with its sidecar must
@@ -41,7 +42,7 @@ _COMPUTE: Final = ("cpu", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class LimitRangeItem:
     """One item of a LimitRange. `kind`: Container, Pod or PersistentVolumeClaim. `ratio`: the
     largest limit for a request, in thousandths. `default`, `default_request`: what LimitRanger
     writes into a container that names none."""
@@ -56,7 +57,7 @@ class Range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quota:
+class NamespaceQuota:
     """A ResourceQuota. `hard`, `used`: by (requests, limits or claims; resource). Scopes are not
     looked at: it may count any pod."""
 
@@ -66,11 +67,11 @@ class Quota:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class NamespaceLimits:
     """The rules of one namespace. `pod_security`: the level that it enforces; '' for none."""
 
-    ranges: tuple[Range, ...] = ()
-    quotas: tuple[Quota, ...] = ()
+    ranges: tuple[LimitRangeItem, ...] = ()
+    quotas: tuple[NamespaceQuota, ...] = ()
     pod_security: str = ""
 
     # --- what a container may have -------------------------------------------------------
@@ -107,27 +108,27 @@ class Room:
                 return breach
         return next(filter(None, (_grown(quota, before, after) for quota in self.quotas)), "")
 
-    def _of(self, kind: str) -> Iterator[Range]:
+    def _of(self, kind: str) -> Iterator[LimitRangeItem]:
         return (bounds for bounds in self.ranges if bounds.kind == kind)
 
 
 # --- parsing -------------------------------------------------------------------------------------
 
 
-def parse_ranges(body: Body) -> tuple[Range, ...]:
+def parse_ranges(body: Body) -> tuple[LimitRangeItem, ...]:
     """The items of a LimitRange. Amounts that cannot be read are left out."""
     name = str((body.get("metadata") or {}).get("name") or "")
     return tuple(_range(name, limit) for limit in (body.get("spec") or {}).get("limits") or ())
 
 
-def _range(name: str, item: Body) -> Range:
+def _range(name: str, item: Body) -> LimitRangeItem:
     least, most = _amounts(item.get("min")), _amounts(item.get("max"))
     default, request = _amounts(item.get("default")), _amounts(item.get("defaultRequest"))
     if item.get("type") == "Container":  # as the API server completes it
         default = {**most, **default}
         request = {**least, **default, **request}
     ratios = (item.get("maxLimitRequestRatio") or {}).items()
-    return Range(
+    return LimitRangeItem(
         name=name,
         kind=str(item.get("type") or ""),
         least=least,
@@ -138,11 +139,11 @@ def _range(name: str, item: Body) -> Range:
     )
 
 
-def parse_quota(body: Body) -> Quota:
+def parse_quota(body: Body) -> NamespaceQuota:
     """A ResourceQuota, without what pods of ours do not add to (objects, extended resources)."""
     status = body.get("status") or {}
     hard = status.get("hard") or (body.get("spec") or {}).get("hard") or {}
-    return Quota(
+    return NamespaceQuota(
         name=str((body.get("metadata") or {}).get("name") or ""),
         hard=_counted(hard),
         used=_counted(status.get("used") or {}),
@@ -240,7 +241,7 @@ def _least(amounts: Iterable[int | None]) -> int | None:
 # --- LimitRange ----------------------------------------------------------------------------------
 
 
-def _breach(rule: Range, ranges: tuple[Range, ...], spec: Body) -> str:
+def _breach(rule: LimitRangeItem, ranges: tuple[LimitRangeItem, ...], spec: Body) -> str:
     """How the pod breaks the rule; '' if it does not."""
     if rule.kind == "PersistentVolumeClaim":
         for size in _claims(spec):
@@ -256,7 +257,7 @@ def _breach(rule: Range, ranges: tuple[Range, ...], spec: Body) -> str:
     return ""
 
 
-def _completed(container: Body, ranges: tuple[Range, ...]) -> tuple[Amounts, Amounts]:
+def _completed(container: Body, ranges: tuple[LimitRangeItem, ...]) -> tuple[Amounts, Amounts]:
     """Requests and limits after LimitRanger's defaults."""
     requests: Amounts = container_amounts(container, REQUESTS)
     limits: Amounts = container_amounts(container, LIMITS)
@@ -267,7 +268,7 @@ def _completed(container: Body, ranges: tuple[Range, ...]) -> tuple[Amounts, Amo
     return requests, limits
 
 
-def _broken(rule: Range, what: str, requests: Amounts, limits: Amounts) -> str:
+def _broken(rule: LimitRangeItem, what: str, requests: Amounts, limits: Amounts) -> str:
     for resource in {*rule.least, *rule.most, *rule.ratio}:
         request, limit = requests.get(resource), limits.get(resource)
         if breach := _of_resource(rule, resource, request, limit):
@@ -282,7 +283,9 @@ def _broken(rule: Range, what: str, requests: Amounts, limits: Amounts) -> str:
     return ""
 
 
-def _of_resource(rule: Range, resource: str, request: int | None, limit: int | None) -> str:
+def _of_resource(
+    rule: LimitRangeItem, resource: str, request: int | None, limit: int | None
+) -> str:
     given = [amount for amount in (request, limit) if amount is not None]
     least, most = rule.least.get(resource), rule.most.get(resource)
     if least is not None and (request is None or min(given) < least):
@@ -298,7 +301,7 @@ def _of_resource(rule: Range, resource: str, request: int | None, limit: int | N
 # --- ResourceQuota -------------------------------------------------------------------------------
 
 
-def _grown(quota: Quota, before: Body, after: Body) -> str:
+def _grown(quota: NamespaceQuota, before: Body, after: Body) -> str:
     """What of the quota the sidecar would take; ''. Claims cannot be carved out of a container, so
     they may take what is left."""
     if unnamed := _unnamed(quota, after):
@@ -317,7 +320,7 @@ def _grown(quota: Quota, before: Body, after: Body) -> str:
     return ""
 
 
-def _unnamed(quota: Quota, spec: Body) -> str:
+def _unnamed(quota: NamespaceQuota, spec: Body) -> str:
     """CPU or memory that some container does not name although the quota counts it; ''."""
     for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
         for kind, resource in quota.hard:

@@ -33,7 +33,7 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.injection.namespace_limits import (
     LIMITS,
     REQUESTS,
-    Room,
+    NamespaceLimits,
     container_amounts,
 )
 from keepstep_operator.names import HUGE_PAGES
@@ -49,7 +49,7 @@ _LOGS_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class SidecarCost:
     """CPU in millicores, memory in bytes. `cpu_limit`: in millicores; None for no limit.
     `spare_bytes`: how much the memory limit exceeds the request. `huge_bytes`: huge pages."""
 
@@ -59,7 +59,7 @@ class Cost:
     spare_bytes: int = 0
     huge_bytes: int = 0
 
-    def within(self, room: Room) -> Cost:
+    def within(self, room: NamespaceLimits) -> SidecarCost:
         """The cost as the namespace's LimitRanges let a container have it, as far as it can be
         changed: more of a request that is too small, less of a limit that is too large."""
         cpu = _between(self.millicores, room.least("cpu"), room.most("cpu"))
@@ -92,8 +92,8 @@ class _Unit:
     out."""
 
     name: str
-    cost: Callable[[Cost], int]
-    limit: Callable[[Cost], int]
+    cost: Callable[[SidecarCost], int]
+    limit: Callable[[SidecarCost], int]
     parse: Callable[[str | int | float], int]
     format: Callable[[int], str]
 
@@ -107,12 +107,12 @@ _UNITS: Final = (
 )  # fmt: skip
 
 
-def cost_of(policy: Policy, spec: Body, training: Body, room: Room) -> Cost:
+def cost_of(policy: Policy, spec: Body, training: Body, room: NamespaceLimits) -> SidecarCost:
     """The cost of the sidecar in this pod. `training`: the container that CarveOut takes from."""
     guaranteed = is_guaranteed(spec)
     carved = policy.accounting is Accounting.CARVE_OUT
     spare = policy.memory_limit_bytes if policy.huge_bytes and not guaranteed else 0
-    cost = Cost(
+    cost = SidecarCost(
         millicores=policy.cpu_millicores,
         memory_bytes=policy.memory_limit_bytes + policy.overhead_bytes - spare,
         cpu_limit=_cpu_limit(policy, room),
@@ -123,7 +123,7 @@ def cost_of(policy: Policy, spec: Body, training: Body, room: Room) -> Cost:
     return _carvable(cost, training) if carved and not guaranteed else cost
 
 
-def _cpu_limit(policy: Policy, room: Room) -> int | None:
+def _cpu_limit(policy: Policy, room: NamespaceLimits) -> int | None:
     """The CPU limit to begin with; None: the sidecar needs none."""
     if policy.cpu_limit_millicores is not None:
         return policy.cpu_limit_millicores
@@ -132,7 +132,7 @@ def _cpu_limit(policy: Policy, room: Room) -> int | None:
     return None
 
 
-def _guaranteed(cost: Cost, training: Body, carved: bool) -> Cost:
+def _guaranteed(cost: SidecarCost, training: Body, carved: bool) -> SidecarCost:
     """Request and limit are equal. More than the policy's request is taken, since it is the limit,
     too; but no more than a quarter of a container that it is carved out of."""
     enough = cost.cpu_limit or _ENOUGH_MILLICORES
@@ -142,7 +142,7 @@ def _guaranteed(cost: Cost, training: Body, carved: bool) -> Cost:
     return replace(cost, millicores=cpu, cpu_limit=cpu)
 
 
-def _carvable(cost: Cost, training: Body) -> Cost:
+def _carvable(cost: SidecarCost, training: Body) -> SidecarCost:
     """The same part of the training container's limit as of its request, so that the ratio between
     the two stays as it was."""
     requests, limits = (container_amounts(training, kind) for kind in _KINDS)
@@ -152,7 +152,7 @@ def _carvable(cost: Cost, training: Body) -> Cost:
     return replace(cost, cpu_limit=limit)
 
 
-def resources_of(cost: Cost) -> Body:
+def resources_of(cost: SidecarCost) -> Body:
     """The container's `resources`: requests, and limits. These equal the requests, except for CPU
     and `spare_bytes`."""
     requests = {unit.name: unit.format(unit.cost(cost)) for unit in _UNITS}
@@ -175,7 +175,7 @@ def is_guaranteed(spec: Body) -> bool:
     )
 
 
-def carve(resources: Body, cost: Cost) -> tuple[Body, str]:
+def carve(resources: Body, cost: SidecarCost) -> tuple[Body, str]:
     """The training container's `resources` less what `cost` takes of requests and of limits; or
     unchanged, with the reason.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defaults:
+class InjectionDefaults:
     """The settings. `reports_ca`: PEM bundle with which sidecars check the TLS of the reports API.
     `host_paths`: prefixes of the node's directories that policies may use. `version`: of the
     sidecar image. `root_image`: image of the container that prepares directories as root; '' for
@@ -21,7 +21,7 @@ class Defaults:
     version: str = ""
     root_image: str = ""
 
-    def with_sidecar(self, image: str, version: str) -> Defaults:
+    def with_sidecar(self, image: str, version: str) -> InjectionDefaults:
         """The settings with the sidecar image that the other pods of the run have; '' for no
         change. The container that runs as root keeps the chart's image."""
         if not image or image == self.sidecar_image:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.api.tiers import CREDENTIALS, Archive, Bucket, Directory
+from keepstep_operator.api.tiers import CREDENTIALS, Archive, ArchiveBucket, ArchiveDirectory
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME
@@ -59,7 +59,7 @@ def shared_path(policy: Policy) -> str | None:
     return f"{HOST_ARCHIVE}/{policy.namespace}"
 
 
-def _directory(policy: Policy) -> Directory | None:
+def _directory(policy: Policy) -> ArchiveDirectory | None:
     return policy.archive.directory if policy.archive is not None else None
 
 
@@ -91,7 +91,7 @@ def _schedule(archive: Archive) -> dict[str, str | int | None]:
     }
 
 
-def _credentials(bucket: Bucket) -> list[Body]:
+def _credentials(bucket: ArchiveBucket) -> list[Body]:
     if bucket.secret is None:
         return []
     return [

@@ -8,7 +8,7 @@ from typing import Final
 from keepstep.compile_cache import POD_NAME
 from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.api.pod import Placement, PodError
-from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, Volume
+from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, PolicyVolume
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.tiers import (
@@ -150,11 +150,11 @@ def token_volume(name: str) -> Body:
     return {"name": name, "projected": projected}
 
 
-def _volume(volume: Volume) -> Body:
+def _volume(volume: PolicyVolume) -> Body:
     return {"name": VOLUME_PREFIX + volume.name, **_source(volume)}
 
 
-def _source(volume: Volume) -> Body:
+def _source(volume: PolicyVolume) -> Body:
     match volume.source:
         case EmptyDir(size_limit_bytes=limit):
             return {"emptyDir": {} if limit is None else {"sizeLimit": format_bytes(limit)}}
@@ -175,7 +175,7 @@ def _claim(size_bytes: int, storage_class: str | None) -> Body:
     return claim
 
 
-def _mount(volume: Volume, policy: Policy, placement: Placement) -> Body:
+def _mount(volume: PolicyVolume, policy: Policy, placement: Placement) -> Body:
     mount = {"name": VOLUME_PREFIX + volume.name, "mountPath": f"{VOLUMES_PATH}/{volume.name}"}
     if isinstance(volume.source, HostPath):
         mount["subPath"] = _below(policy, placement)
@@ -188,5 +188,5 @@ def _below(policy: Policy, placement: Placement) -> str:
     return f"{policy.namespace}/{placement.run_key}/{placement.node_rank}"
 
 
-def _on_host(policy: Policy) -> Iterator[Volume]:
+def _on_host(policy: Policy) -> Iterator[PolicyVolume]:
     return (volume for volume in policy.volumes if isinstance(volume.source, HostPath))

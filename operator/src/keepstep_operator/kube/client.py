@@ -53,7 +53,7 @@ def _names(data: bytes) -> Body:
     return found
 
 
-class Client:
+class KubeClient:
     """An asynchronous context that owns the connections. Entering it raises UsageError if
     certificates cannot be used. All methods raise KubeError.
 
@@ -66,7 +66,7 @@ class Client:
         self._request_s = request_s
         self._api: Any = None
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> KubeClient:
         # otherwise each request uses two threads, to look for a ~/.netrc and for a proxy
         self._access.client_session_kwargs = {"trust_env": False}
         try:

@@ -24,7 +24,7 @@ Body = dict[str, Any]
 _TIMEOUT_S: Final = 30.0
 
 
-class Refused(KeepstepError):
+class ApiRefusal(KeepstepError):
     """The API server refused a request. `code`: the HTTP status; 0 if it was not reached."""
 
     def __init__(self, message: str, *, code: int) -> None:
@@ -48,7 +48,7 @@ class Cluster:
         self.namespace: str = namespace or chosen["context"].get("namespace") or "default"
 
     def require_run(self, name: str) -> None:
-        """Raises Refused, as all methods below; so if there is no CheckpointRun of this name."""
+        """Raises ApiRefusal, as all methods below; so if there is no CheckpointRun of this name."""
         space = _quoted(self.namespace)
         path = f"/apis/{names.API_VERSION}/namespaces/{space}/checkpointruns/{_quoted(name)}"
         self._get(path, {})
@@ -93,14 +93,14 @@ class Cluster:
             response = self._api.call_api(*asked, _request_timeout=_TIMEOUT_S)
             text = str(response.read().decode(errors="replace"))
         except (ApiException, HTTPError, OSError) as error:
-            raise Refused(f"the API server does not answer: {error}", code=0) from error
+            raise ApiRefusal(f"the API server does not answer: {error}", code=0) from error
         if response.status >= 400:
-            raise Refused(_words(path, response.status, text), code=response.status)
+            raise ApiRefusal(_words(path, response.status, text), code=response.status)
         body: Body = json.loads(text)
         return body
 
 
-def _not_forwarded(error: ApiException, place: str) -> Refused:
+def _not_forwarded(error: ApiException, place: str) -> ApiRefusal:
     """Why a port of the pod `place` cannot be reached, and what to do."""
     cause = error.__context__
     code = int(getattr(cause, "status_code", 0) or 0)
@@ -111,7 +111,7 @@ def _not_forwarded(error: ApiException, place: str) -> Refused:
         message = str(json.loads(text)["message"])
     except (ValueError, TypeError, KeyError):
         message = f"the API server answered {code}" if code else str(error.reason)
-    return Refused(
+    return ApiRefusal(
         f"no way to the page in pod {place}: {message}{hint if code == 403 else ''}", code=code
     )
 

@@ -10,7 +10,7 @@ import click
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator import __version__
 from keepstep_operator.kubectl.cluster import Cluster
-from keepstep_operator.kubectl.page import Page, serve
+from keepstep_operator.kubectl.page import ForwardedPage, serve
 from keepstep_operator.printing import printable
 
 
@@ -64,4 +64,4 @@ def ui(run: str, port: int, namespace: str | None, context: str | None) -> None:
     if not running:
         cluster.require_run(run)  # that there is no such run is said first
         raise click.ClickException(f"no pod of node rank 0 of run {run} is running now")
-    asyncio.run(serve(Page(cluster, running[-1]), port=port, run=run, report=note))
+    asyncio.run(serve(ForwardedPage(cluster, running[-1]), port=port, run=run, report=note))

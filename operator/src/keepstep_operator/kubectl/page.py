@@ -18,7 +18,7 @@ from typing import Final
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
-from keepstep_operator.kubectl.cluster import Body, Cluster, Refused
+from keepstep_operator.kubectl.cluster import ApiRefusal, Body, Cluster
 
 HOST: Final = "127.0.0.1"
 _ENTRY: Final = "/entry"
@@ -29,7 +29,7 @@ _CHUNK: Final = 64 << 10
 _ANSWERS_S: Final = 30.0
 
 
-class Page:
+class ForwardedPage:
     """The page that the sidecar of `pod`, an object of the API, serves."""
 
     def __init__(self, cluster: Cluster, pod: Body) -> None:
@@ -38,7 +38,7 @@ class Page:
         self._port = _port_of(pod)
 
     def open(self) -> socket.socket:
-        """A connection to the page. Blocks. Raises Refused."""
+        """A connection to the page. Blocks. Raises ApiRefusal."""
         return self._cluster.open_port(self.pod, self._port)
 
     @contextlib.contextmanager
@@ -71,8 +71,8 @@ class Page:
                 with contextlib.suppress(OSError):
                     wire.shutdown(socket.SHUT_RDWR)  # ends `until_end`
 
-    def _none(self, reason: str) -> Refused:
-        return Refused(
+    def _none(self, reason: str) -> ApiRefusal:
+        return ApiRefusal(
             f"no page in pod {self.pod}: {reason}; kubectl logs -c keepstep-sidecar shows what it"
             " wrote. On the host's network, one pod of each node has a page",
             code=0,
@@ -92,9 +92,9 @@ def _port_of(pod: Body) -> int:
     )
 
 
-async def serve(page: Page, *, port: int, run: str, report: Callable[[str], None]) -> None:
+async def serve(page: ForwardedPage, *, port: int, run: str, report: Callable[[str], None]) -> None:
     """Forward a port of this machine to the page until SIGINT or SIGTERM. `port` 0: any free one.
-    Raises UsageError if it cannot have the port, Refused if there is no page."""
+    Raises UsageError if it cannot have the port, ApiRefusal if there is no page."""
     ended = asyncio.Event()
     with page.entered() as (token, until_end):
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -106,11 +106,13 @@ async def serve(page: Page, *, port: int, run: str, report: Callable[[str], None
             await asyncio.wait({gone, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     interrupted.cancel()
     if not ended.is_set():
-        raise Refused(f"the page in pod {page.pod} has ended; start this command again", code=0)
+        raise ApiRefusal(f"the page in pod {page.pod} has ended; start this command again", code=0)
 
 
 @contextlib.asynccontextmanager
-async def _forwarding(page: Page, port: int, report: Callable[[str], None]) -> AsyncIterator[int]:
+async def _forwarding(
+    page: ForwardedPage, port: int, report: Callable[[str], None]
+) -> AsyncIterator[int]:
     """Forward connections to `port` of this machine; yields the port. Raises UsageError."""
     connected = set[asyncio.Task[None]]()
 
@@ -141,7 +143,7 @@ async def _forwarding(page: Page, port: int, report: Callable[[str], None]) -> A
 
 
 async def _forward(
-    page: Page,
+    page: ForwardedPage,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     *,
@@ -150,7 +152,7 @@ async def _forward(
     """Pass bytes on in both directions until one side ends."""
     try:
         wire = await asyncio.to_thread(page.open)
-    except Refused as error:
+    except ApiRefusal as error:
         report(str(error))
         return
     pod_reader, pod_writer = await asyncio.open_connection(sock=wire)

@@ -22,7 +22,7 @@ Tiers = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Changes:
+class ObjectChanges:
     """What to write so that the objects are as they should be. `made`, `moved`: to create, and to
     give another status. `gone`: names to delete."""
 
@@ -31,14 +31,14 @@ class Changes:
     gone: tuple[str, ...] = ()
 
 
-def changes(run: Run, known: Mapping[str, Tiers]) -> Changes:
+def changes(run: Run, known: Mapping[str, Tiers]) -> ObjectChanges:
     """The changes that are due. `known`: by name, the tiers of the present objects that are ours.
     A step that is not reported counts as gone only if the leader is certain."""
     report = run.report
     if report is None:
-        return Changes()
+        return ObjectChanges()
     target = {name_of(run, checkpoint): checkpoint for checkpoint in report.kept}
-    return Changes(
+    return ObjectChanges(
         made=tuple(checkpoint for name, checkpoint in target.items() if name not in known),
         moved=tuple(
             checkpoint

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from keepstep.spans import within
-from keepstep.wire.run_reports import Doubt, DoubtKind, RunReport
+from keepstep.wire.run_reports import Advisory, AdvisoryKind, RunReport
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import PodRecord
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run_status import cut
 from keepstep_operator.reconcile import messages
-from keepstep_operator.reconcile.leader_answer import Cluster
+from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.messages import and_more, few
 from keepstep_operator.reconcile.run import FINISHED, Run
 from keepstep_operator.reconcile.survival import Survives, survives
@@ -38,26 +38,26 @@ RESTORE_FROM: Final = "RestoreFrom"
 LEFT_SERVED: Final = "LeftShardsServed"
 
 _DOUBTS: Final = {
-    DoubtKind.COMMIT_STALLED: (COMMITTING, "False", "CommitStalled"),
-    DoubtKind.COMMIT_LOST: (COMMITTING, "False", "PartGone"),
-    DoubtKind.SIDECAR_TROUBLED: (COMMITTING, "False", "SidecarTroubled"),
-    DoubtKind.RESTORE_REFUSED: (RESTORE_REFUSED, "True", RESTORE_REFUSED),
-    DoubtKind.NOTHING_KEPT: (PROTECTED, "False", "NothingKept"),
-    DoubtKind.PART_GONE: (PROTECTED, "False", "PartGone"),
-    DoubtKind.PEERS_TROUBLED: (REPLICATED, "False", "Troubled"),
-    DoubtKind.PEERS_BEHIND: (REPLICATED, "False", "Behind"),
-    DoubtKind.PEERS_NOT_SERVING: (REPLICATED, "Unknown", "NotServing"),
-    DoubtKind.ARCHIVE_TROUBLED: (ARCHIVED, "False", "Troubled"),
-    DoubtKind.ARCHIVE_BEHIND: (ARCHIVED, "False", "Behind"),
-    DoubtKind.LEFT_NOT_SERVED: (LEFT_SERVED, "False", "NoAgent"),
-    DoubtKind.LEFT_SERVED: (LEFT_SERVED, "True", "Served"),
-    DoubtKind.RANKS_ABSENT: (FULLY_INJECTED, "False", "RanksWithoutSidecar"),
+    AdvisoryKind.COMMIT_STALLED: (COMMITTING, "False", "CommitStalled"),
+    AdvisoryKind.COMMIT_LOST: (COMMITTING, "False", "PartGone"),
+    AdvisoryKind.SIDECAR_TROUBLED: (COMMITTING, "False", "SidecarTroubled"),
+    AdvisoryKind.RESTORE_REFUSED: (RESTORE_REFUSED, "True", RESTORE_REFUSED),
+    AdvisoryKind.NOTHING_KEPT: (PROTECTED, "False", "NothingKept"),
+    AdvisoryKind.PART_GONE: (PROTECTED, "False", "PartGone"),
+    AdvisoryKind.PEERS_TROUBLED: (REPLICATED, "False", "Troubled"),
+    AdvisoryKind.PEERS_BEHIND: (REPLICATED, "False", "Behind"),
+    AdvisoryKind.PEERS_NOT_SERVING: (REPLICATED, "Unknown", "NotServing"),
+    AdvisoryKind.ARCHIVE_TROUBLED: (ARCHIVED, "False", "Troubled"),
+    AdvisoryKind.ARCHIVE_BEHIND: (ARCHIVED, "False", "Behind"),
+    AdvisoryKind.LEFT_NOT_SERVED: (LEFT_SERVED, "False", "NoAgent"),
+    AdvisoryKind.LEFT_SERVED: (LEFT_SERVED, "True", "Served"),
+    AdvisoryKind.RANKS_ABSENT: (FULLY_INJECTED, "False", "RanksWithoutSidecar"),
 }
 """By kind of doubt: the condition that it decides, its status and its reason."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConditionState:
     """A condition without its times. `status`: True, False or Unknown."""
 
     status: str
@@ -65,11 +65,11 @@ class Verdict:
     message: str
 
 
-_OVER: Final = Verdict("Unknown", FINISHED, "the job is over")
-_NO_REPORTS: Final = Verdict("Unknown", "NoReports", "no sidecar has reported yet")
+_OVER: Final = ConditionState("Unknown", FINISHED, "the job is over")
+_NO_REPORTS: Final = ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
 
 
-def verdicts(run: Run, cluster: Cluster, *, now: float) -> dict[str, Verdict]:
+def verdicts(run: Run, cluster: ClusterFacts, *, now: float) -> dict[str, ConditionState]:
     """The conditions by type, in the order in which they are shown, without those that do not apply
     to this run."""
     found = {
@@ -94,30 +94,30 @@ def verdicts(run: Run, cluster: Cluster, *, now: float) -> dict[str, Verdict]:
         _doubted(run, PROTECTED),
         *(_failing(found[kind]) for kind in (COMMITTING, REPLICATED, ARCHIVED)),
     )
-    verdict = Verdict("True", PROTECTED, _what_is_kept(run, cluster))
+    verdict = ConditionState("True", PROTECTED, _what_is_kept(run, cluster))
     protected = next((problem for problem in problems if problem is not None), verdict)
     shown = {kind: verdict for kind, verdict in found.items() if verdict is not None}
     return {PROTECTED: protected, **shown}
 
 
-def _failing(verdict: Verdict | None) -> Verdict | None:
+def _failing(verdict: ConditionState | None) -> ConditionState | None:
     return verdict if verdict is not None and verdict.status == "False" else None
 
 
-def _as_false(verdict: Verdict | None) -> Verdict | None:
+def _as_false(verdict: ConditionState | None) -> ConditionState | None:
     return None if verdict is None else replace(verdict, status="False")
 
 
-def _doubted(run: Run, kind: str) -> Verdict | None:
+def _doubted(run: Run, kind: str) -> ConditionState | None:
     """What the first doubt about this condition says; None: there is none."""
     for doubt in doubts(run):
         of, status, reason = _DOUBTS[doubt.kind]
         if of == kind:
-            return Verdict(status, reason, cut(doubt.text))
+            return ConditionState(status, reason, cut(doubt.text))
     return None
 
 
-def doubts(run: Run) -> tuple[Doubt, ...]:
+def doubts(run: Run) -> tuple[Advisory, ...]:
     """What the leader doubts now."""
     return run.report.doubts if run.report is not None else ()
 
@@ -125,32 +125,32 @@ def doubts(run: Run) -> tuple[Doubt, ...]:
 # --- Protected: each of these is None if there is nothing to act on ------------------------------
 
 
-def _finished(run: Run) -> Verdict | None:
+def _finished(run: Run) -> ConditionState | None:
     if run.finished_at is None:
         return None
     how = next((event.message for event in run.recent if event.type == FINISHED), "the job is over")
     how = how.partition(";")[0]
     if run.committed is None:
-        return Verdict("Unknown", FINISHED, f"{how}; no step of it was committed")
+        return ConditionState("Unknown", FINISHED, f"{how}; no step of it was committed")
     message = f"{how}; its last committed step is {run.committed.step}"
     if run.outlives_pod:
         message += (
             ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
             f" the label {names.RUN_LABEL}: {run.key.name}"
         )
-    return Verdict("Unknown", FINISHED, message)
+    return ConditionState("Unknown", FINISHED, message)
 
 
-def _unheard(run: Run) -> Verdict | None:
+def _unheard(run: Run) -> ConditionState | None:
     if run.report is not None:
         return None
     pods = list(run.members)
     if not pods:
-        return Verdict("Unknown", "NoPods", "no pod of this run exists")
+        return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     if all(not pod.injected for pod in pods):
         return None
     troubled = [f"; pod {pod.name} is {pod.trouble}" for pod in pods if pod.trouble]
-    return Verdict(
+    return ConditionState(
         "Unknown",
         "NoReports",
         f"no sidecar of its {len(pods)} pods has reported yet{min(troubled, default='')}. If"
@@ -159,7 +159,7 @@ def _unheard(run: Run) -> Verdict | None:
     )
 
 
-def _duplicate_node_rank(run: Run) -> Verdict | None:
+def _duplicate_node_rank(run: Run) -> ConditionState | None:
     """None if every pod that stays has its own node rank."""
     by_rank: dict[int, list[str]] = {}
     for pod in run.members:
@@ -169,7 +169,7 @@ def _duplicate_node_rank(run: Run) -> Verdict | None:
     if not twice:
         return None
     rank = min(twice)
-    return Verdict("True", DUPLICATE_NODE_RANK, messages.same_rank(rank, twice[rank]))
+    return ConditionState("True", DUPLICATE_NODE_RANK, messages.same_rank(rank, twice[rank]))
 
 
 def without_library(run: Run, now: float) -> list[str]:
@@ -188,15 +188,15 @@ def _trains(pod: PodRecord, now: float, for_s: float) -> bool:
     return pod.stays and pod.training_since is not None and now - pod.training_since >= for_s
 
 
-def _without_library(run: Run, now: float) -> Verdict | None:
+def _without_library(run: Run, now: float) -> ConditionState | None:
     pods = without_library(run, now)
     if not pods:
         return None
     message = messages.without_library(pods[0]) + and_more(pods)
-    return Verdict("False", "LibraryMissing", message)
+    return ConditionState("False", "LibraryMissing", message)
 
 
-def _silent(run: Run, now: float) -> Verdict | None:
+def _silent(run: Run, now: float) -> ConditionState | None:
     """None while the leader reports, and all members to it."""
     report = run.report
     if report is None or run.idle_since is not None:
@@ -210,7 +210,7 @@ def _silent(run: Run, now: float) -> Verdict | None:
     )
     if not pods:
         return None
-    return Verdict(
+    return ConditionState(
         "Unknown",
         "SidecarsSilent",
         f"no report for more than {SILENT_S:.0f} s from the sidecars of {few(pods)}: this"
@@ -219,7 +219,7 @@ def _silent(run: Run, now: float) -> Verdict | None:
     )
 
 
-def draining(run: Run, cluster: Cluster) -> list[str]:
+def draining(run: Run, cluster: ClusterFacts) -> list[str]:
     """The cordoned nodes that hold the only copy of some part of the newest commit."""
     if run.report is None or run.finished_at is not None:
         return []
@@ -227,7 +227,7 @@ def draining(run: Run, cluster: Cluster) -> list[str]:
     return sorted(node.name for node in nodes if node is not None and node.cordoned)
 
 
-def _what_is_kept(run: Run, cluster: Cluster) -> str:
+def _what_is_kept(run: Run, cluster: ClusterFacts) -> str:
     report = run.report
     if report is None:
         return "no report of the run has arrived yet"
@@ -272,21 +272,21 @@ def _of_a_pod(run: Run, report: RunReport) -> Iterator[str]:
 # --- the others ----------------------------------------------------------------------------------
 
 
-def _fully_injected(run: Run) -> Verdict:
+def _fully_injected(run: Run) -> ConditionState:
     if run.finished_at is not None:
         return _OVER
     pods = [pod for pod in run.members if not pod.over]
     if not pods:
-        return Verdict("Unknown", "NoPods", "no pod of this run exists")
+        return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
     if without:
         message = messages.not_injected(without[0]) + and_more([pod.name for pod in without])
-        return Verdict("False", "NotInjected", message)
-    all_have = Verdict("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
+        return ConditionState("False", "NotInjected", message)
+    all_have = ConditionState("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
     return _doubted(run, FULLY_INJECTED) or all_have
 
 
-def _counted_by_queue(run: Run) -> Verdict | None:
+def _counted_by_queue(run: Run) -> ConditionState | None:
     """None if no queue is involved, or if it counts all that the pods request."""
     policy = run.policy
     if policy is None or not policy.added_bytes:
@@ -299,20 +299,20 @@ def _counted_by_queue(run: Run) -> Verdict | None:
         " so pods may not find the place that the queue believes to be free. Set"
         " accounting: CarveOut, and raise the training container's memory by as much"
     )
-    return Verdict("False", "MemoryAdded", message)
+    return ConditionState("False", "MemoryAdded", message)
 
 
-def _committing(run: Run) -> Verdict:
+def _committing(run: Run) -> ConditionState:
     if (early := _early(run)) is not None:
         return early
     if (doubted := _doubted(run, COMMITTING)) is not None:
         twice = _duplicate_node_rank(run)
-        stalled = doubted.reason == str(DoubtKind.COMMIT_STALLED)
+        stalled = doubted.reason == str(AdvisoryKind.COMMIT_STALLED)
         return replace(doubted, message=twice.message) if twice and stalled else doubted
     if run.committed is None:
-        return Verdict("Unknown", "NothingCommitted", "no step was committed yet")
+        return ConditionState("Unknown", "NothingCommitted", "no step was committed yet")
     behind = run.report.behind if run.report is not None else None
-    return Verdict(
+    return ConditionState(
         "True",
         COMMITTING,
         f"step {run.committed.step} became committed at {run.committed.time};"
@@ -320,7 +320,7 @@ def _committing(run: Run) -> Verdict:
     )
 
 
-def _replicated(run: Run) -> Verdict | None:
+def _replicated(run: Run) -> ConditionState | None:
     """Whether a step of the run survives the loss of any one node, through copies on peers."""
     if run.policy is None or run.policy.peers is None:
         return None
@@ -331,16 +331,16 @@ def _replicated(run: Run) -> Verdict | None:
         message = (
             f"all pods are on node {node}: a copy needs another node. Spread the pods of the job"
         )
-        return Verdict("False", "OneNode", message)
+        return ConditionState("False", "OneNode", message)
     if (doubted := _doubted(run, REPLICATED)) is not None:
         return doubted
     safe = run.report.safe.node if run.report is not None else None
     if safe is None:
-        return Verdict("Unknown", "NothingReplicated", "no step lies on two nodes whole yet")
-    return Verdict("True", REPLICATED, f"step {safe.step} is left whichever node is lost")
+        return ConditionState("Unknown", "NothingReplicated", "no step lies on two nodes whole yet")
+    return ConditionState("True", REPLICATED, f"step {safe.step} is left whichever node is lost")
 
 
-def _archived(run: Run) -> Verdict | None:
+def _archived(run: Run) -> ConditionState | None:
     """Whether steps reach the archive."""
     if run.policy is None or run.policy.archive is None:
         return None
@@ -354,19 +354,19 @@ def _archived(run: Run) -> Verdict | None:
         message = (
             f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
         )
-        return Verdict("Unknown", "NothingArchived", message)
+        return ConditionState("Unknown", "NothingArchived", message)
     count = run.report.archived if run.report is not None else 0
     more = f", and {count - 1} older" if count > 1 else ""
-    return Verdict("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
+    return ConditionState("True", ARCHIVED, f"step {newest.step} is in {archive.where}{more}")
 
 
-def _early(run: Run) -> Verdict | None:
+def _early(run: Run) -> ConditionState | None:
     if run.finished_at is not None:
         return _OVER
     return None if run.report is not None else _NO_REPORTS
 
 
-def _restore_from(run: Run) -> Verdict | None:
+def _restore_from(run: Run) -> ConditionState | None:
     """The state of spec.restoreFrom. None if nothing is asked."""
     asked = run.object.restore_from if run.object is not None else ""
     if not asked:
@@ -374,11 +374,13 @@ def _restore_from(run: Run) -> Verdict | None:
     known, requested = run.record.restore_from, cut(asked, longest=128)
     if run.report is None:
         message = "no sidecar has reported the steps of the run yet"
-        return Verdict("Unknown", "NoReports", message)
+        return ConditionState("Unknown", "NoReports", message)
     if known is None or known.asked != asked:
-        return Verdict("Unknown", "Propagating", f"the run's sidecars do not know {requested} yet")
+        return ConditionState(
+            "Unknown", "Propagating", f"the run's sidecars do not know {requested} yet"
+        )
     if known.run:
-        return Verdict(
+        return ConditionState(
             "False",
             "OtherRun",
             f"{requested} belongs to another run, and this run has begun: a new job begins from"
@@ -387,10 +389,10 @@ def _restore_from(run: Run) -> Verdict | None:
         )
     if known.epoch:
         message = f"epoch {known.epoch} went on from step {known.step}; later restarts are as usual"
-        return Verdict("True", "Restored", message)
+        return ConditionState("True", "Restored", message)
     if not known.step:
         steps = few([str(step) for step in run.report.commits[-3:]])
-        return Verdict(
+        return ConditionState(
             "False",
             "NotFound",
             f"step {requested} is not known, or not held by every rank"
@@ -399,8 +401,8 @@ def _restore_from(run: Run) -> Verdict | None:
         )
     if not run.report.restore_known:
         message = f"not all sidecars know yet that the run is to go back to step {known.step}"
-        return Verdict("Unknown", "Propagating", f"{message}: wait for them")
-    return Verdict(
+        return ConditionState("Unknown", "Propagating", f"{message}: wait for them")
+    return ConditionState(
         "Unknown",
         "Waiting",
         f"the next restart goes on from step {known.step}, and the steps beyond it"

@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from keepstep.wire.run_reports import DoubtKind
+from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job, PolicyRecord, RunKey
 from keepstep_operator.api.run_status import cut
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.conditions import doubts, draining, without_library
-from keepstep_operator.reconcile.leader_answer import Cluster
+from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.render import pods_of_other_jobs
 from keepstep_operator.reconcile.run import FINISHED, Run
 
 CONTROLLER: Final = "keepstep.dev/reconcile"
 _NORMAL: Final = {"Restored", "Forked", "RolledBack", "LeftShardsServed"}
 """What happened and asks for no action."""
-_REPORTED: Final = {DoubtKind.COMMIT_STALLED, DoubtKind.RESTORE_REFUSED, DoubtKind.PART_GONE}
+_REPORTED: Final = {
+    AdvisoryKind.COMMIT_STALLED,
+    AdvisoryKind.RESTORE_REFUSED,
+    AdvisoryKind.PART_GONE,
+}
 """Doubts that are an Event, too, when they begin."""
 _COMMITTED_S: Final = 300.0
 _AGAIN_S: Final = 600.0
@@ -30,7 +34,7 @@ _LONGEST_NAME: Final = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class KubernetesEvent:
     """An Event about the run and its job. It is not repeated within `period_s`, unless its reason
     or `topic` differ. `about`: another object than the run's job."""
 
@@ -42,47 +46,57 @@ class Event:
     about: Job | None = None
 
 
-def events(before: Run, after: Run) -> Iterator[Event]:
+def events(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     """What is to be told of the change from `before` to `after`."""
     step, report = after.committed, after.report
     if step is not None and report is not None and step != before.committed:
         message = f"step {step.step} is durable on all {report.world} ranks"
-        yield Event(reason="Committed", message=message, warning=False, period_s=_COMMITTED_S)
+        yield KubernetesEvent(
+            reason="Committed", message=message, warning=False, period_s=_COMMITTED_S
+        )
     for event in after.recent:
         if event not in before.recent and event.type != FINISHED:
             quiet, topic = event.type in _NORMAL, f"{event.time} {event.step}"
-            yield Event(reason=event.type, message=event.message, warning=not quiet, topic=topic)
+            yield KubernetesEvent(
+                reason=event.type, message=event.message, warning=not quiet, topic=topic
+            )
     known = before.report.alarms if before.report is not None else ()
     for alarm in after.report.alarms if after.report is not None else ():
         if alarm not in known:
-            yield Event(reason=alarm.kind, message=alarm.text, topic=alarm.text)
+            yield KubernetesEvent(reason=alarm.kind, message=alarm.text, topic=alarm.text)
     for doubt in doubts(after):
         if doubt.kind in _REPORTED and doubt.kind not in {doubt.kind for doubt in doubts(before)}:
-            yield Event(reason=str(doubt.kind), message=doubt.text)
+            yield KubernetesEvent(reason=str(doubt.kind), message=doubt.text)
     yield from _of_sidecars(before, after)
     for pod in pods_of_other_jobs(after):
         if pod.job not in before.rivals:
             message = messages.pod_of_other_job(pod, after.job, after.key)
-            yield Event(reason="RunTaken", message=message, topic=str(pod.job), about=pod.job)
+            yield KubernetesEvent(
+                reason="RunTaken", message=message, topic=str(pod.job), about=pod.job
+            )
 
 
-def standing(run: Run, cluster: Cluster, *, now: float) -> Iterator[Event]:
+def standing(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[KubernetesEvent]:
     """What holds now and is told again after its period, as long as it does: the API server keeps
     an Event for an hour only."""
     for pod in run.members:
         if not pod.injected and not pod.over:
             message = messages.not_injected(pod)
-            yield Event(reason="NotInjected", message=message, topic=pod.uid, period_s=_HOUR_S / 2)
+            yield KubernetesEvent(
+                reason="NotInjected", message=message, topic=pod.uid, period_s=_HOUR_S / 2
+            )
     for name in without_library(run, now):
         message = messages.without_library(name)
-        yield Event(reason="LibraryMissing", message=message, topic=name, period_s=_HOUR_S)
+        yield KubernetesEvent(
+            reason="LibraryMissing", message=message, topic=name, period_s=_HOUR_S
+        )
     step = run.committed.step if run.committed is not None else None
     for node in draining(run, cluster):
         message = messages.draining(node, step)
-        yield Event(reason="NodeDraining", message=message, topic=node, period_s=_HOUR_S)
+        yield KubernetesEvent(reason="NodeDraining", message=message, topic=node, period_s=_HOUR_S)
 
 
-def _of_sidecars(before: Run, after: Run) -> Iterator[Event]:
+def _of_sidecars(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     known = before.report.nodes if before.report is not None else ()
     warnings = {report.node_rank: report.warnings for report in known}
     for node in after.report.nodes if after.report is not None else ():
@@ -91,10 +105,12 @@ def _of_sidecars(before: Run, after: Run) -> Iterator[Event]:
             if pod is not None and text not in warnings.get(node.node_rank, ()):
                 message = f"{pod.name}: {text}"
                 topic = f"{pod.uid} {text}"
-                yield Event(reason="SidecarWarning", message=message, topic=topic, period_s=_HOUR_S)
+                yield KubernetesEvent(
+                    reason="SidecarWarning", message=message, topic=topic, period_s=_HOUR_S
+                )
 
 
-def policy_event(policy: PolicyRecord) -> Event | None:
+def policy_event(policy: PolicyRecord) -> KubernetesEvent | None:
     """The event on a policy that is not accepted; None if it is."""
     if policy.problem is None:
         return None
@@ -103,11 +119,13 @@ def policy_event(policy: PolicyRecord) -> Event | None:
     )
     reason, message = policy.problem
     topic = str(policy.generation)
-    return Event(reason=reason, message=message, topic=topic, period_s=_HOUR_S, about=about)
+    return KubernetesEvent(
+        reason=reason, message=message, topic=topic, period_s=_HOUR_S, about=about
+    )
 
 
 def bodies(
-    event: Event, key: RunKey, *, job: Job | None, run_uid: str, name: str, now: float
+    event: KubernetesEvent, key: RunKey, *, job: Job | None, run_uid: str, name: str, now: float
 ) -> Iterator[Body]:
     """The Event on the job (or what else it is about) and the one on the run. Each names the other
     object. `run_uid` '': the run has no object. `name`: a unique end of the Events' names."""
@@ -128,7 +146,9 @@ def _reference(api_version: str, kind: str, name: str, namespace: str, uid: str)
     }  # fmt: skip
 
 
-def _body(event: Event, regarding: Body, related: Body | None, *, name: str, now: float) -> Body:
+def _body(
+    event: KubernetesEvent, regarding: Body, related: Body | None, *, name: str, now: float
+) -> Body:
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",

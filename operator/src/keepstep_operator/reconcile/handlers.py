@@ -25,12 +25,12 @@ from keepstep_operator.reconcile.parsing import (
 )
 from keepstep_operator.reconcile.render import policy_status
 from keepstep_operator.reconcile.run import Run
-from keepstep_operator.reconcile.writers import Writer
+from keepstep_operator.reconcile.writers import ObjectWriter
 
 _OURS: Final = (names.GROUP, names.VERSION)
 
 
-def memo(operator: Operator, writer: Writer, *, host_paths: tuple[str, ...]) -> kopf.Memo:
+def memo(operator: Operator, writer: ObjectWriter, *, host_paths: tuple[str, ...]) -> kopf.Memo:
     """What all handlers share. `host_paths`: the directories of nodes that policies may use."""
     return kopf.Memo(operator=operator, writer=writer, host_paths=host_paths)
 

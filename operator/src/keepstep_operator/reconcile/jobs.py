@@ -5,13 +5,13 @@ from __future__ import annotations
 from keepstep_operator.api.cluster_objects import Job, JobState
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.pod import controller_of
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Denied, NotFound
 from keepstep_operator.kube.resources import resource_of
 from keepstep_operator.reconcile.parsing import job_state
 
 
-async def state_of(client: Client, job: Job, namespace: str) -> JobState:
+async def state_of(client: KubeClient, job: Job, namespace: str) -> JobState:
     """The state of the job. Raises KubeError."""
     resource = resource_of(job)
     if resource is None:
@@ -30,7 +30,7 @@ async def state_of(client: Client, job: Job, namespace: str) -> JobState:
     return job_state(body)
 
 
-async def owner_of(client: Client, job: Job, namespace: str) -> Job | None:
+async def owner_of(client: KubeClient, job: Job, namespace: str) -> Job | None:
     """The owner of this job, if it is of the kind that may own it. Raises KubeError."""
     resource, kind = resource_of(job), kind_of(job.api_version, job.kind)
     if resource is None or kind is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from keepstep.wire.run_reports import Member, Requested, RunPolicy
+from keepstep.wire.run_reports import LeaderAnswer, RunMember, RunPolicy
 from keepstep_operator.api.cluster_objects import NodeRecord, PodRecord
 from keepstep_operator.api.policy import OnLoss, Policy
 from keepstep_operator.api.tiers import HOSTNAME
@@ -16,7 +16,7 @@ MOST_MEMBERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class ClusterFacts:
     """What is known beside runs. `nodes`: by name; empty if they are not watched. `agents`: the
     address of the agent of each node, '' while it is not ready. `complete`: all pods were
     listed."""
@@ -38,14 +38,14 @@ class Cluster:
 
 
 def requested(
-    run: Run, cluster: Cluster, *, interval_s: float = 30.0, authorities: str = ""
-) -> Requested:
+    run: Run, cluster: ClusterFacts, *, interval_s: float = 30.0, authorities: str = ""
+) -> LeaderAnswer:
     """The answer to the newest report of the run's leader."""
     record, report, spec = run.record, run.report, run.object
     begins = report is not None and report.sequence <= 1
     nodes = [holder.node for holder in record.holders]
     members = tuple(islice(_members(run, cluster), MOST_MEMBERS + 1))
-    return Requested(
+    return LeaderAnswer(
         interval_s=interval_s,
         members=members[:MOST_MEMBERS],
         complete=cluster.complete and len(members) <= MOST_MEMBERS,
@@ -68,12 +68,12 @@ def leader_pod(run: Run) -> PodRecord | None:
     return min(pods, key=lambda pod: (not pod.stays, pod.created_at, pod.uid), default=None)
 
 
-def _members(run: Run, cluster: Cluster) -> Iterator[Member]:
+def _members(run: Run, cluster: ClusterFacts) -> Iterator[RunMember]:
     """By node rank. A pod without a node has nothing and is not named."""
     key = run.policy.peers.topology_key if run.policy and run.policy.peers else HOSTNAME
     pods = [pod for pod in run.members if pod.injected and pod.node]
     for pod in sorted(pods, key=lambda pod: (pod.node_rank, pod.created_at)):
-        yield Member(
+        yield RunMember(
             node_rank=pod.node_rank,
             pod=pod.uid,
             name=pod.name,

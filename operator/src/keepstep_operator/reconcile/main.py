@@ -15,15 +15,15 @@ import kopf
 from keepstep_operator import journal
 from keepstep_operator.journal import info
 from keepstep_operator.kube.access import find_access
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile import handlers
-from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
-from keepstep_operator.reconcile.periodic_checks import Rounds
+from keepstep_operator.reconcile.periodic_checks import PeriodicChecks
 from keepstep_operator.reconcile.reports_api import ReportsApi
-from keepstep_operator.reconcile.writers import Writer
+from keepstep_operator.reconcile.writers import ObjectWriter
 from keepstep_operator.serving import listening, observed, until_signal
 from keepstep_operator.settings import (
     host_path_option,
@@ -37,7 +37,7 @@ from keepstep_operator.tls import ServerTls
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReconcileSettings:
     """The command's options."""
 
     host_paths: tuple[str, ...]
@@ -87,20 +87,22 @@ def reconcile(**options: Any) -> None:
     """
     journal.configure("reconcile", level=options.pop("log_level"))
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    asyncio.run(serve(Settings(**options)))
+    asyncio.run(serve(ReconcileSettings(**options)))
 
 
 class Parts:
     """All parts of the process but its listeners, connected. `ending`: set to end `work`."""
 
-    def __init__(self, client: Client, settings: Settings, signing: PeerCertificates) -> None:
+    def __init__(
+        self, client: KubeClient, settings: ReconcileSettings, signing: PeerCertificates
+    ) -> None:
         self._settings = settings
         self.ending = asyncio.Event()
         self.operator = Operator(clock=time.time)
-        self.metrics = Metrics(self.operator.runs)
-        self.writer = Writer(self.operator, client, metrics=self.metrics)
+        self.metrics = ReconcileMetrics(self.operator.runs)
+        self.writer = ObjectWriter(self.operator, client, metrics=self.metrics)
         self.operator.mark, self.operator.emit = self.writer.mark, self.writer.emit
-        self.rounds = Rounds(
+        self.rounds = PeriodicChecks(
             self.operator,
             client,
             namespace=settings.namespace,
@@ -160,12 +162,12 @@ async def _first(*tasks: asyncio.Task[Any]) -> None:
         task.result()
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: ReconcileSettings) -> None:
     """Run until SIGTERM."""
     signing = PeerCertificates(settings.peer_ca_dir)
     name = f"{settings.reports_service}.{settings.namespace}.svc"
     tls = ServerTls(signing.serving(name, f"{name}.cluster.local"))
-    async with Client(await find_access()) as client:
+    async with KubeClient(await find_access()) as client:
         parts = Parts(client, settings, signing)
         reloading = asyncio.create_task(tls.keep_fresh())
         ended = asyncio.create_task(until_signal())  # kopf takes signals over once it runs

@@ -13,14 +13,14 @@ from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepstep.wire.run_reports import Record, RunReport, seconds_of
+from keepstep.wire.run_reports import LeaderRecord, RunReport, seconds_of
 from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.reconcile.run import Run
 from keepstep_operator.serving import metrics_registry
 
 
 @dataclass(frozen=True)
-class Row:
+class RunMetric:
     """One value per run; a run without a value is left out."""
 
     name: str
@@ -29,7 +29,7 @@ class Row:
     family: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
 
 
-def _counted(value: Callable[[Record], int]) -> Callable[[Run], float | None]:
+def _counted(value: Callable[[LeaderRecord], int]) -> Callable[[Run], float | None]:
     """A counter; no value before the run's object is known. Its status has the value to count on
     from, and a counter that began at 0 for a moment would look like that many new events."""
     return lambda run: float(value(run.record)) if run.object is not None else None
@@ -49,43 +49,49 @@ def _committed_at(run: Run) -> float | None:
 
 
 RUNS: Final = (
-    Row("keepstep_run_pods", "Pods that ask for keepstep", lambda run: float(len([*run.members]))),
-    Row("keepstep_run_ranks", "Ranks of the run", _reported(lambda report: report.world or None)),
-    Row(
+    RunMetric(
+        "keepstep_run_pods", "Pods that ask for keepstep", lambda run: float(len([*run.members]))
+    ),
+    RunMetric(
+        "keepstep_run_ranks", "Ranks of the run", _reported(lambda report: report.world or None)
+    ),
+    RunMetric(
         "keepstep_run_step",
         "Newest step staged by all ranks",
         lambda run: run.report.step if run.report is not None else run.status.step,
     ),
-    Row(
+    RunMetric(
         "keepstep_run_committed_step",
         "Newest committed step",
         lambda run: run.committed.step if run.committed is not None else None,
     ),
-    Row("keepstep_run_last_commit_timestamp_seconds", "When it was committed", _committed_at),
-    Row(
+    RunMetric("keepstep_run_last_commit_timestamp_seconds", "When it was committed", _committed_at),
+    RunMetric(
         "keepstep_run_behind_steps",
         "Steps staged and not committed",
         _reported(lambda report: report.behind),
     ),
-    Row(
+    RunMetric(
         "keepstep_run_volume_used_ratio",
         "Used part of the run's fullest volume",
         _reported(lambda report: report.fullest),
     ),
-    Row(
+    RunMetric(
         "keepstep_run_restarts",
         "Restores after the first start",
         _counted(lambda record: record.restarts),
         CounterMetricFamily,
     ),
-    Row(
+    RunMetric(
         "keepstep_run_lost_steps",
         "Steps that had to be made again",
         _counted(lambda record: record.lost_steps),
         CounterMetricFamily,
     ),
-    Row("keepstep_run_goodput_ratio", "Useful step time over wall time, over all pods", _ratio),
-    Row(
+    RunMetric(
+        "keepstep_run_goodput_ratio", "Useful step time over wall time, over all pods", _ratio
+    ),
+    RunMetric(
         "keepstep_run_finished",
         "1 when the job is over",
         lambda run: float(run.finished_at is not None),
@@ -137,7 +143,7 @@ class _Runs(Collector):
         return family
 
 
-class Metrics:
+class ReconcileMetrics:
     """The metrics of one process, with their own registry. `runs`: read at each scrape."""
 
     def __init__(self, runs: Mapping[RunKey, Run]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-from keepstep.wire.run_reports import Requested, RunReport
+from keepstep.wire.run_reports import LeaderAnswer, RunReport
 from keepstep_operator.api.cluster_objects import (
     NodeRecord,
     PodRecord,
@@ -20,8 +20,8 @@ from keepstep_operator.api.cluster_objects import (
 )
 from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.events import Event, events, policy_event
-from keepstep_operator.reconcile.leader_answer import Cluster, leader_pod, requested
+from keepstep_operator.reconcile.events import KubernetesEvent, events, policy_event
+from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_pod, requested
 from keepstep_operator.reconcile.run import Run
 
 LEAST_S: Final = 5.0
@@ -29,7 +29,7 @@ LONGEST_S: Final = 30.0
 _EACH_S: Final = 0.03
 
 Mark = Callable[[RunKey], None]
-Emit = Callable[[Run, Event], None]
+Emit = Callable[[Run, KubernetesEvent], None]
 
 
 class Operator:
@@ -38,7 +38,7 @@ class Operator:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self.runs: dict[RunKey, Run] = {}
-        self.cluster = Cluster()
+        self.cluster = ClusterFacts()
         self.clock = clock
         self.mark: Mark = lambda key: None
         self.emit: Emit = lambda run, event: None
@@ -124,7 +124,7 @@ class Operator:
 
     # --- objects -----------------------------------------------------------------------------
 
-    def policy_seen(self, policy: PolicyRecord) -> Event | None:
+    def policy_seen(self, policy: PolicyRecord) -> KubernetesEvent | None:
         """A CheckpointPolicy exists or has changed. Returns the event on it, if it is not
         accepted."""
         self._policies[policy.namespace, policy.name] = policy
@@ -172,7 +172,9 @@ class Operator:
 
     # --- reports -----------------------------------------------------------------------------
 
-    def reported(self, pod: PodRecord, report: RunReport, *, authorities: str) -> Requested | None:
+    def reported(
+        self, pod: PodRecord, report: RunReport, *, authorities: str
+    ) -> LeaderAnswer | None:
         """Take in the report of the leader of this pod's run; returns the answer. None: this pod
         does not lead."""
         run = self.runs.get(pod.run)

@@ -17,9 +17,9 @@ from urllib.parse import quote
 
 from keepstep.wire.member_reports import AGENTS, CertificateRequest, IssuedCertificate
 from keepstep_operator.api.cluster_objects import AgentRecord, PodRecord
-from keepstep_operator.certificates.pki import Pair, fits, sign_request, sign_server, validity
+from keepstep_operator.certificates.pki import KeyPair, fits, sign_request, sign_server, validity
 from keepstep_operator.journal import info
-from keepstep_operator.reconcile.token_auth import Refused
+from keepstep_operator.reconcile.token_auth import RequestRefused
 from keepstep_operator.tls import Shown, mounted
 
 LIFE: Final = timedelta(hours=24)
@@ -34,21 +34,23 @@ class PeerCertificates:
 
     @property
     def authorities(self) -> str:
-        """PEM of all that clients must trust. Raises Refused."""
+        """PEM of all that clients must trust. Raises RequestRefused."""
         with _needed():
             return (self._directory / "ca.crt").read_text()
 
     def issue(self, uri: str, request: CertificateRequest) -> IssuedCertificate:
-        """A certificate for this identity. Raises Refused."""
+        """A certificate for this identity. Raises RequestRefused."""
         if len(request.request) > LARGEST_REQUEST:
-            raise Refused(400, "bad-request", "this is no certificate request")
+            raise RequestRefused(400, "bad-request", "this is no certificate request")
         bundle, text, now = self.authorities, request.request.encode(), datetime.now(UTC)
         with _needed():
             authority = self._authority()
         try:
             signed = sign_request(authority, text, uri=uri, now=now, life=LIFE)
         except ValueError as error:
-            raise Refused(400, "bad-request", f"no usable certificate request: {error}") from error
+            raise RequestRefused(
+                400, "bad-request", f"no usable certificate request: {error}"
+            ) from error
         info("certificate.signed", identity=uri)
         return IssuedCertificate(certificate=signed.decode(), authorities=bundle)
 
@@ -68,11 +70,11 @@ class PeerCertificates:
 
         return shown
 
-    def _authority(self) -> Pair:
+    def _authority(self) -> KeyPair:
         """Raises OSError if there is none, or if one of its files was replaced and the other not
         yet: what is signed by half of each, nobody accepts."""
         certificate, key = mounted(self._directory)
-        authority = Pair(certificate=certificate, key=key)
+        authority = KeyPair(certificate=certificate, key=key)
         if not fits(authority):
             raise OSError(f"certificate and key in {self._directory} do not fit together")
         return authority
@@ -84,7 +86,7 @@ def _needed() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Refused(503, "no-authority", f"no authority for peers yet: {error}") from error
+        raise RequestRefused(503, "no-authority", f"no authority for peers yet: {error}") from error
 
 
 def of_pod(pod: PodRecord) -> str:

@@ -13,7 +13,7 @@ from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError, NotFound
 from keepstep_operator.kube.resources import PODS, RUNS
 from keepstep_operator.reconcile.events import standing
@@ -44,11 +44,13 @@ _AGAIN_S: Final = 2.0
 JOB_S: Final = 30.0
 
 
-class Rounds:
+class PeriodicChecks:
     """The rounds of one operator. `namespace`: of this process, where agents are. `agents`: whether
     the chart installs them."""
 
-    def __init__(self, operator: Operator, client: Client, *, namespace: str, agents: bool) -> None:
+    def __init__(
+        self, operator: Operator, client: KubeClient, *, namespace: str, agents: bool
+    ) -> None:
         self._operator = operator
         self._client = client
         self._namespace = namespace

@@ -31,11 +31,11 @@ from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.conditions import (
     ARCHIVED,
     PROTECTED,
-    Verdict,
+    ConditionState,
     draining,
     verdicts,
 )
-from keepstep_operator.reconcile.leader_answer import Cluster
+from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.run import FINISHED, Run
 from keepstep_operator.reconcile.survival import survives
 
@@ -44,7 +44,7 @@ _NODES_NAMED: Final = 5
 _TEXT: Final = 300
 
 
-def render(run: Run, cluster: Cluster, *, now: float) -> RunStatus:
+def render(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
     """The whole status as it should be now. What only a report shows stays as an earlier process
     wrote it, until there is a report."""
     found = verdicts(run, cluster, now=now)
@@ -154,7 +154,7 @@ def _nodes(run: Run) -> str:
     return ",".join(nodes[:_NODES_NAMED]) + (f",+{more}" if more > 0 else "")
 
 
-def _conditions(run: Run, found: Mapping[str, Verdict], now: float) -> tuple[Condition, ...]:
+def _conditions(run: Run, found: Mapping[str, ConditionState], now: float) -> tuple[Condition, ...]:
     """All conditions with their times. When a run that had finished is seen again, no leader says
     any more where its steps lie: what `Protected` and `Archived` said at its end stands."""
     before = {condition.type: condition for condition in run.status.conditions}
@@ -189,12 +189,12 @@ def since(before: Condition | None, status: str, now: float) -> str:
 # --- warnings ------------------------------------------------------------------------------------
 
 
-def _warnings(run: Run, cluster: Cluster) -> tuple[str, ...]:
+def _warnings(run: Run, cluster: ClusterFacts) -> tuple[str, ...]:
     texts = dict.fromkeys(cut(text) for text in _all_warnings(run, cluster))
     return tuple(texts)[:MOST_WARNINGS]
 
 
-def _all_warnings(run: Run, cluster: Cluster) -> Iterator[str]:
+def _all_warnings(run: Run, cluster: ClusterFacts) -> Iterator[str]:
     """All warnings, the one to act on first first."""
     report, over = run.report, run.finished_at is not None
     if run.policy is not None and not over:

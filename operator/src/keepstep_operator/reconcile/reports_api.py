@@ -23,14 +23,14 @@ from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import AgentRecord, PodRecord
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, warn
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError, NotFound
 from keepstep_operator.kube.resources import PODS
-from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import parse_agent, parse_pod_record
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates, of_agent, of_pod
-from keepstep_operator.reconcile.token_auth import Identity, Refused, TokenAuth
+from keepstep_operator.reconcile.token_auth import RequestRefused, TokenAuth, TokenPod
 from keepstep_operator.serving import Ready, health_routes
 
 _LOGGED_EVERY_S: Final = 600.0
@@ -53,9 +53,9 @@ class ReportsApi:
     def __init__(
         self,
         operator: Operator,
-        client: Client,
+        client: KubeClient,
         *,
-        metrics: Metrics,
+        metrics: ReconcileMetrics,
         ready: Ready,
         signing: PeerCertificates,
         namespace: str,
@@ -80,13 +80,15 @@ class ReportsApi:
     async def _take(self, request: web.Request) -> web.Response:
         pod = await self._pod(await self._identity(request))
         if pod.uid in self._lately:
-            raise Refused(429, "too-often", f"pod {pod.name} reported less than a second ago")
+            raise RequestRefused(
+                429, "too-often", f"pod {pod.name} reported less than a second ago"
+            )
         self._lately[pod.uid] = True
         report = bounded(_decode_report(await _body(request)))
         answer = self._operator.reported(pod, report, authorities=self._signing.authorities)
         if answer is None:
             message = f"pod {pod.name} does not lead its run: node rank 0 does, its oldest pod"
-            raise Refused(409, "not-the-leader", message)
+            raise RequestRefused(409, "not-the-leader", message)
         self._metrics.reports.inc()
         return _json(answer)
 
@@ -102,14 +104,14 @@ class ReportsApi:
 
     # --- who asks ----------------------------------------------------------------------------
 
-    async def _identity(self, request: web.Request) -> Identity:
-        """Whose token came with the request. Raises Refused."""
+    async def _identity(self, request: web.Request) -> TokenPod:
+        """Whose token came with the request. Raises RequestRefused."""
         if reason := self._ready():
-            raise Refused(503, "starting", reason)
+            raise RequestRefused(503, "starting", reason)
         return await self._tokens.identify(_bearer(request))
 
-    async def _pod(self, identity: Identity) -> PodRecord:
-        """The pod of this token, by our own record. Raises Refused."""
+    async def _pod(self, identity: TokenPod) -> PodRecord:
+        """The pod of this token, by our own record. Raises RequestRefused."""
         pod = self._operator.pod(identity.pod_uid)
         if pod is None:  # a sidecar may be faster than the watch
             pod = parse_pod_record(await self._resolve(identity))
@@ -117,30 +119,35 @@ class ReportsApi:
                 self._operator.pod_seen(pod)
         if pod is None or not pod.injected or pod.namespace != identity.namespace:
             message = f"pod {identity.pod_name} was not given this sidecar"
-            raise Refused(403, "not-injected", message)
+            raise RequestRefused(403, "not-injected", message)
         run = self._operator.runs[pod.run]
         if pod.job in run.rivals:
             message = f"run {pod.run.name} belongs to another job, which pod {pod.name} is not of"
-            raise Refused(403, "run-taken", message)
+            raise RequestRefused(403, "run-taken", message)
         return pod
 
-    async def _agent(self, identity: Identity) -> AgentRecord:
-        """The agent of this token. Only the chart makes pods in its namespace. Raises Refused."""
+    async def _agent(self, identity: TokenPod) -> AgentRecord:
+        """The agent of this token. Only the chart makes pods in its namespace. Raises
+        RequestRefused."""
         body = await self._resolve(identity)
         if names.AGENT_LABEL not in ((body.get("metadata") or {}).get("labels") or {}):
-            raise Refused(403, "not-injected", f"pod {identity.pod_name} is no agent of a node")
+            raise RequestRefused(
+                403, "not-injected", f"pod {identity.pod_name} is no agent of a node"
+            )
         return parse_agent(body)
 
-    async def _resolve(self, identity: Identity) -> Body:
+    async def _resolve(self, identity: TokenPod) -> Body:
         try:
             body = await self._client.get(PODS, identity.pod_name, namespace=identity.namespace)
         except NotFound:
-            raise Refused(404, "unknown-pod", f"there is no pod {identity.pod_name}") from None
+            raise RequestRefused(
+                404, "unknown-pod", f"there is no pod {identity.pod_name}"
+            ) from None
         except KubeError as error:
-            raise Refused(503, "unavailable", f"the pod cannot be read: {error}") from error
+            raise RequestRefused(503, "unavailable", f"the pod cannot be read: {error}") from error
         if (body.get("metadata") or {}).get("uid") != identity.pod_uid:
             message = f"the token is of an earlier pod {identity.pod_name}"
-            raise Refused(403, "other-pod", message)
+            raise RequestRefused(403, "other-pod", message)
         return body
 
     # --- answers -----------------------------------------------------------------------------
@@ -149,18 +156,18 @@ class ReportsApi:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             return self._refuse(request, refused)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            return self._refuse(request, Refused(400, "bad-report", str(error)))
+            return self._refuse(request, RequestRefused(400, "bad-report", str(error)))
         except web.HTTPException as error:
-            return self._refuse(request, Refused(error.status, "bad-request", error.reason))
+            return self._refuse(request, RequestRefused(error.status, "bad-request", error.reason))
         except Exception:
             crash("api.request_crashed", source=request.remote)
             message = "the operator failed; its log says why"
             return _json(Problem(code="internal", message=message), status=500)
 
-    def _refuse(self, request: web.Request, refused: Refused) -> web.Response:
+    def _refuse(self, request: web.Request, refused: RequestRefused) -> web.Response:
         self._metrics.refused.labels(refused.code).inc()
         source = request.remote or "?"
         if (source, refused.code) not in self._logged:
@@ -170,8 +177,8 @@ class ReportsApi:
 
 
 def bounded(report: RunReport) -> RunReport:
-    """The report, if each list and text of it is within its bound. Raises Refused: a leader cuts
-    what it sends, so this one is not ours."""
+    """The report, if each list and text of it is within its bound. Raises RequestRefused: a leader
+    cuts what it sends, so this one is not ours."""
     record = report.record
     tallies = record.goodput.tallies if record.goodput is not None else ()
     lists = (
@@ -189,7 +196,7 @@ def bounded(report: RunReport) -> RunReport:
         *((node.warnings, wire.MOST_NODE_WARNINGS) for node in report.nodes),
     )
     if any(len(listed) > most for listed, most in lists):
-        raise Refused(
+        raise RequestRefused(
             400, "bad-report", "a list of the report is longer than keepstep.wire.run_reports says"
         )
     return report
@@ -201,12 +208,12 @@ def _bearer(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> bytes:
-    """The body of a request. Raises Refused if it does not arrive within `_READ_S`."""
+    """The body of a request. Raises RequestRefused if it does not arrive within `_READ_S`."""
     try:
         async with asyncio.timeout(_READ_S):
             return await request.read()
     except TimeoutError:
-        raise Refused(408, "too-slow", f"no whole request within {_READ_S:.0f} s") from None
+        raise RequestRefused(408, "too-slow", f"no whole request within {_READ_S:.0f} s") from None
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

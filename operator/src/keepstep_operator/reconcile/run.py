@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from keepstep.steps import StepId
-from keepstep.wire.run_reports import MOST_RECENT, Record, RunEvent, RunReport, seconds_of, utc
+from keepstep.wire.run_reports import (
+    MOST_RECENT,
+    LeaderRecord,
+    RunEvent,
+    RunReport,
+    seconds_of,
+    utc,
+)
 from keepstep_operator.api.cluster_objects import (
     Job,
     JobState,
@@ -62,7 +69,7 @@ class Run:
     labelled: bool = False
     report: RunReport | None = None
     reported_at: float = 0.0
-    record: Record = field(default_factory=Record)
+    record: LeaderRecord = field(default_factory=LeaderRecord)
     committed: CommittedStatus | None = None
     recent: tuple[RunEvent, ...] = ()
     idle_since: float | None = None

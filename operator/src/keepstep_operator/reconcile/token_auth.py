@@ -16,7 +16,7 @@ from cachetools import TTLCache
 from keepstep.errors import KeepstepError
 from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.bodies import Body
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import TOKEN_REVIEWS
 
@@ -34,7 +34,7 @@ _POD_NAME: Final = "authentication.kubernetes.io/pod-name"
 _POD_UID: Final = "authentication.kubernetes.io/pod-uid"
 
 
-class Refused(KeepstepError):
+class RequestRefused(KeepstepError):
     """A refused request. `status`: the HTTP status. `code` is stable; the message says why."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -44,7 +44,7 @@ class Refused(KeepstepError):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class TokenPod:
     """The pod that a token is bound to."""
 
     namespace: str
@@ -56,16 +56,16 @@ class TokenAuth:
     """The tokens that the API server was asked about. Refused and accepted ones are cached apart,
     so that a flood of wrong tokens does not push out the good ones."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: KubeClient) -> None:
         self._client = client
-        self._known: TTLCache[bytes, Identity] = TTLCache(_REMEMBERED, KNOWN_S)
-        self._refused: TTLCache[bytes, Refused] = TTLCache(_REMEMBERED, _WRONG_S)
+        self._known: TTLCache[bytes, TokenPod] = TTLCache(_REMEMBERED, KNOWN_S)
+        self._refused: TTLCache[bytes, RequestRefused] = TTLCache(_REMEMBERED, _WRONG_S)
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def identify(self, token: str) -> Identity:
-        """The pod behind the token. Raises Refused."""
+    async def identify(self, token: str) -> TokenPod:
+        """The pod behind the token. Raises RequestRefused."""
         if not token or len(token) > _LONGEST_TOKEN:
-            raise Refused(401, "no-token", "a service account token is needed as bearer")
+            raise RequestRefused(401, "no-token", "a service account token is needed as bearer")
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
         if (identity := self._remembered(digest)) is not None:
             return identity
@@ -73,14 +73,14 @@ class TokenAuth:
             # a request with the same token may have asked meanwhile
             return self._remembered(digest) or await self._ask(digest, token)
 
-    def _remembered(self, digest: bytes) -> Identity | None:
-        """The identity from the cache; None: ask. Raises Refused if the token was refused a moment
-        ago."""
+    def _remembered(self, digest: bytes) -> TokenPod | None:
+        """The identity from the cache; None: ask. Raises RequestRefused if the token was refused a
+        moment ago."""
         if (wrong := self._refused.get(digest)) is not None:
-            raise Refused(wrong.status, wrong.code, str(wrong))
+            raise RequestRefused(wrong.status, wrong.code, str(wrong))
         return self._known.get(digest)
 
-    async def _ask(self, digest: bytes, token: str) -> Identity:
+    async def _ask(self, digest: bytes, token: str) -> TokenPod:
         review = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -90,29 +90,29 @@ class TokenAuth:
             answer = await self._client.create(TOKEN_REVIEWS, review)
         except KubeError as error:
             message = f"the API server could not be asked about the token: {error}"
-            raise Refused(503, "unavailable", message) from error
+            raise RequestRefused(503, "unavailable", message) from error
         try:
             identity = _identity(answer.get("status") or {})
-        except Refused as refused:
+        except RequestRefused as refused:
             self._refused[digest] = refused
             raise
         self._known[digest] = identity
         return identity
 
 
-def _identity(status: Body) -> Identity:
-    """The identity in TokenReview.status. Raises Refused."""
+def _identity(status: Body) -> TokenPod:
+    """The identity in TokenReview.status. Raises RequestRefused."""
     if not status.get("authenticated"):
-        raise Refused(401, "bad-token", "the API server does not accept this token")
+        raise RequestRefused(401, "bad-token", "the API server does not accept this token")
     if AUDIENCE not in (status.get("audiences") or []):
-        raise Refused(401, "bad-audience", f"the token was not made for {AUDIENCE}")
+        raise RequestRefused(401, "bad-audience", f"the token was not made for {AUDIENCE}")
     user = status.get("user") or {}
     namespace, _, account = str(user.get("username", "")).removeprefix(_USER).partition(":")
     extra = user.get("extra") or {}
     name, uid = _only(extra.get(_POD_NAME)), _only(extra.get(_POD_UID))
     if not (str(user.get("username", "")).startswith(_USER) and account and name and uid):
-        raise Refused(403, "no-pod", "the token is not bound to a pod")
-    return Identity(namespace, name, uid)
+        raise RequestRefused(403, "no-pod", "the token is not bound to a pod")
+    return TokenPod(namespace, name, uid)
 
 
 def _only(values: Any) -> str:

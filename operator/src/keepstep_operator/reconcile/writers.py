@@ -26,12 +26,12 @@ from keepstep_operator.api.leader import service_body
 from keepstep_operator.api.run_status import RunStatus, as_json
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, info, warn
-from keepstep_operator.kube.client import Client
+from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, KubeError, NotFound
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES, PatchType
 from keepstep_operator.reconcile import checkpoints
-from keepstep_operator.reconcile.events import Event, bodies
-from keepstep_operator.reconcile.metrics import Metrics
+from keepstep_operator.reconcile.events import KubernetesEvent, bodies
+from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.render import render
 from keepstep_operator.reconcile.run import Run
@@ -62,10 +62,12 @@ class _Written:
     kept: int = 0
 
 
-class Writer:
+class ObjectWriter:
     """Writes the runs that are `mark`ed, and the events that are given to `emit`."""
 
-    def __init__(self, operator: Operator, client: Client, *, metrics: Metrics) -> None:
+    def __init__(
+        self, operator: Operator, client: KubeClient, *, metrics: ReconcileMetrics
+    ) -> None:
         self._operator = operator
         self._client = client
         self._metrics = metrics
@@ -75,7 +77,7 @@ class Writer:
         self._steps: dict[RunKey, None] = {}
         """Runs whose Checkpoint objects are to be compared, in order."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._events: asyncio.Queue[tuple[Run, Event]] = asyncio.Queue(_MOST_EVENTS)
+        self._events: asyncio.Queue[tuple[Run, KubernetesEvent]] = asyncio.Queue(_MOST_EVENTS)
         self._emitted: TTLCache[tuple[object, ...], float] = TTLCache(_MOST_EMITTED, 3600.0)
 
     def mark(self, key: RunKey) -> None:
@@ -265,7 +267,7 @@ class Writer:
 
     # --- Events ------------------------------------------------------------------------------
 
-    def emit(self, run: Run, event: Event) -> None:
+    def emit(self, run: Run, event: KubernetesEvent) -> None:
         """Write the event, unless the same one was written within its period."""
         key, now = (run.key, event.reason, event.topic, event.about), self._operator.clock()
         if now - self._emitted.get(key, -event.period_s) < event.period_s:

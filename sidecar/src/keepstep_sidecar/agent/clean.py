@@ -31,7 +31,7 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.compile_cache import POD_NAME as COMPILE_CACHE
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import KeepstepError, StorageError
 from keepstep_sidecar import log
 from keepstep_sidecar.agent import run_directories
@@ -56,7 +56,7 @@ class StillUsedError(StorageError):
 # --- one directory -------------------------------------------------------------------------------
 
 
-def clean(namespace: Directory, run: str, *, gone_since: float = math.inf) -> int:
+def clean(namespace: OpenDirectory, run: str, *, gone_since: float = math.inf) -> int:
     """Remove the run's directory; returns the number of files removed.
 
     `gone_since`: Unix seconds; a later write is a sign of life. Raises StillUsedError for such a
@@ -69,7 +69,7 @@ def clean(namespace: Directory, run: str, *, gone_since: float = math.inf) -> in
     return namespace.remove(aside)
 
 
-def _finish(namespace: Directory) -> None:
+def _finish(namespace: OpenDirectory) -> None:
     """Remove what is left of runs that an earlier process set aside here. Raises OSError."""
     for name in filter(_SET_ASIDE.fullmatch, namespace.names()):
         found = namespace.lstat(name)
@@ -78,7 +78,7 @@ def _finish(namespace: Directory) -> None:
 
 
 @contextlib.contextmanager
-def _unused(namespace: Directory, name: str, latest: float) -> Iterator[None]:
+def _unused(namespace: OpenDirectory, name: str, latest: float) -> Iterator[None]:
     """Hold every lock that a sidecar would hold, `<node rank>/<run>/.lock`, and that of the run's
     directory, which `directories.prepare` takes for a pod that starts. Raises StorageError."""
     with contextlib.ExitStack() as held:
@@ -101,7 +101,7 @@ def _unused(namespace: Directory, name: str, latest: float) -> Iterator[None]:
         yield
 
 
-def _check_lock(held: contextlib.ExitStack, directory: Directory) -> None:
+def _check_lock(held: contextlib.ExitStack, directory: OpenDirectory) -> None:
     """Take the directory's lock. A sidecar makes its lock before any other file. So a directory
     that is not empty and has no lock counts as used."""
     try:
@@ -127,7 +127,7 @@ def _locked(held: contextlib.ExitStack, fd: int) -> bool:
     return True
 
 
-def _check_age(directory: Directory, latest: float) -> None:
+def _check_age(directory: OpenDirectory, latest: float) -> None:
     """Raises StillUsedError if a pod started, a step was begun or removed, or the record was
     replaced there after `latest`, in Unix seconds."""
     record = directory.lstat(RECORD)
@@ -138,14 +138,14 @@ def _check_age(directory: Directory, latest: float) -> None:
         )
 
 
-def _not_a_run(run: Directory, why: str) -> StorageError:
+def _not_a_run(run: OpenDirectory, why: str) -> StorageError:
     return StorageError(
         f"{run.path} is not the directory of one run: {why}; nothing was removed. Check its"
         " files, and delete them by hand"
     )
 
 
-def _place(parent: Directory, name: str) -> Directory | None:
+def _place(parent: OpenDirectory, name: str) -> OpenDirectory | None:
     """Open a directory in a directory. None for anything else, links included."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return parent.inside(name)
@@ -185,7 +185,7 @@ class Cleaner:
                     if why != complaints.get(path):
                         warn("directory.clean_failed", path=str(path), error=why)
 
-    def _failed(self, place: Directory, run: str, since: float | None) -> str:
+    def _failed(self, place: OpenDirectory, run: str, since: float | None) -> str:
         """Clean one run, or finish what was begun (''). Returns why something had to stay."""
         try:
             self._check(place, run, since) if run else _finish(place)
@@ -193,7 +193,7 @@ class Cleaner:
             return str(error)
         return ""
 
-    def _check(self, namespace: Directory, run: str, since: float | None) -> None:
+    def _check(self, namespace: OpenDirectory, run: str, since: float | None) -> None:
         now, path = self._clock(), namespace.path / run
         if since is not None:
             self._gone_since[path] = since  # also if the API server does not answer now

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from keepstep import compile_cache
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from keepstep_sidecar.log import warn
 
@@ -48,7 +48,7 @@ def prepare_cache(directory: Path, *, limit_bytes: int) -> None:
     `limit_bytes` are removed. Raises StorageError."""
     prepare(directory)
     try:
-        place = Directory.opened(directory)
+        place = OpenDirectory.opened(directory)
         for name in _directories(place):
             compile_cache.bound(place, name, limit_bytes=limit_bytes)
     except OSError as error:
@@ -71,7 +71,7 @@ def _prepared(start: Path, directory: Path, *, uid: int, gid: int) -> bool:
     or has set the directory aside before it.
     """
     try:
-        above = found = Directory.opened(start)
+        above = found = OpenDirectory.opened(start)
     except OSError as error:
         raise StorageError(f"{directory}: cannot open {start}: {error.strerror}") from error
     names = directory.relative_to(start).parts
@@ -88,12 +88,12 @@ def _prepared(start: Path, directory: Path, *, uid: int, gid: int) -> bool:
     return True
 
 
-def _is_there(parent: Directory, directory: Directory) -> bool:
+def _is_there(parent: OpenDirectory, directory: OpenDirectory) -> bool:
     found = parent.lstat(directory.path.name)
     return found is not None and os.path.samestat(found, os.fstat(directory.fd))
 
 
-def _enter(parent: Directory, name: str, directory: Path, *, gid: int) -> Directory:
+def _enter(parent: OpenDirectory, name: str, directory: Path, *, gid: int) -> OpenDirectory:
     """Open `name` in the open directory `parent`; make it if need be."""
     try:
         made = parent.make(name, _PASSAGE_MODE)
@@ -107,7 +107,7 @@ def _enter(parent: Directory, name: str, directory: Path, *, gid: int) -> Direct
     return found
 
 
-def _is_link(parent: Directory, name: str) -> bool:
+def _is_link(parent: OpenDirectory, name: str) -> bool:
     found = parent.lstat(name)
     return found is not None and stat.S_ISLNK(found.st_mode)
 
@@ -146,15 +146,15 @@ _MOST: Final = 20_000
 """How many directories are looked into, if others keep theirs below the same prefix."""
 
 
-def places(tops: Sequence[Path]) -> Iterator[tuple[Directory, list[str]]]:
+def places(tops: Sequence[Path]) -> Iterator[tuple[OpenDirectory, list[str]]]:
     """All directories below `tops` down to those of namespaces, with the names of the runs whose
     directories lie in each."""
     for top in tops:
         with contextlib.suppress(OSError):  # not there (yet)
-            yield from _places(Directory.opened(top))
+            yield from _places(OpenDirectory.opened(top))
 
 
-def _places(root: Directory) -> Iterator[tuple[Directory, list[str]]]:
+def _places(root: OpenDirectory) -> Iterator[tuple[OpenDirectory, list[str]]]:
     waiting: deque[tuple[str, ...]] = deque([()])
     for _ in range(_MOST):
         if not waiting:
@@ -172,14 +172,14 @@ def _places(root: Directory) -> Iterator[tuple[Directory, list[str]]]:
     warn("directory.scan_truncated", path=str(root.path), limit=_MOST)
 
 
-def _directories(place: Directory) -> Iterator[str]:
+def _directories(place: OpenDirectory) -> Iterator[str]:
     with os.scandir(place.fd) as found:
         for entry in found:
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                 yield entry.name
 
 
-def _is_run(namespace: Directory, name: str) -> bool:
+def _is_run(namespace: OpenDirectory, name: str) -> bool:
     """Whether a pod's directory lies there: a node rank's, which `prepare` gave to the sidecar, or
     with the sidecar's own of the same name."""
     if not all(map(DNS_LABEL.fullmatch, (namespace.path.name, name))):
@@ -191,7 +191,7 @@ def _is_run(namespace: Directory, name: str) -> bool:
     return any(os.fstat(rank.fd).st_uid == USER_ID or name in rank.names() for rank in ranks)
 
 
-def volumes(run: Directory) -> Iterator[Directory]:
+def volumes(run: OpenDirectory) -> Iterator[OpenDirectory]:
     """The directories of a run's sidecars, one for each node rank that was here."""
     for rank in filter(NODE_RANK.fullmatch, run.names()):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

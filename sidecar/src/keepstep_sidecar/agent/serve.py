@@ -14,30 +14,30 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from keepstep_sidecar import connections, log
 from keepstep_sidecar.agent import run_directories
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers.peer import kept_copies
-from keepstep_sidecar.tiers.peer.handlers import Buffers, ServerContext
-from keepstep_sidecar.tiers.peer.served_shards import Shards
+from keepstep_sidecar.tiers.peer.handlers import RequestBuffers, ServerContext
+from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tls import Identity, IssuedCredentials
+from keepstep_sidecar.tiers.peer.tls import IssuedCredentials, PodIdentity
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 _WHY = "served for a pod that left; nothing is written here"
 
 
-class LeftShards:
+class LeftShardsServer:
     """What lies below `tops`, by the run of the client that asks."""
 
     def __init__(self, tops: Sequence[Path]) -> None:
         self._tops = tops
-        self._buffers, self._large = Buffers(), threading.BoundedSemaphore(1)
+        self._buffers, self._large = RequestBuffers(), threading.BoundedSemaphore(1)
 
-    def of(self, sender: Identity) -> ServerContext:
+    def of(self, sender: PodIdentity) -> ServerContext:
         """What is served to this client. Raises StorageError if there is nothing: then a drive may
         be missing, and an empty listing would say that there is none."""
         run = sender.run
@@ -46,8 +46,8 @@ class LeftShards:
             raise StorageError(
                 f"nothing of run {sender.namespace}/{run} lies on this node; is its drive mounted?"
             )
-        none = kept_copies.Copies([], run=run)  # takes none, and deletes none
-        shards = Shards(VolumeSet(found), none, run=run)
+        none = kept_copies.KeptCopies([], run=run)  # takes none, and deletes none
+        shards = ServedShards(VolumeSet(found), none, run=run)
         return ServerContext(shards, none, buffers=self._buffers, large=self._large)
 
     def _volumes(self, namespace: str, run: str) -> Iterator[Volume]:
@@ -59,7 +59,7 @@ class LeftShards:
                         yield _read_only(left.inside(kept_copies.DIRECTORY), run)
 
 
-def _read_only(directory: Directory, run: str) -> Volume:
+def _read_only(directory: OpenDirectory, run: str) -> Volume:
     return Volume(directory, run=run, read_only=_WHY)
 
 
@@ -67,10 +67,10 @@ def serve(listen: str, reporting: Reporting, tops: Sequence[Path]) -> None:
     """Serve until SIGTERM. Raises KeepstepError when it cannot begin."""
     log.configure("agent")
     connections.raise_descriptor_limit()
-    asyncio.run(_serve(listen, IssuedCredentials(reporting), LeftShards(tops)))
+    asyncio.run(_serve(listen, IssuedCredentials(reporting), LeftShardsServer(tops)))
 
 
-async def _serve(listen: str, credentials: IssuedCredentials, left: LeftShards) -> None:
+async def _serve(listen: str, credentials: IssuedCredentials, left: LeftShardsServer) -> None:
     server, ended = Server(listen, credentials, left.of), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from keepstep.core.node import Serves
+from keepstep.core.node import RanksServed
 from keepstep.errors import StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.member_reports import ReportReply
@@ -22,16 +22,16 @@ from keepstep.wire.trainer import (
     FlushRequest,
     OwnerRequest,
     StopRequest,
-    UnseenRequest,
+    UnseenHugePagesRequest,
 )
-from keepstep_sidecar.api.pinning import Pinning
-from keepstep_sidecar.api.restoring import Restoring
-from keepstep_sidecar.api.saving import Saving, StepLongPoll
+from keepstep_sidecar.api.pinning import PinHandlers
+from keepstep_sidecar.api.restoring import RestoreHandlers
+from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Tasks, detached
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Owner
+from keepstep_sidecar.leases import OwnerProcess
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_allocator import SLOTS
 from keepstep_sidecar.restore.chunks import ChunkBuffers
@@ -59,21 +59,21 @@ _RESCUE_S = 10.0
 
 
 @dataclass(eq=False, kw_only=True)
-class Service:
+class SidecarService:
     """One run's sidecar on this machine. `app.build` makes the parts."""
 
     tasks: Tasks
     leader: LeaderLink
     volumes: VolumeSet
     executors: tuple[ThreadPoolExecutor, ...]
-    owner: Owner
+    owner: OwnerProcess
     remote_tiers: RemoteTiers
     image_sources: ImageSources
     chunk_buffers: ChunkBuffers
-    saving: Saving
-    restoring: Restoring
+    saving: SaveHandlers
+    restoring: RestoreHandlers
     step_waits: StepLongPoll
-    pinning: Pinning
+    pinning: PinHandlers
     history_file: HistoryFile
     run_warnings: Callable[[], Iterable[str]] = tuple
     started_at: float = field(default_factory=time.time)
@@ -160,7 +160,7 @@ class Service:
             if repaired:
                 warn("volume.recreated", reason="the run's directory was removed")
                 self.local_shards.removed()  # whether or not the scan succeeds
-                self.committer.feed(Serves(frozenset(), SLOTS))  # and then anew
+                self.committer.feed(RanksServed(frozenset(), SLOTS))  # and then anew
                 await self._scan()
 
     async def _is_given_up(self) -> bool:
@@ -204,7 +204,7 @@ class Service:
                     self.allocator.fill(slot_set)
                 self.changes.ring()
 
-    async def unseen(self, request: UnseenRequest) -> dict[str, str]:
+    async def unseen(self, request: UnseenHugePagesRequest) -> dict[str, str]:
         """A trainer does not see huge pages: make the images there durable, and from now on make
         all slots of small pages."""
         lease = self.leases.require(request.lease)
@@ -325,7 +325,7 @@ class Service:
         self.leaves = False
 
     def own(self, request: OwnerRequest) -> None:
-        """From now on another process stands for this run; see `Owner`."""
+        """From now on another process stands for this run; see `OwnerProcess`."""
         self._arrived += 1
         self.owner.watch(request.pid)
 

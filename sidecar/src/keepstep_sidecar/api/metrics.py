@@ -65,7 +65,7 @@ _LABELS |= {"tier": ("tier", "where"), "goodput": (), "bucket": ("bucket",)}
 
 
 @dataclass(frozen=True)
-class Row:
+class StatusMetric:
     """One metric. `scope`: what gives one sample each, namely every `rank`, `volume`, `tier` or
     `bucket`, or every tier of a `map` of the status; or there is one sample of the `goodput` (if
     known) or of the whole `status`. `attribute`: of the scope's object."""
@@ -118,7 +118,7 @@ def _number(value: Any) -> float:
 
 
 TABLE = tuple(
-    Row(f"keepstep_{name}", kind, of.partition(".")[0], of.partition(".")[2], text)
+    StatusMetric(f"keepstep_{name}", kind, of.partition(".")[0], of.partition(".")[2], text)
     for name, kind, of, text in (line.split(maxsplit=3) for line in _TABLE.strip().splitlines())
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned, PinRequest
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.errors import refuse
 
 _SHARED_S = 8.0
@@ -16,11 +16,11 @@ _SHARED_S = 8.0
 
 
 @dataclass(eq=False)
-class Pinning:
+class PinHandlers:
     """`share`: hands the pins to the run's leader. `operator`: an operator says what is pinned."""
 
     committer: Committer
-    changes: Changes
+    changes: ChangeNotifier
     share: Callable[[frozenset[StepId]], None]
     operator: bool
 

@@ -8,22 +8,22 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from keepstep.core.history import Kind
-from keepstep.core.vote import Candidates, Ready, View, Wait, readiness
+from keepstep.core.history import EventKind
+from keepstep.core.vote import Candidates, Ready, VoteFacts, Wait, readiness
 from keepstep.steps import IN_POD, StepId
 from keepstep.wire.member_reports import ReportedRestore
 from keepstep.wire.trainer import (
     CandidatesRequest,
     FailedRequest,
-    Opened,
-    OpenRequest,
+    OpenedStep,
+    OpenStepRequest,
     RefusedRequest,
     RestoredRequest,
 )
-from keepstep_sidecar.api.saving import Saving
+from keepstep_sidecar.api.saving import SaveHandlers
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.log import info, warn
 
@@ -38,9 +38,9 @@ class Votes:
     """Lets a rank vote when it is time. `view`: returns what is known now for the vote of a rank.
     `waits`: for each waiting rank, why it may not vote yet."""
 
-    view: Callable[[int], View]
+    view: Callable[[int], VoteFacts]
     ask_tiers: Callable[[], Awaitable[None]]
-    changes: Changes
+    changes: ChangeNotifier
     waits: dict[int, str] = field(default_factory=dict)
 
     async def ready(self, rank: int, *, timeout_s: float) -> None:
@@ -74,11 +74,11 @@ class Votes:
 
 
 @dataclass(eq=False)
-class Restoring:
+class RestoreHandlers:
     """The trainer's side of a restore. `restores`: the last restores, for the reports. `refusals`:
     by rank, how often the vote refused since then; `refused`: why."""
 
-    saving: Saving
+    saving: SaveHandlers
     remote_tiers: RemoteTiers
     leader: LeaderLink
     restores: list[ReportedRestore] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Restoring:
         self.votes = Votes(self._vote_view, self.remote_tiers.scan, self.changes)
         self._local_shards = self.committer.local_shards
 
-    def _vote_view(self, rank: int) -> View:
+    def _vote_view(self, rank: int) -> VoteFacts:
         held = any(candidate.tier in IN_POD for candidate in self.restorer.held(rank).values())
         return self.remote_tiers.view(held=held, replied_at=self.leader.tried_at)
 
@@ -108,7 +108,7 @@ class Restoring:
             raise refuse("run-taken", contested)
         return self.restorer.candidates(lease)
 
-    async def open(self, request: OpenRequest) -> Opened:
+    async def open(self, request: OpenStepRequest) -> OpenedStep:
         """Bring a step into a slot, verified; see `Restorer.open`."""
         lease = self.leases.require(request.lease)
         return await self.restorer.open(
@@ -153,7 +153,7 @@ class Restoring:
         be written."""
         lease = self.leases.require(request.lease)
         warn("script.failed", rank=lease.rank, step=str(request.id), error=request.reason)
-        self.history.note(Kind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
+        self.history.note(EventKind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
         await self.committer.restart.note_failure(request.id)
         self.changes.ring()
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 
-from keepstep.core.history import Kind
-from keepstep.core.node import Died, Flush, Overwritten, Sealed, Serves, Settled
+from keepstep.core.history import EventKind
+from keepstep.core.node import Flush, ImagesSettled, Overwritten, RanksServed, Sealed, TrainerDied
 from keepstep.core.schedule import UnequalSteps
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import State, StepId, Tier
 from keepstep.wire.status import Uncaught
 from keepstep.wire.trainer import (
-    DiscardRequest,
+    DiscardSlotRequest,
     Flushed,
     LayoutAccepted,
     LayoutRequest,
@@ -40,10 +40,10 @@ from keepstep.wire.trainer import (
 )
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.history import History, Restarts
+from keepstep_sidecar.history import MachineHistory, RestartTimer
 from keepstep_sidecar.leases import (
     Lease,
     Leases,
@@ -53,8 +53,8 @@ from keepstep_sidecar.leases import (
     parse_layout,
 )
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.slot_allocator import SLOTS, Allocator
-from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_allocator import SLOTS, SlotAllocator
+from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots, SlotPool, SlotSet
 from keepstep_sidecar.restore.restorer import Restorer
 
 _TOGETHER_S = 30.0
@@ -62,19 +62,19 @@ _TOGETHER_S = 30.0
 
 
 @dataclass(eq=False)
-class Saving:
+class SaveHandlers:
     """The trainer's side of the protocol, except restores and waits."""
 
     config: Config
     _: KW_ONLY
     slots: SlotPool
     committer: Committer
-    allocator: Allocator
+    allocator: SlotAllocator
     leases: Leases
     restorer: Restorer
-    changes: Changes
-    history: History
-    counters: dict[int, RankCounters] = field(default_factory=dict)
+    changes: ChangeNotifier
+    history: MachineHistory
+    counters: dict[int, SaveCounters] = field(default_factory=dict)
     library: str = ""
     refused: dict[int, str] = field(default_factory=dict)
     changed_at: float = field(default_factory=time.monotonic)
@@ -87,7 +87,7 @@ class Saving:
     def __post_init__(self) -> None:
         self._node, self._epochs = self.committer.node, self.committer.epochs
         self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
-        self.restarts = Restarts(self.history)
+        self.restarts = RestartTimer(self.history)
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Saving:
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
         self.plan_persists()
-        self.committer.feed(Settled(lease.rank))
+        self.committer.feed(ImagesSettled(lease.rank))
         self.changes.ring()
         return held
 
@@ -168,10 +168,12 @@ class Saving:
         self.compare_steps()
         info("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
         self.restorer.release(lease.rank)
-        self.committer.feed(Died(lease.rank))
+        self.committer.feed(TrainerDied(lease.rank))
         if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
-            self.committer.feed(Died(lease.rank))  # an image that was found is no sign of life
+            self.committer.feed(
+                TrainerDied(lease.rank)
+            )  # an image that was found is no sign of life
 
     def _take_back(self, rank: int) -> None:
         kept = self.slots.take_back(rank)
@@ -194,7 +196,7 @@ class Saving:
         )
         if self._local_shards.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
-            self.committer.feed(Serves(here, fewest))
+            self.committer.feed(RanksServed(here, fewest))
 
     def _see_moved(self, *, all_present: bool) -> None:
         """Find out which ranks that were here train on another machine now. Otherwise no step
@@ -325,7 +327,7 @@ class Saving:
             self._seal(slots, request, slot)
         return self._next(slots)
 
-    def _filled(self, slots: RankSlots, request: StagedRequest, step_id: StepId) -> Slot:
+    def _filled(self, slots: RankSlots, request: StagedRequest, step_id: StepId) -> PooledSlot:
         if (slot := slots.named(request.slot)) is None:
             raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
         if not (slot.used(request.generation) and (slot.assigned or slot.live == step_id)):
@@ -337,7 +339,7 @@ class Saving:
             raise refuse("bad-image", f"the base that step {step_id} refers to is not here")
         return slot
 
-    def _seal(self, slots: RankSlots, request: StagedRequest, slot: Slot) -> None:
+    def _seal(self, slots: RankSlots, request: StagedRequest, slot: PooledSlot) -> None:
         step_id = StepId(request.epoch.id, request.step)
         slot.seal(step_id)
         counters = self.of(slots.rank)
@@ -372,7 +374,7 @@ class Saving:
                 self.allocator.fill(current)
         self.plan_persists()
 
-    def discard(self, request: DiscardRequest) -> SlotGranted:
+    def discard(self, request: DiscardSlotRequest) -> SlotGranted:
         """The image is not valid, so its slot is free. Returns the next slot, as `staged` does."""
         lease = self.leases.require(request.lease)
         slots = self.slots.rank(lease.rank)
@@ -385,7 +387,7 @@ class Saving:
             counters.lose(request.step, request.reason)
             self.unequal_steps.lost(lease.rank, request.step, time.monotonic())
             self.history.lost(
-                Kind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
+                EventKind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
             warn("step.discarded", rank=lease.rank, step=request.step, reason=request.reason)
             self.changes.ring()
@@ -422,7 +424,7 @@ class Saving:
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
         self.unequal_steps.lost(lease.rank, request.step, time.monotonic(), count=request.count)
         self.history.lost(
-            Kind.SKIPPED,
+            EventKind.SKIPPED,
             rank=lease.rank,
             step=request.step,
             reason=request.reason,
@@ -450,9 +452,9 @@ class Saving:
                 warn("save.ranks_diverged", reason=text)
             self.changes.ring()
 
-    def of(self, rank: int) -> RankCounters:
+    def of(self, rank: int) -> SaveCounters:
         """A rank's counters."""
-        return self.counters.setdefault(rank, RankCounters())
+        return self.counters.setdefault(rank, SaveCounters())
 
 
 # --- counters --------------------------------------------------------------------------------
@@ -462,7 +464,7 @@ _UNKEPT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Unkept:
+class UnkeptSaves:
     """Saves that were not kept since a step was staged: the first of them, when it was reported
     (monotonic), and why the last one is not kept. `unkeepable`: the state itself cannot be kept."""
 
@@ -479,7 +481,7 @@ class Unkept:
 
 
 @dataclass
-class RankCounters:
+class SaveCounters:
     """Counters of one rank since the sidecar started. `staged`: the newest step that the rank
     sealed. `unkept`: what was lost since; None if nothing was."""
 
@@ -489,11 +491,11 @@ class RankCounters:
     copy_s: float = 0.0
     staged: StepId | None = None
     skipped: dict[str, int] = field(default_factory=dict)
-    unkept: Unkept | None = None
+    unkept: UnkeptSaves | None = None
 
     def lose(self, step: int, reason: str, *, unkeepable: bool = False) -> None:
         """A step was saved, and is not staged."""
-        first = self.unkept or Unkept(step, time.monotonic(), reason)
+        first = self.unkept or UnkeptSaves(step, time.monotonic(), reason)
         self.unkept = replace(first, reason=reason, unkeepable=unkeepable)
 
 
@@ -508,7 +510,7 @@ _NEWEST = 2
 class StepLongPoll:
     """Long polls on the state of steps."""
 
-    saving: Saving
+    saving: SaveHandlers
     remote_tiers: RemoteTiers
     awaited: int = 0
     """How many trainers wait for a commit now."""
@@ -651,7 +653,7 @@ class StepLongPoll:
         for rank, slots in self.slots.ranks.items():
             if not slots.settled and self.leases.of(rank) is None:
                 slots.settled = True  # its trainer never came back: the images are final
-                self.committer.feed(Settled(rank))
+                self.committer.feed(ImagesSettled(rank))
         self.saving.plan_persists()
         self.committer.feed(Flush(newest=_NEWEST))
         steps = self._node.kept_by_all()[-_NEWEST:]

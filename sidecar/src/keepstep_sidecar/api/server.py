@@ -27,7 +27,7 @@ from aiohttp import web
 from keepstep.errors import KeepstepError
 from keepstep.wire.trainer import LeaseNews, LeaseRequest, Problem
 from keepstep_sidecar import connections
-from keepstep_sidecar.api.lifecycle import Service
+from keepstep_sidecar.api.lifecycle import SidecarService
 from keepstep_sidecar.api.status import status, troubles
 from keepstep_sidecar.concurrency import Tasks
 from keepstep_sidecar.config.sidecar import Config
@@ -49,7 +49,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
-def application(service: Service, tasks: Tasks) -> web.Application:
+def application(service: SidecarService, tasks: Tasks) -> web.Application:
     """All routes of protocol version 1."""
     app = web.Application(client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[_problems])
     routes = _Routes(service, tasks)
@@ -87,14 +87,14 @@ def application(service: Service, tasks: Tasks) -> web.Application:
     return app
 
 
-def public_application(service: Service) -> web.Application:
+def public_application(service: SidecarService) -> web.Application:
     """What the TCP port shows: nothing of the trainers' protocol, nothing that changes state."""
     app = web.Application(middlewares=[_problems])
     app.add_routes(metric_routes(service))
     return app
 
 
-def metric_routes(service: Service) -> list[web.RouteDef]:
+def metric_routes(service: SidecarService) -> list[web.RouteDef]:
     """Metrics and health. Any answer shows that the process lives; `/healthz` also says whether it
     can do its work."""
 
@@ -136,7 +136,7 @@ async def _read(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
 class _Routes:
     """The routes that need more than `_post` does."""
 
-    def __init__(self, service: Service, tasks: Tasks) -> None:
+    def __init__(self, service: SidecarService, tasks: Tasks) -> None:
         self._service = service
         self._tasks = tasks
         self._lease_decoder = msgspec.json.Decoder(LeaseRequest)
@@ -253,7 +253,7 @@ class _Door:
         return self._made is not None and os.path.samestat(self._made, found)
 
 
-async def _watch(service: Service, lock: DirectoryLock, door: _Door) -> None:
+async def _watch(service: SidecarService, lock: DirectoryLock, door: _Door) -> None:
     """Make again what other processes removed: the memory directory, the socket, slots."""
     trouble = ""
     while not service.ending:
@@ -272,7 +272,7 @@ async def _watch(service: Service, lock: DirectoryLock, door: _Door) -> None:
             trouble = str(error)
 
 
-async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
+async def listen(service: SidecarService, tasks: Tasks, lock: DirectoryLock) -> None:
     """Serve the socket (and metrics over TCP) until the service ends."""
     runner, public = (
         web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -300,7 +300,7 @@ async def listen(service: Service, tasks: Tasks, lock: DirectoryLock) -> None:
 
 
 async def _serve_metrics(
-    runner: web.AppRunner, listening: socket.socket | None, port: int, service: Service
+    runner: web.AppRunner, listening: socket.socket | None, port: int, service: SidecarService
 ) -> None:
     """Serve metrics until cancelled. A port that is taken, maybe by the training script, is tried
     again: nothing else waits for it."""
@@ -319,7 +319,7 @@ async def _serve_metrics(
     await connections.serve(runner.server, listening, strangers)
 
 
-def _listening(port: int, service: Service) -> socket.socket | None:
+def _listening(port: int, service: SidecarService) -> socket.socket | None:
     """A socket that listens on the port; None if it cannot be opened, which the warnings say."""
     try:
         listening = connections.listen(port)

@@ -17,7 +17,7 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
 from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
-from keepstep_sidecar.api.lifecycle import Service
+from keepstep_sidecar.api.lifecycle import SidecarService
 from keepstep_sidecar.concurrency import detached
 from keepstep_sidecar.config.settings import format_size
 from keepstep_sidecar.log import warn
@@ -27,7 +27,7 @@ from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.volume.volume import Volume
 
 
-async def status(service: Service) -> Status:
+async def status(service: SidecarService) -> Status:
     """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
     committer = service.committer
@@ -90,7 +90,7 @@ _KEEP_S = 2.0
 _HANGS_S = 30.0
 
 
-async def note_warnings(service: Service) -> None:
+async def note_warnings(service: SidecarService) -> None:
     """Record in the history when warnings appear and disappear. Runs until cancelled."""
     while True:
         await asyncio.sleep(_KEEP_S)
@@ -98,7 +98,7 @@ async def note_warnings(service: Service) -> None:
         service.history.warn(warnings(service))
 
 
-async def keep_history(service: Service) -> None:
+async def keep_history(service: SidecarService) -> None:
     """Write the history to its file, where there is one, so that it outlives this process. Runs
     until cancelled.
 
@@ -139,7 +139,7 @@ def newest_of(*ids: StepId | None) -> StepId | None:
     return max((step_id for step_id in ids if step_id is not None), default=None)
 
 
-async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
+async def volume_status(service: SidecarService) -> tuple[VolumeStatus, ...]:
     """The status of every volume, with its space measured anew. May wait for a slow drive."""
     volumes = service.volumes.volumes
     return await service.local_shards.blocking(
@@ -147,7 +147,7 @@ async def volume_status(service: Service) -> tuple[VolumeStatus, ...]:
     )
 
 
-def _volume(volume: Volume, service: Service) -> VolumeStatus:
+def _volume(volume: Volume, service: SidecarService) -> VolumeStatus:
     """A failed volume reports only why it failed (`failed`), and does not hide the others."""
     reason = f" ({volume.engine_reason})" if volume.engine_reason else ""
     used, free, quarantined = 0, 0, 0
@@ -165,7 +165,7 @@ def _volume(volume: Volume, service: Service) -> VolumeStatus:
     )
 
 
-def _rank(service: Service, slots: RankSlots) -> RankStatus:
+def _rank(service: SidecarService, slots: RankSlots) -> RankStatus:
     lease = service.leases.of(slots.rank)
     counters = service.saving.of(slots.rank)
     return RankStatus(
@@ -209,7 +209,7 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
     ]
 
 
-def _step(service: Service, step_id: StepId, doubt: SuspectSteps) -> StepStatus:
+def _step(service: SidecarService, step_id: StepId, doubt: SuspectSteps) -> StepStatus:
     committer, published = service.committer, service.local_shards.published
     memory, remotes = service.slots.images(step_id), committer.remotes
     shards = [*(slot.shard for slot in memory.values())]
@@ -233,7 +233,7 @@ def _step(service: Service, step_id: StepId, doubt: SuspectSteps) -> StepStatus:
     )
 
 
-def pinned(service: Service) -> str:
+def pinned(service: SidecarService) -> str:
     """Whether slots can be swapped out, and what to do about it."""
     slots = {(file.huge, file.locked) for file in service.slots.files()}
     if not slots:
@@ -242,7 +242,7 @@ def pinned(service: Service) -> str:
     return pinning(slots, swap=may_swap(), limit_bytes=limit_bytes)
 
 
-def hints(service: Service) -> tuple[str, ...]:
+def hints(service: SidecarService) -> tuple[str, ...]:
     """What a person can do to make this run faster."""
     if service.config.small_pages or service.config.reporting is not None:
         return ()  # by request, or a matter of the policy
@@ -259,7 +259,7 @@ def hints(service: Service) -> tuple[str, ...]:
     return (f"slots of {size} are on small pages; before the next start: {commands}",)
 
 
-def troubles(service: Service) -> tuple[str, ...]:
+def troubles(service: SidecarService) -> tuple[str, ...]:
     """What keeps this sidecar from its work, each once: a scan or a volume that fails."""
     volumes = service.volumes.volumes
     found = [service.local_shards.scan_failed]
@@ -267,7 +267,7 @@ def troubles(service: Service) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in found if text))
 
 
-def warnings(service: Service) -> tuple[str, ...]:
+def warnings(service: SidecarService) -> tuple[str, ...]:
     """What people should look at, each text once."""
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
     committer, node = service.committer, service.node

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.client.session import Client
+from keepstep.client.session import SidecarClient
 from keepstep.errors import SidecarAbsent
 from keepstep.steps import StepId
-from keepstep.wire.status import History, Status
+from keepstep.wire.status import HistoryPage, Status
 from keepstep.wire.trainer import (
     Flushed,
     FlushRequest,
@@ -36,10 +36,10 @@ def status(path: Path) -> Status | None:
     return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=ANSWER_S))
 
 
-def history(path: Path, since: int) -> History | None:
+def history(path: Path, since: int) -> HistoryPage | None:
     """What happened after the event `since`; None when no process listens. Raises SidecarError."""
     route = f"/v1/history?since={since}"
-    return _ask(path, lambda client: client.get(route, History, timeout_s=ANSWER_S))
+    return _ask(path, lambda client: client.get(route, HistoryPage, timeout_s=ANSWER_S))
 
 
 def flush(path: Path, *, timeout_s: float) -> Flushed | None:
@@ -76,9 +76,9 @@ def _call(path: Path, route: str, request: Any, kind: type[T], work_s: float = 0
     return _ask(path, lambda client: client.call(route, request, kind, timeout_s=timeout_s))
 
 
-def _ask(path: Path, question: Callable[[Client], T]) -> T | None:
+def _ask(path: Path, question: Callable[[SidecarClient], T]) -> T | None:
     """The answer; None when no process listens. Raises SidecarError."""
-    client = Client(str(path))
+    client = SidecarClient(str(path))
     try:
         return question(client)
     except SidecarAbsent as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from keepstep import compile_cache
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from keepstep_sidecar.cli.run_dir import RunDir
 
@@ -38,7 +38,7 @@ def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int)
 
     Raises OSError, and StorageError that says why none can be kept.
     """
-    home = Directory.opened(kept.home)
+    home = OpenDirectory.opened(kept.home)
     if compile_cache.is_chosen(environment):
         return {}
     if limit_bytes == 0:
@@ -57,12 +57,12 @@ def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int)
 def remove(kept: RunDir) -> None:
     """Remove the caches of a run that holds no step any more. Raises StorageError."""
     try:
-        Directory.opened(kept.home).remove(_NAME)
+        OpenDirectory.opened(kept.home).remove(_NAME)
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror}; remove it by hand") from error
 
 
-def _place(home: Directory) -> tuple[Directory, str]:
+def _place(home: OpenDirectory) -> tuple[OpenDirectory, str]:
     """The directory of the caches, and a name in it that is unique to this machine's copy."""
     home.make(_NAME, 0o700)
     place = home.inside(_NAME)

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep import steps
-from keepstep.core.history import Event, Goodput
+from keepstep.core.history import Goodput, HistoryEvent
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
 from keepstep.steps import Epoch, StepId, Tier, merged
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir
-from keepstep_sidecar.volume.run_tree import Tree
+from keepstep_sidecar.volume.run_tree import RunTree
 
 if TYPE_CHECKING:
     from keepstep_sidecar.volume.run_file import RunRecord
-    from keepstep_sidecar.volume.run_tree import LocalShard, Refused, Scan
+    from keepstep_sidecar.volume.run_tree import LocalShard, RefusedFile, VolumeScan
 
 
 def named(step: StepStatus) -> str:
@@ -57,7 +57,7 @@ def document(step: StepStatus | None) -> dict[str, object] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holdings:
+class RunHoldings:
     """`live`: the sidecar's status, None without a sidecar. `steps` are in ascending order."""
 
     live: Status | None
@@ -79,7 +79,7 @@ class Holdings:
         return max(whole, key=lambda step: step.id, default=None)
 
 
-def read(kept: RunDir) -> Holdings:
+def read(kept: RunDir) -> RunHoldings:
     """Ask the sidecar or, without one, scan the volumes. Raises SidecarError, StorageError."""
     try:
         live = calls.status(kept.socket)
@@ -92,34 +92,34 @@ def read(kept: RunDir) -> Holdings:
     return on_volumes(kept) if live is None else of_live(live)
 
 
-def of_live(live: Status) -> Holdings:
+def of_live(live: Status) -> RunHoldings:
     """What the sidecar's status `live` says."""
     steps = sorted(live.steps, key=lambda step: step.id)
-    return Holdings(live=live, steps=tuple(steps), problems=live.warnings)
+    return RunHoldings(live=live, steps=tuple(steps), problems=live.warnings)
 
 
-def on_volumes(kept: RunDir) -> Holdings:
+def on_volumes(kept: RunDir) -> RunHoldings:
     """What the volumes hold, without the sidecar. Raises StorageError."""
     shards, problems = survey(kept)
-    return Holdings(
+    return RunHoldings(
         live=None,
         steps=of_shards(shards, epochs(kept), failures(kept)),
         problems=tuple(str(problem.error) for problem in problems),
     )
 
 
-def goodput(kept: RunDir, held: Holdings | None) -> Goodput | None:
+def goodput(kept: RunDir, held: RunHoldings | None) -> Goodput | None:
     """The goodput of all lives of the run; without a sidecar, up to the last event that it wrote.
     None if nothing is known. Never raises."""
     return held.live.goodput if held is not None and held.live is not None else history(kept)[1]
 
 
-def history(kept: RunDir) -> tuple[Sequence[Event], Goodput | None]:
+def history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
     """The history that the last sidecar left, on the volume with the newest event, and its goodput;
     None if nothing is known. Never raises."""
     from keepstep_sidecar.volume.history_file import HistoryFile
 
-    files = [HistoryFile(Tree(root).history, run=kept.run) for root in kept.roots]
+    files = [HistoryFile(RunTree(root).history, run=kept.run) for root in kept.roots]
     found = [file.read(now=time.time()) for file in files]
     known = [(events, before) for events, before in found if events]
     if not known:
@@ -128,7 +128,7 @@ def history(kept: RunDir) -> tuple[Sequence[Event], Goodput | None]:
     return events, before.after(events).goodput(events[-1].until)
 
 
-def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[Refused, ...]]:
+def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[RefusedFile, ...]]:
     """Every shard on all volumes, and every file that was refused as a shard. Raises
     StorageError."""
     scans = [_scan(root, kept.run) for root in kept.roots]
@@ -143,7 +143,7 @@ def copies(kept: RunDir) -> tuple[LocalShard, ...]:
     return tuple(shard for root in kept.roots for shard in _scan(root / DIRECTORY, kept.run).shards)
 
 
-def _scan(root: Path, run: str) -> Scan:
+def _scan(root: Path, run: str) -> VolumeScan:
     from keepstep_sidecar.volume import run_tree
 
     try:
@@ -157,7 +157,7 @@ def of_shards(
 ) -> tuple[StepStatus, ...]:
     """The status of each step that has a shard in `shards`, ascending. `failures`: the steps at
     which the script failed by itself."""
-    from keepstep.core.commit_rule import Standing, trace
+    from keepstep.core.commit_rule import StepStanding, trace
     from keepstep.core.suspicion import Failure, SuspectSteps
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
@@ -167,10 +167,10 @@ def of_shards(
         {epoch.id: epoch for epoch in epochs}, seen={step_id.epoch for step_id in by_step}
     )
     parents = {epoch.id: epoch.parent for epoch in epochs}
-    alive = {step_id for step_id in by_step if lineage.standing(step_id) is not Standing.DEAD}
+    alive = {step_id for step_id in by_step if lineage.standing(step_id) is not StepStanding.DEAD}
 
     def is_live(step_id: StepId) -> bool:
-        return lineage.standing(step_id) is Standing.LIVE
+        return lineage.standing(step_id) is StepStanding.LIVE
 
     doubt = SuspectSteps.of((Failure.of(at, parents.get, is_live) for at in failures), alive)
     return tuple(
@@ -219,7 +219,7 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
 
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
-            yield run_file.load(Tree(root).record, run=kept.run)
+            yield run_file.load(RunTree(root).record, run=kept.run)
 
 
 def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

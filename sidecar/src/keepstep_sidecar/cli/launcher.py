@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import SidecarAbsent, SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
@@ -43,7 +43,7 @@ def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
     if the lock is not free within `timeout_s`."""
     try:
-        home = Directory.opened(kept.home)
+        home = OpenDirectory.opened(kept.home)
         check_own(home)
         fd = home.open(kept.lock.name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -77,7 +77,7 @@ def note_command(kept: RunDir, pid: int) -> None:
     process = Process.of(pid)
     started = 0 if process is None else process.started
     with contextlib.suppress(OSError):  # only messages use it
-        fd = Directory.opened(kept.home).open(kept.lock.name, os.O_WRONLY | os.O_TRUNC)
+        fd = OpenDirectory.opened(kept.home).open(kept.lock.name, os.O_WRONLY | os.O_TRUNC)
         with open(fd, "w") as file:
             file.write(f"{os.getpid()}\n{pid} {started}\n")
 
@@ -85,7 +85,7 @@ def note_command(kept: RunDir, pid: int) -> None:
 def _orphaned(kept: RunDir) -> Process | None:
     """The command that a killed supervisor left, if it still lives."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        data = Directory.opened(kept.home).read(kept.lock.name, most_bytes=_TAIL_BYTES)
+        data = OpenDirectory.opened(kept.home).read(kept.lock.name, most_bytes=_TAIL_BYTES)
         pid, started = data.decode().splitlines()[1].split()
         process = Process(int(pid), int(started))
         return process if process.alive() else None
@@ -106,7 +106,7 @@ def launch(kept: RunDir) -> int:
     }  # the file has them; they would override it
     environment = {name: value for name, value in os.environ.items() if name not in settings}
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    log = Directory.opened(kept.home).open(kept.log.name, flags, 0o644)
+    log = OpenDirectory.opened(kept.home).open(kept.log.name, flags, 0o644)
     try:
         return os.posix_spawn(
             sys.executable,
@@ -268,7 +268,7 @@ def bound_log(path: Path) -> None:
     Lines written between copy and cut are lost. Raises OSError.
     """
     with contextlib.suppress(FileNotFoundError):
-        directory = Directory.opened(path.parent)
+        directory = OpenDirectory.opened(path.parent)
         fd = directory.open(path.name, os.O_RDWR)
         try:
             if (size_bytes := os.fstat(fd).st_size) > LOG_LIMIT_BYTES:
@@ -281,7 +281,7 @@ def bound_log(path: Path) -> None:
 def log_tail(path: Path) -> str:
     """The end of the log, for an error message."""
     try:
-        fd = Directory.opened(path.parent).open(path.name, os.O_RDONLY)
+        fd = OpenDirectory.opened(path.parent).open(path.name, os.O_RDONLY)
     except OSError:
         return ""
     with open(fd, "rb") as file:

@@ -14,11 +14,11 @@ from keepstep_sidecar.cli.commands.secret import secret
 from keepstep_sidecar.cli.commands.status import status
 from keepstep_sidecar.cli.commands.steps import pin, rm, steps, unpin, verify
 from keepstep_sidecar.cli.commands.ui import ui
-from keepstep_sidecar.cli.options import Group
+from keepstep_sidecar.cli.options import CommandGroup
 
 
 @click.group(
-    cls=Group,
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="keepstep")

@@ -9,13 +9,13 @@ from keepstep.core.history import Goodput
 from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
-from keepstep_sidecar.cli.inventory import Holdings, named
+from keepstep_sidecar.cli.inventory import RunHoldings, named
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration
 from keepstep_sidecar.config.sidecar import Config
 
 
-def started(kept: RunDir, held: Holdings | None, *, adopted: bool) -> str:
+def started(kept: RunDir, held: RunHoldings | None, *, adopted: bool) -> str:
     """Where the run is kept, which steps will be kept, and from where it can go on."""
     volumes = " and ".join(str(root) for root in kept.roots)
     memory = "adopted the sidecar and its memory" if adopted else f"memory in {kept.memory}"
@@ -51,11 +51,11 @@ def every(steps: int) -> str:
     return f"every {steps}{suffix} step"
 
 
-def _goes_on(held: Holdings) -> str:
+def _goes_on(held: RunHoldings) -> str:
     return f"it can go on from {_newest(held)}"
 
 
-def _newest(held: Holdings) -> str:
+def _newest(held: RunHoldings) -> str:
     newest, committed = held.newest, held.committed
     if newest is None and is_unused(held):
         return f"the beginning: {_NO_TRAINER}"
@@ -69,7 +69,7 @@ def _newest(held: Holdings) -> str:
     return text if committed == newest else f"{text}, committed is step {committed.id.step}"
 
 
-def restarted(held: Holdings | None, *, code: int, attempt: int, restarts: int) -> str:
+def restarted(held: RunHoldings | None, *, code: int, attempt: int, restarts: int) -> str:
     """How the command ended, which restart this is, and from where the command can go on."""
     place = "the sidecar does not say what it holds" if held is None else _goes_on(held)
     return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
@@ -108,12 +108,12 @@ _HOW_TO_COME = (
 )
 
 
-def is_unused(held: Holdings) -> bool:
+def is_unused(held: RunHoldings) -> bool:
     """Whether the live sidecar has seen neither a trainer nor a step of one."""
     return held.live is not None and not held.live.ranks and not held.steps
 
 
-def saved_nothing(held: Holdings) -> StepId | None:
+def saved_nothing(held: RunHoldings) -> StepId | None:
     """The step that the newest life went on from, if it has saved no step since; else None."""
     live = held.live
     if live is None or live.epoch is None or live.epoch.parent is None:
@@ -124,7 +124,7 @@ def saved_nothing(held: Holdings) -> StepId | None:
 
 def ended(
     kept: RunDir,
-    held: Holdings | None,
+    held: RunHoldings | None,
     *,
     code: int,
     freed: bool,
@@ -149,14 +149,14 @@ def ended(
     return "; ".join(parts)
 
 
-def _committed(held: Holdings | None) -> str:
+def _committed(held: RunHoldings | None) -> str:
     step = None if held is None else held.committed
     if step is None or not step.path:
         return "no step is committed"
     return f"newest committed: step {step.id.step} of epoch {step.id.epoch.number} in {step.path}"
 
 
-def _remains(kept: RunDir, held: Holdings | None) -> str:
+def _remains(kept: RunDir, held: RunHoldings | None) -> str:
     stop = shlex.join(["keepstep", "stop", "--dir", str(kept.home.parent), "--run", kept.run])
     if held is None or held.live is None:
         return f"the sidecar is down, its memory may remain in {kept.memory}: {stop}"

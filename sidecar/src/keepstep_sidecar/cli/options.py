@@ -18,7 +18,7 @@ class _Misuse(click.ClickException):
     exit_code = 2
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Lists the commands in the order in which a user needs them, and turns keepstep's errors into
     click's."""
 

@@ -38,7 +38,7 @@ import msgspec
 import tomllib
 
 from keepstep import steps
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import UsageError, few
 from keepstep_sidecar.config.settings import (
     ADDRESS,
@@ -184,26 +184,26 @@ def make_home(kept: RunDir) -> None:
     """Make the run's directory. Raises UsageError."""
     directory = kept.home.parent
     try:
-        check_own(Directory.opened(kept.home, make=True))
+        check_own(OpenDirectory.opened(kept.home, make=True))
         if directory.name == ".keepstep":  # in the user's project: git must not commit gigabytes
-            _ignore(Directory.opened(Path(os.path.realpath(directory))))
+            _ignore(OpenDirectory.opened(Path(os.path.realpath(directory))))
     except OSError as error:
         raise UsageError(
             f"cannot keep a run in {directory} ({_reason(error)}); choose --dir DIR"
         ) from error
     for root in kept.roots:
         with contextlib.suppress(OSError):  # the sidecar makes it, or says what is wrong with it
-            check_own(Directory.opened(root))
+            check_own(OpenDirectory.opened(root))
 
 
-def _ignore(directory: Directory) -> None:
+def _ignore(directory: OpenDirectory) -> None:
     with contextlib.suppress(FileExistsError):
         fd = directory.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with open(fd, "w") as file:
             file.write("*\n")
 
 
-def check_own(directory: Directory) -> None:
+def check_own(directory: OpenDirectory) -> None:
     """Raises UsageError unless the directory is of this user, and no other may write to it."""
     found, path = os.fstat(directory.fd), directory.path
     if os.environ.get(SHARED):
@@ -245,14 +245,14 @@ class _Home:
 
 def save(kept: RunDir) -> None:
     """Write the record atomically. Raises OSError, UsageError."""
-    home = Directory.opened(kept.home)
+    home = OpenDirectory.opened(kept.home)
     home.write(_RECORD, _text(kept, home), 0o644)
 
 
 def is_recorded(kept: RunDir) -> bool:
     """Whether `save` would write what stands there."""
     try:
-        home = Directory.opened(kept.home)
+        home = OpenDirectory.opened(kept.home)
         return home.read(_RECORD, most_bytes=LARGEST_FILE_BYTES) == _text(kept, home)
     except (OSError, UsageError):
         return False
@@ -262,7 +262,7 @@ def _is_data(setting: Setting) -> bool:
     return setting.for_run and setting.kind not in _NO_DATA and setting.name not in _OF_SEVERAL
 
 
-def _text(kept: RunDir, home: Directory) -> bytes:
+def _text(kept: RunDir, home: OpenDirectory) -> bytes:
     found = os.fstat(home.fd)
     text = (
         "# Written by `keepstep run`, for its sidecar and for the other commands.\n"
@@ -285,7 +285,7 @@ def load(directory: Path, run: str) -> RunDir:
     """
     home = Path(os.path.abspath(directory)) / run
     try:
-        data = Directory.opened(home).read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
+        data = OpenDirectory.opened(home).read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
         written = tomllib.loads(data.decode())
         origin = msgspec.convert(written.pop("home"), _Home)
         values = {

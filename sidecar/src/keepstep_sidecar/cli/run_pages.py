@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.core.history import Event, Goodput
+from keepstep.core.history import Goodput, HistoryEvent
 from keepstep.wire.status import Status
 from keepstep_sidecar.cli import calls, inventory, run_dir
 from keepstep_sidecar.history import KEPT
@@ -19,7 +19,7 @@ class Follower:
     def __init__(self, socket: Path) -> None:
         self._socket = socket
         self._started_at = 0.0
-        self.events: tuple[Event, ...] = ()
+        self.events: tuple[HistoryEvent, ...] = ()
 
     def status(self) -> Status | None:
         """The status; None if no sidecar listens. `events` is of the same moment. Raises
@@ -39,7 +39,10 @@ class Follower:
 
 
 def _page(
-    name: str, held: inventory.Holdings, events: tuple[Event, ...], goodput: Goodput | None
+    name: str,
+    held: inventory.RunHoldings,
+    events: tuple[HistoryEvent, ...],
+    goodput: Goodput | None,
 ) -> RunPage:
     return RunPage(
         name=name,

@@ -13,13 +13,13 @@ import click
 
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar import __version__
-from keepstep_sidecar.cli.options import Group
+from keepstep_sidecar.cli.options import CommandGroup
 from keepstep_sidecar.cli.probe import probe
 from keepstep_sidecar.config.settings import Setting, size_option
 from keepstep_sidecar.config.sidecar import SETTINGS, Config, Reporting, options
 
 
-class _Program(Group):
+class _Program(CommandGroup):
     """Runs `serve` when no command is given: pods are configured by their environment alone."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

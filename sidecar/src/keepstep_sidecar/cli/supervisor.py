@@ -25,7 +25,7 @@ from keepstep import processes
 from keepstep.errors import KeepstepError
 from keepstep.processes import Process, become_subreaper
 from keepstep.steps import StepId
-from keepstep.warm.client import Starter
+from keepstep.warm.client import CommandStarter
 from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
     calls,
@@ -35,22 +35,22 @@ from keepstep_sidecar.cli import (
     output,
     supervisor_state,
 )
-from keepstep_sidecar.cli.inventory import Holdings
+from keepstep_sidecar.cli.inventory import RunHoldings
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.cli.supervisor_state import (
     Action,
     AnnounceRestart,
     CommandEnded,
-    Do,
     Event,
     Exit,
     Forward,
-    News,
     SidecarEnded,
     Signalled,
     StartCommand,
     StartSidecar,
     Supervision,
+    SupervisorAction,
+    SupervisorNews,
     Sweep,
     Swept,
 )
@@ -214,7 +214,7 @@ class Supervisor:
     command: Sequence[str]
     restarts: int
     adopted: Process | None = None
-    starter: Starter | None = None
+    starter: CommandStarter | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -272,7 +272,9 @@ class Supervisor:
             yield SidecarEnded(time.monotonic() - sidecar.since)
         while not self._events.empty():
             event = self._events.get()
-            if event is not News.SIDECAR_UP or sidecar.process is not None:  # else it has died
+            if (
+                event is not SupervisorNews.SIDECAR_UP or sidecar.process is not None
+            ):  # else it has died
                 yield event
         self._tick()
 
@@ -305,7 +307,7 @@ class Supervisor:
 
     def _await_sidecar(self, process: Process) -> None:
         def wait() -> Event | None:
-            return News.SIDECAR_UP if self._sidecar.answers(process) else None
+            return SupervisorNews.SIDECAR_UP if self._sidecar.answers(process) else None
 
         self._in_background("wait for the sidecar", wait)
 
@@ -318,7 +320,7 @@ class Supervisor:
             case Forward(number):
                 if self._command_pid:
                     processes.send(self._command_pid, number)
-            case Do.KILL_COMMAND:
+            case SupervisorAction.KILL_COMMAND:
                 for process in self._descendants():
                     processes.send(process.pid, signal.SIGKILL)
             case Sweep(now=True):
@@ -328,16 +330,16 @@ class Supervisor:
                 self._in_background("sweep", self._end_leftovers)
             case StartSidecar(delay_s):
                 self._sidecar.start(delay_s)
-            case Do.AWAIT_SIDECAR:
+            case SupervisorAction.AWAIT_SIDECAR:
                 if self._sidecar.process is not None:  # else its death becomes the next event
                     self._await_sidecar(self._sidecar.process)
             case AnnounceRestart(attempt, code):
                 restarts, held = self.restarts, self._held()
                 note(messages.restarted(held, code=code, attempt=attempt, restarts=restarts))
-            case Do.FLUSH:
+            case SupervisorAction.FLUSH:
                 self._ending = True
                 self._in_background("flush", self._flush)
-            case Do.CLOSE:
+            case SupervisorAction.CLOSE:
                 self._ending = True
                 self._in_background("close", self._close)
             case Exit():
@@ -369,7 +371,7 @@ class Supervisor:
 
         def wait() -> Event:
             starter.wait()
-            return News.WARMED
+            return SupervisorNews.WARMED
 
         starter.prepare(self._environment)
         self._in_background("wait for the fork server", wait)
@@ -401,7 +403,7 @@ class Supervisor:
                 calls.flush(self.kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
             _try_to_note(f"not flushed: {error}")
-        return News.FINISHED
+        return SupervisorNews.FINISHED
 
     def _close(self) -> Event:
         try:
@@ -410,7 +412,7 @@ class Supervisor:
             self._closed = launcher.end(self.kept) and not launcher.slots_left(self.kept)
         except KeepstepError as error:
             _try_to_note(f"not closed: {error}")
-        return News.FINISHED
+        return SupervisorNews.FINISHED
 
     def _finish(self, action: Exit) -> None:
         self._exit = action.code
@@ -440,7 +442,7 @@ class Supervisor:
             why = "not started again, because the next start would end in the same way"
             note(f"{why}: {action.repeats}")
 
-    def _held(self) -> Holdings | None:
+    def _held(self) -> RunHoldings | None:
         """What the run holds; None if that cannot be read. An error must not stop the command."""
         try:
             return inventory.read(self.kept)

@@ -41,7 +41,7 @@ _STEADY_S: Final = 60.0
 _LONGEST_DELAY_S: Final = 30.0
 
 
-class Phase(enum.Enum):
+class SupervisorPhase(enum.Enum):
     """The state of the run; the module's docstring shows the transitions."""
 
     WAITING = "waiting"
@@ -55,7 +55,7 @@ class Phase(enum.Enum):
 # --- events ----------------------------------------------------------------------------------
 
 
-class News(enum.Enum):
+class SupervisorNews(enum.Enum):
     """Events without data."""
 
     SIDECAR_UP = "the sidecar answers"
@@ -97,13 +97,13 @@ class SidecarEnded:
     lived_s: float
 
 
-Event = News | CommandEnded | Swept | Signalled | SidecarEnded
+Event = SupervisorNews | CommandEnded | Swept | Signalled | SidecarEnded
 
 
 # --- actions ---------------------------------------------------------------------------------
 
 
-class Do(enum.Enum):
+class SupervisorAction(enum.Enum):
     """Actions without data."""
 
     KILL_COMMAND = "SIGKILL to the command and to everything that it started"
@@ -159,7 +159,7 @@ class Exit:
     repeats: str = ""
 
 
-Action = Do | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | Exit
+Action = SupervisorAction | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | Exit
 
 
 # --- the machine -----------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Supervision:
     ended, if it ended by itself and no trainer took its rank. `repeats`: as in `Exit`."""
 
     restarts: int
-    phase: Phase = Phase.WAITING
+    phase: SupervisorPhase = SupervisorPhase.WAITING
     attempt: int = 0
     code: int = NOT_STARTED
     stopping: bool = False
@@ -188,34 +188,43 @@ class Supervision:
         effect, because signals and deaths race with each other."""
         if isinstance(event, Signalled):
             return self._signalled(event)
-        if event is News.SIDECAR_UP:
+        if event is SupervisorNews.SIDECAR_UP:
             return replace(self, sidecar_up=True)._start()
-        if event is News.WARMED:
+        if event is SupervisorNews.WARMED:
             return replace(self, warming=False)._start()
         if isinstance(event, SidecarEnded):
             return self._sidecar_ended(event)
-        if isinstance(event, CommandEnded) and self.phase is Phase.RUNNING:
-            return replace(self, phase=Phase.SWEEPING, code=event.code), (Sweep(),)
-        if isinstance(event, Swept) and self.phase is Phase.SWEEPING:
+        if isinstance(event, CommandEnded) and self.phase is SupervisorPhase.RUNNING:
+            return replace(self, phase=SupervisorPhase.SWEEPING, code=event.code), (Sweep(),)
+        if isinstance(event, Swept) and self.phase is SupervisorPhase.SWEEPING:
             return self._swept(event)
-        if event is News.FINISHED and self.phase in (Phase.FLUSHING, Phase.CLOSING):
-            return replace(self, phase=Phase.ENDED), (Exit(self.code, repeats=self.repeats),)
+        if event is SupervisorNews.FINISHED and self.phase in (
+            SupervisorPhase.FLUSHING,
+            SupervisorPhase.CLOSING,
+        ):
+            return replace(self, phase=SupervisorPhase.ENDED), (
+                Exit(self.code, repeats=self.repeats),
+            )
         return self, ()
 
     def _swept(self, event: Swept) -> tuple[Supervision, tuple[Action, ...]]:
         if self.code == 0:
-            return replace(self, phase=Phase.CLOSING), (Do.CLOSE,)
+            return replace(self, phase=SupervisorPhase.CLOSING), (SupervisorAction.CLOSE,)
         if self.stopping or self.attempt >= self.restarts:
-            return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
+            return replace(self, phase=SupervisorPhase.FLUSHING), (SupervisorAction.FLUSH,)
         unleased = self.code if event.unleased and self.code < _OF_SIGNALS else None
         if repeats := event.repeats or self._of_two_lives(unleased):
-            return replace(self, phase=Phase.FLUSHING, repeats=repeats), (Do.FLUSH,)
+            return replace(self, phase=SupervisorPhase.FLUSHING, repeats=repeats), (
+                SupervisorAction.FLUSH,
+            )
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
-        waiting = replace(self, phase=Phase.WAITING, attempt=attempt, unleased=unleased)
+        waiting = replace(self, phase=SupervisorPhase.WAITING, attempt=attempt, unleased=unleased)
         # What killed the command may have killed the sidecar, too, and the event of its death may
         # come later. Only an answer proves that a restore will find the sidecar.
-        return waiting, (announce, Do.AWAIT_SIDECAR) if self.sidecar_up else (announce,)
+        return waiting, (announce, SupervisorAction.AWAIT_SIDECAR) if self.sidecar_up else (
+            announce,
+        )
 
     def _of_two_lives(self, unleased: int | None) -> str:
         if unleased is None or unleased != self.unleased:
@@ -226,42 +235,42 @@ class Supervision:
         interrupts = self.interrupts + (event.number is signal.SIGINT)
         stopping = self.stopping or event.number in STOP_SIGNALS
         after = replace(self, interrupts=interrupts, stopping=stopping)
-        if self.phase is Phase.RUNNING:
+        if self.phase is SupervisorPhase.RUNNING:
             if event.number is signal.SIGINT and interrupts > 1:
-                return after, (Do.KILL_COMMAND,)
+                return after, (SupervisorAction.KILL_COMMAND,)
             return after, () if event.delivered else (Forward(event.number),)
         if event.number not in STOP_SIGNALS:
             return after, ()
-        if self.phase is Phase.SWEEPING:
+        if self.phase is SupervisorPhase.SWEEPING:
             return after, (Sweep(now=True),) if interrupts > 1 else ()
-        if self.phase is Phase.WAITING:
+        if self.phase is SupervisorPhase.WAITING:
             return after._give_up_waiting(event.number)
-        if self.phase in (Phase.FLUSHING, Phase.CLOSING):
-            return replace(after, phase=Phase.ENDED), (Exit(self.code, interrupted=True),)
+        if self.phase in (SupervisorPhase.FLUSHING, SupervisorPhase.CLOSING):
+            return replace(after, phase=SupervisorPhase.ENDED), (Exit(self.code, interrupted=True),)
         return after, ()
 
     def _give_up_waiting(self, number: signal.Signals) -> tuple[Supervision, tuple[Action, ...]]:
         if self.attempt == 0:  # the command never ran: keep what earlier lives left in memory
-            after = replace(self, phase=Phase.ENDED, code=128 + number)
+            after = replace(self, phase=SupervisorPhase.ENDED, code=128 + number)
             return after, (Exit(after.code, interrupted=True),)
-        return replace(self, phase=Phase.FLUSHING), (Do.FLUSH,)
+        return replace(self, phase=SupervisorPhase.FLUSHING), (SupervisorAction.FLUSH,)
 
     def _start(self) -> tuple[Supervision, tuple[Action, ...]]:
         """Start the command if it waits and nothing is missing any more."""
-        if self.phase is Phase.WAITING and self.sidecar_up and not self.warming:
-            return replace(self, phase=Phase.RUNNING), (StartCommand(self.attempt),)
+        if self.phase is SupervisorPhase.WAITING and self.sidecar_up and not self.warming:
+            return replace(self, phase=SupervisorPhase.RUNNING), (StartCommand(self.attempt),)
         return self, ()
 
     def _sidecar_ended(self, event: SidecarEnded) -> tuple[Supervision, tuple[Action, ...]]:
         failures = 1 if event.lived_s >= _STEADY_S else self.sidecar_failures + 1
         after = replace(self, sidecar_up=False, sidecar_failures=failures)
-        if self.phase in (Phase.FLUSHING, Phase.CLOSING, Phase.ENDED):
+        if self.phase in (SupervisorPhase.FLUSHING, SupervisorPhase.CLOSING, SupervisorPhase.ENDED):
             return after, ()
         # A sidecar that never came up for the first start has wrong options: a retry does not help.
         # If it was up and died while the fork server imported, its options were right.
         allowed = 1 if self.attempt == 0 and not self.sidecar_up else SIDECAR_ATTEMPTS
-        if self.phase is Phase.WAITING and failures >= allowed:
-            return replace(after, phase=Phase.ENDED), (Exit(self.code),)
+        if self.phase is SupervisorPhase.WAITING and failures >= allowed:
+            return replace(after, phase=SupervisorPhase.ENDED), (Exit(self.code),)
         # no delay after the first death: a trainer may wait for this sidecar in its restore
         delay_s = 0.0 if failures < 2 else min(_LONGEST_DELAY_S, 0.25 * 2.0 ** (failures - 2))
         return after, (StartSidecar(delay_s),)

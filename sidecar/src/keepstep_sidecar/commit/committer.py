@@ -18,37 +18,37 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from keepstep.core.commit_rule import of_ranks
-from keepstep.core.history import Kind
+from keepstep.core.history import EventKind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported
 from keepstep.core.node import (
     Event,
     Flush,
-    Full,
     LastReply,
     Node,
     Publish,
     Retire,
     Scanned,
-    Wrote,
+    VolumeFull,
+    WriteEnded,
 )
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Grid, Interval, Pacing, Write
+from keepstep.core.schedule import Pacing, PersistInterval, StepGrid, Write
 from keepstep.errors import KeepstepError, NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import ReportReply
-from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
+from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
 from keepstep_sidecar.commit.leader_link import LeaderNotes
-from keepstep_sidecar.commit.lineage import Epochs, RestartStep, Rollback
-from keepstep_sidecar.concurrency import Changes, OnThread
+from keepstep_sidecar.commit.lineage import RestartStep, Rollback, RunLineage
+from keepstep_sidecar.concurrency import ChangeNotifier, OnThread
 from keepstep_sidecar.config.sidecar import RollbackRequest
-from keepstep_sidecar.history import History
-from keepstep_sidecar.log import Seldom, info, warn
-from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
+from keepstep_sidecar.history import MachineHistory
+from keepstep_sidecar.log import RareWarning, info, warn
+from keepstep_sidecar.memory.slot_pool import PooledSlot, SlotPool
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
 from keepstep_sidecar.volume.run_tree import LocalShard
-from keepstep_sidecar.volume.volume import CUT_OFF, SealedImage, VolumeSet, Written
+from keepstep_sidecar.volume.volume import CUT_OFF, SealedImage, VolumeSet, WrittenShard
 
 # --- steps on the volumes --------------------------------------------------------------------
 
@@ -64,11 +64,11 @@ class StepDirectories:
     remotes: RemoteInventory
     _: KW_ONLY
     must_stay: Callable[[StepId], bool]
-    choose: Callable[[Full], Iterable[StepId]]
+    choose: Callable[[VolumeFull], Iterable[StepId]]
     surplus: Callable[[], Collection[StepId]]
     keep: str
-    history: History
-    changes: Changes
+    history: MachineHistory
+    changes: ChangeNotifier
     retired: int = 0
     evicted: int = 0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -99,7 +99,7 @@ class StepDirectories:
             if self.retired != retired:
                 return True
             missing = size_bytes - await self.local.blocking(self.local.volumes.free_bytes)
-            doomed = list(self.choose(Full(missing, self.local.sizes)))
+            doomed = list(self.choose(VolumeFull(missing, self.local.sizes)))
             surplus = self.surplus()
             early = [step_id for step_id in doomed if step_id not in surplus]
             for step_id in early:
@@ -173,7 +173,7 @@ class ImageWriter:
         """Whether no sealed image is being written."""
         return not self.running
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WrittenShard | None:
         """Write the shard and return it, durable; None if that failed. Never raises an Exception,
         because the node must hear of the end in any case."""
         try:
@@ -197,7 +197,7 @@ class ImageWriter:
             self.trouble, self.failed = str(error), write.id
         return None
 
-    def _base_of(self, slot: Slot, control: ControlPage) -> SealedImage | None:
+    def _base_of(self, slot: PooledSlot, control: ControlPage) -> SealedImage | None:
         """The base of an image, which stays as long as the image does. Raises UsageError."""
         if control.base is None:
             return None
@@ -208,8 +208,8 @@ class ImageWriter:
         return SealedImage(view=found.file.view, layout=found.layout, control=sealed)
 
     async def _write_with_room(
-        self, slot: Slot, control: ControlPage, base: SealedImage | None
-    ) -> Written:
+        self, slot: PooledSlot, control: ControlPage, base: SealedImage | None
+    ) -> WrittenShard:
         volumes = self.local.volumes
         write = functools.partial(volumes.write, slot.file.view, slot.layout, control, base=base)
         size_bytes = slot.layout.size_bytes + (base.layout.size_bytes if base else 0)
@@ -221,7 +221,7 @@ class ImageWriter:
                 if not await self.directories.make_room(size_bytes, retired=retired):
                     raise
 
-    def _count(self, written: Written) -> None:
+    def _count(self, written: WrittenShard) -> None:
         self.trouble = ""
         self.totals.bytes += written.bytes
         self.totals.seconds += written.seconds
@@ -259,21 +259,21 @@ class Committer:
         remotes: RemoteInventory,
         names: Executor,
         writers: Sequence[Executor],
-        changes: Changes,
+        changes: ChangeNotifier,
         spawn: Spawn,
         keep: Retention,
-        grid: Grid,
+        grid: StepGrid,
         pacing: Pacing | None = None,
         alone: bool = False,
         rollback_request: RollbackRequest | None = None,
-        history: History | None = None,
+        history: MachineHistory | None = None,
     ) -> None:
         """`names`: an executor of one thread, which changes names on the volumes. `writers`: see
         `ImageWriter`. `pacing`: None when a person chose which steps are persisted. `alone`: see
         `LeaderView`. `rollback_request`: the step to go back to."""
         self.remotes = remotes
         self.local_shards = local = LocalShards(volumes, OnThread(names))
-        self.copies = Copies(local, slots, remotes)
+        self.copies = ReachableCopies(local, slots, remotes)
         self.rollback = Rollback(
             rollback_request, lambda: local.record.epochs, asked=local.record.asked
         )
@@ -289,10 +289,10 @@ class Committer:
             in_use=lambda step_id: self.rollback.names(step_id) or remotes.in_use(step_id),
             may_write=lambda step_id: self.epochs.writes(step_id),
         )
-        self.epochs = Epochs(self.node, remotes, local)
+        self.epochs = RunLineage(self.node, remotes, local)
         self.restart = RestartStep(self.node, self.copies, self.rollback, local)
         self.notes = LeaderNotes(self.node.leader_view, local)
-        self._history = history or History()
+        self._history = history or MachineHistory()
         self.directories = StepDirectories(
             local,
             remotes,
@@ -307,7 +307,7 @@ class Committer:
         self._changes = changes
         self._spawn = spawn
         self._starting: dict[EpochId, asyncio.Future[None]] = {}
-        self._seldom = Seldom(_COMMITTED_S)
+        self._seldom = RareWarning(_COMMITTED_S)
         self.feed(Scanned(in_doubt=True))
 
     @property
@@ -344,9 +344,9 @@ class Committer:
                         info("step.committed", step=str(action.id), left_out=left_out)
                 case Committed():
                     pass
-                case Interval():
+                case PersistInterval():
                     info("persist.interval_changed", steps=action.steps, limited_by=action.limit)
-                    self._history.note(Kind.INTERVAL, count=action.steps, text=action.limit)
+                    self._history.note(EventKind.INTERVAL, count=action.steps, text=action.limit)
                 case _:
                     left.append(action)
         return left
@@ -376,7 +376,7 @@ class Committer:
             if not all(map(self.node.must_stay, self.node.deferred)):
                 await self.refresh()
 
-    def _least_valuable(self, full: Full) -> list[StepId]:
+    def _least_valuable(self, full: VolumeFull) -> list[StepId]:
         self.read_ledger()
         return [action.id for action in self.feed(full)]
 
@@ -384,7 +384,7 @@ class Committer:
         self.images.running.add(write)
         try:
             written = await self.images.write(write)
-            ended = Wrote(write.rank, write.id, written is not None)
+            ended = WriteEnded(write.rank, write.id, written is not None)
             if written is not None:
                 self.wrote(written.shard)
                 ended = replace(

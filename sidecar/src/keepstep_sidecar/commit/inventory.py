@@ -1,6 +1,7 @@
 """Who holds which shards: `LocalShards` for this machine's volumes, `RemoteInventory` beyond it.
 
-`Copies` puts both and the slots together: what the ledger is told, and where a copy can be read.
+`ReachableCopies` puts both and the slots together: what the ledger is told, and where a copy can be
+read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.source import ShardSource, local_source
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.volume.run_file import RunRecord
-from keepstep_sidecar.volume.run_tree import LocalShard, Scan
+from keepstep_sidecar.volume.run_tree import LocalShard, VolumeScan
 from keepstep_sidecar.volume.volume import VolumeSet
 
 if TYPE_CHECKING:  # they are only imported where they are configured
@@ -73,7 +74,7 @@ class LocalShards:
         except Exception as error:  # any error: silence would look like an empty volume
             _log.exception("volume.scan_crashed")
             roots = [volume.root for volume in self.volumes.volumes]
-            scan, aside = Scan(unread=dict.fromkeys(roots, str(error))), 0
+            scan, aside = VolumeScan(unread=dict.fromkeys(roots, str(error))), 0
         # No await from here on: lost shards must never be seen as merely absent.
         reasons = "; ".join(dict.fromkeys(scan.unread.values()))
         self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
@@ -97,7 +98,7 @@ class LocalShards:
         self.scanned_at = min(self.scanned_at, time.monotonic())
         return drive_bytes
 
-    def _survey(self) -> tuple[Scan, int, int]:
+    def _survey(self) -> tuple[VolumeScan, int, int]:
         """The scan of all volumes, the number of files in quarantine after it, and the size of the
         drives."""
         scan = self.volumes.scan()
@@ -453,7 +454,7 @@ def _with_last_seen(
 # --- all copies ------------------------------------------------------------------------------
 
 
-class Copies:
+class ReachableCopies:
     """The copies within reach: in slots, on volumes, on remote tiers. Sends no requests, decides
     nothing.
 

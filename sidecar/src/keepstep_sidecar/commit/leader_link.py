@@ -14,7 +14,7 @@ from keepstep.core.vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.inventory import LocalShards
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import warn
 
 
@@ -26,7 +26,7 @@ class LeaderLink:
     the last report is to be sent now. `ended`: it was sent.
     """
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: ChangeNotifier) -> None:
         self.tried_at = NEVER
         self.replied_at: float | None = None
         self.finishing = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from keepstep.core.commit_rule import Standing
+from keepstep.core.commit_rule import StepStanding
 from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
 from keepstep.core.shard import Shard, StepShards
@@ -20,7 +20,7 @@ from keepstep.core.suspicion import KEPT, WITHIN, Failure, SuspectSteps, newest
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import ReportReply
-from keepstep_sidecar.commit.inventory import Copies, LocalShards, RemoteInventory
+from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
 from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.log import warn
 
@@ -28,7 +28,7 @@ Row = TypeVar("Row", Shard, StepShards)
 
 
 @dataclass(eq=False)
-class Epochs:
+class RunLineage:
     """The epochs of one run. `current`: the one in which a live trainer works, None while unknown.
     What concerns another run does nothing when the run is not a fork. `training`: the ranks whose
     trainers live here and have restored."""
@@ -256,7 +256,7 @@ class RestartStep:
     """Says which step this machine expects. The trainers' own vote decides."""
 
     node: Node
-    copies: Copies
+    copies: ReachableCopies
     rollback: Rollback
     local: LocalShards
     _reported: tuple[Failure, ...] = ()
@@ -287,7 +287,7 @@ class RestartStep:
         ledger = self.node.ledger
 
         def alive(step_id: StepId) -> bool:
-            return ledger.lineage.standing(step_id) is Standing.LIVE
+            return ledger.lineage.standing(step_id) is StepStanding.LIVE
 
         reported = (
             Failure(at=failure.at, after=tuple(filter(alive, failure.after)))

@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from keepstep.core.shard import Shard
-from keepstep.core.vote import NEVER, View
+from keepstep.core.vote import NEVER, VoteFacts
 from keepstep.steps import StepId, Tier
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.concurrency import Changes, Tasks
+from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.tier import RemoteTier, TierStatus
 
@@ -32,7 +32,7 @@ class RemoteTiers:
     see `RunFacts`."""
 
     committer: Committer
-    changes: Changes
+    changes: ChangeNotifier
     operated: bool
     leads: bool
     _listed: tuple[tuple[Peer, ...], Mapping[str, str], str, bool] | None = None
@@ -83,10 +83,11 @@ class RemoteTiers:
             self._meeting -= 1
             self.changes.ring()
 
-    def view(self, *, held: bool, replied_at: float) -> View:
-        """The facts that decide whether a rank may vote; `held`, `replied_at`: as in `View`."""
+    def view(self, *, held: bool, replied_at: float) -> VoteFacts:
+        """The facts that decide whether a rank may vote; `held`, `replied_at`: as in
+        `VoteFacts`."""
         peers, others = self._remotes.peers, bool(self._listed and any(self._listed[:2]))
-        return View(
+        return VoteFacts(
             scanned_at=self._local_shards.scanned_at,
             replied_at=replied_at,
             tiers=bool(self.remote_tiers),

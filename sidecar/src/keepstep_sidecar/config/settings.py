@@ -96,7 +96,7 @@ LARGEST_FILE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Kind:
+class SettingKind:
     """What a value may be. `parse` takes the value as a file or a person writes it, and returns it
     as the program uses it (None: as if it were not given). It raises a ValueError that says what is
     allowed."""
@@ -112,7 +112,7 @@ class Setting:
     setting, too; the others are only for programs that start sidecars."""
 
     field: str
-    kind: Kind
+    kind: SettingKind
     help: str
     default: Any
     several: bool = False
@@ -171,7 +171,7 @@ class Setting:
 REQUIRED: Final = dataclasses.MISSING
 
 
-def setting(kind: Kind, default: Any, text: str, **options: Any) -> Any:
+def setting(kind: SettingKind, default: Any, text: str, **options: Any) -> Any:
     """A field that is a setting. `options`: those of Setting."""
     metadata = {"kind": kind, "help": text, "default": default, **options}
     return dataclasses.field(default=default, metadata=metadata)
@@ -194,7 +194,7 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def whole(least: int, most: int | None = None) -> Kind:
+def whole(least: int, most: int | None = None) -> SettingKind:
     """A kind for whole numbers, such as steps, slots or threads."""
     allowed = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
 
@@ -206,7 +206,7 @@ def whole(least: int, most: int | None = None) -> Kind:
             raise ValueError(f"{value!r} is not {allowed}")
         return int(text)
 
-    return Kind("N", parse)
+    return SettingKind("N", parse)
 
 
 def _positive(value: object) -> float:
@@ -219,7 +219,7 @@ def _positive(value: object) -> float:
     return number
 
 
-def one_of(kinds: type[enum.Enum]) -> Kind:
+def one_of(kinds: type[enum.Enum]) -> SettingKind:
     """A kind for the values of an enum."""
     values = [str(kind.value) for kind in kinds]
 
@@ -228,7 +228,7 @@ def one_of(kinds: type[enum.Enum]) -> Kind:
             raise ValueError(f"{value!r} is not one of {', '.join(values)}")
         return kinds(value)
 
-    return Kind("|".join(values), parse)
+    return SettingKind("|".join(values), parse)
 
 
 def _rate(value: object) -> int:
@@ -278,20 +278,20 @@ def _switch(value: object) -> bool:
     raise ValueError(f"{value!r} is not true or false")
 
 
-TEXT: Final = Kind("NAME", lambda value: _words(value) or None)
-ADDRESS: Final = Kind("HOST:PORT", TEXT.parse)
-URL: Final = Kind("URL", TEXT.parse)
-PEM: Final = Kind("PEM", TEXT.parse)
-STEP: Final = Kind("[RUN/]STEP", TEXT.parse)
-DIR: Final = Kind("DIR", _path)
-PATH: Final = Kind("PATH", _path)
-PLACE: Final = Kind("URL", _place)
-POSITIVE: Final = Kind("X", _positive)
-SIZE: Final = Kind("SIZE", lambda value: parse_size(_words(value)))
-RATE: Final = Kind("SIZE", _rate)
-DURATION: Final = Kind("DURATION", _duration)
-SPAN: Final = Kind("K|DURATION", _span)
-SWITCH: Final = Kind("", _switch)
+TEXT: Final = SettingKind("NAME", lambda value: _words(value) or None)
+ADDRESS: Final = SettingKind("HOST:PORT", TEXT.parse)
+URL: Final = SettingKind("URL", TEXT.parse)
+PEM: Final = SettingKind("PEM", TEXT.parse)
+STEP: Final = SettingKind("[RUN/]STEP", TEXT.parse)
+DIR: Final = SettingKind("DIR", _path)
+PATH: Final = SettingKind("PATH", _path)
+PLACE: Final = SettingKind("URL", _place)
+POSITIVE: Final = SettingKind("X", _positive)
+SIZE: Final = SettingKind("SIZE", lambda value: parse_size(_words(value)))
+RATE: Final = SettingKind("SIZE", _rate)
+DURATION: Final = SettingKind("DURATION", _duration)
+SPAN: Final = SettingKind("K|DURATION", _span)
+SWITCH: Final = SettingKind("", _switch)
 
 
 # --- by click --------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from keepstep.core.ledger import Alarm
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.wire.member_reports import LeaderReply, MemberReport
-from keepstep.wire.run_reports import Requested
-from keepstep_sidecar.concurrency import Changes
+from keepstep.wire.run_reports import LeaderAnswer
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.log import warn
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.leader.hub import Member
+    from keepstep_sidecar.leader.hub import MemberConnection
 
 OWN = 0
 """The node rank of the leader itself."""
@@ -46,18 +46,18 @@ class Host:
     """On one event loop. `own`: is given what the leader's own sidecar is to be told without being
     asked. `alarmed`: is given what a person should look at."""
 
-    def __init__(self, leader: Leader, changes: Changes) -> None:
+    def __init__(self, leader: Leader, changes: ChangeNotifier) -> None:
         self.leader = leader
         self.own: Callable[[LeaderReply], None] = lambda reply: None
         self.alarmed: Callable[[Alarm], None] = lambda alarm: None
         self._changes = changes
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, MemberConnection] = {}
         self._refused: dict[int, tuple[float, str]] = {}
         self._missing: dict[int, float] = {}
         self._due: asyncio.TimerHandle | None = None
         self._answers: asyncio.TimerHandle | None = None
         self._patient = True
-        self._pending: dict[Member, bytes] = {}
+        self._pending: dict[MemberConnection, bytes] = {}
         self._silent_until = 0.0
 
     # --- frames ------------------------------------------------------------------------------
@@ -72,14 +72,14 @@ class Host:
             self._soon()
         return reply
 
-    def take(self, member: Member, frame: bytes) -> None:
+    def take(self, member: MemberConnection, frame: bytes) -> None:
         """A frame of a member."""
         before = self._pending.pop(member, None)
         if before is None or self._take_in(member, before):
             self._pending[member] = frame
             self._soon()
 
-    def _take_in(self, member: Member, frame: bytes) -> bool:
+    def _take_in(self, member: MemberConnection, frame: bytes) -> bool:
         """Returns False if it is refused."""
         try:
             member_report = _decode(frame)
@@ -109,7 +109,7 @@ class Host:
         for alarm in self.leader.settle(at=time.time()):
             self.alarmed(alarm)
 
-    def _refuse(self, member: Member, reason: str) -> None:
+    def _refuse(self, member: MemberConnection, reason: str) -> None:
         now = time.monotonic()
         if self._refused.get(member.node_rank, (0.0, ""))[1] != reason:
             warn("leader.member_refused", member=str(member), reason=reason)
@@ -117,7 +117,7 @@ class Host:
         member.refuse(reason)
         self._changes.ring()
 
-    def gone(self, member: Member) -> None:
+    def gone(self, member: MemberConnection) -> None:
         """A connection has ended."""
         if (frame := self._pending.pop(member, None)) is not None:
             self._take_in(member, frame)
@@ -128,7 +128,7 @@ class Host:
 
     # --- the operator ------------------------------------------------------------------------
 
-    def answered(self, answer: Requested) -> None:
+    def answered(self, answer: LeaderAnswer) -> None:
         """The operator has answered a report of the run."""
         self.leader.answered(answer, at=time.time())
         self._settle()

@@ -13,21 +13,23 @@ import ssl
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from keepstep_sidecar.log import Seldom
-from keepstep_sidecar.tiers.peer.frames import LIMITS, Frames, Kind, Limits
-from keepstep_sidecar.tiers.peer.tls import Identity, explain
+from keepstep_sidecar.log import RareWarning
+from keepstep_sidecar.tiers.peer.frames import LIMITS, ConnectionLimits, FrameKind, Frames
+from keepstep_sidecar.tiers.peer.tls import PodIdentity, explain
 
 HELLO_BYTES: Final = 16
 _MOST_NODES: Final = 4096
 _MOST_OF_A_NODE: Final = 2
 
-_complain = Seldom()
+_complain = RareWarning()
 
 
-class Member:
+class MemberConnection:
     """One connection of a member, that of the sidecar at `address`."""
 
-    def __init__(self, hub: Hub, secure: ssl.SSLSocket, identity: Identity, address: str) -> None:
+    def __init__(
+        self, hub: Hub, secure: ssl.SSLSocket, identity: PodIdentity, address: str
+    ) -> None:
         self.identity, self.address = identity, address
         self.sidecar = b""
         self._hub = hub
@@ -49,7 +51,8 @@ class Member:
 
     @property
     def quiet_s(self) -> float:
-        """For how long nothing was heard. Beyond `Limits.keep_alive_s` it is likely lost."""
+        """For how long nothing was heard. Beyond `ConnectionLimits.keep_alive_s` it is likely
+        lost."""
         return self._frames.quiet_s
 
     def send(self, frame: bytes) -> None:
@@ -64,11 +67,11 @@ class Member:
         """Close the connection at once."""
         self._frames.close(reason)
 
-    def _take(self, kind: Kind, body: bytes) -> None:
-        if kind is Kind.HELLO and not self.sidecar and len(body) == HELLO_BYTES:
+    def _take(self, kind: FrameKind, body: bytes) -> None:
+        if kind is FrameKind.HELLO and not self.sidecar and len(body) == HELLO_BYTES:
             self.sidecar = body
             self._hub.enter(self)
-        elif kind is not Kind.MESSAGE or not self.sidecar:
+        elif kind is not FrameKind.MESSAGE or not self.sidecar:
             self.refuse("a member says hello once, before all else")
         elif body:
             self._hub.take(self, body)
@@ -78,34 +81,34 @@ class Hub:
     """All members of a run, on the event loop on which it is made.
 
     `take(member, frame)`: a member has sent a frame. `gone(member)`: its connection has ended;
-    called once for each member that was connected, also after `Member.refuse`. A new connection
-    replaces an earlier one of the same sidecar, or one that has missed a sign of life. Otherwise
-    the user has two members of one node rank, and decides which to refuse.
+    called once for each member that was connected, also after `MemberConnection.refuse`. A new
+    connection replaces an earlier one of the same sidecar, or one that has missed a sign of life.
+    Otherwise the user has two members of one node rank, and decides which to refuse.
     """
 
     def __init__(
         self,
-        take: Callable[[Member, bytes], None],
-        gone: Callable[[Member], None],
+        take: Callable[[MemberConnection, bytes], None],
+        gone: Callable[[MemberConnection], None],
         *,
         nodes: int = _MOST_NODES,
-        limits: Limits = LIMITS,
+        limits: ConnectionLimits = LIMITS,
     ) -> None:
         """`nodes`: how many the run has, at most."""
         self.take, self.limits = take, limits
         self._gone = gone
         self._nodes = nodes
         self._loop = asyncio.get_running_loop()
-        self._arriving: dict[int, Member] = {}
-        self._members: dict[int, list[Member]] = {}
+        self._arriving: dict[int, MemberConnection] = {}
+        self._members: dict[int, list[MemberConnection]] = {}
         self._closed = False
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[MemberConnection]:
         """All that are connected."""
         for members in list(self._members.values()):
             yield from list(members)
 
-    def join(self, secure: ssl.SSLSocket, identity: Identity, address: str) -> None:
+    def join(self, secure: ssl.SSLSocket, identity: PodIdentity, address: str) -> None:
         """Take over the connection of a pod of this run; from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._arrive, secure, identity, address)
@@ -120,10 +123,10 @@ class Hub:
 
     # --- members come and go -----------------------------------------------------------------
 
-    def _arrive(self, secure: ssl.SSLSocket, identity: Identity, address: str) -> None:
+    def _arrive(self, secure: ssl.SSLSocket, identity: PodIdentity, address: str) -> None:
         if self._closed:
             return secure.close()
-        member = Member(self, secure, identity, address)
+        member = MemberConnection(self, secure, identity, address)
         if identity.node_rank >= self._nodes:
             return member.refuse(f"the run has {self._nodes} nodes at most")
         before = self._arriving.get(identity.node_rank)
@@ -132,7 +135,7 @@ class Hub:
         self._arriving[identity.node_rank] = member
         return None
 
-    def enter(self, member: Member) -> None:
+    def enter(self, member: MemberConnection) -> None:
         """It has said hello."""
         rank = member.node_rank
         if self._arriving.get(rank) is member:
@@ -150,7 +153,7 @@ class Hub:
         member.send(b"")
         return None
 
-    def leave(self, member: Member, reason: str) -> None:
+    def leave(self, member: MemberConnection, reason: str) -> None:
         """Its connection has ended."""
         rank = member.node_rank
         if self._arriving.get(rank) is member:

@@ -22,7 +22,7 @@ from keepstep_sidecar.concurrency import detached
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.leader.hub import HELLO_BYTES
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.tiers.peer.frames import LIMITS, Frames, Kind, Limits
+from keepstep_sidecar.tiers.peer.frames import LIMITS, ConnectionLimits, FrameKind, Frames
 from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Tls, explain, of_peer
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _PAUSE_S: Final = (0.1, 2.0)
 _LEADER: Final = 0
 
 
-class Link:
+class LeaderConnection:
     """The connection to the leader at `address`, on the event loop that runs `run`.
 
     `connected`: frames can be sent. `reason`: why not, for a person; '' while connected.
@@ -49,7 +49,7 @@ class Link:
         take: Callable[[bytes], None],
         changed: Callable[[], None],
         connect_s: float = CONNECT_S,
-        limits: Limits = LIMITS,
+        limits: ConnectionLimits = LIMITS,
     ) -> None:
         """`address`: `host:port`. Raises UsageError. `connect_s`: the longest time that each part
         of connecting takes."""
@@ -110,12 +110,12 @@ class Link:
             limits=self._limits,
         )
         try:
-            frames.send(self._sidecar, Kind.HELLO)
+            frames.send(self._sidecar, FrameKind.HELLO)
             return await ended
         finally:
             frames.close()
 
-    def _received(self, kind: Kind, body: bytes) -> None:
+    def _received(self, kind: FrameKind, body: bytes) -> None:
         self._is(connected=True, reason="")
         if body:
             self._take(body)

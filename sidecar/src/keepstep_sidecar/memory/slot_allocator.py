@@ -20,7 +20,7 @@ from pathlib import Path
 
 from keepstep.errors import NoMemoryError
 from keepstep.image import Layout
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, Leases, sees_all
@@ -32,7 +32,7 @@ from keepstep_sidecar.memory.slot_file import (
     slot_name,
     slot_number,
 )
-from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots, SlotPool, SlotSet
 
 _MOST_THREADS = 4
 _FIRST_HUGE = 100_000_000
@@ -51,14 +51,14 @@ _log = logging.getLogger("keepstep.sidecar")
 
 
 @dataclass(eq=False, kw_only=True)
-class Allocator:
+class SlotAllocator:
     """Decides how many slots there are (`SlotSet.target`), and makes them. Memory limit and tmpfs
     space are divided among this machine's ranks. `run` is its worker, one task per thread."""
 
     config: Config
     pool: SlotPool
     leases: Leases
-    changes: Changes
+    changes: ChangeNotifier
     threads: int = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
     _stop: threading.Event = field(default_factory=threading.Event)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -252,7 +252,7 @@ class Allocator:
             slot_set.target += 1
             self.fill(slot_set)
 
-    async def base_slot(self, slots: RankSlots, layout: Layout) -> Slot:
+    async def base_slot(self, slots: RankSlots, layout: Layout) -> PooledSlot:
         """A new slot to read a base of this layout into. Raises NoMemoryError."""
         size_bytes = layout.size_bytes
         slot_set = slots.bases.sets.setdefault(layout.id, SlotSet(layout))
@@ -271,7 +271,7 @@ class Allocator:
         await self.changes.until(reserved, timeout_s=600.0)
         if index is None:
             raise NoMemoryError(slot_set.failure or "no base was made in time", code="no-slot")
-        return Slot(slot_set, index)
+        return PooledSlot(slot_set, index)
 
     def _most(self, slots: RankSlots, slot_set: SlotSet, lease: Lease | None) -> int:
         """How many slots this set may have for a restore: one more than usual, if it fits."""

@@ -31,7 +31,7 @@ from keepstep.errors import NoMemoryError, StorageError, UsageError
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume.volume import Ownership
+from keepstep_sidecar.volume.volume import FileLock
 
 USUAL_MOUNT: Final = Path("/dev/hugepages")
 """Where systemd mounts hugetlbfs. `keepstep run` looks there."""
@@ -327,7 +327,7 @@ class DirectoryLock:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._directory = config.memory_dir
-        self._lock: Ownership | None = None
+        self._lock: FileLock | None = None
         self._above: int | None = None
 
     def take(self) -> None:
@@ -362,7 +362,7 @@ class DirectoryLock:
             return
         make_way(path, keep_own=True)
         try:
-            taken = Ownership(path)
+            taken = FileLock(path)
         except StorageError as error:
             raise UsageError(f"the memory directory {error}") from error
         if self._lock is not None:

@@ -44,21 +44,21 @@ class RankSlots:
         """The tables of all slot sets, which say which slot is filled next."""
         return [slot_set.table for slot_set in self.slot_sets.values()]
 
-    def find(self, step_id: StepId) -> Slot | None:
+    def find(self, step_id: StepId) -> PooledSlot | None:
         """The slot with this sealed, live image; None if there is none."""
         return self._first(lambda slot_set: slot_set.table.holds(step_id))
 
-    def named(self, name: str) -> Slot | None:
+    def named(self, name: str) -> PooledSlot | None:
         """The slot with this name; None if there is none."""
         return self._first(lambda slot_set: slot_set.index_of(name))
 
-    def filling(self) -> Slot | None:
+    def filling(self) -> PooledSlot | None:
         """The slot that the trainer fills now; None if there is none."""
         return self._first(lambda slot_set: slot_set.table.assigned)
 
-    def _first(self, where: Callable[[SlotSet], int | None]) -> Slot | None:
+    def _first(self, where: Callable[[SlotSet], int | None]) -> PooledSlot | None:
         found = ((slot_set, where(slot_set)) for slot_set in self.slot_sets.values())
-        return next((Slot(at, index) for at, index in found if index is not None), None)
+        return next((PooledSlot(at, index) for at, index in found if index is not None), None)
 
     def sealed(self) -> list[StepId]:
         """Live images of all slot sets, oldest first."""
@@ -71,7 +71,7 @@ class RankSlots:
         sizes = (slot_set.size_bytes for slot_set in self.slot_sets.values())
         return sum(sizes) + self.bases.size_bytes
 
-    def refer(self, slot: Slot, control: ControlPage) -> bool:
+    def refer(self, slot: PooledSlot, control: ControlPage) -> bool:
         """The image in this slot is sealed with `control`. False if the base that it refers to is
         not here."""
         if control.base is not None and self.bases.find(control.base) is None:
@@ -110,11 +110,11 @@ class SlotPool:
             self.ranks[rank] = RankSlots(rank)
         return self.ranks[rank]
 
-    def find(self, rank: int, step_id: StepId) -> Slot | None:
+    def find(self, rank: int, step_id: StepId) -> PooledSlot | None:
         """The slot with this image; None if there is none."""
         return self.ranks[rank].find(step_id) if rank in self.ranks else None
 
-    def images(self, step_id: StepId) -> dict[int, Slot]:
+    def images(self, step_id: StepId) -> dict[int, PooledSlot]:
         """By rank, the slots with an image of this step."""
         return {rank: at for rank, slots in self.ranks.items() if (at := slots.find(step_id))}
 
@@ -227,7 +227,7 @@ class SlotPool:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def sound(self, rank: int, step_id: StepId, *, bad: Collection[str] = ()) -> Slot | None:
+    def sound(self, rank: int, step_id: StepId, *, bad: Collection[str] = ()) -> PooledSlot | None:
         """The slot with this image, if it still verifies. Otherwise the image is no candidate any
         more.
 
@@ -250,11 +250,11 @@ class SlotPool:
                 slot.slot_set.table.forget(lambda sealed: sealed == step_id)
         return None
 
-    def base_of(self, slot: Slot) -> Slot | None:
+    def base_of(self, slot: PooledSlot) -> PooledSlot | None:
         """The slot with the base to which the image in `slot` refers; None if it has none."""
         return None if slot.base is None else self.rank(slot.layout.rank).bases.find(slot.base)
 
-    def _base_damage(self, slot: Slot, bad: Collection[str]) -> str:
+    def _base_damage(self, slot: PooledSlot, bad: Collection[str]) -> str:
         """Why the base of this image cannot be used; '' when it can, or there is none."""
         if (ref := slot.base) is None:
             return ""
@@ -394,7 +394,7 @@ _generations = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Use:
+class Assignment:
     """What a slot is used for now. `generation` None: the slot was assigned before this sidecar
     started, so any generation is accepted. `tier`: where its image came from. `base`: to what the
     image refers that the slot holds or, while it is filled, held."""
@@ -405,7 +405,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Assigned:
+class AssignedSlot:
     """A slot that the trainer fills from now on. `lost`: the step that the slot held until now."""
 
     index: int
@@ -414,7 +414,7 @@ class Assigned:
 
 
 @dataclass(frozen=True)
-class Slot:
+class PooledSlot:
     """One slot: its place in its slot set, which does not change while the slot is used."""
 
     slot_set: SlotSet
@@ -493,14 +493,14 @@ class SlotSet:
         self.table = SlotTable(0)
         self.files: list[SlotFile] = []
         self.orphans: dict[str, SlotFile] = {}
-        self.uses: list[Use] = []
+        self.uses: list[Assignment] = []
 
     # --- slots come and go -------------------------------------------------------------------
 
     def add(self, file: SlotFile) -> int:
         """Add an empty slot. Returns its index."""
         self.files.append(file)
-        self.uses.append(Use())
+        self.uses.append(Assignment())
         return self.table.add()
 
     def adopt(self, file: SlotFile, control: ControlPage | None) -> None:
@@ -510,7 +510,7 @@ class SlotSet:
         else:
             index = self.add(file)
             self.table.adopt(index, control.id)
-            self.uses[index] = Use(base=control.base)
+            self.uses[index] = Assignment(base=control.base)
 
     def admit_orphans(self) -> None:
         """Use the orphans: no trainer can be filling them."""
@@ -564,19 +564,19 @@ class SlotSet:
 
     # --- the trainer fills -------------------------------------------------------------------
 
-    def assign(self) -> Assigned | None:
+    def assign(self) -> AssignedSlot | None:
         """The next slot to fill; None while there is none."""
         if (index := self.table.assign(growing=self.count < self.target)) is None:
             return None
         generation = next(_generations)
-        self.uses[index] = Use(generation, base=self.uses[index].base)
-        return Assigned(index, generation, self.table.slots[index].id)
+        self.uses[index] = Assignment(generation, base=self.uses[index].base)
+        return AssignedSlot(index, generation, self.table.slots[index].id)
 
-    def assigned(self) -> Assigned | None:
+    def assigned(self) -> AssignedSlot | None:
         """The slot that is being filled, as `assign` returned it; None if there is none."""
         if (index := self.table.assigned) is None:
             return None
-        return Assigned(index, self.uses[index].generation or 0, None)
+        return AssignedSlot(index, self.uses[index].generation or 0, None)
 
     def hold(self, name: str) -> bool:
         """A live trainer has been filling this slot since before the sidecar started. Returns False
@@ -596,7 +596,7 @@ class SlotSet:
             return False
         if assigned is None:
             self.table.hold(index)
-            self.uses[index] = Use(None, base=self.uses[index].base)
+            self.uses[index] = Assignment(None, base=self.uses[index].base)
         return True
 
     # --- asking ------------------------------------------------------------------------------
@@ -674,7 +674,7 @@ class BaseSlots:
         index = empty if step is None else self.current.table.holds(step)
         return None if index is None else self.current.files[index]
 
-    def find(self, ref: BaseRef) -> Slot | None:
+    def find(self, ref: BaseRef) -> PooledSlot | None:
         """The slot with this base, which its trainer may just have sealed."""
         if (slot_set := self.sets.get(ref.layout)) is None:
             return None
@@ -685,7 +685,7 @@ class BaseSlots:
             slot_set.table.adopt(index, ref.step)
             if slot_set is self.current:
                 self.step = ref.step
-        return Slot(slot_set, index)
+        return PooledSlot(slot_set, index)
 
     def adopt(self, file: SlotFile, control: ControlPage | None) -> bool:
         """Take over a base that existed when the sidecar started; False if it is not sealed."""

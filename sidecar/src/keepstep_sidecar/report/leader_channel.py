@@ -12,19 +12,19 @@ import msgspec
 from keepstep.errors import UsageError
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.member_reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.host import Host
-from keepstep_sidecar.log import Seldom
+from keepstep_sidecar.log import RareWarning
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.leader.link import Link
+    from keepstep_sidecar.leader.link import LeaderConnection
 
 _CONNECTED_S = 2.0
 _ANSWER_S = 10.0
 _LAST_WORD_S = 3.0
 
 _decode = msgspec.json.Decoder(LeaderReply).decode
-_complain = Seldom()
+_complain = RareWarning()
 
 
 class ReportFailed(Exception):
@@ -44,10 +44,10 @@ class Channel:
 
     def __init__(
         self,
-        link: Link | None,
+        link: LeaderConnection | None,
         *,
         frame: MemberReport,
-        changes: Changes,
+        changes: ChangeNotifier,
         epoch: Callable[[], EpochId | None],
         leaves: Callable[[], bool],
     ) -> None:
@@ -137,7 +137,7 @@ class OwnChannel(Channel):
     def __init__(
         self,
         host: Host,
-        link: Link | None,
+        link: LeaderConnection | None,
         *,
         last: Callable[[], Awaitable[None]],
         **options: Any,
@@ -170,7 +170,7 @@ class OwnChannel(Channel):
 class LinkChannel(Channel):
     """The leader is elsewhere."""
 
-    def __init__(self, link: Link, **options: Any) -> None:
+    def __init__(self, link: LeaderConnection, **options: Any) -> None:
         super().__init__(link, **options)
         self._leader, self.address = link, link.address
 

@@ -15,7 +15,7 @@ from keepstep.leader.leader import Leader
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.member_reports import MemberReport, Pins, Report
 from keepstep.wire.run_reports import RunPolicy
-from keepstep_sidecar.concurrency import Changes, Tasks
+from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
 from keepstep_sidecar.leader.host import OWN, Host
 from keepstep_sidecar.report.leader_channel import Channel, LinkChannel, OwnChannel
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from keepstep_sidecar.report.run_network import RunNetwork
 
 
-class Led:
+class Leadership:
     """The leader of the run if this is node rank 0, or the connection to it. `machines`: how the
     others are met; None where there are none. Raises UsageError."""
 
-    def __init__(self, config: Config, changes: Changes) -> None:
+    def __init__(self, config: Config, changes: ChangeNotifier) -> None:
         self._config, self._changes = config, changes
         self._life = os.urandom(8).hex()
         self._host = Host(self._leader(), changes) if config.node_rank == OWN else None

@@ -17,8 +17,8 @@ import msgspec
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
 from keepstep.leader.run_report import fitted, summary
-from keepstep.wire.run_reports import Requested, RunReport
-from keepstep_sidecar.concurrency import Changes
+from keepstep.wire.run_reports import LeaderAnswer, RunReport
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import ReportFailed
@@ -34,7 +34,7 @@ _PART: Final = 50
 _CHECK_S: Final = 10.0
 """How often to look whether a doubt has come by waiting alone."""
 
-_decode = msgspec.json.Decoder(Requested).decode
+_decode = msgspec.json.Decoder(LeaderAnswer).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -46,9 +46,9 @@ class OperatorReporter:
         self,
         config: Reporting,
         leader: Leader,
-        changes: Changes,
+        changes: ChangeNotifier,
         *,
-        answered: Callable[[Requested], None],
+        answered: Callable[[LeaderAnswer], None],
         follow: Callable[[], None],
     ) -> None:
         self._config, self._leader, self._changes = config, leader, changes
@@ -141,7 +141,7 @@ class OperatorReporter:
             url = self._config.address
             warn("operator.report_failed", kind=failure.kind, error=str(failure), url=url)
 
-    async def _post(self, report: RunReport) -> Requested:
+    async def _post(self, report: RunReport) -> LeaderAnswer:
         """The answer to a report. Raises ReportFailed. No redirects: the token is for this address
         only."""
         report = fitted(report, lambda report: len(_encode(report)))

@@ -23,8 +23,8 @@ from keepstep.wire.run_reports import SaveOverhead
 from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as shown_status
-from keepstep_sidecar.api.lifecycle import Service
-from keepstep_sidecar.history import History
+from keepstep_sidecar.api.lifecycle import SidecarService
+from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.volume.volume import Volume
 
 _NOTHING = dict.fromkeys(IN_POD, ReportedTier.of(()))
@@ -35,7 +35,7 @@ _WARNING_CHARACTERS = 500
 _REFUSED_CHARACTERS = 1000
 
 
-def urgent(service: Service) -> bool:
+def urgent(service: SidecarService) -> bool:
     """Whether the leader's answer is needed soon. This is so if a trainer waits for a commit or
     to vote, or if a rank that holds something has just lost its trainer and will restore what all
     ranks have."""
@@ -45,7 +45,7 @@ def urgent(service: Service) -> bool:
     return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
 
-def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
+def report(service: SidecarService, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
     """The whole report, with an entry for each rank. `volumes`: measured just before, because that
     may block."""
     committer = service.committer
@@ -76,12 +76,12 @@ def report(service: Service, volumes: tuple[VolumeStatus, ...], *, sequence: int
     )
 
 
-def _goodput(history: History) -> ReportedGoodput | None:
+def _goodput(history: MachineHistory) -> ReportedGoodput | None:
     goodput = history.goodput()
     return None if goodput is None else ReportedGoodput.of(goodput, history.id)
 
 
-def _stall(service: Service) -> SaveOverhead:
+def _stall(service: SidecarService) -> SaveOverhead:
     counted = [service.saving.of(rank) for rank in service.committer.copies.ranks()]
     return SaveOverhead(
         skipped=sum(sum(counts.skipped.values()) for counts in counted),
@@ -90,11 +90,11 @@ def _stall(service: Service) -> SaveOverhead:
     )
 
 
-def _pinned(service: Service) -> str:
+def _pinned(service: SidecarService) -> str:
     return shown_status.pinned(service) if any(service.slots.files()) else ""
 
 
-def _epochs(service: Service) -> tuple[Epoch, ...]:
+def _epochs(service: SidecarService) -> tuple[Epoch, ...]:
     """The recorded epochs, and the one in which a live trainer says it works."""
     recorded = service.committer.node.ledger.epochs
     current = service.committer.epochs.current
@@ -102,7 +102,7 @@ def _epochs(service: Service) -> tuple[Epoch, ...]:
     return (*recorded, current) if current is not None and unrecorded else recorded
 
 
-def _ranks(service: Service) -> tuple[ReportedRanks, ...]:
+def _ranks(service: SidecarService) -> tuple[ReportedRanks, ...]:
     """The ranks of this pod, and those of other pods of which it knows something. A rank that moved
     to another pod is the latter as soon as nothing of it is left here."""
     kept: dict[int, list[Shard]] = {}
@@ -113,13 +113,13 @@ def _ranks(service: Service) -> tuple[ReportedRanks, ...]:
     return (*own, *others(service, kept, here=set(here)))
 
 
-def _left(service: Service, rank: int) -> bool:
+def _left(service: SidecarService, rank: int) -> bool:
     held = service.committer.copies.of_rank(rank)
     nothing = not held[Tier.MEMORY].shards and held[Tier.LOCAL].answer is Answer.NONE
     return rank in service.slots.moved and nothing
 
 
-def _rank(service: Service, rank: int, kept: Collection[Shard]) -> ReportedRanks:
+def _rank(service: SidecarService, rank: int, kept: Collection[Shard]) -> ReportedRanks:
     """`kept`: the copies of the rank that this pod keeps for another pod, which has it now or had
     it before."""
     return ReportedRanks(
@@ -145,7 +145,7 @@ def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
     return {tier: ReportedTier.of(found) for tier, found in shards.items() if found}
 
 
-def _own(service: Service, rank: int) -> RankReport:
+def _own(service: SidecarService, rank: int) -> RankReport:
     """What is held of a rank, without the steps of another run from which this run begins."""
     found: dict[Tier, ReportedTier] = {}
     for tier, held in service.committer.copies.of_rank(rank).items():
@@ -181,7 +181,7 @@ tells only of its own."""
 
 
 def others(
-    service: Service, kept: Mapping[int, list[Shard]], *, here: Collection[int]
+    service: SidecarService, kept: Mapping[int, list[Shard]], *, here: Collection[int]
 ) -> tuple[ReportedRanks, ...]:
     """Ranks of other pods, of which this pod keeps a copy or knows an archived shard."""
     archived = _archived(service)
@@ -200,7 +200,7 @@ def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) ->
     )
 
 
-def _archived(service: Service) -> dict[int, list[Shard]]:
+def _archived(service: SidecarService) -> dict[int, list[Shard]]:
     committer = service.committer
     shards: dict[int, list[Shard]] = {}
     if Tier.ARCHIVE not in committer.remotes.tiers:
@@ -216,7 +216,7 @@ def _archived(service: Service) -> dict[int, list[Shard]]:
     return {rank: found for rank, found in shards.items() if found}
 
 
-def _speaks_for_all(service: Service, step_id: StepId) -> bool:
+def _speaks_for_all(service: SidecarService, step_id: StepId) -> bool:
     world = service.committer.copies.world_of(step_id)
     return world is not None and not {0, world - 1}.isdisjoint(service.committer.copies.ranks())
 

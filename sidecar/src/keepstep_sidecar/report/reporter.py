@@ -21,7 +21,7 @@ from keepstep.errors import KeepstepError
 from keepstep.wire.member_reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
 from keepstep_sidecar.commit.leader_link import LeaderLink
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import Channel, ReportFailed
 from keepstep_sidecar.report.report import changes, news, pressing
@@ -137,7 +137,7 @@ class Reporter:
         *,
         leader: LeaderLink,
         apply: Callable[[ReportReply], Awaitable[None]],
-        changes: Changes,
+        changes: ChangeNotifier,
     ) -> None:
         self._channel = channel
         self._leader = leader

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from keepstep.errors import UsageError
 from keepstep.leader.leader import DUPLICATE, MOST_NODES
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.leader.host import Host
 from keepstep_sidecar.leader.hub import Hub
-from keepstep_sidecar.leader.link import Link
+from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.operator_reporter import OperatorReporter
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
@@ -39,7 +39,7 @@ class RunNetwork:
         if host is not None:
             self._hub = Hub(host.take, host.gone, nodes=host.leader.nodes or MOST_NODES)
         self._refused: Callable[[], Iterable[str]] = tuple
-        self._link: Link | None = None
+        self._link: LeaderConnection | None = None
 
     def peers(self, volumes: VolumeSet) -> PeerTier:
         """The peer tier of this machine. It serves the leader's members, too."""
@@ -56,13 +56,15 @@ class RunNetwork:
         self._refused = tier.refused
         return tier
 
-    def link(self, take: Callable[[bytes], None], changed: Callable[[], None]) -> Link:
-        """The connection to the leader. See `Link`."""
+    def link(self, take: Callable[[bytes], None], changed: Callable[[], None]) -> LeaderConnection:
+        """The connection to the leader. See `LeaderConnection`."""
         assert self._config.leader is not None, "Config checks that"
-        self._link = Link(self._config.leader, self._credentials, take=take, changed=changed)
+        self._link = LeaderConnection(
+            self._config.leader, self._credentials, take=take, changed=changed
+        )
         return self._link
 
-    def reporter(self, host: Host, changes: Changes) -> OperatorReporter | None:
+    def reporter(self, host: Host, changes: ChangeNotifier) -> OperatorReporter | None:
         """What reports the run to the operator; None without one."""
         if self._reporting is None:
             return None

@@ -35,7 +35,7 @@ from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy, populate
 from keepstep_sidecar.restore.fetcher import Fetcher
-from keepstep_sidecar.restore.shared_reads import Shared, SharedReads
+from keepstep_sidecar.restore.shared_reads import SharedChunk, SharedReads
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import ShardSource
 
@@ -205,7 +205,7 @@ class ChunkBuffers:
         ]
         return await self._shared_reads.fill(rank, request.id, frames)
 
-    async def _read(self, chunks: Sequence[Shared]) -> Tier:
+    async def _read(self, chunks: Sequence[SharedChunk]) -> Tier:
         """Read chunks of one saved rank into the first frame of each, and copy them to the rest."""
         step_id, saved = chunks[0].id, chunks[0].key[0]
         frames = [chunk.frames[0][1] for chunk in chunks]
@@ -230,7 +230,7 @@ class ChunkBuffers:
     async def _bring(
         self, step_id: StepId, layout: Layout, frames: Sequence[tuple[int, memoryview]]
     ) -> Tier:
-        def fill(opened: verified_chunks.Opened) -> None:
+        def fill(opened: verified_chunks.OpenSource) -> None:
             if opened.manifest.layout.id != layout.id:
                 raise StorageError(
                     f"{opened.source.where}: another image of rank {layout.rank} than elsewhere"

@@ -15,13 +15,13 @@ from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.image.control_page import Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.commit.committer import Committer
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import info
-from keepstep_sidecar.memory.slot_allocator import Allocator
-from keepstep_sidecar.memory.slot_pool import RankSlots, Slot, SlotPool, SlotSet
+from keepstep_sidecar.memory.slot_allocator import SlotAllocator
+from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots, SlotPool, SlotSet
 from keepstep_sidecar.tiers import verified_chunks
-from keepstep_sidecar.tiers.source import Cancel, ShardSource
+from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
 
 T = TypeVar("T")
 
@@ -70,10 +70,10 @@ class Fetcher:
             ]
         return left[0] if left else None
 
-    async def read(self, source: ShardSource, work: Callable[[verified_chunks.Opened], T]) -> T:
+    async def read(self, source: ShardSource, work: Callable[[verified_chunks.OpenSource], T]) -> T:
         """Run `work` on a thread, with the source open. Raises StorageError, ImageError."""
 
-        def opened(cancel: Cancel) -> T:
+        def opened(cancel: ReadCancellation) -> T:
             with verified_chunks.opened(source, cancel, self._manifests) as found:
                 return work(found)
 
@@ -102,7 +102,7 @@ class Fetcher:
             return at.layout
         return (await self.ask(step_id, saved, self.manifest))[1].layout
 
-    def _in_memory(self, step_id: StepId, number: int) -> Slot | None:
+    def _in_memory(self, step_id: StepId, number: int) -> PooledSlot | None:
         world = self._copies.world_of(step_id) or 0
         if not 0 < world <= number:
             return self.pool.find(number, step_id)
@@ -121,8 +121,8 @@ class Prefetcher:
     committer: Committer
     fetcher: Fetcher
     _: KW_ONLY
-    changes: Changes
-    allocator: Allocator
+    changes: ChangeNotifier
+    allocator: SlotAllocator
     leases: Leases
     agreed: dict[int, StepId] = field(default_factory=dict)
     """For each rank, the step that all ranks have agreed to restore."""
@@ -205,7 +205,7 @@ class Prefetcher:
             raise
         slot.seal(ref.step, tier=beside.tier)
 
-    async def _reserve(self, slots: RankSlots, layout: Layout, step_id: StepId) -> Slot:
+    async def _reserve(self, slots: RankSlots, layout: Layout, step_id: StepId) -> PooledSlot:
         """A slot of the shard's layout that holds no candidate. Waits while one is being made."""
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slots.world = slots.world or layout.world
@@ -234,7 +234,7 @@ class Prefetcher:
                 " --memory-limit",
                 code="no-slot",
             )
-        return Slot(slot_set, index)
+        return PooledSlot(slot_set, index)
 
     def _expendable(self, slots: RankSlots) -> set[StepId]:
         """Images for which no rank will vote: older than the planned step, or not whole.

@@ -14,11 +14,11 @@ from typing import Any
 from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Offer
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
-from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, Opened
+from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, OpenedStep
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Lease, sees_all
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_pool import RankSlots, Slot
+from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots
 from keepstep_sidecar.restore.chunks import ChunkBuffers
 from keepstep_sidecar.restore.fetcher import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
@@ -36,7 +36,7 @@ class Restorer:
     _: KW_ONLY
     fleeting: bool = False
     way_out: str = ""
-    _pins: dict[int, Slot] = field(default_factory=dict)
+    _pins: dict[int, PooledSlot] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefetcher = self.prefetcher
@@ -209,7 +209,7 @@ class Restorer:
 
     async def open(
         self, lease: Lease, step_id: StepId, *, timeout_s: float, bad: str = ""
-    ) -> Opened:
+    ) -> OpenedStep:
         """Put the verified image of this step into a slot, pinned until `release`.
 
         `bad`: path of a slot that was opened before, but that the trainer could not use. Raises
@@ -227,7 +227,7 @@ class Restorer:
         slot.pin()
         self._pins[lease.rank] = slot
         base = self.pool.base_of(slot)
-        return Opened(
+        return OpenedStep(
             path=str(slot.file.path), tier=slot.tier, base=str(base.file.path) if base else ""
         )
 

@@ -35,7 +35,7 @@ Key = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Shared:
+class SharedChunk:
     """A chunk for which ranks have asked, each with a frame. `tier`: where the chunk came from; set
     when all frames are filled."""
 
@@ -49,7 +49,7 @@ class Shared:
         self.tier.exception()  # mark as retrieved: all who waited may have left
 
 
-Read = Callable[[Sequence[Shared]], Awaitable[Tier]]
+Read = Callable[[Sequence[SharedChunk]], Awaitable[Tier]]
 """Fills all frames of chunks that belong to one saved rank."""
 
 
@@ -75,8 +75,8 @@ class SharedReads:
         self._read = read
         self._patience_s = patience_s
         self._announced: dict[int, _Announced] = {}
-        self._waiting: dict[tuple[StepId, Key], Shared] = {}
-        self._reads: dict[asyncio.Task[None], Sequence[Shared]] = {}
+        self._waiting: dict[tuple[StepId, Key], SharedChunk] = {}
+        self._reads: dict[asyncio.Task[None], Sequence[SharedChunk]] = {}
 
     def announce(self, rank: int, step_id: StepId, runs: Iterable[ChunkRun]) -> None:
         """All chunks of this step that the rank will ask for. Replaces its former announcement."""
@@ -109,16 +109,16 @@ class SharedReads:
 
     def _join(
         self, rank: int, step_id: StepId, chunks: Sequence[tuple[Key, memoryview]]
-    ) -> list[Shared]:
+    ) -> list[SharedChunk]:
         """Join the rank to shared chunks. Chunks that it has not announced are read for it
         alone."""
         announced = self._announced.get(rank)
         if announced is None or announced.id != step_id:
             announced = _Announced(step_id, ())
         announced.late = False
-        loop, alone, together = asyncio.get_running_loop(), list[Shared](), list[Shared]()
+        loop, alone, together = asyncio.get_running_loop(), list[SharedChunk](), list[SharedChunk]()
         for key, frame in chunks:
-            new = Shared(step_id, key, loop.create_future())
+            new = SharedChunk(step_id, key, loop.create_future())
             shared = announced.will_ask(key)
             chunk = self._waiting.setdefault((step_id, key), new) if shared else new
             chunk.frames.append((rank, frame))
@@ -128,14 +128,14 @@ class SharedReads:
         self._settle()
         return [*alone, *together]
 
-    def _give_up(self, mine: Iterable[Shared]) -> None:
+    def _give_up(self, mine: Iterable[SharedChunk]) -> None:
         """Stop waiting for the ranks that have not asked for these chunks."""
         for chunk in mine:
             for announced in self._missing(chunk):
                 announced.late = True
         self._settle()
 
-    def _missing(self, chunk: Shared) -> list[_Announced]:
+    def _missing(self, chunk: SharedChunk) -> list[_Announced]:
         return [
             announced
             for announced in self._announced.values()
@@ -155,8 +155,8 @@ class SharedReads:
                 chunk.fail(StorageError(_LEFT))
         self._begin([chunk for chunk in ready if chunk.frames])
 
-    def _begin(self, chunks: Iterable[Shared]) -> None:
-        images: dict[tuple[StepId, int], list[Shared]] = {}
+    def _begin(self, chunks: Iterable[SharedChunk]) -> None:
+        images: dict[tuple[StepId, int], list[SharedChunk]] = {}
         for chunk in chunks:
             images.setdefault((chunk.id, chunk.key[0]), []).append(chunk)
         for group in images.values():
@@ -164,7 +164,7 @@ class SharedReads:
             self._reads[read] = group
             read.add_done_callback(self._reads.pop)
 
-    async def _bring(self, chunks: Sequence[Shared]) -> None:
+    async def _bring(self, chunks: Sequence[SharedChunk]) -> None:
         try:
             tier = await self._read(chunks)
         except BaseException as error:

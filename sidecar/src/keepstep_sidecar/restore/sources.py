@@ -25,7 +25,7 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import gather_limited
 from keepstep_sidecar.errors import refuse
 from keepstep_sidecar.leases import Leases
-from keepstep_sidecar.memory.slot_pool import Slot, SlotPool
+from keepstep_sidecar.memory.slot_pool import PooledSlot, SlotPool
 from keepstep_sidecar.restore.fetcher import Fetcher
 from keepstep_sidecar.tiers.source import ShardSource
 
@@ -38,7 +38,7 @@ class _Reading:
     """What one rank reads now: the step, and the slots that are pinned for it."""
 
     id: StepId
-    pins: list[Slot] = field(default_factory=list)
+    pins: list[PooledSlot] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -21,12 +21,12 @@ from keepstep.errors import DigestError, FormatError, StorageError
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.tiers.verified_chunks import Opened
+from keepstep_sidecar.tiers.verified_chunks import OpenSource
 from keepstep_sidecar.volume.files import (
     WRITER_NICENESS,
     DurableFile,
-    Engine,
     Filesystem,
+    IoEngine,
     RateLimit,
     aligned_buffer,
     fault_point,
@@ -35,7 +35,7 @@ from keepstep_sidecar.volume.files import (
 _TAKE_S = 20.0
 
 
-class Broken(Exception):
+class CopyBroken(Exception):
     """This copy's own file failed; `error` is the cause."""
 
     def __init__(self, error: OSError) -> None:
@@ -51,7 +51,7 @@ class IncomingCopy:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: Engine
+        self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: IoEngine
     ) -> None:
         """Open or make the file, in its full size. `inspect` finds out which chunks are missing."""
         self.path = path
@@ -109,7 +109,7 @@ class IncomingCopy:
                 with self._lock:
                     self._missing.discard(chunk)
 
-    def take_from(self, other: Opened, fd: int, pace: RateLimit) -> None:
+    def take_from(self, other: OpenSource, fd: int, pace: RateLimit) -> None:
         """Take the chunks that another image of this machine has too, as images of replicas do.
         `fd` is that image, open. Each chunk is read and verified, so a damaged chunk there does no
         harm here. Then the chunk shares the blocks that were read (`shared_bytes`), or is written
@@ -118,7 +118,7 @@ class IncomingCopy:
         This works from the end of the image, because missing chunks arrive from the beginning. It
         takes `_TAKE_S` seconds at most, because the sender asks again. It gives way to the
         training, and to all writes that share `pace`: chunks for which there was no time are sent.
-        Raises Broken, and StorageError as `write` does.
+        Raises CopyBroken, and StorageError as `write` does.
         """
         ends = time.monotonic() + _TAKE_S
 
@@ -157,7 +157,7 @@ class IncomingCopy:
         try:
             self.write(chunk, data, whose=whose)
         except OSError as error:  # of this file, not of the one that is read
-            raise Broken(error) from error
+            raise CopyBroken(error) from error
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:

@@ -1,10 +1,10 @@
 """Sends what lies on this machine to where it should also lie: to other pods, to an archive.
 
 Each remote tier has one replicator. For each of its places (a buddy, a store) the replicator
-compares what should be there (`Due`) with what the place lists, chooses a step, sends the shards of
-this step, and compares again. It is not notified of shards. So a place that was away, was restarted
-or was emptied catches up in the same way, and a lost wake-up costs only one period. Whatever fails
-is tried again later, after the place has listed anew what it holds.
+compares what should be there (`DueShards`) with what the place lists, chooses a step, sends the
+shards of this step, and compares again. It is not notified of shards. So a place that was away, was
+restarted or was emptied catches up in the same way, and a lost wake-up costs only one period.
+Whatever fails is tried again later, after the place has listed anew what it holds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Protocol
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
-from keepstep_sidecar.concurrency import Changes
+from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.tiers.source import Gone, Unreadable
+from keepstep_sidecar.tiers.source import ShardGone, ShardUnreadable
 from keepstep_sidecar.volume.run_tree import LocalShard
 
 SCAN_AGAIN_S = 60.0
@@ -33,13 +33,13 @@ Key = tuple[StepId, int]
 """A step and a rank."""
 
 
-class Rejected(StorageError):
+class CopyRejected(StorageError):
     """The place says that it holds other bytes. It gets no copy of this shard again, but the shard
     still counts as missing there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Due:
+class DueShards:
     """What a tier should hold of what is here. `owed`: the steps that it should hold. `settled`:
     the steps that every member of the run can send, so that all choose the same ones of them.
     `commit`: the newest commit that is known here, for which a place may delete older steps."""
@@ -50,7 +50,7 @@ class Due:
     commit: StepId | None = None
 
 
-class Place(Protocol):
+class CopyTarget(Protocol):
     """Where shards are sent. All methods raise StorageError when the place cannot be reached."""
 
     fresh_s: float
@@ -63,8 +63,8 @@ class Place(Protocol):
     async def write(self, shard: LocalShard) -> int | None:
         """Make the shard durable there. Returns the bytes sent, None when it was already there.
 
-        Raises Gone, Unreadable, ImageError or Rejected when sending the shard again would change
-        nothing.
+        Raises ShardGone, ShardUnreadable, ImageError or CopyRejected when sending the shard again
+        would change nothing.
         """
 
     async def settle(self, sent: Collection[LocalShard]) -> bool:
@@ -105,15 +105,15 @@ class Replicator:
     def __init__(
         self,
         tier: Tier,
-        due: Callable[[], Due],
-        places: Callable[[], Mapping[str, Place]],
+        due: Callable[[], DueShards],
+        places: Callable[[], Mapping[str, CopyTarget]],
         *,
         retry_s: tuple[float, float] = (0.5, 30.0),
     ) -> None:
         self.tier = tier
         self.traffic = Traffic()
-        self.changes = Changes()
-        self.due = Due()
+        self.changes = ChangeNotifier()
+        self.due = DueShards()
         self.retry_s = retry_s
         self._due, self._places = due, places
         self._lanes: dict[str, _Lane] = {}
@@ -202,14 +202,14 @@ class Replicator:
         return random.uniform(0.5, 1.0) * min(latest, soonest * 2.0 ** min(times, 16))
 
 
-def _keys(due: Due) -> Iterator[Key]:
+def _keys(due: DueShards) -> Iterator[Key]:
     return ((step_id, rank) for step_id, held in due.shards.items() for rank in held)
 
 
 class _Lane:
     """One place: what is known to be there, what it gets next, and how it fails."""
 
-    place: Place
+    place: CopyTarget
 
     def __init__(self, name: str, replicator: Replicator) -> None:
         self.name = name
@@ -321,14 +321,14 @@ class _Lane:
         key, began = (shard.step_id, shard.rank), time.monotonic()
         try:
             sent_bytes = await self.place.write(shard)
-        except (Gone, Unreadable, ImageError) as error:
+        except (ShardGone, ShardUnreadable, ImageError) as error:
             # Retired or damaged here, or another image has its place: sending it again changes
             # nothing.
             self._refused.add(key)
-            if not isinstance(error, Gone):
+            if not isinstance(error, ShardGone):
                 raise
             return
-        except Rejected:
+        except CopyRejected:
             self._rejected.add(key)
             raise
         except KeepstepError:
@@ -366,7 +366,7 @@ class _Lane:
 
 
 def chosen(
-    due: Due, missing: Collection[StepId], *, after: StepId | None, outage: bool = False
+    due: DueShards, missing: Collection[StepId], *, after: StepId | None, outage: bool = False
 ) -> StepId | None:
     """The step to send next; None when no step is missing. `after`: the newest step that was sent.
     `outage`: the place was away until now, so the newest step comes first.

@@ -16,7 +16,7 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.errors import StorageError, TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.volume.files import Engine, Filesystem, ShardFile, open_shard
+from keepstep_sidecar.volume.files import Filesystem, IoEngine, ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import BAD_BLOCKS, LocalShard
 from keepstep_sidecar.volume.volume import VolumeSet
 
@@ -24,16 +24,16 @@ Read = Callable[[int, Sequence[memoryview]], Iterator[memoryview]]
 """Reads from byte `begin` on: fills page-aligned buffers in order, and yields each once full."""
 
 
-class Gone(StorageError):
+class ShardGone(StorageError):
     """The shard was retired meanwhile. There is nothing to read or to send, and this is no
     error."""
 
 
-class Unreadable(StorageError):
+class ShardUnreadable(StorageError):
     """The drive here cannot read the shard's bytes, and will not be able to next time."""
 
 
-class Cancel:
+class ReadCancellation:
     """Lets another thread end blocking reads. Each source adds the calls that do so."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ShardSource:
     chunks_per_read: int = 1
     beside: ShardSource | None = field(default=None, compare=False, repr=False)
 
-    def opened(self, cancel: Cancel) -> AbstractContextManager[Read]:
+    def opened(self, cancel: ReadCancellation) -> AbstractContextManager[Read]:
         """Open the source for reads from any number of threads. An error inside is this copy's
         fault: it becomes a StorageError or ImageError, and a file of this machine goes into
         quarantine."""
@@ -90,7 +90,7 @@ class FileSource(ShardSource):
     open: Callable[[], AbstractContextManager[ShardFile]] = field(compare=False, repr=False)
 
     @contextmanager
-    def opened(self, cancel: Cancel) -> Iterator[Read]:
+    def opened(self, cancel: ReadCancellation) -> Iterator[Read]:
         with self.open() as file:
 
             def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
@@ -118,10 +118,10 @@ def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
     )
 
 
-def file_source(shard: LocalShard, *, run: str, engine: Engine = Engine.BUFFERED) -> FileSource:
+def file_source(shard: LocalShard, *, run: str, engine: IoEngine = IoEngine.BUFFERED) -> FileSource:
     """A source for a shard on a drive of this machine, for those who do not own the volume, or
     change nothing there. It is found where it lies when it is opened: its step may have been
-    published or hidden since. Raises Gone, Unreadable, StorageError."""
+    published or hidden since. Raises ShardGone, ShardUnreadable, StorageError."""
     base = shard.beside
     return FileSource(
         shard=shard,
@@ -134,7 +134,7 @@ def file_source(shard: LocalShard, *, run: str, engine: Engine = Engine.BUFFERED
 
 
 @contextmanager
-def _opened(path: Path, engine: Engine) -> Iterator[ShardFile]:
+def _opened(path: Path, engine: IoEngine) -> Iterator[ShardFile]:
     step, above = path.parent, path.parent.parent
     root = above.parent if above.name == "pending" else above
     with ExitStack() as stack:
@@ -144,18 +144,18 @@ def _opened(path: Path, engine: Engine) -> Iterator[ShardFile]:
                     file = stack.enter_context(_file(place / path.name, engine))
                     break
             else:
-                raise Gone(f"{path} was retired meanwhile")
+                raise ShardGone(f"{path} was retired meanwhile")
             yield file
         except OSError as error:
-            kind = Unreadable if error.errno in BAD_BLOCKS else StorageError
+            kind = ShardUnreadable if error.errno in BAD_BLOCKS else StorageError
             raise kind(f"{path}: cannot read: {error}; use another copy") from error
 
 
 @contextmanager
-def _file(path: Path, engine: Engine) -> Iterator[ShardFile]:
+def _file(path: Path, engine: IoEngine) -> Iterator[ShardFile]:
     with ExitStack() as stack:
 
-        def enter(engine: Engine) -> ShardFile:
+        def enter(engine: IoEngine) -> ShardFile:
             opened = open_shard(path, filesystem=Filesystem(), engine=engine)
             return stack.enter_context(opened)
 
@@ -164,5 +164,5 @@ def _file(path: Path, engine: Engine) -> Iterator[ShardFile]:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            file = enter(Engine.BUFFERED)  # a file system without O_DIRECT
+            file = enter(IoEngine.BUFFERED)  # a file system without O_DIRECT
         yield file

@@ -19,7 +19,7 @@ from typing import Any
 from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.status import TierStatus as TierStatus
-from keepstep_sidecar.tiers.replicator import Due, Place, Replicator
+from keepstep_sidecar.tiers.replicator import CopyTarget, DueShards, Replicator
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.run_tree import LocalShard
 
@@ -93,9 +93,9 @@ class RunFacts:
 
 
 class RemoteTier:
-    """What every remote tier can do: list (`scan`), open (`sources`), write and delete (`Place` of
-    the replicator), say its `status`. Methods that only concern a pod's peers, an archive or a fork
-    are in these packages.
+    """What every remote tier can do: list (`scan`), open (`sources`), write and delete
+    (`CopyTarget` of the replicator), say its `status`. Methods that only concern a pod's peers, an
+    archive or a fork are in these packages.
 
     All errors are KeepstepErrors; StorageError when the tier cannot be reached or answers wrongly.
     """
@@ -111,8 +111,8 @@ class RemoteTier:
     def __init__(
         self,
         *,
-        due: Callable[[], Due] = Due,
-        places: Callable[[], Mapping[str, Place]] = dict,
+        due: Callable[[], DueShards] = DueShards,
+        places: Callable[[], Mapping[str, CopyTarget]] = dict,
         retry_s: tuple[float, float] = (0.5, 30.0),
     ) -> None:
         """As `Replicator`. Without `places` nothing is sent to this tier."""

@@ -18,7 +18,7 @@ from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.concurrency import blocking, for_each_chunk
-from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
+from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
 from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _BUFFERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenSource:
     """A source and its manifest, for as long as the source is read."""
 
     source: ShardSource
@@ -110,14 +110,14 @@ def _bytes(fetch: Read, begin: int, end: int) -> bytes:
 
 @contextmanager
 def opened(
-    source: ShardSource, cancel: Cancel | None = None, manifests: Manifests | None = None
-) -> Iterator[Opened]:
+    source: ShardSource, cancel: ReadCancellation | None = None, manifests: Manifests | None = None
+) -> Iterator[OpenSource]:
     """Open `source`. Raises StorageError, ImageError; errors of the copy are raised inside."""
     manifests = manifests or Manifests()
     try:
-        with source.opened(cancel or Cancel()) as fetch:
+        with source.opened(cancel or ReadCancellation()) as fetch:
             manifest = manifests.read(source, fetch)
-            yield Opened(source=source, manifest=manifest, fetch=fetch)
+            yield OpenSource(source=source, manifest=manifest, fetch=fetch)
     except BaseException:
         manifests.forget(source)
         raise
@@ -126,7 +126,7 @@ def opened(
 # --- into buffers ----------------------------------------------------------------------------
 
 
-def fill(open_source: Opened, chunks: ChunkViews) -> None:
+def fill(open_source: OpenSource, chunks: ChunkViews) -> None:
     """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
     _check_sizes(open_source.manifest, chunks)
     runs = list(_runs(chunks, open_source.source.chunks_per_read))
@@ -142,7 +142,7 @@ def load(
     source: ShardSource,
     view: memoryview,
     *,
-    cancel: Cancel | None = None,
+    cancel: ReadCancellation | None = None,
     manifests: Manifests | None = None,
 ) -> ControlPage:
     """Load the whole image into the page-aligned slot `view`, verified, the seal last. After an
@@ -152,7 +152,7 @@ def load(
         return _load(open_source, view)
 
 
-def _load(open_source: Opened, view: memoryview) -> ControlPage:
+def _load(open_source: OpenSource, view: memoryview) -> ControlPage:
     manifest, source = open_source.manifest, open_source.source
     layout, control = manifest.layout, manifest.control
     if len(view) != layout.size_bytes:
@@ -198,7 +198,7 @@ def _runs(chunks: ChunkViews, most: int) -> Iterator[ChunkViews]:
 
 
 def each(
-    open_source: Opened,
+    open_source: OpenSource,
     chunks: Iterable[int],
     use: Callable[[int, memoryview], None],
     *,
@@ -228,8 +228,8 @@ def each(
 # --- from the event loop ---------------------------------------------------------------------
 
 
-async def run(threads: Executor | None, work: Callable[[Cancel], T]) -> T:
+async def run(threads: Executor | None, work: Callable[[ReadCancellation], T]) -> T:
     """Run `work(cancel)` on a thread. If this is cancelled, the reads are ended. It returns only
     after `work` has, so no thread touches the buffers of `work` any more."""
-    cancel = Cancel()
+    cancel = ReadCancellation()
     return await blocking(threads, lambda: work(cancel), stop=cancel.cancel)

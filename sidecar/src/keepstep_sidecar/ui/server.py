@@ -59,7 +59,7 @@ cookie.
 """
 
 
-class Access:
+class PageAccess:
     """The access to the page of one process. `command`: the command that prints its URL.
 
     `secret`: what a request for `ENTRY_ROUTE` must show; '': no request may have that route.
@@ -164,7 +164,7 @@ so a change is seen within 2 s."""
 _log = logging.getLogger("keepstep.ui")
 
 
-class Board:
+class RunBoard:
     """The runs as they were read last.
 
     `names`: lists the runs. `read`: reads one run. Both may block: runs are read on threads of
@@ -259,14 +259,14 @@ def listen(port: int) -> socket.socket:
 @contextlib.asynccontextmanager
 async def serving(
     listening: socket.socket,
-    access: Access,
+    access: PageAccess,
     *,
     place: str,
     names: Callable[[], Sequence[str]],
     read: Callable[[str], RunPage],
     text: Callable[[str], str],
 ) -> AsyncIterator[web.Server]:
-    """Serve the page on `listening`, which is closed in the end. `names`, `read`: see `Board`.
+    """Serve the page on `listening`, which is closed in the end. `names`, `read`: see `RunBoard`.
     `place`, `text`: see `Pages`."""
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="keepstep-ui-read")
     strangers: connections.UnauthenticatedConnections[asyncio.Transport] = (
@@ -282,7 +282,7 @@ async def serving(
         assert request.transport is not None
         strangers.leave(request.transport)
 
-    routes = _Routes(Board(names, read, readers), Pages(place=place, text=text), access)
+    routes = _Routes(RunBoard(names, read, readers), Pages(place=place, text=text), access)
     app = web.Application(middlewares=[access.middleware(admitted)])
     app.on_response_prepare.append(sign)
     app.router.add_get("/", routes.index, allow_head=False)
@@ -315,7 +315,7 @@ async def serving(
 
 
 class _Routes:
-    def __init__(self, board: Board, pages: Pages, access: Access) -> None:
+    def __init__(self, board: RunBoard, pages: Pages, access: PageAccess) -> None:
         self._board, self._pages, self._access = board, pages, access
 
     async def index(self, request: web.Request) -> web.Response:
@@ -380,7 +380,7 @@ async def serve_pod(
     half a minute. `read`, `text`: see `serving`."""
     os.nice(_LEAST_NICE)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
-    access = Access("kubectl keepstep ui", secret=os.environ.get(SECRET, ""))
+    access = PageAccess("kubectl keepstep ui", secret=os.environ.get(SECRET, ""))
     place = f"pod {socket.gethostname()}"
     async with serving(
         socket.socket(fileno=fd), access, place=place, names=lambda: (run,), read=read, text=text

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, TypeVar
 
-from keepstep.core.history import Event, Goodput, Kind, Restart
+from keepstep.core.history import EventKind, Goodput, HistoryEvent, RestartCost
 from keepstep.steps import IN_POD, NEAREST_FIRST, StepId, Tier
 from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, VolumeStatus
 
@@ -31,7 +31,7 @@ class RunPage:
     steps: tuple[StepStatus, ...] = ()
     committed: StepStatus | None = None
     newest: StepStatus | None = None
-    events: tuple[Event, ...] = ()
+    events: tuple[HistoryEvent, ...] = ()
     goodput: Goodput | None = None
     volumes: tuple[str, ...] = ()
     log: str = ""
@@ -79,38 +79,40 @@ class RunPage:
 POINTS: Final = 400
 """The most points in a line of a chart."""
 
-_BREAKS: Final = frozenset({Kind.STARTED, Kind.CONNECTED, Kind.ENDED, Kind.RESTORED})
+_BREAKS: Final = frozenset(
+    {EventKind.STARTED, EventKind.CONNECTED, EventKind.ENDED, EventKind.RESTORED}
+)
 """If one of these lies between two staged steps, the time between them is not a step's time."""
 
 _RECENT: Final = 30
 """The usual step time is the median over this many events of about a second each."""
 
-_Numbered = TypeVar("_Numbered", Event, "StepTime")
+_Numbered = TypeVar("_Numbered", HistoryEvent, "StepTime")
 
 Line = tuple[list[float], list[float | None]]
 """Unix seconds, and a value for each; None where the line is broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restore:
+class ShownRestore:
     """One rank that went on. `began`: the step from which (None: step 0). `lost`: how many steps
     were in memory after that one. `restart`: the cost of the interruption; None for a first start,
     or until the first step after it."""
 
-    event: Event
+    event: HistoryEvent
     began: StepId | None
     lost: int | None
-    restart: Restart | None
+    restart: RestartCost | None
 
 
-def restores(events: Sequence[Event]) -> list[Restore]:
+def restores(events: Sequence[HistoryEvent]) -> list[ShownRestore]:
     """All known restores, oldest first."""
-    found: list[Restore] = []
+    found: list[ShownRestore] = []
     staged: StepId | None = None
     for at, event in enumerate(events):
-        if event.kind is Kind.STAGED and event.step is not None:
+        if event.kind is EventKind.STAGED and event.step is not None:
             staged = event.step
-        if event.kind is Kind.RESTORED:
+        if event.kind is EventKind.RESTORED:
             began = event.epoch.parent if event.epoch else None
             lost = None if staged is None else staged.step - (began.step if began else -1)
             # Several ranks report the same epoch; what was staged in that epoch is not lost.
@@ -121,22 +123,26 @@ def restores(events: Sequence[Event]) -> list[Restore]:
             restart = _restart_of(
                 event.rank, (events[index] for index in range(at + 1, len(events)))
             )
-            found.append(Restore(event=event, began=began, lost=lost, restart=restart))
+            found.append(ShownRestore(event=event, began=began, lost=lost, restart=restart))
     return found
 
 
-def _restart_of(rank: int | None, after: Iterable[Event]) -> Restart | None:
+def _restart_of(rank: int | None, after: Iterable[HistoryEvent]) -> RestartCost | None:
     for event in after:
-        if event.rank == rank and event.kind is Kind.RESTARTED:
+        if event.rank == rank and event.kind is EventKind.RESTARTED:
             return event.restart
-        if event.rank == rank and event.kind is Kind.RESTORED:
+        if event.rank == rank and event.kind is EventKind.RESTORED:
             return None
     return None
 
 
-def lost(events: Iterable[Event]) -> list[Event]:
+def lost(events: Iterable[HistoryEvent]) -> list[HistoryEvent]:
     """Steps that were due and are not held, oldest first."""
-    return [event for event in events if event.kind in (Kind.SKIPPED, Kind.DISCARDED, Kind.EVICTED)]
+    return [
+        event
+        for event in events
+        if event.kind in (EventKind.SKIPPED, EventKind.DISCARDED, EventKind.EVICTED)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +159,14 @@ class StepTime:
         return max(0.0, self.step_s - self.blocked_s)
 
 
-def step_times(events: Iterable[Event]) -> list[StepTime]:
+def step_times(events: Iterable[HistoryEvent]) -> list[StepTime]:
     """Times from one staged step to the next of the same life, oldest first. Steps with an
     interruption between them are left out: that time belongs to the restart."""
     return list(_step_times(events))
 
 
-def _step_times(events: Iterable[Event]) -> Iterator[StepTime]:
-    marks = (event for event in events if event.kind is Kind.STAGED or event.kind in _BREAKS)
+def _step_times(events: Iterable[HistoryEvent]) -> Iterator[StepTime]:
+    marks = (event for event in events if event.kind is EventKind.STAGED or event.kind in _BREAKS)
     for before, now in pairwise(marks):
         if before.step is None or now.step is None or before.kind in _BREAKS or now.kind in _BREAKS:
             continue
@@ -210,8 +216,8 @@ def _reached(view: RunPage) -> dict[str, Line]:
     the archive: the steps that are there now, at the time when they were staged, because it is
     unknown when they arrived there."""
     known = [event for event in view.events if event.step is not None]
-    staged = [event for event in known if event.kind is Kind.STAGED]
-    committed = [event for event in known if event.kind is Kind.COMMITTED]
+    staged = [event for event in known if event.kind is EventKind.STAGED]
+    committed = [event for event in known if event.kind is EventKind.COMMITTED]
     lines = {"memory": _broken(_numbers(staged), view.events), "local": _numbers(committed)}
     for tier in NEAREST_FIRST[len(IN_POD) :]:
         held = [step.id for step in view.steps if tier in step.ranks]
@@ -225,7 +231,7 @@ def _reached(view: RunPage) -> dict[str, Line]:
     return lines
 
 
-def _staged_at(step_id: StepId, staged: Sequence[Event]) -> float | None:
+def _staged_at(step_id: StepId, staged: Sequence[HistoryEvent]) -> float | None:
     """When the step was staged. `staged` ascends: a step counts when the first rank has it."""
     at = bisect.bisect_left(staged, step_id, key=_step)
     return (
@@ -233,19 +239,19 @@ def _staged_at(step_id: StepId, staged: Sequence[Event]) -> float | None:
     )
 
 
-def _step(event: Event) -> StepId:
+def _step(event: HistoryEvent) -> StepId:
     assert event.step is not None
     return event.step
 
 
-def _numbers(events: Sequence[Event]) -> Line:
+def _numbers(events: Sequence[HistoryEvent]) -> Line:
     shown = _thinned(events)
     return [_s(event.until) for event in shown], [float(_step(event).step) for event in shown]
 
 
-def _broken(line: Line, events: Iterable[Event]) -> Line:
+def _broken(line: Line, events: Iterable[HistoryEvent]) -> Line:
     """The line with a gap wherever a trainer ended."""
-    ends = [_s(event.at) for event in events if event.kind is Kind.ENDED][-POINTS:]
+    ends = [_s(event.at) for event in events if event.kind is EventKind.ENDED][-POINTS:]
     if not line[0]:
         return line
     points = sorted(
@@ -254,7 +260,7 @@ def _broken(line: Line, events: Iterable[Event]) -> Line:
     return [at for at, _ in points], [value for _, value in points]
 
 
-def _restored(events: Sequence[Event]) -> Line:
+def _restored(events: Sequence[HistoryEvent]) -> Line:
     found = restores(events)[-POINTS:]
     steps: list[float | None] = [
         float(restore.began.step) if restore.began else 0.0 for restore in found

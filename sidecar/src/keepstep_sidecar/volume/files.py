@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.image import ControlPage, Layout, chunk_bounds, seal_for_disk
 from keepstep.image.control_page import Manifest
 from keepstep.image.xxh3 import xxh3_128
@@ -118,27 +118,27 @@ def _attributes(fd: int) -> dict[str, bytes]:
 class Filesystem:
     """POSIX calls of the standard library. Every method may raise OSError."""
 
-    _held: Mapping[Path, Directory] = {}
+    _held: Mapping[Path, OpenDirectory] = {}
 
-    def hold(self, root: Path | Directory, *, make: bool = False) -> None:
+    def hold(self, root: Path | OpenDirectory, *, make: bool = False) -> None:
         """Open the directory `root`, which must be no link. From now on every path below it is
         reached from there, whatever `root` names meanwhile. `make`: make it if it is missing."""
         if isinstance(root, Path):
-            root = Directory.opened(root, make=make)
+            root = OpenDirectory.opened(root, make=make)
         self._held = {**self._held, root.path: root}
 
     def release(self, root: Path) -> None:
         """Hold the directory no longer, so that its drive can be unmounted."""
         self._held = {path: directory for path, directory in self._held.items() if path != root}
 
-    def _at(self, path: Path) -> tuple[Directory, str]:
+    def _at(self, path: Path) -> tuple[OpenDirectory, str]:
         """The directory that holds `path`, and its name there."""
         for root in path.parents:
             if root in self._held:
                 return self._held[root].inside(*path.relative_to(root).parts[:-1]), path.name
-        return Directory.opened(path.parent), path.name
+        return OpenDirectory.opened(path.parent), path.name
 
-    def directory(self, path: Path) -> Directory:
+    def directory(self, path: Path) -> OpenDirectory:
         """The directory `path`, open. Raises OSError for a link or a file."""
         if path in self._held:
             return self._held[path]
@@ -356,7 +356,7 @@ _COPYING_THREADS = 4
 _CORES_PER_HASH = 4
 
 
-class Engine(StrEnum):
+class IoEngine(StrEnum):
     """How a volume reads and writes its files."""
 
     DIRECT = "direct"
@@ -365,14 +365,14 @@ class Engine(StrEnum):
     @property
     def open_flags(self) -> int:
         """The flags to add to those of `open`."""
-        return os.O_DIRECT if self is Engine.DIRECT else 0
+        return os.O_DIRECT if self is IoEngine.DIRECT else 0
 
     def threads(self, threads: int) -> int:
         """How many of `threads` are worth having."""
-        return threads if self is Engine.DIRECT else min(threads, _COPYING_THREADS)
+        return threads if self is IoEngine.DIRECT else min(threads, _COPYING_THREADS)
 
 
-def probe(filesystem: Filesystem, directory: Path) -> tuple[Engine, str]:
+def probe(filesystem: Filesystem, directory: Path) -> tuple[IoEngine, str]:
     """Write one page with O_DIRECT below `directory`. Returns the engine that works, and why.
 
     Raises OSError when nothing can be written there at all. A full disk is no error: what it holds
@@ -380,18 +380,18 @@ def probe(filesystem: Filesystem, directory: Path) -> tuple[Engine, str]:
     """
     path = directory / f".probe-{os.getpid()}"
     try:
-        _write_page(filesystem, path, Engine.DIRECT)
+        _write_page(filesystem, path, IoEngine.DIRECT)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return Engine.DIRECT, "O_DIRECT, not tried: the file system is full"
+            return IoEngine.DIRECT, "O_DIRECT, not tried: the file system is full"
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        _write_page(filesystem, path, Engine.BUFFERED)
-        return Engine.BUFFERED, f"O_DIRECT refused: {error.strerror}"
-    return Engine.DIRECT, "O_DIRECT works"
+        _write_page(filesystem, path, IoEngine.BUFFERED)
+        return IoEngine.BUFFERED, f"O_DIRECT refused: {error.strerror}"
+    return IoEngine.DIRECT, "O_DIRECT works"
 
 
-def _write_page(filesystem: Filesystem, path: Path, engine: Engine) -> None:
+def _write_page(filesystem: Filesystem, path: Path, engine: IoEngine) -> None:
     fd = filesystem.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | engine.open_flags)
     try:
         with aligned_buffer(PAGE_BYTES) as buffer, memoryview(buffer) as page:
@@ -468,12 +468,12 @@ class ShardFile:
 
 
 @contextmanager
-def open_shard(path: Path, *, filesystem: Filesystem, engine: Engine) -> Iterator[ShardFile]:
+def open_shard(path: Path, *, filesystem: Filesystem, engine: IoEngine) -> Iterator[ShardFile]:
     """Open a shard for reading, with the flags that `engine` needs. Raises OSError."""
     fd = filesystem.open(path, os.O_RDONLY | engine.open_flags)
     try:
         yield ShardFile(filesystem=filesystem, fd=fd)
-        if engine is Engine.BUFFERED:
+        if engine is IoEngine.BUFFERED:
             forget_cache(fd)
     finally:
         filesystem.close(fd)
@@ -497,7 +497,7 @@ class DurableFile:
         *,
         filesystem: Filesystem,
         temporary: Path | None = None,
-        engine: Engine = Engine.BUFFERED,
+        engine: IoEngine = IoEngine.BUFFERED,
         flags: int = _CREATE,
         phase: str = "",
     ) -> None:
@@ -581,7 +581,7 @@ class DurableFile:
         """Return when everything written is on the medium."""
         self._point("data-sync")
         self.filesystem.sync_data(self.fd)
-        if self._engine is Engine.BUFFERED:
+        if self._engine is IoEngine.BUFFERED:
             forget_cache(self.fd)
 
     def give_name(self) -> None:

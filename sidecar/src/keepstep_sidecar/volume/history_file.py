@@ -22,8 +22,8 @@ from typing import Final
 
 import msgspec
 
-from keepstep.core.history import Event, Tally
-from keepstep.directory import Directory
+from keepstep.core.history import HistoryEvent, HistoryTotals
+from keepstep.directory import OpenDirectory
 from keepstep.errors import ForeignError, FormatError, ImageError, StorageError, VersionError
 from keepstep.image import strictjson
 from keepstep_sidecar.log import info, warn
@@ -51,10 +51,10 @@ class _Head:
     format_version: int
     run: str
     id: str = ""
-    before: Tally = dataclasses.field(default_factory=Tally)
+    before: HistoryTotals = dataclasses.field(default_factory=HistoryTotals)
 
 
-_head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(Event)
+_head, _event = msgspec.json.Decoder(_Head), msgspec.json.Decoder(HistoryEvent)
 
 
 class HistoryFile:
@@ -73,39 +73,39 @@ class HistoryFile:
         self._trouble = ""
         self._writing = threading.Lock()
 
-    def read(self, *, now: float) -> tuple[list[Event], Tally]:
+    def read(self, *, now: float) -> tuple[list[HistoryEvent], HistoryTotals]:
         """The events of earlier sidecars, oldest first, and the sum of the events before them.
         Never raises. A file that cannot be read counts as empty and is replaced, unless a newer
         keepstep wrote it."""
         if self.path is None:
-            return [], Tally()
+            return [], HistoryTotals()
         try:
             history_id, events, before = self._read(self.path, now)
         except FileNotFoundError:
-            return [], Tally()
+            return [], HistoryTotals()
         except (ImageError, OSError) as error:
             warn("history.read_failed", path=str(self.path), error=str(error))
             if isinstance(error, VersionError):
                 self.path = None
             else:
                 self.written = -1
-            return [], Tally()
+            return [], HistoryTotals()
         self.id, self.written = history_id, events[-1].sequence if events else 0
         return events, before
 
-    def _read(self, path: Path, now: float) -> tuple[str, list[Event], Tally]:
+    def _read(self, path: Path, now: float) -> tuple[str, list[HistoryEvent], HistoryTotals]:
         with opened(path, Filesystem()) as fd:
             size = os.fstat(fd).st_size
             head = self._checked(os.pread(fd, _LARGEST_HEAD, 0).partition(b"\n")[0])
             data = os.pread(fd, _LARGEST_BYTES, max(0, size - _LARGEST_BYTES))
-        events: list[Event] = []
+        events: list[HistoryEvent] = []
         for line in data.splitlines()[1:]:  # the first line is the head, or cut off
             if (event := _parse(line)) is None or event.until > now + _AHEAD_S:
                 continue
             if not events or event.sequence > events[-1].sequence:
                 events.append(event)
         sane = head.before.sane and head.before.mark <= now + _AHEAD_S
-        return head.id, events, head.before if sane else Tally()
+        return head.id, events, head.before if sane else HistoryTotals()
 
     def _checked(self, line: bytes) -> _Head:
         try:
@@ -120,7 +120,7 @@ class HistoryFile:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head
 
-    def append(self, events: Sequence[Event], before: Tally) -> None:
+    def append(self, events: Sequence[HistoryEvent], before: HistoryTotals) -> None:
         """Append those of `events` that are not in the file yet. `events`: all that are known.
         `before`: the sum of the events that came before them. Never raises."""
         with self._writing:
@@ -135,10 +135,10 @@ class HistoryFile:
             else:
                 self._trouble, self.written = "", events[-1].sequence
 
-    def _append(self, path: Path, events: Sequence[Event], before: Tally) -> None:
+    def _append(self, path: Path, events: Sequence[HistoryEvent], before: HistoryTotals) -> None:
         fault_point("history.write")
         forgotten = events[0].sequence - 1 - self.written
-        directory = Directory.opened(path.parent)
+        directory = OpenDirectory.opened(path.parent)
         if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
             info("history.shortened", path=str(path), events=forgotten)
         elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
@@ -150,7 +150,7 @@ class HistoryFile:
         directory.write(path.name, msgspec.json.encode(head) + b"\n" + _lines(events))
 
 
-def _plain_bytes(directory: Directory, name: str) -> int:
+def _plain_bytes(directory: OpenDirectory, name: str) -> int:
     """Size of the file; 0 if there is none, or it is a link or has several names. Such a file is
     replaced, and never written to."""
     found = directory.lstat(name)
@@ -159,7 +159,7 @@ def _plain_bytes(directory: Directory, name: str) -> int:
     return found.st_size
 
 
-def _write(directory: Directory, name: str, data: bytes) -> None:
+def _write(directory: OpenDirectory, name: str, data: bytes) -> None:
     fd = directory.open(name, _FLAGS)
     try:
         if os.write(fd, data) != len(data):
@@ -168,7 +168,7 @@ def _write(directory: Directory, name: str, data: bytes) -> None:
         os.close(fd)
 
 
-def _parse(line: bytes) -> Event | None:
+def _parse(line: bytes) -> HistoryEvent | None:
     if not line or len(line) > _LARGEST_LINE:
         return None
     try:
@@ -178,7 +178,7 @@ def _parse(line: bytes) -> Event | None:
     return event if _is_sane(event) else None
 
 
-def _is_sane(event: Event) -> bool:
+def _is_sane(event: HistoryEvent) -> bool:
     """Whether the sum of such events stays within bounds."""
     counts = [
         number
@@ -196,16 +196,18 @@ def _is_sane(event: Event) -> bool:
 
 _DEFAULTS: Final = {
     field.name: field.default
-    for field in dataclasses.fields(Event)
+    for field in dataclasses.fields(HistoryEvent)
     if field.default is not dataclasses.MISSING
 }
 
 
-def _lines(events: Iterable[Event]) -> bytes:
+def _lines(events: Iterable[HistoryEvent]) -> bytes:
     """A line for each event, with the fields that differ from their defaults."""
     lines = []
     for event in events:
-        values = {field.name: getattr(event, field.name) for field in dataclasses.fields(Event)}
+        values = {
+            field.name: getattr(event, field.name) for field in dataclasses.fields(HistoryEvent)
+        }
         written = {
             key: value for key, value in values.items() if _DEFAULTS.get(key, values) != value
         }

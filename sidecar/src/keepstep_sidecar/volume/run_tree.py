@@ -101,7 +101,7 @@ class ShardName:
         return (base_name if self.is_base else shard_name)(self.rank, self.world)
 
 
-class Tree:
+class RunTree:
     """Paths below `root`, which is absolute."""
 
     def __init__(self, root: Path) -> None:
@@ -188,7 +188,7 @@ class LocalShard(Shard):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class RefusedFile:
     """A file that is not a shard of this run, and why. `unread`: its drive gave an error.
     `moved_to`: its path in quarantine.
 
@@ -202,26 +202,26 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scan:
+class VolumeScan:
     """Everything on a volume, sorted by step and rank. `unread`: the volumes of a set that could
     not be scanned, by their roots, and why. What they hold is unknown."""
 
     shards: tuple[LocalShard, ...] = ()
-    problems: tuple[Refused, ...] = ()
+    problems: tuple[RefusedFile, ...] = ()
     unread: Mapping[Path, str] = field(default_factory=dict)
 
 
-def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Scan:
+def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> VolumeScan:
     """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
 
     Raises OSError when the content cannot be determined: unknown is not the same as absent.
     """
-    tree = Tree(root.absolute())
+    tree = RunTree(root.absolute())
     filesystem = filesystem or holding(tree.root)
     with contextlib.suppress(FileNotFoundError):
         filesystem.directory(tree.root)  # raises if it is a file
     shards: list[LocalShard] = []
-    problems: list[Refused] = []
+    problems: list[RefusedFile] = []
     for directory in step_directories(tree, filesystem):
         for path in (directory / name for name in filter(is_shard, filesystem.names(directory))):
             found = filesystem.lstat(path)
@@ -233,7 +233,7 @@ def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Sca
             elif seen is not None:
                 problems.append(seen)
     shards.sort(key=lambda shard: (shard.step_id, shard.rank))
-    return Scan(shards=tuple(shards), problems=tuple(problems))
+    return VolumeScan(shards=tuple(shards), problems=tuple(problems))
 
 
 def holding(root: Path) -> Filesystem:
@@ -244,7 +244,7 @@ def holding(root: Path) -> Filesystem:
     return filesystem
 
 
-def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
+def step_directories(tree: RunTree, filesystem: Filesystem) -> Iterator[Path]:
     """Directories of steps, published ones first. Empty if there are none or no volume. A file or a
     link where one belongs is none. But of a link in the place of `pending` it is unknown what lies
     behind it: OSError."""
@@ -256,7 +256,7 @@ def step_directories(tree: Tree, filesystem: Filesystem) -> Iterator[Path]:
         yield from filter(filesystem.is_directory, named)
 
 
-def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
+def strangers(tree: RunTree, filesystem: Filesystem) -> list[Path]:
     """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
     moves them. But a stock reader of the directory would take them for a part of the step."""
     found: list[Path] = []
@@ -271,7 +271,7 @@ def strangers(tree: Tree, filesystem: Filesystem) -> list[Path]:
 
 def _checked(
     path: Path, filesystem: Filesystem, *, run: str, published: bool
-) -> LocalShard | Refused | None:
+) -> LocalShard | RefusedFile | None:
     """What a file is; None when the volume's owner moved or retired it meanwhile.
 
     Whatever error a reader meets, the file counts as refused, so that one bad file never hides the
@@ -283,18 +283,18 @@ def _checked(
         check_base(path, manifest.control, filesystem)
         return LocalShard.of(path, manifest, published=published)
     except ImageError as error:
-        return Refused(path=path, error=error)
+        return RefusedFile(path=path, error=error)
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno not in BAD_BLOCKS:
             raise
         refusal = FormatError(f"unreadable: {error.strerror}", path=path)
-        return Refused(path=path, error=refusal, unread=True)
+        return RefusedFile(path=path, error=refusal, unread=True)
     except MemoryError:
         raise
     except Exception as error:
-        return Refused(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
+        return RefusedFile(path=path, error=FormatError(f"unreadable: {error!r}", path=path))
 
 
 @contextlib.contextmanager
@@ -371,11 +371,11 @@ _QUARANTINED = 16
 
 
 @dataclass(frozen=True)
-class Directories:
+class RunDirectories:
     """The directories of `tree`, and the moves between them. `lock`: for those who change names
     there."""
 
-    tree: Tree
+    tree: RunTree
     filesystem: Filesystem
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -649,7 +649,7 @@ class SpareFiles:
     lies in `spare/`, where no reader looks. Where anything is in doubt, a new file is written.
     """
 
-    def __init__(self, directories: Directories) -> None:
+    def __init__(self, directories: RunDirectories) -> None:
         self._directories = directories
         self._tree, self._filesystem = directories.tree, directories.filesystem
 

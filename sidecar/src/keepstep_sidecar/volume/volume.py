@@ -10,8 +10,8 @@ dot is the fault point before the call that it names: each call is one that may 
 - `shown`, `published`: its step's directory is one that readers see; durably.
 - `retired`, `quarantined`: it is being deleted, or kept to be written over; it failed.
 
-`Writer` moves a shard to `durable`, in the thread of whoever called. The volume does not decide
-which steps are committed or may be deleted: callers use `publish` and `retire`.
+`ImageFileWriter` moves a shard to `durable`, in the thread of whoever called. The volume does not
+decide which steps are committed or may be deleted: callers use `publish` and `retire`.
 
 What may never happen, and the test that would fail:
 
@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import (
     ImageError,
     KeepstepError,
@@ -56,8 +56,8 @@ from keepstep_sidecar.volume import run_file
 from keepstep_sidecar.volume.files import (
     FULL,
     DurableFile,
-    Engine,
     Filesystem,
+    IoEngine,
     RateLimit,
     ShardFile,
     drive_id,
@@ -67,12 +67,12 @@ from keepstep_sidecar.volume.files import (
 )
 from keepstep_sidecar.volume.run_file import RunRecord
 from keepstep_sidecar.volume.run_tree import (
-    Directories,
     LocalShard,
-    Refused,
-    Scan,
+    RefusedFile,
+    RunDirectories,
+    RunTree,
     SpareFiles,
-    Tree,
+    VolumeScan,
     base_control,
     check_base,
     is_step,
@@ -83,7 +83,7 @@ from keepstep_sidecar.volume.run_tree import (
     temporary_name,
 )
 
-__all__ = ["Unread", "Volume", "Written"]
+__all__ = ["UnreadShard", "Volume", "WrittenShard"]
 
 SHARD = transitions("""
 absent             | write.create         | hidden    | DurableFile.__init__
@@ -97,19 +97,19 @@ flushed            | write.control        | sealed    | DurableFile.seal
 sealed             | write.control-sync   | whole     | DurableFile.seal
 whole              | write.rename         | named     | DurableFile.give_name
 named              | write.directory-sync | durable   | DurableFile.give_name
-durable            | write.done           | durable   | Writer.write
-durable            | publish.rename       | shown     | Directories._move
-shown              | publish.sync         | published | Directories._move
-published          | unpublish.rename     | named     | Directories._move
-named              | unpublish.sync       | durable   | Directories._move
-durable, published | retire.rename        | retired   | Directories._move
-retired            | retire.sync          | retired   | Directories._move
-retired            | retire.unlink        | absent    | Directories.delete
-absent             | retire.done          | absent    | Directories.delete
-durable            | quarantine.rename    | quarantined | Directories.quarantine
-hidden, flushed, sealed, whole, named | the drive fails | quarantined | Writer._give_up
-hidden, flushed, sealed, whole, named | no room | absent | Writer._give_up
-hidden, flushed, sealed, whole | this process is killed | absent | Directories.sweep
+durable            | write.done           | durable   | ImageFileWriter.write
+durable            | publish.rename       | shown     | RunDirectories._move
+shown              | publish.sync         | published | RunDirectories._move
+published          | unpublish.rename     | named     | RunDirectories._move
+named              | unpublish.sync       | durable   | RunDirectories._move
+durable, published | retire.rename        | retired   | RunDirectories._move
+retired            | retire.sync          | retired   | RunDirectories._move
+retired            | retire.unlink        | absent    | RunDirectories.delete
+absent             | retire.done          | absent    | RunDirectories.delete
+durable            | quarantine.rename    | quarantined | RunDirectories.quarantine
+hidden, flushed, sealed, whole, named | the drive fails | quarantined | ImageFileWriter._give_up
+hidden, flushed, sealed, whole, named | no room              | absent    | ImageFileWriter._give_up
+hidden, flushed, sealed, whole | this process is killed | absent    | RunDirectories.sweep
 """)
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ CUT_OFF = "the slot was truncated by another process; check who may write to sha
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenShard:
     """A durable shard. `seconds`: wall clock of the write, 0 when it was already durable. `bytes`:
     of the shard, and of its base if that was written."""
 
@@ -140,7 +140,7 @@ class SealedImage:
     control: ControlPage
 
 
-class Unread(StorageError):
+class UnreadShard(StorageError):
     """This process could not read a shard, but the shard may be intact."""
 
 
@@ -158,13 +158,13 @@ class Volume:
 
     def __init__(
         self,
-        root: Path | Directory,
+        root: Path | OpenDirectory,
         *,
         run: str,
         io_threads: int = IO_THREADS,
         capacity_bytes: int | None = None,
         filesystem: Filesystem | None = None,
-        engine: Engine | None = None,
+        engine: IoEngine | None = None,
         read_only: str = "",
     ) -> None:
         """Make and lock the directory, and find out which engine works (`engine` forces one). An
@@ -174,26 +174,26 @@ class Volume:
         process owns the directory (the message names its pid) or when it cannot be written,
         ForeignError when it belongs to another run.
         """
-        self.root = root.path if isinstance(root, Directory) else root.absolute()
+        self.root = root.path if isinstance(root, OpenDirectory) else root.absolute()
         self.failed = self.read_only = read_only
         self._unscanned = ""
         """`failed` as the last scan set it, while there is no worse error."""
         self.filesystem = filesystem or Filesystem()
-        self._directories = Directories(Tree(self.root), self.filesystem)
-        self._ownership: Ownership | None = None
+        self._directories = RunDirectories(RunTree(self.root), self.filesystem)
+        self._ownership: FileLock | None = None
         self.drive_id = ""
         """As `drive_id` names it."""
         if read_only:
-            self.engine, self.engine_reason = Engine.BUFFERED, "read only"
+            self.engine, self.engine_reason = IoEngine.BUFFERED, "read only"
             self.record = RunRecord(run=run)
             with contextlib.suppress(OSError, ImageError):
                 self.filesystem.hold(root)
                 self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
-                self.record = run_file.load(Tree(self.root).record, run=run)
+                self.record = run_file.load(RunTree(self.root).record, run=run)
         else:
             self._take(run, engine)
         self.io_threads = self.engine.threads(io_threads)
-        self._writer = Writer(
+        self._writer = ImageFileWriter(
             directories=self._directories,
             spares=SpareFiles(self._directories),
             run=run,
@@ -202,14 +202,14 @@ class Volume:
             capacity_bytes=capacity_bytes,
         )
 
-    def _take(self, run: str, engine: Engine | None) -> None:
+    def _take(self, run: str, engine: IoEngine | None) -> None:
         with self._translated(f"cannot use the volume {self.root}"):
             self.filesystem.hold(self.root, make=True)
-            self._ownership = Ownership(Tree(self.root).lock)
+            self._ownership = FileLock(RunTree(self.root).lock)
             self._device = self.root.stat().st_dev
             self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
             try:
-                self.record = run_file.load(Tree(self.root).record, run=run)
+                self.record = run_file.load(RunTree(self.root).record, run=run)
                 self.engine, self.engine_reason = (
                     (engine, "as configured") if engine else probe(self.filesystem, self.root)
                 )
@@ -227,7 +227,7 @@ class Volume:
         *,
         base: SealedImage | None = None,
         pace: RateLimit | None = None,
-    ) -> Written:
+    ) -> WrittenShard:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`, with the
         `base` that it refers to beside it: as a hard link if another step here has it.
 
@@ -274,13 +274,13 @@ class Volume:
         except OSError as error:
             if error.errno in _OURS:
                 why = CUT_OFF if error.errno == errno.EFAULT else error.strerror
-                raise Unread(f"{path}: cannot read it: {why}") from error
+                raise UnreadShard(f"{path}: cannot read it: {why}") from error
             self.failed = self.read_only or str(error)
             with contextlib.suppress(KeepstepError):
                 self.quarantine(path, _reason(error))
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
 
-    def scan(self) -> Scan:
+    def scan(self) -> VolumeScan:
         """Find every shard, quarantine torn, foreign and malformed files, and remove leftovers.
 
         If a shard of a step had to be moved, the step is hidden from readers (`published` is
@@ -295,14 +295,14 @@ class Volume:
             self.failed = ""
         return found
 
-    def _scan(self) -> Scan:
+    def _scan(self) -> VolumeScan:
         with self._directories.lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
                 return survey(self.root, run=self.record.run, filesystem=self.filesystem)
             self._writer.spares.drop()
             self._directories.sweep(keep=self._writer.in_progress)
             seen = survey(self.root, run=self.record.run, filesystem=self.filesystem)
-            for path in strangers(Tree(self.root), self.filesystem):
+            for path in strangers(RunTree(self.root), self.filesystem):
                 warn("volume.foreign_file_found", path=str(path))
             moved = [self.settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
@@ -312,7 +312,7 @@ class Volume:
                 problems=tuple(moved),
             )
 
-    def settle(self, problem: Refused) -> Refused:
+    def settle(self, problem: RefusedFile) -> RefusedFile:
         """Move the file to quarantine, unless a newer keepstep can read it. Raises StorageError."""
         if isinstance(problem.error, VersionError):
             return problem
@@ -378,7 +378,7 @@ class Volume:
 
     def save_record(self, record: RunRecord) -> None:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
-        path = Tree(self.root).record
+        path = RunTree(self.root).record
         with self._changing(f"cannot write {path}"):
             self._writer.with_room(lambda: run_file.save(path, record, filesystem=self.filesystem))
             self.record = record
@@ -402,9 +402,9 @@ class Volume:
             if self._nearest().stat().st_dev != self._device:  # do not use what lies below a mount
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
             self.filesystem.hold(self.root, make=True)
-            self._ownership = Ownership(Tree(self.root).lock)
+            self._ownership = FileLock(RunTree(self.root).lock)
             former.release()
-            run_file.save(Tree(self.root).record, self.record, filesystem=self.filesystem)
+            run_file.save(RunTree(self.root).record, self.record, filesystem=self.filesystem)
             self.failed = ""
             return True
 
@@ -438,7 +438,7 @@ class Volume:
         """Number of files in quarantine; 0 if read-only: this process has then put none there."""
         if self.read_only:
             return 0
-        with self._translated(f"cannot list {Tree(self.root).quarantine}"):
+        with self._translated(f"cannot list {RunTree(self.root).quarantine}"):
             return self._directories.quarantined()
 
     def close(self) -> None:
@@ -484,7 +484,7 @@ def _reason(error: Exception) -> str:
 
 
 @dataclass(kw_only=True)
-class Writer:
+class ImageFileWriter:
     """Makes one staged image durable: a file is written, sealed and named, or no file is left.
 
     A file that failed once is never written to again: after a failed fdatasync, the kernel may mark
@@ -493,10 +493,10 @@ class Writer:
     removed. The directories' lock guards names; data is written without it.
     """
 
-    directories: Directories
+    directories: RunDirectories
     spares: SpareFiles
     run: str
-    engine: Engine
+    engine: IoEngine
     threads: int
     capacity_bytes: int | None
 
@@ -557,7 +557,7 @@ class Writer:
 
         return made()
 
-    def write(self, image: SealedImage, base: SealedImage | None, pace: RateLimit) -> Written:
+    def write(self, image: SealedImage, base: SealedImage | None, pace: RateLimit) -> WrittenShard:
         """See `Volume.write`."""
         control = image.control
         _check_arguments(image, base, run=self.run)
@@ -574,7 +574,7 @@ class Writer:
         manifest = self._write(path, replace(image, control=control), control.id, pace)
         fault_point("write.done")
         seconds = time.perf_counter() - started
-        return Written(shard=LocalShard.of(path, manifest), seconds=seconds, bytes=size_bytes)
+        return WrittenShard(shard=LocalShard.of(path, manifest), seconds=seconds, bytes=size_bytes)
 
     def _beside(
         self, control: ControlPage, base: SealedImage, pace: RateLimit
@@ -621,7 +621,7 @@ class Writer:
                 raise
         return manifest
 
-    def _durable(self, control: ControlPage) -> Written | None:
+    def _durable(self, control: ControlPage) -> WrittenShard | None:
         """The shard that an earlier write of the same step and rank left, if any.
 
         A broken one is moved to quarantine, to make room for a new one.
@@ -640,7 +640,7 @@ class Writer:
                 self.directories.quarantine(path, "rewritten")
             return None
         shard = LocalShard.of(path, manifest)
-        return Written(shard=shard, bytes=shard.size_bytes)
+        return WrittenShard(shard=shard, bytes=shard.size_bytes)
 
     @contextlib.contextmanager
     def _reserved(self, path: Path, control: ControlPage, size_bytes: int) -> Iterator[Path]:
@@ -741,7 +741,7 @@ def _check_image(image: SealedImage, step: ControlPage, *, run: str) -> None:
 # the process dies.
 
 
-class Ownership:
+class FileLock:
     """Holds `path` locked from construction to `release`.
 
     Raises StorageError when another process holds the lock (the message names its pid), OSError.
@@ -749,7 +749,7 @@ class Ownership:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = Directory.opened(path.parent).open(path.name, os.O_RDWR | os.O_CREAT)
+        self._fd = OpenDirectory.opened(path.parent).open(path.name, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -804,7 +804,7 @@ class VolumeSet:
     @property
     def history(self) -> Path | None:
         """The path of the run's history, on the first writable volume; None without one."""
-        return next((Tree(volume.root).history for volume in self._writable), None)
+        return next((RunTree(volume.root).history for volume in self._writable), None)
 
     def volume_for(self, rank: int) -> Volume:
         """The volume that `rank` writes to: its own, or a healthy one if its own has failed.
@@ -833,7 +833,7 @@ class VolumeSet:
         control: ControlPage,
         *,
         base: SealedImage | None = None,
-    ) -> Written:
+    ) -> WrittenShard:
         """`Volume.write` on the volume of `control.rank`; if that is full, on one that is not.
 
         Raises the NoSpaceError of the rank's own volume when all are full.
@@ -857,13 +857,13 @@ class VolumeSet:
         try:
             with self.holder(path).opened(path) as file:
                 yield file
-        except (VersionError, Unread):
+        except (VersionError, UnreadShard):
             raise
         except (ImageError, StorageError):
             self._hide(path)
             raise
 
-    def scan(self) -> Scan:
+    def scan(self) -> VolumeScan:
         """The scans of all volumes as one. A volume that cannot be read hides no other one:
         `unread` names it."""
         scans, unread = self._scan()
@@ -877,9 +877,9 @@ class VolumeSet:
             (shard for scan in scans for shard in scan.shards),
             key=lambda shard: (shard.step_id, shard.rank),
         )
-        return Scan(shards=tuple(shards), problems=problems, unread=unread)
+        return VolumeScan(shards=tuple(shards), problems=problems, unread=unread)
 
-    def _scan(self) -> tuple[list[Scan], dict[Path, str]]:
+    def _scan(self) -> tuple[list[VolumeScan], dict[Path, str]]:
         scans = {volume.root: _tried(Volume.scan, volume) for volume in self.volumes}
         return (
             [scan for scan in scans.values() if not isinstance(scan, StorageError)],

@@ -19,7 +19,7 @@ from keepstep_sidecar.config.settings import Command, format_duration, format_si
 from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.tiers.archive.browse import Holding
+    from keepstep_sidecar.tiers.archive.browse import ArchivedRun
     from keepstep_sidecar.tiers.archive.index import ArchivedStep
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def archive_of(values: Mapping[str, Any]) -> ArchiveConfig | None:
 
 
 def _with_archive(
-    config: ArchiveConfig, run: str | None, work: Callable[[Holding], Awaitable[T]]
+    config: ArchiveConfig, run: str | None, work: Callable[[ArchivedRun], Awaitable[T]]
 ) -> T:
     """Open the archive, find the run, and do `work`."""
     from keepstep_sidecar.tiers.archive import browse
@@ -93,7 +93,7 @@ def ls(as_json: bool, **where: Any) -> None:
     """
     config, run = _config(**where)
 
-    async def work(holding: Holding) -> tuple[str, Any]:
+    async def work(holding: ArchivedRun) -> tuple[str, Any]:
         return holding.run, await holding.survey()
 
     name, survey = _with_archive(config, run, work)
@@ -156,7 +156,7 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
     config, run = _config(**where)
     began = time.monotonic()
 
-    async def work(holding: Holding) -> tuple[list[str], list[str], int]:
+    async def work(holding: ArchivedRun) -> tuple[list[str], list[str], int]:
         steps = await holding.chosen(word, sound=False)
         faults = [step.fault for step in steps if step.fault]
         sound = [step for step in steps if step.complete]
@@ -196,7 +196,7 @@ def pull(word: str, target: Path, **where: Any) -> None:
     """
     config, run = _config(**where)
 
-    async def work(holding: Holding) -> Path:
+    async def work(holding: ArchivedRun) -> Path:
         from keepstep_sidecar.tiers.archive.browse import pull_step
 
         (step,) = await holding.chosen(word, sound=True)

@@ -35,7 +35,7 @@ from keepstep_sidecar.memory.slot_allocator import LEAST_SLOTS, SLOTS
 from keepstep_sidecar.memory.slot_directories import advice, free_huge_bytes
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
-from keepstep_sidecar.volume.files import Engine, Filesystem, aligned_buffer
+from keepstep_sidecar.volume.files import Filesystem, IoEngine, aligned_buffer
 
 SLOW_BYTES_PER_SECOND: Final = 200_000_000
 """A single SATA SSD is twice as fast. Anything slower is a hard disk, or behind a network."""
@@ -235,9 +235,9 @@ def drive(
         yield Finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
         return
     yield _space(directory, free, total, need.volume_bytes(volumes))
-    outcome = Outcome.OK if engine is Engine.DIRECT else Outcome.SLOW
+    outcome = Outcome.OK if engine is IoEngine.DIRECT else Outcome.SLOW
     change = (
-        "" if engine is Engine.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
+        "" if engine is IoEngine.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
     )
     yield Finding(f"O_DIRECT {directory}", outcome, why, change)
     probe_bytes = min(probe_bytes, free // 4) // CHUNK_BYTES * CHUNK_BYTES
@@ -256,7 +256,7 @@ def _space(directory: Path, free: int, total: int, needed: int | None) -> Findin
 def _speed(
     directory: Path,
     place: Path,
-    engine: Engine,
+    engine: IoEngine,
     probe_bytes: int,
     need: Need,
     clock: Callable[[], float],
@@ -278,7 +278,7 @@ def _speed(
 
 
 def measure(
-    place: Path, engine: Engine, size_bytes: int, clock: Callable[[], float] = time.monotonic
+    place: Path, engine: IoEngine, size_bytes: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[float, float]:
     """Bytes per second written (and flushed), and read. Like a volume, it moves whole chunks, on
     as many threads. `size_bytes` is a multiple of a chunk. Raises OSError."""

@@ -25,10 +25,10 @@ from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options, sp
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
-    from keepstep_sidecar.tiers.archive.browse import Holding
+    from keepstep_sidecar.tiers.archive.browse import ArchivedRun
     from keepstep_sidecar.tiers.archive.index import ArchivedStep
-    from keepstep_sidecar.tiers.source import Cancel, ShardSource
-    from keepstep_sidecar.tiers.verified_chunks import Opened
+    from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
+    from keepstep_sidecar.tiers.verified_chunks import OpenSource
 
 _NEWEST = "latest"
 _OPENED_AT_ONCE = 16
@@ -109,7 +109,7 @@ def export(
         "lowest_rank": lowest_rank,
     }
 
-    def work(step: _Step, cancel: Cancel) -> Exported:
+    def work(step: _Step, cancel: ReadCancellation) -> Exported:
         with step.opened(cancel) as images:
             layouts = (image.manifest.layout for image in images.values())
             made = library.Export(layouts, run=step.run, step_id=step.id, **selected)
@@ -183,17 +183,17 @@ class _Step:
     sources: tuple[ShardSource, ...]
 
     @contextlib.contextmanager
-    def opened(self, cancel: Cancel) -> Iterator[dict[int, Opened]]:
+    def opened(self, cancel: ReadCancellation) -> Iterator[dict[int, OpenSource]]:
         """Open all images, by `Layout.number`: open files stay readable if the step is retired.
 
         Raises RestoreError if the step was retired before, ImageError, StorageError.
         """
         from keepstep_sidecar.tiers import verified_chunks
-        from keepstep_sidecar.tiers.source import Gone
+        from keepstep_sidecar.tiers.source import ShardGone
 
         with contextlib.ExitStack() as stack:
 
-            def enter(source: ShardSource) -> Opened:
+            def enter(source: ShardSource) -> OpenSource:
                 return stack.enter_context(verified_chunks.opened(source, cancel))
 
             try:
@@ -201,7 +201,7 @@ class _Step:
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
                     images = pool.map(enter, (*self.sources, *bases))
                     opened = {image.manifest.layout.number: image for image in images}
-            except Gone as error:
+            except ShardGone as error:
                 raise _RetiredError(
                     f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
                     " --keep says how long"
@@ -210,7 +210,11 @@ class _Step:
 
 
 def _read(
-    images: Mapping[int, Opened], cancel: Cancel, rank: int, chunk: int, into: memoryview
+    images: Mapping[int, OpenSource],
+    cancel: ReadCancellation,
+    rank: int,
+    chunk: int,
+    into: memoryview,
 ) -> None:
     """Implements `keepstep.export.Read`."""
     if cancel.done:
@@ -227,7 +231,7 @@ _TRIES = 5
 
 
 async def _with_newest(
-    word: str, work: Callable[[_Step, Cancel], Exported], **where: Any
+    word: str, work: Callable[[_Step, ReadCancellation], Exported], **where: Any
 ) -> tuple[StepId, Exported]:
     """As `_with_step`. If the newest step is retired before its shards are open, a newer one has
     come, and is taken."""
@@ -239,7 +243,7 @@ async def _with_newest(
 
 async def _with_step(
     word: str,
-    work: Callable[[_Step, Cancel], Exported],
+    work: Callable[[_Step, ReadCancellation], Exported],
     *,
     values: dict[str, Any],
     directory: Path,
@@ -305,7 +309,7 @@ async def _from_archive(
         return await finish(_Step(run=holding.run, id=step.id, sources=sources))
 
 
-async def _archived(holding: Holding, word: str) -> ArchivedStep:
+async def _archived(holding: ArchivedRun, word: str) -> ArchivedStep:
     if word != _NEWEST:
         return (await holding.chosen(word, sound=True))[0]
     survey = await holding.survey()
@@ -318,10 +322,10 @@ async def _archived(holding: Holding, word: str) -> ArchivedStep:
 
 
 def _dead(step_id: StepId, epochs: Sequence[Epoch]) -> bool:
-    from keepstep.core.commit_rule import Standing, trace
+    from keepstep.core.commit_rule import StepStanding, trace
 
     lineage = trace({epoch.id: epoch for epoch in epochs}, seen={step_id.epoch})
-    return lineage.standing(step_id) is Standing.DEAD
+    return lineage.standing(step_id) is StepStanding.DEAD
 
 
 def _on_volumes(kept: RunDir) -> _Held:

@@ -102,7 +102,7 @@ def run(
       keepstep run --dir /scratch/ckpt --volume /nvme0 --volume /nvme1 \\
           --memory-limit 64Gi --persist-every 10 -- torchrun train.py --lr 1e-3
     """
-    from keepstep.warm.client import Starter
+    from keepstep.warm.client import CommandStarter
     from keepstep_sidecar.cli.supervisor import Supervisor, note
 
     if preload and not warm:
@@ -120,7 +120,7 @@ def run(
             command=command,
             restarts=restarts,
             adopted=launcher.adopt(kept),
-            starter=Starter(program, command, preload, note) if warm else None,
+            starter=CommandStarter(program, command, preload, note) if warm else None,
             variables=_compile_cache(kept, compile_cache_bytes, note),
         )
         ctx.exit(supervisor.run())

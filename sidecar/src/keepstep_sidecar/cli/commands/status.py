@@ -17,7 +17,7 @@ from keepstep.errors import KeepstepError
 from keepstep.steps import Tier
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, output, run_dir
-from keepstep_sidecar.cli.inventory import Holdings
+from keepstep_sidecar.cli.inventory import RunHoldings
 from keepstep_sidecar.cli.messages import badput, every, share
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -55,7 +55,7 @@ def status(directory: Path, run: str | None, as_json: bool, watch: bool) -> None
         _watch(functools.partial(run_dir.seen, directory, kept.run), show)
 
 
-def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, Holdings], None]) -> None:
+def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, RunHoldings], None]) -> None:
     """Show the run every two seconds on a terminal; elsewhere when it changed, one block each
     time."""
     before: object = None
@@ -76,7 +76,7 @@ def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, Holdings], None])
         time.sleep(_WATCH_S)
 
 
-def _without_times(held: Holdings) -> object:
+def _without_times(held: RunHoldings) -> object:
     """What is shown of a run, without what changes by itself: ages, and room on the volumes."""
     live = held.live
     if live is None:
@@ -92,7 +92,7 @@ def _without_times(held: Holdings) -> object:
     )
 
 
-def _print_json(kept: RunDir, held: Holdings) -> None:
+def _print_json(kept: RunDir, held: RunHoldings) -> None:
     goodput = inventory.goodput(kept, held)
     shown = ("ratio", "wall_s", "seconds", "steps", "interruptions")
     document = {
@@ -110,7 +110,7 @@ def _print_json(kept: RunDir, held: Holdings) -> None:
     output.print_json(document)
 
 
-def _print(kept: RunDir, held: Holdings) -> None:
+def _print(kept: RunDir, held: RunHoldings) -> None:
     output.print_facts(_facts(kept, held), width=11)
     ranks, tiers = ((), {}) if held.live is None else (held.live.ranks, held.live.tiers)
     right = ("RANK", "STAGED", "DURABLE", "SAVES", "LOST", "BLOCKED/SAVE", "SENT", "WAITING")
@@ -125,7 +125,7 @@ _APART_S = 60.0  # ranks end within a minute of each other
 _TIER = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
 
 
-def _facts(kept: RunDir, held: Holdings) -> list[tuple[str, str]]:
+def _facts(kept: RunDir, held: RunHoldings) -> list[tuple[str, str]]:
     live = held.live
     up = live and f"{live.sidecar}, pid {live.pid}, up {_age(live.started_at)}"
     facts = [("run", kept.run), ("sidecar", up or "not running"), ("committed", _committed(held))]
@@ -182,7 +182,7 @@ def _age(at: float) -> str:
     return format_duration(max(0.0, time.time() - at))
 
 
-def _committed(held: Holdings) -> str:
+def _committed(held: RunHoldings) -> str:
     step, live = held.committed, held.live
     if step is None:
         return "nothing"

@@ -19,7 +19,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration, format_size
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.volume.run_tree import LocalShard, Refused
+    from keepstep_sidecar.volume.run_tree import LocalShard, RefusedFile
 
 
 @click.command()
@@ -121,7 +121,7 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
     )
 
 
-def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Refused]]:
+def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[RefusedFile]]:
     """The shards to verify, and the files of these steps that the scan has already refused.
 
     Raises UsageError if there is nothing to verify.
@@ -164,9 +164,12 @@ def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: st
     retired it, it is skipped.
     """
     from keepstep_sidecar.tiers import verified_chunks
-    from keepstep_sidecar.tiers.source import Gone, file_source
+    from keepstep_sidecar.tiers.source import ShardGone, file_source
 
-    with contextlib.suppress(Gone), verified_chunks.opened(file_source(shard, run=run)) as opened:
+    with (
+        contextlib.suppress(ShardGone),
+        verified_chunks.opened(file_source(shard, run=run)) as opened,
+    ):
         chunks = opened.manifest.chunks
         verified_chunks.each(opened, chunks, lambda _, data: on_bytes(len(data)))
 

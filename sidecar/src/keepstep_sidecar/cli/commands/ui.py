@@ -42,9 +42,9 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 async def _serve(directory: Path, *, port: int, browser: bool) -> None:
     from keepstep_sidecar.cli import run_pages
-    from keepstep_sidecar.ui.server import Access, listen, serving
+    from keepstep_sidecar.ui.server import PageAccess, listen, serving
 
-    access, listening = Access("keepstep ui"), listen(port)
+    access, listening = PageAccess("keepstep ui"), listen(port)
     port = listening.getsockname()[1]
     async with serving(
         listening,

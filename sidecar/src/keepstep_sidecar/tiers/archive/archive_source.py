@@ -17,8 +17,8 @@ from keepstep.image import PAGE_BYTES, ControlPage, Layout
 from keepstep.image.layout import CHUNK_BYTES, read_length
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.archive.step_record import own_pieces
-from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
+from keepstep_sidecar.tiers.archive.store import Store, StoredObject
+from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.tiers.verified_chunks import Manifests
 
@@ -30,7 +30,7 @@ IN_FLIGHT = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ShardObject:
     """A shard's object. `rest`: the shard whose object has what this one leaves out. `own`: the
     pieces that this one has then, empty until they were needed."""
 
@@ -44,7 +44,7 @@ class Place:
 class ArchiveSource(ShardSource):
     """See `ShardSource`. Stores work on the event loop `loop`; readers are on other threads."""
 
-    place: Place = field(repr=False)
+    place: ShardObject = field(repr=False)
     store: Store = field(compare=False, repr=False)
     loop: asyncio.AbstractEventLoop = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
@@ -57,7 +57,7 @@ class ArchiveSource(ShardSource):
     streams: int = IN_FLIGHT
 
     @contextmanager
-    def opened(self, cancel: Cancel) -> Iterator[Read]:
+    def opened(self, cancel: ReadCancellation) -> Iterator[Read]:
         began, sizes = time.monotonic(), [0]
 
         def get(name: str, begin: int, view: memoryview) -> None:
@@ -130,7 +130,7 @@ def _in_a_row(get: _Get, name: str, begin: int, into: Sequence[memoryview]) -> I
 
 
 def _on_loop(
-    loop: asyncio.AbstractEventLoop, cancel: Cancel, work: Coroutine[None, None, None]
+    loop: asyncio.AbstractEventLoop, cancel: ReadCancellation, work: Coroutine[None, None, None]
 ) -> None:
     """Wait, on a thread, until `work` has ended on the loop, also if it is cancelled."""
     result: Future[None] = Future()
@@ -155,7 +155,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> N
         loop.call_soon_threadsafe(call)
 
 
-async def image_bytes(store: Store, stored: Stored) -> int:
+async def image_bytes(store: Store, stored: StoredObject) -> int:
     """The image's size, from the header of an object. Raises StorageError, ImageError."""
     data, size = b"", min(_FIRST_BYTES, stored.bytes)
     try:
@@ -169,7 +169,9 @@ async def image_bytes(store: Store, stored: Stored) -> int:
         raise type(error)(error.reason, path=f"{store.where}/{stored.name}") from None
 
 
-async def control_page(store: Store, stored: Stored, shard: Shard, *, run: str) -> ControlPage:
+async def control_page(
+    store: Store, stored: StoredObject, shard: Shard, *, run: str
+) -> ControlPage:
     """The control page at the end of an object. Raises StorageError, ImageError; also if the page
     does not agree with `shard`."""
     buffer = bytearray(PAGE_BYTES)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep.steps import named
 from keepstep_sidecar.config.sidecar import ArchiveConfig
@@ -19,14 +19,14 @@ from keepstep_sidecar.tiers.archive.archive_source import ArchiveSource
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy, part_name
-from keepstep_sidecar.tiers.source import Cancel, ShardSource
+from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.volume.files import Engine, Filesystem
+from keepstep_sidecar.volume.files import Filesystem, IoEngine
 from keepstep_sidecar.volume.run_tree import ShardName
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class ArchivedRun:
     """One run in an archive."""
 
     run: str
@@ -67,7 +67,7 @@ class Holding:
         faults = []
         for at in self._sources(step):
 
-            def work(cancel: Cancel, at: ShardSource = at) -> None:
+            def work(cancel: ReadCancellation, at: ShardSource = at) -> None:
                 """Verify every byte, with memory for a few chunks."""
                 with verified_chunks.opened(at, cancel) as opened:
                     chunks = opened.manifest.chunks
@@ -90,12 +90,12 @@ class Holding:
 
 
 @asynccontextmanager
-async def opened(config: ArchiveConfig, run: str | None) -> AsyncIterator[Holding]:
+async def opened(config: ArchiveConfig, run: str | None) -> AsyncIterator[ArchivedRun]:
     """The named run, or the archive's only run. Raises UsageError, StorageError."""
     store = open_store(config)
     try:
         name = run or await _only_run(store)
-        yield Holding(run=name, store=store)
+        yield ArchivedRun(run=name, store=store)
     finally:
         await store.close()
 
@@ -119,14 +119,14 @@ async def _only_run(store: Store) -> str:
 
 
 async def pull_step(
-    holding: Holding, step: ArchivedStep, target: Path, *, on_chunk: Callable[[int], None]
+    holding: ArchivedRun, step: ArchivedStep, target: Path, *, on_chunk: Callable[[int], None]
 ) -> Path:
     """Fetch the step to `<target>/<step>`; returns that path. Raises StorageError, ImageError,
     RestoreError when the name is taken."""
     final = target / str(step.id)
     growing = target / f".{step.id}.pulling"
     try:
-        place = Directory.opened(Path(os.path.realpath(target)), make=True)
+        place = OpenDirectory.opened(Path(os.path.realpath(target)), make=True)
         if place.lstat(final.name) is not None:
             raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
         place.make(growing.name)
@@ -143,17 +143,17 @@ async def pull_step(
 
 
 async def _pull(
-    at: ShardSource, path: Path, directory: Directory, on_chunk: Callable[[int], None]
+    at: ShardSource, path: Path, directory: OpenDirectory, on_chunk: Callable[[int], None]
 ) -> None:
     filesystem = Filesystem()
     filesystem.hold(directory)
 
-    def work(cancel: Cancel) -> None:
+    def work(cancel: ReadCancellation) -> None:
         with verified_chunks.opened(at, cancel) as opened:
             if filesystem.lstat(path) is not None:  # its bytes are not trusted because of its name
                 filesystem.rename(path, path.with_name(part_name(path.name)))
             copy = IncomingCopy(
-                path, opened.manifest, filesystem=filesystem, engine=Engine.BUFFERED
+                path, opened.manifest, filesystem=filesystem, engine=IoEngine.BUFFERED
             )
 
             def write(chunk: int, data: memoryview) -> None:
@@ -172,7 +172,7 @@ async def _pull(
     await verified_chunks.run(None, work)
 
 
-def _finish(place: Directory, directory: Directory, name: str) -> None:
+def _finish(place: OpenDirectory, directory: OpenDirectory, name: str) -> None:
     directory.sync()
     place.rename(directory.path.name, name)
     place.sync()

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from keepstep.directory import Directory, NoFileError
+from keepstep.directory import NoFileError, OpenDirectory
 from keepstep.errors import FormatError, NoSpaceError, StorageError
 from keepstep_sidecar.concurrency import blocking, detached
-from keepstep_sidecar.tiers.archive.store import Stored
+from keepstep_sidecar.tiers.archive.store import StoredObject
 from keepstep_sidecar.volume.files import FULL, DurableFile, Filesystem, forget_cache
 
 T = TypeVar("T")
@@ -46,8 +46,8 @@ class DirectoryStore:
     def where(self) -> str:
         return str(self.root)
 
-    async def list_below(self, prefix: str) -> list[Stored]:
-        def work() -> list[Stored]:
+    async def list_below(self, prefix: str) -> list[StoredObject]:
+        def work() -> list[StoredObject]:
             try:
                 below = self._opened().inside(*Path(prefix).parts)
             except FileNotFoundError:
@@ -73,8 +73,8 @@ class DirectoryStore:
 
         return await self._attempt(work)
 
-    async def find(self, name: str) -> Stored | None:
-        def work() -> Stored | None:
+    async def find(self, name: str) -> StoredObject | None:
+        def work() -> StoredObject | None:
             try:
                 found = self._above(name).lstat(Path(name).name)
             except FileNotFoundError:
@@ -195,7 +195,7 @@ class DirectoryStore:
         hidden = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
         return DurableFile(path, filesystem=filesystem, temporary=hidden)
 
-    def _made(self, name: str) -> Directory:
+    def _made(self, name: str) -> OpenDirectory:
         """The directory of an object, which is made if it is not there."""
         directory = self._opened()
         if not self._swept:
@@ -207,13 +207,13 @@ class DirectoryStore:
             directory = directory.inside(part)
         return directory
 
-    def _above(self, name: str) -> Directory:
+    def _above(self, name: str) -> OpenDirectory:
         """The directory of an object. Raises FileNotFoundError."""
         return self._opened().inside(*Path(name).parts[:-1])
 
-    def _opened(self) -> Directory:
+    def _opened(self) -> OpenDirectory:
         try:
-            return Directory.opened(self.root.resolve())
+            return OpenDirectory.opened(self.root.resolve())
         except (FileNotFoundError, NotADirectoryError):
             raise StorageError(
                 f"the archive {self.root} is not there; mount it, or make it if it is new"
@@ -243,7 +243,7 @@ def _drop(new: DurableFile) -> None:
     new.filesystem.release(new.path.parent)
 
 
-def _sweep(root: Directory, run: str) -> None:
+def _sweep(root: OpenDirectory, run: str) -> None:
     """Remove files of the run that dead writers left. Other machines may still write younger
     ones."""
     with contextlib.suppress(OSError):
@@ -254,8 +254,8 @@ def _sweep(root: Directory, run: str) -> None:
                 below.inside(*path.parts[:-1]).unlink(path.name)
 
 
-def _stored(path: Path, found: os.stat_result) -> Stored:
-    return Stored(
+def _stored(path: Path, found: os.stat_result) -> StoredObject:
+    return StoredObject(
         name=_text(path.as_posix()),
         bytes=found.st_size,
         modified_at=found.st_mtime,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from keepstep.errors import KeepstepError
 from keepstep.image import strictjson
 from keepstep.steps import Epoch, EpochId
-from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.archive.store import Store, StoredObject
 
 DIRECTORY = "lives"
 RENEW_S = 10.0
@@ -35,9 +35,9 @@ objects refuse clocks that differ by more."""
 _MOST_BYTES = 4096
 
 
-def found(names: Mapping[str, Stored]) -> dict[EpochId, Stored]:
+def found(names: Mapping[str, StoredObject]) -> dict[EpochId, StoredObject]:
     """The lives among the objects of that directory."""
-    lives = dict[EpochId, Stored]()
+    lives = dict[EpochId, StoredObject]()
     for name, stored in names.items():
         with contextlib.suppress(ValueError):
             lives[EpochId.parse(name.removesuffix(".json"))] = stored
@@ -45,7 +45,7 @@ def found(names: Mapping[str, Stored]) -> dict[EpochId, Stored]:
 
 
 @dataclass
-class Lives:
+class RunHeartbeats:
     """The lives of one run in one archive. `unknown`: a message while one may train that is not of
     this run; '' if none does."""
 
@@ -55,7 +55,7 @@ class Lives:
     _closed: bool = False
     _kept: EpochId | None = None
     _renewed_at: float = 0.0
-    _seen: dict[EpochId, tuple[Stored, float]] = field(default_factory=dict)
+    _seen: dict[EpochId, tuple[StoredObject, float]] = field(default_factory=dict)
 
     async def keep(
         self, life: Callable[[], Epoch | None], before: Callable[[], Collection[Epoch]]
@@ -95,7 +95,9 @@ class Lives:
             async with asyncio.timeout(_END_S):
                 await self.end()
 
-    async def watch(self, lives: Mapping[EpochId, Stored], known: Collection[EpochId]) -> None:
+    async def watch(
+        self, lives: Mapping[EpochId, StoredObject], known: Collection[EpochId]
+    ) -> None:
         """`lives`: those that a new listing names. `known`: the epochs of this run."""
         now, before = time.monotonic(), self._seen
         self._seen = {
@@ -118,7 +120,7 @@ class Lives:
                 return
         self.unknown = ""
 
-    async def _host(self, stored: Stored) -> str:
+    async def _host(self, stored: StoredObject) -> str:
         """` on HOST`, as the object tells; '' if it does not."""
         data = bytearray(min(stored.bytes, _MOST_BYTES))
         try:

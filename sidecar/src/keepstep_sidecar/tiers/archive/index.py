@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from keepstep.core.commit_rule import Standing, trace
+from keepstep.core.commit_rule import StepStanding, trace
 from keepstep.core.retention import Retention, left_behind, retired
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
@@ -26,9 +26,9 @@ from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
 from keepstep_sidecar.concurrency import blocking, gather_limited
 from keepstep_sidecar.tiers.archive import heartbeats
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.archive_source import IN_FLIGHT, ArchiveSource, Place
+from keepstep_sidecar.tiers.archive.archive_source import IN_FLIGHT, ArchiveSource, ShardObject
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
-from keepstep_sidecar.tiers.archive.store import Store, Stored
+from keepstep_sidecar.tiers.archive.store import Store, StoredObject
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.run_tree import is_base, is_shard, is_step
 
@@ -47,7 +47,7 @@ class ArchivedStep:
     """
 
     id: StepId
-    files: Mapping[str, Stored]
+    files: Mapping[str, StoredObject]
     record: StepRecord | None = None
     fault: str = ""
 
@@ -96,7 +96,7 @@ class Survey:
 
     steps: tuple[ArchivedStep, ...] = ()
     conflict: str = ""
-    lives: Mapping[EpochId, Stored] = field(default_factory=dict)
+    lives: Mapping[EpochId, StoredObject] = field(default_factory=dict)
 
     @property
     def complete(self) -> tuple[ArchivedStep, ...]:
@@ -142,15 +142,15 @@ def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
         return placed(base, record.file(base, is_base=True), rest)
 
     def placed(shard: Shard, file: tuple[str, int], rest: RemoteShard | None) -> RemoteShard:
-        place = Place(name=f"{prefix}/{file[0]}", stored_bytes=file[1], rest=rest)
+        place = ShardObject(name=f"{prefix}/{file[0]}", stored_bytes=file[1], rest=rest)
         return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
     return tuple(map(remote, record.shards))
 
 
-def whole(shard: Shard, stored: Stored) -> RemoteShard:
+def whole(shard: Shard, stored: StoredObject) -> RemoteShard:
     """A shard whose object contains all of it."""
-    place = Place(name=stored.name, stored_bytes=stored.bytes)
+    place = ShardObject(name=stored.name, stored_bytes=stored.bytes)
     return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
 
@@ -181,7 +181,7 @@ def source(
     received: Callable[[int, float], None] = lambda size_bytes, seconds: None,
 ) -> ArchiveSource:
     """The source from which such a shard is read. Call it on the event loop."""
-    place: Place = shard.key
+    place: ShardObject = shard.key
     beside = None
     if isinstance(shard.base, RemoteShard):
         beside = source(store, shard.base, run=run, adopted_by=adopted_by, received=received)
@@ -216,8 +216,8 @@ class Surveyor:
     async def survey(self, own: Iterable[Epoch] = ()) -> Survey:
         """The steps of the run. `own`: epochs that the run itself knows. Raises StorageError."""
         listed = await self.store.list_below(self.run)
-        by_step: defaultdict[StepId, dict[str, Stored]] = defaultdict(dict)
-        of_lives = dict[str, Stored]()
+        by_step: defaultdict[StepId, dict[str, StoredObject]] = defaultdict(dict)
+        of_lives = dict[str, StoredObject]()
         for stored in listed:
             directory, _, name = stored.name.removeprefix(f"{self.run}/").partition("/")
             if is_step(directory) and "/" not in name:
@@ -241,7 +241,7 @@ class Surveyor:
         conflict = self._conflict(steps, own)
         return Survey(steps=steps, conflict=conflict, lives=heartbeats.found(of_lives))
 
-    async def _read(self, stored: Stored, total_bytes: int) -> tuple[_Key, _Found]:
+    async def _read(self, stored: StoredObject, total_bytes: int) -> tuple[_Key, _Found]:
         """The record of a step. `total_bytes`: of it and the records of all newer steps."""
         key = stored.name, stored.etag
         path = f"{self.store.where}/{stored.name}"
@@ -260,7 +260,7 @@ class Surveyor:
             return key, str(error)
 
     def _judge(
-        self, step_id: StepId, files: Mapping[str, Stored], known: Mapping[_Key, _Found]
+        self, step_id: StepId, files: Mapping[str, StoredObject], known: Mapping[_Key, _Found]
     ) -> ArchivedStep:
         """Describe a directory whose record, if it has one, was read."""
         if (stored := files.get(records.NAME)) is None:
@@ -271,7 +271,7 @@ class Surveyor:
         fault = self._fault(step_id, files, found)
         return ArchivedStep(id=step_id, files=files, record=found, fault=fault)
 
-    def _fault(self, step_id: StepId, files: Mapping[str, Stored], record: StepRecord) -> str:
+    def _fault(self, step_id: StepId, files: Mapping[str, StoredObject], record: StepRecord) -> str:
         place = f"{self.store.where}/{step_prefix(self.run, step_id)}"
         if (record.run, record.id) != (self.run, step_id):
             return f"{place}/{records.NAME} is of run {record.run!r}, step {record.id}"
@@ -367,11 +367,11 @@ def expired(
     if survey.conflict:
         return ()
     standing = _standing(survey, epochs)
-    live = [step.id for step in survey.complete if standing[step.id] is Standing.LIVE]
+    live = [step.id for step in survey.complete if standing[step.id] is StepStanding.LIVE]
     if not live:
         return ()
     complete = {step.id for step in survey.complete}
-    dead = {step_id for step_id in complete if standing[step_id] is Standing.DEAD}
+    dead = {step_id for step_id in complete if standing[step_id] is StepStanding.DEAD}
     abandoned = [step.id for step in survey.steps if _abandoned(step, now)]
     doomed = {
         *retired(live, policy, written_at=_written_at(survey)),
@@ -385,7 +385,7 @@ def unkept(
 ) -> set[StepId]:
     """Those of `ids` (live steps that are not in the archive) that the policy would delete."""
     standing = _standing(survey, epochs)
-    live = [step.id for step in survey.complete if standing[step.id] is Standing.LIVE]
+    live = [step.id for step in survey.complete if standing[step.id] is StepStanding.LIVE]
     written = _written_at(survey)
     return {
         step_id
@@ -394,7 +394,7 @@ def unkept(
     }
 
 
-def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, Standing]:
+def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, StepStanding]:
     known = {epoch.id: epoch for epoch in (*survey.epochs, *epochs)}
     lineage = trace(known, seen={step.id.epoch for step in survey.steps})
     return {step.id: lineage.standing(step.id) for step in survey.steps}

@@ -22,7 +22,7 @@ from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.archive.store import Stored
+from keepstep_sidecar.tiers.archive.store import StoredObject
 
 _LIST_PAGE = 1000
 _RETRY: Any = {
@@ -77,8 +77,8 @@ class ObjectsStore:
         self._store = connect()
         self._begin = f"{prefix}/" if prefix else ""
 
-    async def list_below(self, prefix: str) -> list[Stored]:
-        found: list[Stored] = []
+    async def list_below(self, prefix: str) -> list[StoredObject]:
+        found: list[StoredObject] = []
         with self._translated(prefix):
             async for page in obstore.list(
                 self._store, self._begin + prefix, chunk_size=_LIST_PAGE
@@ -86,8 +86,8 @@ class ObjectsStore:
                 found += map(self._stored, page)
         return sorted(found, key=lambda entry: entry.name)
 
-    def _stored(self, meta: Any) -> Stored:
-        return Stored(
+    def _stored(self, meta: Any) -> StoredObject:
+        return StoredObject(
             name=meta["path"].removeprefix(self._begin),
             bytes=meta["size"],
             modified_at=meta["last_modified"].timestamp(),
@@ -100,7 +100,7 @@ class ObjectsStore:
             found = await obstore.list_with_delimiter_async(self._store, asked or None)
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
-    async def find(self, name: str) -> Stored | None:
+    async def find(self, name: str) -> StoredObject | None:
         with self._translated(name):
             try:
                 return self._stored(await obstore.head_async(self._store, self._begin + name))

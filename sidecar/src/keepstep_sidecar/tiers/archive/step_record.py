@@ -20,7 +20,7 @@ from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, StepId, base_name, shard_name
 from keepstep_sidecar import __version__
-from keepstep_sidecar.tiers.archive.store import Stored
+from keepstep_sidecar.tiers.archive.store import StoredObject
 from keepstep_sidecar.volume.run_file import epoch_json, read_epoch, read_step
 
 FORMAT_VERSION = 1
@@ -308,18 +308,20 @@ def is_twin(name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundFile:
     """A rank's file in a listing. `of`: the rank whose file has the rest; None if it is whole."""
 
-    stored: Stored
+    stored: StoredObject
     of: int | None = None
 
 
-def found(files: Mapping[str, Stored], *, world: int, is_base: bool = False) -> dict[int, Found]:
+def found(
+    files: Mapping[str, StoredObject], *, world: int, is_base: bool = False
+) -> dict[int, FoundFile]:
     """The file of each rank that has one, or of its base; the whole file if there are both."""
     name_of, kind = (base_name, "base") if is_base else (shard_name, "rank")
     ranks = {
-        rank: Found(stored=files[name])
+        rank: FoundFile(stored=files[name])
         for rank in range(world)
         if (name := name_of(rank, world)) in files
     }
@@ -327,7 +329,7 @@ def found(files: Mapping[str, Stored], *, world: int, is_base: bool = False) -> 
         if (match := _NAME.fullmatch(name)) and match[1] == kind:
             rank, named_world, of = map(int, match.groups()[1:])
             if named_world == world and rank < world and of in ranks and ranks[of].of is None:
-                ranks.setdefault(rank, Found(stored=stored, of=of))
+                ranks.setdefault(rank, FoundFile(stored=stored, of=of))
     return ranks
 
 

@@ -14,7 +14,7 @@ from keepstep_sidecar.config.sidecar import ArchiveConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredObject:
     """An object. `modified_at`: Unix seconds on the store's clock. `etag` changes with it."""
 
     name: str
@@ -30,7 +30,7 @@ class Store(Protocol):
     def where(self) -> str:
         """A name for people, like `s3://ckpt/gpt`. It never contains a credential."""
 
-    async def list_below(self, prefix: str) -> list[Stored]:
+    async def list_below(self, prefix: str) -> list[StoredObject]:
         """Every object whose name begins with the directory `prefix`, in the order of names;
         perhaps without those whose names have more than three parts.
 
@@ -41,7 +41,7 @@ class Store(Protocol):
     async def directories(self, prefix: str) -> list[str]:
         """Names of the directories directly below `prefix` ('' for the root), without it."""
 
-    async def find(self, name: str) -> Stored | None:
+    async def find(self, name: str) -> StoredObject | None:
         """The object, or None when there is none."""
 
     async def read(self, name: str, begin: int, view: memoryview) -> None:

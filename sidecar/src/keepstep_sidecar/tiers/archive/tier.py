@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import Standing, trace
+from keepstep.core.commit_rule import StepStanding, trace
 from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
 from keepstep_sidecar.log import info
-from keepstep_sidecar.tiers.archive.heartbeats import Lives
+from keepstep_sidecar.tiers.archive.heartbeats import RunHeartbeats
 from keepstep_sidecar.tiers.archive.index import (
     ArchivedStep,
     Survey,
@@ -32,9 +32,9 @@ from keepstep_sidecar.tiers.archive.index import (
     unkept,
 )
 from keepstep_sidecar.tiers.archive.step_record import found
-from keepstep_sidecar.tiers.archive.store import Store, Stored, open_store
-from keepstep_sidecar.tiers.archive.upload import Sender
-from keepstep_sidecar.tiers.replicator import Due, Key
+from keepstep_sidecar.tiers.archive.store import Store, StoredObject, open_store
+from keepstep_sidecar.tiers.archive.upload import ArchiveSender
+from keepstep_sidecar.tiers.replicator import DueShards, Key
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import (
     Inventory,
@@ -82,8 +82,8 @@ class ArchiveTier(RemoteTier):
         self._epochs = epochs
         self._base = config.base(persist_base)
         self._surveyor = Surveyor(store, run)
-        self._sender = Sender(store=store, run=run, patience_s=patience_s)
-        self._lives = Lives(store, run)
+        self._sender = ArchiveSender(store=store, run=run, patience_s=patience_s)
+        self._lives = RunHeartbeats(store, run)
         self._requested: set[StepId] = set()
         """Steps to be archived that are no multiples of `_base`."""
         self._held_before: set[StepId] = set()
@@ -170,10 +170,10 @@ class ArchiveTier(RemoteTier):
 
     # --- what is due -------------------------------------------------------------------------
 
-    def _due(self) -> Due:
+    def _due(self) -> DueShards:
         """Of the steps that are committed and here, those that belong into the archive."""
         if self._listed.conflict:  # nothing is sent, so nobody waits for it
-            return Due()
+            return DueShards()
         local = self.facts.local()
         held = self._settled_here(local)
         self._first_rank = self._first_rank or any(0 in shards for shards in held.values())
@@ -184,7 +184,9 @@ class ArchiveTier(RemoteTier):
         }
         steps -= unkept(self._listed, self._retention(), steps, epochs=self._epochs())
         owed = frozenset(steps | (self._requested & held.keys()))
-        return Due(shards={step_id: held[step_id] for step_id in owed}, owed=owed, settled=owed)
+        return DueShards(
+            shards={step_id: held[step_id] for step_id in owed}, owed=owed, settled=owed
+        )
 
     def _settled_here(self, local: LocalInventory) -> dict[StepId, Mapping[int, LocalShard]]:
         """Steps that are committed, or that lie before the run's newest commit. A machine that
@@ -317,7 +319,7 @@ class ArchiveTier(RemoteTier):
         self._sender.close()
 
 
-def _is_there(shard: LocalShard, files: Mapping[str, Stored]) -> bool:
+def _is_there(shard: LocalShard, files: Mapping[str, StoredObject]) -> bool:
     """Whether the shard is there, as far as a listing tells. (A twin's difference was compared when
     it was sent.)"""
     for part, is_base in ((shard, False), (shard.base, True)):
@@ -393,7 +395,7 @@ class AncestorTier(RemoteTier):
         lineage = trace(
             {epoch.id: epoch for epoch in survey.epochs}, seen={step_id.epoch for step_id in whole}
         )
-        alive = {step_id for step_id in whole if lineage.standing(step_id) is Standing.LIVE}
+        alive = {step_id for step_id in whole if lineage.standing(step_id) is StepStanding.LIVE}
         return [whole[step_id] for step_id in self._fork.chosen(whole, alive, self._epochs())]
 
     def _why_not(self, survey: Survey) -> str:

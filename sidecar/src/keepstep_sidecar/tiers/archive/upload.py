@@ -30,7 +30,7 @@ from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.archive_source import control_page, image_bytes
 from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
 from keepstep_sidecar.tiers.archive.step_record import (
-    Found,
+    FoundFile,
     StepRecord,
     TwinOf,
     is_worth_it,
@@ -39,11 +39,11 @@ from keepstep_sidecar.tiers.archive.step_record import (
     twin_name,
 )
 from keepstep_sidecar.tiers.archive.step_record import found as found_in
-from keepstep_sidecar.tiers.archive.store import Store, Stored
-from keepstep_sidecar.tiers.source import Cancel, ShardSource, file_source
+from keepstep_sidecar.tiers.archive.store import Store, StoredObject
+from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource, file_source
 from keepstep_sidecar.tiers.tier import RemoteShard
-from keepstep_sidecar.tiers.verified_chunks import Opened
-from keepstep_sidecar.volume.files import Engine, aligned_buffer
+from keepstep_sidecar.tiers.verified_chunks import OpenSource
+from keepstep_sidecar.volume.files import IoEngine, aligned_buffer
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 
 PARTS = 4
@@ -58,7 +58,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 
 
 @dataclass(kw_only=True)
-class Sender:
+class ArchiveSender:
     """Sends shards and records of one run. `patience_s`: how long to wait for a twin's file of a
     few bytes. `until`: the monotonic time at which the pod must end."""
 
@@ -88,7 +88,7 @@ class Sender:
         Raises Gone when the shard is no longer here, Unreadable or DigestError when it is damaged
         here, ForeignError when another image has its place, StorageError.
         """
-        at_rest = file_source(found, run=self.run, engine=Engine.DIRECT)
+        at_rest = file_source(found, run=self.run, engine=IoEngine.DIRECT)
         name, base_bytes = ShardName.of(found), 0
         if at_rest.beside is not None:
             base_bytes = await self._send(at_rest.beside, name.base, like=bases) or 0
@@ -102,7 +102,7 @@ class Sender:
         with contextlib.ExitStack() as stack:
             entering = functools.partial(stack.enter_context, verified_chunks.opened(at_rest))
             shard = await blocking(self.executor, entering)
-            all_of_it = File(f"{prefix}/{name.file}", shard)
+            all_of_it = ArchiveFile(f"{prefix}/{name.file}", shard)
             if await self._there(all_of_it):
                 return None
             if await self._copied(all_of_it, like):
@@ -119,7 +119,7 @@ class Sender:
             await self._check(file)
             return file.size_bytes
 
-    async def _copied(self, file: File, like: Iterable[str]) -> bool:
+    async def _copied(self, file: ArchiveFile, like: Iterable[str]) -> bool:
         """Whether the file could be made from an object of the archive, without sending it."""
         for other in like:
             with contextlib.suppress(StorageError, ForeignError):  # it was retired just now
@@ -128,7 +128,9 @@ class Sender:
                     return await self._there(file)
         return False
 
-    async def _difference(self, prefix: str, name: ShardName, shard: Opened) -> File | None:
+    async def _difference(
+        self, prefix: str, name: ShardName, shard: OpenSource
+    ) -> ArchiveFile | None:
         """The shard as its difference from the file of its first twin; None without such a file or
         if that saves too little."""
         image = shard.manifest.shard
@@ -152,7 +154,7 @@ class Sender:
         own = own_pieces(shard.manifest, theirs)
         if not is_worth_it(shard.manifest, own):
             return None
-        return File(
+        return ArchiveFile(
             f"{prefix}/{twin_name(image.rank, image.world, first, is_base=name.is_base)}",
             shard,
             tuple(own),
@@ -161,13 +163,13 @@ class Sender:
     async def _manifest(self, shard: RemoteShard) -> Manifest:
         at = source(self.store, shard, run=self.run)
 
-        def read(cancel: Cancel) -> Manifest:
+        def read(cancel: ReadCancellation) -> Manifest:
             with verified_chunks.opened(at, cancel) as there:
                 return there.manifest
 
         return await verified_chunks.run(self.executor, read)
 
-    async def _awaited(self, name: str, size_bytes: int) -> Stored | None:
+    async def _awaited(self, name: str, size_bytes: int) -> StoredObject | None:
         """The object, once its sender has sent it; None if that takes too long."""
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while (stored := await self.store.find(name)) is None:
@@ -178,7 +180,7 @@ class Sender:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return stored
 
-    async def _there(self, file: File) -> bool:
+    async def _there(self, file: ArchiveFile) -> bool:
         """Whether the very same shard is in the archive. A damaged one of ours may be replaced."""
         stored = await self.store.find(file.name)
         if stored is None or stored.bytes < PAGE_BYTES:
@@ -200,7 +202,7 @@ class Sender:
             )
         return stored.bytes == file.size_bytes
 
-    async def _check(self, file: File) -> None:
+    async def _check(self, file: ArchiveFile) -> None:
         """Check that the object has the right length and ends with our digests."""
         name, size = file.name, file.size_bytes
         stored = await self.store.find(name)
@@ -260,7 +262,7 @@ class Sender:
         return True
 
     async def _described(
-        self, step_id: StepId, world: int, there: Mapping[int, Found]
+        self, step_id: StepId, world: int, there: Mapping[int, FoundFile]
     ) -> list[tuple[Shard, Epoch]]:
         """The shards as their own control pages describe them. All must be of this step and run."""
 
@@ -281,7 +283,7 @@ class Sender:
         asked = [functools.partial(describe, rank) for rank in range(world)]
         return await gather_limited(asked, most=16)
 
-    async def _check_bases(self, bases: Sequence[Shard], there: Mapping[int, Found]) -> None:
+    async def _check_bases(self, bases: Sequence[Shard], there: Mapping[int, FoundFile]) -> None:
         """Check that these are the bases to which the shards refer."""
 
         async def check(base: Shard) -> None:
@@ -295,7 +297,7 @@ class Sender:
 
         await gather_limited([functools.partial(check, base) for base in bases], most=16)
 
-    async def _compare(self, step_id: StepId, files: dict[str, Stored]) -> None:
+    async def _compare(self, step_id: StepId, files: dict[str, StoredObject]) -> None:
         record = await self._record(step_id, files[records.NAME].bytes)
         sizes = record.files
         wrong = [at for at, size in sizes.items() if at not in files or files[at].bytes != size]
@@ -324,7 +326,7 @@ class Sender:
         return await blocking(None, lambda: StepRecord.from_json(data, path=path))
 
 
-def _twins(there: Mapping[int, Found]) -> dict[int, TwinOf]:
+def _twins(there: Mapping[int, FoundFile]) -> dict[int, TwinOf]:
     return {
         rank: TwinOf(rank=file.of, stored_bytes=file.stored.bytes)
         for rank, file in there.items()
@@ -349,7 +351,7 @@ def _part_bytes(manifest: Manifest) -> int:
     return -(-piece_count(manifest) // MOST_PARTS) * CHUNK_BYTES
 
 
-def _read_piece(shard: Opened, index: int, into: memoryview) -> None:
+def _read_piece(shard: OpenSource, index: int, into: memoryview) -> None:
     """Fill `into` with the bytes from this chunk on. Raises ImageError, StorageError."""
     manifest = shard.manifest
     begin, end = manifest.bounds(index)
@@ -363,11 +365,11 @@ def _read_piece(shard: Opened, index: int, into: memoryview) -> None:
 
 
 @dataclass(frozen=True)
-class File:
+class ArchiveFile:
     """What becomes an object: some pieces of a shard in order; `own` None for all of them."""
 
     name: str
-    shard: Opened
+    shard: OpenSource
     own: tuple[int, ...] | None = None
 
     @property
@@ -381,7 +383,7 @@ class File:
         return self.shard.manifest.layout.size_bytes - cut_off * CHUNK_BYTES
 
 
-class Buffers:
+class PieceBuffers:
     """At most `count` page-aligned buffers of one chunk. A buffer is free again when nothing refers
     to its view any more; a thread of the network library may hold one."""
 
@@ -411,7 +413,7 @@ class Buffers:
 
 
 async def pieces(
-    shard: Opened, numbers: Sequence[int], *, parts: int, executor: Executor
+    shard: OpenSource, numbers: Sequence[int], *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
     """Yield these pieces of the file in order. `parts`: how many the receiver keeps in flight.
 
@@ -419,7 +421,7 @@ async def pieces(
     """
     size = shard.manifest.layout.size_bytes
     count = min((parts + 1) * (_part_bytes(shard.manifest) // CHUNK_BYTES) + 1, len(numbers))
-    buffers = Buffers(count, min(CHUNK_BYTES, size))
+    buffers = PieceBuffers(count, min(CHUNK_BYTES, size))
 
     async def read(index: int) -> memoryview:
         view = await buffers.take(min(CHUNK_BYTES, size - index * CHUNK_BYTES))

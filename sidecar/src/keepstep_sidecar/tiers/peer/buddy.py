@@ -15,10 +15,10 @@ from keepstep.steps import StepId
 from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.client import Calls, Links
+from keepstep_sidecar.tiers.peer.client import PeerCalls, PeerConnections
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
-from keepstep_sidecar.tiers.peer.served_shards import Shards
-from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, Due, Key, Rejected
+from keepstep_sidecar.tiers.peer.served_shards import ServedShards
+from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, CopyRejected, DueShards, Key
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _ASK_AGAIN_S = 1.0
 
 
-class ManifestMismatch(Rejected):
+class ManifestMismatch(CopyRejected):
     """The buddy says that it holds other bytes than it was sent."""
 
 
@@ -44,8 +44,8 @@ class Buddy:
         address: str,
         *,
         expected: int | None,
-        calls: Calls,
-        shards: Shards,
+        calls: PeerCalls,
+        shards: ServedShards,
         pace: RateLimit,
         request: Callable[[], protocol.NeededCopies],
     ) -> None:
@@ -84,11 +84,13 @@ class Buddy:
     def finished(self, *, whole: bool) -> bool:
         return True
 
-    async def _call(self, work: Callable[[Links], T]) -> T:
+    async def _call(self, work: Callable[[PeerConnections], T]) -> T:
         return await self._calls.run(work, self.address, expected=self._expected)
 
 
-def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> int | None:
+def send(
+    shard: LocalShard, shards: ServedShards, links: PeerConnections, pace: RateLimit
+) -> int | None:
     """Make a shard of this machine durable at the buddy, its base first. Returns the bytes sent,
     None when the shard was already there.
 
@@ -102,7 +104,7 @@ def send(shard: LocalShard, shards: Shards, links: Links, pace: RateLimit) -> in
     return None if sent_bytes is None else sent_bytes + (base_bytes or 0)
 
 
-def _send(at: ShardSource, name: ShardName, links: Links, pace: RateLimit) -> int | None:
+def _send(at: ShardSource, name: ShardName, links: PeerConnections, pace: RateLimit) -> int | None:
     shard = at.shard
     with verified_chunks.opened(at) as source, links.taken() as link:
         missing = _Missing(name, source.manifest, links)
@@ -142,7 +144,7 @@ class _Missing:
     """The chunks that the buddy lacks. The buddy is asked again with growing pauses: an image of
     its own that is much like this one may have become durable there meanwhile."""
 
-    def __init__(self, name: ShardName, manifest: Manifest, links: Links) -> None:
+    def __init__(self, name: ShardName, manifest: Manifest, links: PeerConnections) -> None:
         self.lock = threading.Lock()
         self._name, self._manifest, self._links = name, manifest, links
         self._left: frozenset[int] = frozenset()
@@ -150,7 +152,7 @@ class _Missing:
         self._pause_s = _ASK_AGAIN_S
         self._ask_at = time.monotonic() + self._pause_s
 
-    def ask(self) -> protocol.Begun:
+    def ask(self) -> protocol.CopyBegun:
         """Ask the buddy which chunks it lacks. Raises StorageError."""
         with self._links.taken() as link:
             size = self._manifest.layout.size_bytes
@@ -178,11 +180,11 @@ class _Missing:
 # --- what buddies should hold ---------------------------------------------------------------------
 
 
-def due(local: LocalInventory) -> Due:
+def due(local: LocalInventory) -> DueShards:
     """What buddies should hold: the newest commit and all later steps. Before these, of the commits
     that are still here, those that other pods send as well (`replicator.chosen`)."""
     commit = max(local.commits, default=None)
-    return Due(
+    return DueShards(
         shards=local.shards,
         owed=frozenset(step_id for step_id in local.shards if commit is None or step_id >= commit),
         settled=frozenset(

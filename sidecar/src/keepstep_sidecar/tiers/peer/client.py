@@ -1,4 +1,5 @@
-"""Connections to another pod (`Link`, `Links`), in blocking code, and shards read from there.
+"""Connections to another pod (`PeerConnection`, `PeerConnections`), in blocking code, and shards
+read from there.
 
 Bytes move from and to buffers without copies. A link connects at its first request, and again after
 an error. `abort` may be called from any thread: the running call then ends at once with a
@@ -31,9 +32,9 @@ from keepstep_sidecar.concurrency import blocking
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.protocol import Listing, receive
-from keepstep_sidecar.tiers.peer.tls import Credentials, Identity, explain, of_peer
-from keepstep_sidecar.tiers.source import Cancel, Read, ShardSource
+from keepstep_sidecar.tiers.peer.protocol import PodListing, receive
+from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity, explain, of_peer
+from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
 from keepstep_sidecar.volume.run_tree import ShardName
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def named(expected: Expected, address: str) -> str:
     return f"{what} ({address})"
 
 
-class Refused(StorageError):
+class PeerRefusal(StorageError):
     """The other pod refused; `code` as in its Problem."""
 
     def __init__(self, message: str, *, code: str) -> None:
@@ -66,21 +67,21 @@ class Refused(StorageError):
         self.code = code
 
 
-class Link:
+class PeerConnection:
     """A connection to `address`. `identity`: the pod there; None until it has answered."""
 
     def __init__(
         self, address: str, credentials: Credentials, *, expected: Expected = None
     ) -> None:
         self.address = address
-        self.identity: Identity | None = None
+        self.identity: PodIdentity | None = None
         self._credentials = credentials
         self._expected = expected
         self._remedy = ""
         self._connection: http.client.HTTPConnection | None = None
         self._aborted = threading.Event()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> PeerConnection:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -95,15 +96,15 @@ class Link:
 
     # --- requests; all raise StorageError ----------------------------------------------------
 
-    def listing(self) -> protocol.Listing:
+    def listing(self) -> protocol.PodListing:
         """All that the pod holds."""
-        return self._ask("GET", protocol.SHARDS, kind=protocol.Listing)
+        return self._ask("GET", protocol.SHARDS, kind=protocol.PodListing)
 
-    def begin(self, name: ShardName, manifest: bytes, *, size: int) -> protocol.Begun:
+    def begin(self, name: ShardName, manifest: bytes, *, size: int) -> protocol.CopyBegun:
         """Begin a copy of `size` bytes, or continue it."""
         path = _path(protocol.COPIES, name)
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
-        return self._ask("POST", path, manifest, kind=protocol.Begun, quiet_s=quiet_s)
+        return self._ask("POST", path, manifest, kind=protocol.CopyBegun, quiet_s=quiet_s)
 
     def put(self, name: ShardName, chunk: int, data: memoryview) -> None:
         """Send one chunk of a copy."""
@@ -209,9 +210,9 @@ class Link:
             raise
         return secure
 
-    def _checked(self, who: Identity, tls: Any) -> Identity:
+    def _checked(self, who: PodIdentity, tls: Any) -> PodIdentity:
         if isinstance(self._expected, str):
-            if who != Identity.of_agent(self._expected):
+            if who != PodIdentity.of_agent(self._expected):
                 raise StorageError(
                     f"{self.address} is {who}, not the agent of node {self._expected}"
                 )
@@ -235,7 +236,7 @@ class Link:
         message = f"{self.name} refused: {problem.message}"
         if problem.code == "NoSpaceError":
             raise NoSpaceError(message)
-        raise Refused(message, code=problem.code)
+        raise PeerRefusal(message, code=problem.code)
 
     def _last_words(self) -> ssl.SSLError | None:
         """The alert of a peer that has closed the connection. With TLS 1.3 the peer checks our
@@ -298,26 +299,26 @@ def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memor
 # --- several at once -------------------------------------------------------------------------
 
 
-class Links:
+class PeerConnections:
     """Connections to one pod that threads take and give back. `cancel` aborts them all."""
 
     def __init__(
         self,
         address: str,
         credentials: Credentials,
-        cancel: Cancel,
+        cancel: ReadCancellation,
         *,
         expected: Expected = None,
     ) -> None:
-        self._make: Callable[[], Link] = functools.partial(
-            Link, address, credentials, expected=expected
+        self._make: Callable[[], PeerConnection] = functools.partial(
+            PeerConnection, address, credentials, expected=expected
         )
         self._cancel = cancel
-        self._idle: list[Link] = []
-        self._all: list[Link] = []
+        self._idle: list[PeerConnection] = []
+        self._all: list[PeerConnection] = []
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Links:
+    def __enter__(self) -> PeerConnections:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -325,13 +326,13 @@ class Links:
             for link in self._all:
                 link.close()
 
-    def ask(self, question: Callable[[Link], T]) -> T:
+    def ask(self, question: Callable[[PeerConnection], T]) -> T:
         """The answer of the pod to one question."""
         with self.taken() as link:
             return question(link)
 
     @contextmanager
-    def taken(self) -> Iterator[Link]:
+    def taken(self) -> Iterator[PeerConnection]:
         """A connection that no other thread uses meanwhile."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
@@ -347,7 +348,7 @@ class Links:
                 self._idle.append(link)
 
 
-class Calls:
+class PeerCalls:
     """Blocking conversations with other pods, for the event loop. Owns the threads that talk."""
 
     def __init__(self, credentials: Credentials) -> None:
@@ -355,13 +356,13 @@ class Calls:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="peer")
 
     async def run(
-        self, work: Callable[[Links], T], address: str, *, expected: Expected = None
+        self, work: Callable[[PeerConnections], T], address: str, *, expected: Expected = None
     ) -> T:
         """Run `work(links)` on a thread. When this is cancelled, the links are aborted. It ends
         only after `work` has."""
 
-        def talk(cancel: Cancel) -> T:
-            with Links(address, self.credentials, cancel, expected=expected) as links:
+        def talk(cancel: ReadCancellation) -> T:
+            with PeerConnections(address, self.credentials, cancel, expected=expected) as links:
                 return work(links)
 
         return await verified_chunks.run(self._threads, talk)
@@ -405,9 +406,11 @@ class PeerSource(ShardSource):
         return replace(at, beside=base)
 
     @contextmanager
-    def opened(self, cancel: Cancel) -> Iterator[Read]:
+    def opened(self, cancel: ReadCancellation) -> Iterator[Read]:
         began, sizes = time.monotonic(), [0]
-        with Links(self.address, self.credentials, cancel, expected=self.expected) as links:
+        with PeerConnections(
+            self.address, self.credentials, cancel, expected=self.expected
+        ) as links:
 
             def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
                 end = begin + sum(map(len, into))
@@ -431,7 +434,7 @@ async def list_peer(
     addresses: Sequence[str], credentials: Credentials, *, run: str
 ) -> tuple[list[PeerSource], tuple[str, ...]]:
     """All that the peers hold, and which of them do not answer and why."""
-    calls = Calls(credentials)
+    calls = PeerCalls(credentials)
     found: list[PeerSource] = []
     silent: list[str] = []
 
@@ -461,6 +464,6 @@ async def list_peer(
     return found, tuple(silent)
 
 
-def _listing(links: Links) -> Listing:
+def _listing(links: PeerConnections) -> PodListing:
     with links.taken() as link:
         return link.listing()

@@ -30,7 +30,7 @@ _RECORD_BYTES: Final = 16 << 10
 _LONGEST_REASON: Final = 1000
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """`MESSAGE`: of the run; an empty one says that the sender is alive. `HELLO`: names the sender,
     once, as the first frame of a member. `REFUSAL`: why the sender ends the connection, as text."""
 
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ConnectionLimits:
     """`keep_alive_s`: an idle side sends after this long. `silence_s`: a connection on which
     nothing was received for this long is lost. `frame_s`: the longest time that a frame takes.
     `farewell_s`: how long a refused side may take to read why."""
@@ -52,20 +52,20 @@ class Limits:
     largest_bytes: int = LARGEST_BYTES
 
 
-LIMITS: Final = Limits()
+LIMITS: Final = ConnectionLimits()
 
 
-def packed(kind: Kind, body: bytes) -> bytes:
+def packed(kind: FrameKind, body: bytes) -> bytes:
     """A frame, as it is sent."""
     return _HEAD.pack(kind, len(body)) + body
 
 
 def refusal(reason: str) -> bytes:
     """The frame that tells the other side why its connection ends."""
-    return packed(Kind.REFUSAL, reason[:_LONGEST_REASON].encode())
+    return packed(FrameKind.REFUSAL, reason[:_LONGEST_REASON].encode())
 
 
-class Parser:
+class FrameParser:
     """Takes frames out of a stream of bytes, which may be cut anywhere. `begun_at`: when the first
     byte came of the frame that is not complete yet; None if there is none."""
 
@@ -79,7 +79,7 @@ class Parser:
         """The bytes of the frame that is not complete yet."""
         return len(self._data)
 
-    def feed(self, data: bytes, now: float = 0.0) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, data: bytes, now: float = 0.0) -> Iterator[tuple[FrameKind, bytes]]:
         """The frames that `data` completes. Raises ProtocolError for what is no frame, or too long;
         the stream is of no use after that."""
         if not self._data:
@@ -88,7 +88,7 @@ class Parser:
         while len(self._data) >= _HEAD.size:
             number, length = _HEAD.unpack_from(self._data)
             try:
-                kind = Kind(number)
+                kind = FrameKind(number)
             except ValueError:
                 raise ProtocolError(f"no kind of frame: {number}") from None
             if length > self._largest_bytes:
@@ -116,16 +116,16 @@ class Frames:
         self,
         secure: ssl.SSLSocket,
         *,
-        take: Callable[[Kind, bytes], None],
+        take: Callable[[FrameKind, bytes], None],
         ended: Callable[[str], None],
         explain: Callable[[OSError], str],
-        limits: Limits = LIMITS,
+        limits: ConnectionLimits = LIMITS,
     ) -> None:
         """Takes the connection over, after its handshake."""
         self._loop = asyncio.get_running_loop()
         self._secure, self._limits = secure, limits
         self._take, self._ended, self._explain = take, ended, explain
-        self._parser = Parser(limits.largest_bytes)
+        self._parser = FrameParser(limits.largest_bytes)
         self._sending, self._next = memoryview(b""), b""
         self._open = self._working = True  # not open, but working: a refusal is on its way
         self._failure = ""
@@ -142,7 +142,7 @@ class Frames:
 
     # --- what the owner does -----------------------------------------------------------------
 
-    def send(self, body: bytes, kind: Kind = Kind.MESSAGE) -> None:
+    def send(self, body: bytes, kind: FrameKind = FrameKind.MESSAGE) -> None:
         """Send a frame in place of one that still waits. Never blocks, and never raises."""
         if self._open:
             self._next = packed(kind, body)
@@ -206,7 +206,7 @@ class Frames:
     def _received(self, data: bytes) -> None:
         self._received_at = now = self._loop.time()
         for kind, body in self._parser.feed(data, now) if self._open else ():
-            if kind is Kind.REFUSAL:
+            if kind is FrameKind.REFUSAL:
                 return self.close(body[:_LONGEST_REASON].decode(errors="replace"))
             self._take(kind, body)
             if not self._open:

@@ -29,10 +29,10 @@ from keepstep.image.layout import CHUNK_BYTES
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.tiers.peer.protocol import receive
-from keepstep_sidecar.tiers.peer.served_shards import Reading, Shards
-from keepstep_sidecar.tiers.peer.tls import Identity
+from keepstep_sidecar.tiers.peer.served_shards import OpenShard, ServedShards
+from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.files import aligned_buffer
 from keepstep_sidecar.volume.run_tree import ShardName
 
@@ -49,7 +49,7 @@ a terabyte, or a very long list) are read one at a time."""
 _STATUS: Final = {UsageError: 400, NoSpaceError: 507, StorageError: 404, ImageError: 422}
 
 
-class Buffers:
+class RequestBuffers:
     """Aligned memory of one chunk for each request. There may be many connections, so the number of
     buffers is bounded. Idle buffers are kept, because new memory costs as much as TLS."""
 
@@ -86,9 +86,9 @@ class Buffers:
 class ServerContext:
     """What every request needs. `buffers` and `large` bound the memory of all requests together."""
 
-    shards: Shards
-    copies: Copies
-    buffers: Buffers = field(default_factory=Buffers)
+    shards: ServedShards
+    copies: KeptCopies
+    buffers: RequestBuffers = field(default_factory=RequestBuffers)
     large: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(1))
 
 
@@ -98,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 60.0
     context: ServerContext
-    sender: Identity
+    sender: PodIdentity
 
     # --- routes ------------------------------------------------------------------------------
 
@@ -157,12 +157,12 @@ class Handler(BaseHTTPRequestHandler):
         with memoryview(data) as view:
             part = self.context.copies.begin(name, view, whose=str(self.sender))
         if part is None:
-            self._answer(protocol.Begun(sealed=True))
+            self._answer(protocol.CopyBegun(sealed=True))
             return
         self._release_large()  # others may read theirs while this copies
         for other in self.context.shards.others(name):
             self.context.copies.take_from(part, other)
-        self._answer(protocol.Begun(missing=part.missing))
+        self._answer(protocol.CopyBegun(missing=part.missing))
 
     def _sealed_before(self, name: ShardName) -> None:
         root = self.context.copies.root_of(name)
@@ -193,7 +193,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # --- bytes -------------------------------------------------------------------------------
 
-    def _send_range(self, reading: Reading, begin: int, end: int) -> None:
+    def _send_range(self, reading: OpenShard, begin: int, end: int) -> None:
         self.send_response(206)
         self.send_header("Content-Length", str(end - begin))
         self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{reading.size_bytes}")

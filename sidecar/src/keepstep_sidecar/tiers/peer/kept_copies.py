@@ -29,15 +29,15 @@ from keepstep.image.control_page import BaseRef, Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import verified_chunks
-from keepstep_sidecar.tiers.incoming_copy import Broken, IncomingCopy, is_part, part_name
+from keepstep_sidecar.tiers.incoming_copy import CopyBroken, IncomingCopy, is_part, part_name
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.files import FULL, Filesystem, RateLimit
 from keepstep_sidecar.volume.run_tree import (
-    Directories,
     LocalShard,
+    RunDirectories,
+    RunTree,
     ShardName,
-    Tree,
     base_control,
     check_base,
     step_directories,
@@ -51,7 +51,7 @@ _SUPERSEDED = "superseded"
 """Limits for incoming copies. A copy beyond them is closed, and later continues where it was."""
 
 
-class Copies:
+class KeptCopies:
     """The copies on the volumes of one run on this machine."""
 
     def __init__(
@@ -245,7 +245,7 @@ class Copies:
                     source = replace(other, open=lambda: contextlib.nullcontext(file))
                     with verified_chunks.opened(source) as image:
                         part.take_from(image, file.fd, self._pace)
-            except Broken as broken:
+            except CopyBroken as broken:
                 raise broken.error from None
             except (ImageError, StorageError) as error:
                 warn("peer.delta_base_unusable", path=other.where, error=str(error))
@@ -413,7 +413,7 @@ def _link_base(name: ShardName, manifest: Manifest, volume: Volume) -> bool:
     that of this step, too. One of the same bytes that another step referred to first is not it."""
     filesystem, base_ref = volume.filesystem, BaseRef.of(manifest.control, manifest.layout)
     with contextlib.suppress(OSError):  # what cannot be linked is sent
-        for known in Directories(Tree(volume.root / DIRECTORY), filesystem).bases(name.file):
+        for known in RunDirectories(RunTree(volume.root / DIRECTORY), filesystem).bases(name.file):
             with contextlib.suppress(ImageError):
                 if base_ref.names(base_control(known, filesystem, size_bytes=base_ref.size_bytes)):
                     _link(known, _made(volume, name), filesystem)
@@ -432,7 +432,7 @@ def _link(known: Path, path: Path, filesystem: Filesystem) -> None:
 def _parts(volume: Volume) -> list[Path]:
     """Unfinished copies on this volume, and bases without their shards. Raises OSError, but not for
     absence."""
-    directories = Directories(Tree(volume.root / DIRECTORY), volume.filesystem)
+    directories = RunDirectories(RunTree(volume.root / DIRECTORY), volume.filesystem)
     found: list[Path] = []
     for step in step_directories(directories.tree, volume.filesystem):
         found += [step / name for name in volume.filesystem.names(step) if is_part(name)]

@@ -14,7 +14,7 @@ from keepstep.core.shard import Shard
 from keepstep.steps import Answer, Epoch, StepId, Tier, merged
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
 
 OWN = ""
@@ -30,7 +30,7 @@ class KnownPeer:
     node: str = ""
     node_rank: int | None = None
     buddy: bool = False
-    listing: Listing | None = None
+    listing: PodListing | None = None
     reason: str = "not asked yet"
 
     @property
@@ -47,7 +47,7 @@ class KnownPeer:
 
 
 @dataclass(kw_only=True)
-class Directory:
+class PeerList:
     """The other pods. `complete`: all of them are known. `liars`: (address, step, rank) of copies
     with wrong bytes. `awaits`: what the leader is making reachable, '' for nothing. `agents`: the
     address of each agent that was ever named."""
@@ -83,7 +83,7 @@ class Directory:
             self.known[address] = known
         self.agents |= {*agents.values()}
 
-    def update(self, address: str, listing: Listing | None, reason: str = "") -> None:
+    def update(self, address: str, listing: PodListing | None, reason: str = "") -> None:
         """Record a pod's answer, or why it did not answer."""
         if (member := self.known.get(address)) is not None:
             member.listing, member.reason = listing, reason
@@ -96,7 +96,7 @@ class Directory:
 
     def inventory(self, kept: Iterable[Shard]) -> Inventory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
-        held: dict[tuple[StepId, int], list[tuple[str, str, Listed]]] = {}
+        held: dict[tuple[StepId, int], list[tuple[str, str, ListedShard]]] = {}
         for name, address, shard in self._listed():
             if (address, shard.step_id, shard.rank) not in self.liars:
                 held.setdefault((shard.step_id, shard.rank), []).append((name, address, shard))
@@ -117,7 +117,7 @@ class Directory:
         ]
         return "; ".join(silent)
 
-    def _listed(self) -> Iterable[tuple[str, str, Listed]]:
+    def _listed(self) -> Iterable[tuple[str, str, ListedShard]]:
         for member in self.known.values():
             for listed in member.listing.shards if member.listing is not None else ():
                 yield member.name, member.address, listed
@@ -135,7 +135,7 @@ def _silent(member: KnownPeer) -> bool:
 
 
 def _remote(
-    key: tuple[StepId, int], held: list[tuple[str, str, Listed]], own: Shard | None
+    key: tuple[StepId, int], held: list[tuple[str, str, ListedShard]], own: Shard | None
 ) -> RemoteShard:
     """One shard with all its holders. If there are different images, the one that most hold is
     taken; of equally many, one of which there is an original."""

@@ -35,13 +35,13 @@ STREAMS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed(Shard):
+class ListedShard(Shard):
     """A shard, as `Shard.to_send`. `copy`: kept for another pod."""
 
     copy: bool = False
 
     @classmethod
-    def listed(cls, shard: Shard, *, copy: bool) -> Listed:
+    def listed(cls, shard: Shard, *, copy: bool) -> ListedShard:
         return cls(**shard.to_send().facts, copy=copy)
 
     def __post_init__(self) -> None:
@@ -59,18 +59,18 @@ class Listed(Shard):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class PodListing:
     """All that a pod holds of the run. `ready`: its volumes could be read."""
 
     run: str
     epochs: tuple[Epoch, ...] = ()
-    shards: tuple[Listed, ...] = ()
+    shards: tuple[ListedShard, ...] = ()
     ready: bool = True
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class CopyBegun:
     """What a copy lacks. `missing`: chunk numbers. `sealed`: nothing is missing, the copy is
     durable there."""
 

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from keepstep.directory import Directory
+from keepstep.directory import OpenDirectory
 from keepstep.errors import UsageError
-from keepstep_sidecar.tiers.peer.tls import SHARED_SECRET, Identity, Pem, Tls, contexts
+from keepstep_sidecar.tiers.peer.tls import SHARED_SECRET, Pem, PodIdentity, Tls, contexts
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -48,7 +48,7 @@ class SecretCredentials:
                 f"the secret of the run has {len(secret)} bytes, and {_LEAST_BYTES} are the least;"
                 " `keepstep secret FILE` makes one"
             )
-        identity = Identity(namespace=SHARED_SECRET, run=run, node_rank=node_rank)
+        identity = PodIdentity(namespace=SHARED_SECRET, run=run, node_rank=node_rank)
         pem = _issued(_authority_key(secret, run), identity)
         self._tls = contexts(pem, whose="the run's secret", remedy=_REMEDY)
 
@@ -77,7 +77,7 @@ def read_secret(file: Path | None) -> bytes:
             )
         return text.encode()
     try:
-        directory = Directory.opened(file.parent)
+        directory = OpenDirectory.opened(file.parent)
         fd = directory.open(file.name, os.O_RDONLY)
         with open(fd, "rb") as opened:
             found = os.fstat(fd)
@@ -107,7 +107,7 @@ def _authority_key(secret: bytes, run: str) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(seed)
 
 
-def _issued(authority: Ed25519PrivateKey, identity: Identity) -> Pem:
+def _issued(authority: Ed25519PrivateKey, identity: PodIdentity) -> Pem:
     """A new key with a certificate of the authority, for a machine of the run."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization

@@ -16,14 +16,14 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError, StorageError, TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
-from keepstep_sidecar.tiers.peer.protocol import Listed, Listing
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.files import ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import (
-    Directories,
+    RunDirectories,
+    RunTree,
     ShardName,
-    Tree,
     is_shard,
     opened,
     read_manifest,
@@ -33,7 +33,7 @@ from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 
 @dataclass(frozen=True)
-class Reading:
+class OpenShard:
     """An open shard. `read` fills a page-aligned buffer of whole pages."""
 
     file: ShardFile
@@ -50,20 +50,20 @@ class Reading:
             raise TornError(f"it ends before byte {begin + len(into)}", path=self.path)
 
 
-class Shards:
+class ServedShards:
     """The shards on the volumes of one run. Methods block and may be called from any thread."""
 
-    def __init__(self, volumes: VolumeSet, copies: Copies, *, run: str) -> None:
+    def __init__(self, volumes: VolumeSet, copies: KeptCopies, *, run: str) -> None:
         self._volumes = volumes
         self._copies = copies
         self._run = run
 
-    def listing(self) -> Listing:
+    def listing(self) -> PodListing:
         """All sealed shards here; `reason` says what could not be read."""
         own, reason = self._own()
         reason = reason or self._copies.unreadable
-        copies = [Listed.listed(shard, copy=True) for shard in self._copies.all()]
-        return Listing(
+        copies = [ListedShard.listed(shard, copy=True) for shard in self._copies.all()]
+        return PodListing(
             run=self._run,
             epochs=self._volumes.record.epochs,
             shards=(*own, *copies),
@@ -71,12 +71,12 @@ class Shards:
             reason=reason,
         )
 
-    def _own(self) -> tuple[list[Listed], str]:
+    def _own(self) -> tuple[list[ListedShard], str]:
         """The own shards that can be read, and why others cannot."""
         listings = [self._list(volume) for volume in self._volumes.volumes]
         found = [shard for shards, _ in listings for shard in shards]
         reason = "; ".join(why for _, why in listings if why)
-        return [Listed.listed(shard, copy=False) for shard in found], reason
+        return [ListedShard.listed(shard, copy=False) for shard in found], reason
 
     def _list(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
@@ -110,7 +110,7 @@ class Shards:
                 yield from self._others_on(volume, name)
 
     def _others_on(self, volume: Volume, name: ShardName) -> Iterator[FileSource]:
-        tree = Tree(volume.root)
+        tree = RunTree(volume.root)
         for place in (tree.published_step(name.id), tree.pending_step(name.id)):
             for path in (place / name for name in volume.filesystem.names(place) if is_shard(name)):
                 shard = self._shard(path, volume)
@@ -130,12 +130,12 @@ class Shards:
             return None
 
     @contextmanager
-    def open(self, name: ShardName) -> Iterator[Reading]:
+    def open(self, name: ShardName) -> Iterator[OpenShard]:
         """Open a shard, or the base beside one. Raises StorageError when it is not here (any
         more)."""
         path, volume = self._find(name)
         with self._opened(path, volume) as file:
-            yield Reading(file, path, os.fstat(file.fd).st_size)
+            yield OpenShard(file, path, os.fstat(file.fd).st_size)
 
     @contextmanager
     def _opened(self, path: Path, volume: Volume) -> Iterator[ShardFile]:
@@ -147,7 +147,7 @@ class Shards:
 
     def _find(self, name: ShardName) -> tuple[Path, Volume]:
         for volume in self._volumes.volumes:
-            directories = Directories(Tree(volume.root), volume.filesystem)
+            directories = RunDirectories(RunTree(volume.root), volume.filesystem)
             with contextlib.suppress(OSError):  # dead: it may lie on another one
                 if (path := directories.find(name.id, name.file)) is not None:
                     return path, volume

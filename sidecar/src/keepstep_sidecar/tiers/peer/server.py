@@ -23,10 +23,10 @@ from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.config.sidecar import split
 from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, UnauthenticatedConnections
-from keepstep_sidecar.log import Seldom, info
+from keepstep_sidecar.log import RareWarning, info
 from keepstep_sidecar.tiers.peer import frames
 from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext
-from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Identity, explain, of_peer
+from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, PodIdentity, explain, of_peer
 
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
@@ -40,7 +40,7 @@ _ACCEPT_S = 0.5
 """How long to wait for a connection before overdue connections are ended."""
 
 
-Join = Callable[[ssl.SSLSocket, Identity, str], None]
+Join = Callable[[ssl.SSLSocket, PodIdentity, str], None]
 """Takes over the connection of a member at an address; from any thread."""
 
 
@@ -51,7 +51,7 @@ class Server:
         self,
         listen: str,
         credentials: Credentials,
-        context_of: Callable[[Identity], ServerContext],
+        context_of: Callable[[PodIdentity], ServerContext],
         *,
         join: Join | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Server:
             _cut, most=_MOST_STRANGERS, most_each=_MOST_OF_AN_ADDRESS, seconds=_HANDSHAKE_S
         )
         self._peers: set[socket.socket] = set()
-        self._complain = Seldom()
+        self._complain = RareWarning()
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._stopping = False

@@ -15,14 +15,14 @@ from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.buddy import Buddy, due, needed_copies
-from keepstep_sidecar.tiers.peer.client import Calls, Link, PeerSource
+from keepstep_sidecar.tiers.peer.client import PeerCalls, PeerConnection, PeerSource
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
-from keepstep_sidecar.tiers.peer.kept_copies import Copies
-from keepstep_sidecar.tiers.peer.peer_list import OWN, Directory, KnownPeer
-from keepstep_sidecar.tiers.peer.protocol import Listing
-from keepstep_sidecar.tiers.peer.served_shards import Shards
+from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
+from keepstep_sidecar.tiers.peer.peer_list import OWN, KnownPeer, PeerList
+from keepstep_sidecar.tiers.peer.protocol import PodListing
+from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.tiers.peer.server import Join, Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, Identity
+from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.files import RateLimit
@@ -54,16 +54,16 @@ class PeerTier(RemoteTier):
         self._run = run
         self._keep_fresh = keep_fresh
         self._join = join
-        self._copies = Copies(
+        self._copies = KeptCopies(
             volumes.volumes, run=run, commit=lambda: self.facts.commit(), pace=volumes.pace
         )
-        self._served = ServerContext(Shards(volumes, self._copies, run=run), self._copies)
-        self._calls = Calls(credentials)
+        self._served = ServerContext(ServedShards(volumes, self._copies, run=run), self._copies)
+        self._calls = PeerCalls(credentials)
         self._pace = RateLimit(settings.bytes_per_second)
         self._places: dict[str, Buddy] = {}
         super().__init__(due=lambda: due(self.facts.local()), places=self._buddies)
         self._changes = self.replicator.changes
-        self._directory = Directory(complete=False)
+        self._directory = PeerList(complete=False)
         self._scanned = False
         self._scanning = asyncio.Lock()
         self._server: Server | None = None
@@ -91,7 +91,7 @@ class PeerTier(RemoteTier):
         if self.warning not in ("", before):
             warn("peer.server_degraded", reason=self.warning)
 
-    def _context(self, sender: Identity) -> ServerContext:
+    def _context(self, sender: PodIdentity) -> ServerContext:
         """What is served to this client. Raises UsageError for a pod of another run."""
         own = self._calls.credentials.current().identity
         if not sender.shares_run(own):
@@ -160,7 +160,7 @@ class PeerTier(RemoteTier):
             self._scanned = True
 
     async def _ask(self, member: KnownPeer) -> None:
-        def ask(link: Link) -> tuple[Listing, int | None]:
+        def ask(link: PeerConnection) -> tuple[PodListing, int | None]:
             return link.listing(), link.identity.node_rank if link.identity else None
 
         try:

@@ -44,7 +44,7 @@ _URI = re.compile(r"keepstep://([^/]+)/([^/]+)/(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class PodIdentity:
     """A pod's place in a run."""
 
     namespace: str
@@ -52,7 +52,7 @@ class Identity:
     node_rank: int
 
     @classmethod
-    def of_agent(cls, node: str) -> Identity:
+    def of_agent(cls, node: str) -> PodIdentity:
         """The agent of a node."""
         return cls(namespace=AGENTS, run=node, node_rank=0)
 
@@ -70,7 +70,7 @@ class Identity:
         return f"keepstep://{names[0]}/{names[1]}/{self.node_rank}"
 
     @classmethod
-    def parse(cls, uri: str) -> Identity:
+    def parse(cls, uri: str) -> PodIdentity:
         """Inverse of `uri`. Each identity has one spelling. Raises ValueError."""
         if match := _URI.fullmatch(uri):
             names = unquote(match[1]), unquote(match[2])
@@ -79,17 +79,17 @@ class Identity:
                 return found
         raise ValueError(f"not an identity: {uri!r} (like keepstep://namespace/run/0)")
 
-    def shares_run(self, other: Identity) -> bool:
+    def shares_run(self, other: PodIdentity) -> bool:
         """Whether both are pods of the same run."""
         return (self.namespace, self.run) == (other.namespace, other.run)
 
 
-def of_uris(uris: list[str], *, whose: str) -> Identity:
+def of_uris(uris: list[str], *, whose: str) -> PodIdentity:
     """The one identity among a certificate's URIs. Raises UsageError that names `whose` it is."""
     ours = [uri for uri in uris if uri.startswith("keepstep://")]
     try:
         (uri,) = ours
-        return Identity.parse(uri)
+        return PodIdentity.parse(uri)
     except ValueError as error:
         raise UsageError(
             f"{whose}: its certificate must name exactly one keepstep://namespace/run/node-rank"
@@ -97,7 +97,7 @@ def of_uris(uris: list[str], *, whose: str) -> Identity:
         ) from error
 
 
-def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> Identity:
+def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> PodIdentity:
     """The identity in `SSLSocket.getpeercert()`, whose chain was verified. Raises UsageError."""
     names = (certificate or {}).get("subjectAltName", ())
     return of_uris([value for kind, value in names if kind == "URI"], whose=whose)
@@ -126,7 +126,7 @@ class Tls:
     server: ssl.SSLContext
     client: ssl.SSLContext
     member: ssl.SSLContext
-    identity: Identity
+    identity: PodIdentity
     remedy: str
 
 
