@@ -127,7 +127,7 @@ def _engine(directory: Path) -> Figures:
                 reads.append(bare_read(path))
                 begun = time.perf_counter()
                 with memoryview(memory)[:size] as view:
-                    verified_chunks.load(source, view)
+                    verified_chunks.load_image(source, view)
                 loads.append(time.perf_counter() - begun)
     finally:
         volume.close()

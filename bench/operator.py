@@ -29,7 +29,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from keepstep.leader.run_report import fitted
+from keepstep.leader.run_report import fit_to_size
 from keepstep.steps import StepId, Tier
 from keepstep.wire import run_reports as wire
 from keepstep.wire.run_reports import Advisory, AdvisoryKind, KeptStep, RunReport
@@ -110,11 +110,11 @@ class Leader:
                 for index in range(wire.MOST_MESSAGES)
             ),
             recent=tuple(
-                wire.RunEvent(time=wire.utc(time.time()), type="Restored", message=text)
+                wire.RunEvent(time=wire.format_utc(time.time()), type="Restored", message=text)
                 for _ in range(wire.MOST_RECENT)
             ),
         )  # fmt: skip
-        return fitted(run_report, lambda run_report: len(msgspec.json.encode(run_report)))
+        return fit_to_size(run_report, lambda run_report: len(msgspec.json.encode(run_report)))
 
     def report(self) -> RunReport:
         self.sequence += 1

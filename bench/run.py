@@ -45,7 +45,7 @@ from typing import Final
 
 import msgspec
 
-from keepstep.core.commit_rule import ReportedTier, together
+from keepstep.core.commit_rule import ReportedTier, merge_equal_reports
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks, Shard
 from keepstep.leader.leader import Leader
@@ -190,7 +190,7 @@ class Machine:
             library="bench",
             pinned="mlock",
             epochs=(Epoch(EPOCH),) if whole else (),
-            ranks=together(rank for rank in ranks if rank.tiers),
+            ranks=merge_equal_reports(rank for rank in ranks if rank.tiers),
             volumes=(ReportedVolume(name="/nvme", engine="direct", used_bytes=1, free_bytes=2),),
             peer_address=f"10.{self._node_rank >> 8}.{self._node_rank & 255}.1:9465",
             peers_version=self._peers_version,

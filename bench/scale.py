@@ -40,8 +40,8 @@ from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import Candidate, Candidates, Offer
 from keepstep.image import Layout, Parameters, Section, TensorSpec
 from keepstep.restore.collective import AgreedEpoch, Collective
-from keepstep.restore.fill_plan import Box, IndexBuilder, TensorRequest, make
-from keepstep.state.sharding import Bulk, agree, chunk, cut
+from keepstep.restore.fill_plan import Box, IndexBuilder, TensorRequest, make_fill_plan
+from keepstep.state.sharding import Bulk, agree_on_topology, chunk_bounds, cut_rows
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import LeaseGranted
 from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
@@ -121,7 +121,7 @@ class Model:
         self.kind, self.world = kind, world
         self.tensors = list(_tensors())
         large = [(name, shape) for name, shape, _ in self.tensors if shape]
-        cuts = cut(tuple(Bulk(shape, 4) for _, shape in large), NODE)
+        cuts = cut_rows(tuple(Bulk(shape, 4) for _, shape in large), NODE)
         self._cuts = {name: rows for (name, _), rows in zip(large, cuts, strict=True)}
         self._parameters = parameters()
         names = [name for name, _, _ in self.tensors]
@@ -133,7 +133,7 @@ class Model:
         if not shape:
             return Box((), ())
         if self.kind == "fsdp":
-            begin, size = chunk(shape[0], self.world, rank)
+            begin, size = chunk_bounds(shape[0], self.world, rank)
         else:
             begin, end = self._cuts[name][rank % NODE :][:2]
             size = end - begin
@@ -203,7 +203,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
     claims = [(name, shared) for name, _ in parameters()]
 
     def meet(gather: Callable[[Any], list[Any]]) -> None:
-        agree(lambda: claims, gather, rank=0, world=world, node=node, spread=False)
+        agree_on_topology(lambda: claims, gather, rank=0, world=world, node=node, spread=False)
 
     with measured.timed("restore_s"):
         found = everyone.restore(
@@ -225,7 +225,7 @@ def plan(kind: str, world: int) -> dict[str, float]:
         requests = [
             TensorRequest(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)
         ]
-        make(requests, own.build(), rank=1, nearness=[0] * world, reader=0)
+        make_fill_plan(requests, own.build(), rank=1, nearness=[0] * world, reader=0)
     # a node's trainers are offered one of twins
     needed = range(NODE if kind == "ddp" else world)
     builder = IndexBuilder(world)
@@ -251,7 +251,7 @@ def plan(kind: str, world: int) -> dict[str, float]:
         for number, (name, shape, _) in enumerate(model.tensors)
     ]
     with measured.timed("plan_s"):
-        made = make(requests, index, rank=1, nearness=[3] * world, reader=0)
+        made = make_fill_plan(requests, index, rank=1, nearness=[3] * world, reader=0)
     measured.found["pieces"] = sum(1 for _ in made.pieces())
     return measured.found
 

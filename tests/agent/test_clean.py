@@ -18,8 +18,8 @@ import pytest
 
 from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
-from keepstep_sidecar.agent.clean import ApiServer, Cleaner, StillUsedError, clean
-from keepstep_sidecar.agent.run_directories import prepare
+from keepstep_sidecar.agent.clean import ApiServer, Cleaner, StillUsedError, remove_run
+from keepstep_sidecar.agent.run_directories import prepare_directory
 from keepstep_sidecar.volume.volume import FileLock
 from tests.certificates import make_certificate
 from tests.harness import eventually
@@ -36,7 +36,7 @@ def _run(tmp_path: Path, name: str = "gpt") -> Path:
 
 
 def _clean(run: Path, *, gone_since: float = math.inf) -> int:
-    return clean(OpenDirectory.opened(run.parent), run.name, gone_since=gone_since)
+    return remove_run(OpenDirectory.opened(run.parent), run.name, gone_since=gone_since)
 
 
 def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_pod_that_comes_back_in_the_middle_keeps_its_directory(tmp_path: Path)
     node.now = time.time()
     node.round()
     time.sleep(0.02)  # the kernel's time stamps are that coarse
-    prepare(run / "0", uid=os.getuid(), gid=os.getgid())
+    prepare_directory(run / "0", uid=os.getuid(), gid=os.getgid())
     node.round(after_s=GRACE_S)
     assert len(list(run.rglob("*.safetensors"))) == 2, "its sidecar has not begun yet"
 
@@ -320,7 +320,7 @@ def _waits_for_a_lock(pid: int) -> bool:
 _PREPARE = """
 import os, sys
 from pathlib import Path
-from keepstep_sidecar.agent.run_directories import prepare
+from keepstep_sidecar.agent.run_directories import prepare_directory
 prepare(Path(sys.argv[1]), uid=os.getuid(), gid=os.getgid())
 """
 
@@ -328,7 +328,7 @@ prepare(Path(sys.argv[1]), uid=os.getuid(), gid=os.getgid())
 @pytest.mark.root
 def test_a_pod_that_died_before_its_sidecar_began_leaves_nothing_for_ever(tmp_path: Path) -> None:
     run, node = tmp_path / "team" / "gpt", Node(tmp_path, grace_s=0.0)
-    prepare(run / "0")
+    prepare_directory(run / "0")
     node.round()
     assert not run.exists()
 

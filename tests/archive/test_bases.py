@@ -405,6 +405,8 @@ async def test_of_twins_only_the_first_ones_base_is_stored_whole(
             base, beside = base_of(shard.rank), source.beside
             assert beside is not None
             view, end = empty_slot(base.layout), base.layout.digests_begin
-            load = functools.partial(verified_chunks.load, beside, view)
-            await verified_chunks.run(None, lambda cancel, load=load: load(cancel=cancel))
+            load = functools.partial(verified_chunks.load_image, beside, view)
+            await verified_chunks.run_cancellable(
+                None, lambda cancel, load=load: load(cancel=cancel)
+            )
             assert view[:end] == base.view[:end]

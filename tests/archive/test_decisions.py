@@ -21,9 +21,9 @@ from keepstep_sidecar.tiers.archive.index import (
     ABANDONED_S,
     ArchivedStep,
     Survey,
-    expired,
-    families,
-    names_of,
+    epoch_families,
+    expired_steps,
+    names_to_delete,
 )
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import StoredObject
@@ -64,7 +64,7 @@ def gone(
 ) -> list[StepId]:
     survey = Survey(steps=tuple(sorted(steps, key=lambda step: step.id)))
     policy = replace(policy, pinned=frozenset(pinned))
-    return [step.id for step in expired(survey, policy, epochs=(), now=NOW)]
+    return [step.id for step in expired_steps(survey, policy, epochs=(), now=NOW)]
 
 
 @given(
@@ -126,7 +126,7 @@ def test_a_step_that_was_sent_in_part_goes_when_nobody_sends_the_rest(
 
 def test_the_record_is_deleted_first_and_strangers_files_never() -> None:
     step = ArchivedStep(id=at(1), files=files(shard_name(0, 1), "step.json", "notes.txt"))
-    names = names_of(step, "gpt")
+    names = names_to_delete(step, "gpt")
     assert [Path(name).name for name in names] == ["step.json", shard_name(0, 1)]
 
 
@@ -137,12 +137,12 @@ def test_epochs_are_kin_through_parents_and_through_a_common_record() -> None:
     child = Epoch(EpochId(2, "bbbbbbbb"), at(5))
     fresh = Epoch(EpochId(3, "cccccccc"))  # began anew, knowingly, beside the others
     stranger = Epoch(EpochId(1, "99999999"))
-    assert len(families([[FIRST], [child], [child, fresh]])) == 1
-    assert families([[FIRST], [stranger], [child]]) == [
+    assert len(epoch_families([[FIRST], [child], [child, fresh]])) == 1
+    assert epoch_families([[FIRST], [stranger], [child]]) == [
         {stranger.id},
         {FIRST.id, child.id},
     ]
-    assert families([[], [FIRST]]) == [{FIRST.id}]
+    assert epoch_families([[], [FIRST]]) == [{FIRST.id}]
 
 
 # --- records and settings ------------------------------------------------------------------------

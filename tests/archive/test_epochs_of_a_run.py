@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
-from keepstep_sidecar.commit.lineage import line
+from keepstep_sidecar.commit.lineage import ancestors_of
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.index import Survey, Surveyor
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
@@ -67,10 +67,10 @@ def test_two_runs_that_began_apart_still_are_a_conflict(
 
 
 def test_the_line_of_an_epoch_is_as_long_as_anybody_can_tell() -> None:
-    assert line([THIRD], [STRANGER, FIRST, SECOND]) == (FIRST, SECOND, THIRD)
-    assert line([THIRD], [FIRST]) == (THIRD,), "who is beyond a gap cannot be known"
+    assert ancestors_of([THIRD], [STRANGER, FIRST, SECOND]) == (FIRST, SECOND, THIRD)
+    assert ancestors_of([THIRD], [FIRST]) == (THIRD,), "who is beyond a gap cannot be known"
 
 
 def test_the_line_of_a_fork_ends_where_it_left_the_other_run() -> None:
     forked = Epoch(EpochId(2, "22222222"), StepId(FIRST.id, 7), "other")
-    assert line([forked], [FIRST]) == (forked,)
+    assert ancestors_of([forked], [FIRST]) == (forked,)

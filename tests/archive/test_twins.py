@@ -216,7 +216,7 @@ async def test_a_pull_makes_plain_shards_of_them(
 ) -> None:
     async with archived(local, config) as (_, shards):
         pass
-    async with browse.opened(config, RUN) as holding:
+    async with browse.open_archived_run(config, RUN) as holding:
         (step,) = await holding.chosen("10", sound=True)
         assert await holding.verify(step, on_chunk=lambda size: None) == []
         pulled = await browse.pull_step(holding, step, tmp_path / "pulled", on_chunk=lambda n: None)

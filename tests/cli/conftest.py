@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep_sidecar.cli.run_dir import memory_of
+from keepstep_sidecar.cli.run_dir import memory_directory
 from tests import warm
 
 MARK = "KEEPSTEP_TEST_CLI"
@@ -41,7 +41,7 @@ class Keepstep:
         return self.home / ".keepstep"
 
     def memory(self, run: str) -> Path:
-        return memory_of(self.directory, run)
+        return memory_directory(self.directory, run)
 
     def script(self, name: str, text: str) -> str:
         (self.home / name).write_text(text)

@@ -258,7 +258,7 @@ def test_a_drive_on_which_nothing_may_be_executed_is_refused(
     drive = mounted("drive", "-t", "tmpfs", "-o", "noexec", "none")
     place = OpenDirectory.opened(drive)
     with pytest.raises(StorageError, match=r"/caches may be executed \(noexec\)"):
-        compile_cache.variables(place, "caches")
+        compile_cache.cache_variables(place, "caches")
 
 
 # --- in a pod --------------------------------------------------------------------------------
@@ -270,10 +270,10 @@ def test_in_a_pod_each_user_has_a_part_of_the_mounted_directory(
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.setenv(compile_cache.DIRECTORY_ENV, str(tmp_path))
-    compile_cache.use_mounted()
+    compile_cache.use_mounted_cache()
     inductor = tmp_path / str(os.geteuid()) / "inductor"
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(inductor)
-    compile_cache.use_mounted()
+    compile_cache.use_mounted_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(inductor)
 
 
@@ -284,6 +284,6 @@ def test_in_a_pod_what_stands_in_the_way_stops_nothing(
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(compile_cache.DIRECTORY_ENV, str(tmp_path))
     (tmp_path / str(os.geteuid())).symlink_to(tmp_path)
-    compile_cache.use_mounted()
+    compile_cache.use_mounted_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
     assert "no compile cache is kept" in caplog.text

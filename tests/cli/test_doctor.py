@@ -34,7 +34,7 @@ def mounted(place: Path, kind: str, options: str) -> Iterator[Path]:
 
 def findings(place: Path, need: Need = UNKNOWN, **options: Any) -> dict[str, Finding]:
     settings: dict[str, Any] = {"volumes": 1, "probe_bytes": 16 * MIB, "clock": lambda: 0.0}
-    found = machine.drive(place, need, **{**settings, **options})
+    found = machine.check_drive(place, need, **{**settings, **options})
     return {finding.name.partition(" ")[0]: finding for finding in found}
 
 
@@ -79,14 +79,14 @@ def test_shared_memory_for_all_slots_for_two_and_for_less(tmp_path: Path) -> Non
 
         def outcome(image_bytes: int | None, slots: int) -> Outcome:
             need = Need(image_bytes=image_bytes, ranks=1, slots=slots)
-            return machine.shared_memory(place, need).outcome
+            return machine.check_shared_memory(place, need).outcome
 
         room = 64 * MIB + free_huge_bytes()
         assert outcome(room // 8, 4) is Outcome.OK
         assert outcome(room // 3, 4) is Outcome.SLOW
         assert outcome(room, 4) is Outcome.MISSING
         assert outcome(None, 4) is Outcome.SLOW
-    assert machine.shared_memory(tmp_path / "absent", UNKNOWN).outcome is Outcome.MISSING
+    assert machine.check_shared_memory(tmp_path / "absent", UNKNOWN).outcome is Outcome.MISSING
 
 
 @pytest.mark.root
@@ -111,7 +111,7 @@ def test_what_logind_would_remove(tmp_path: Path) -> None:
     etc = tmp_path / "etc/systemd"
 
     def outcome(uid: int = uid) -> Outcome:
-        return machine.remove_ipc(tmp_path, uid).outcome
+        return machine.check_remove_ipc(tmp_path, uid).outcome
 
     assert outcome() is Outcome.OK, "no systemd"
     (tmp_path / "run/systemd/system").mkdir(parents=True)

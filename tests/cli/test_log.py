@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_sidecar.cli import launcher
-from keepstep_sidecar.cli.launcher import bound_log
+from keepstep_sidecar.cli.launcher import limit_log
 
 
 def test_a_large_log_moves_aside_and_its_writer_goes_on(
@@ -17,7 +17,7 @@ def test_a_large_log_moves_aside_and_its_writer_goes_on(
     path = tmp_path / "sidecar.log"
     with path.open("ab", buffering=0) as writer:  # O_APPEND, as the sidecar's
         writer.write(b"0123456789\n")
-        bound_log(path)
+        limit_log(path)
         writer.write(b"next\n")
     assert path.read_bytes() == b"next\n"
     assert (tmp_path / "sidecar.log.1").read_bytes() == b"0123456789\n"
@@ -25,7 +25,7 @@ def test_a_large_log_moves_aside_and_its_writer_goes_on(
 
 def test_a_small_log_and_a_missing_one_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "sidecar.log"
-    bound_log(path)
+    limit_log(path)
     path.write_bytes(b"short\n")
-    bound_log(path)
+    limit_log(path)
     assert [path.name for path in tmp_path.iterdir()] == ["sidecar.log"]

@@ -17,12 +17,12 @@ from keepstep.errors import UsageError
 from keepstep_sidecar.cli import launcher, run_dir
 from keepstep_sidecar.cli.run_dir import (
     RunDir,
-    find,
+    find_run,
     make_home,
     make_memory,
-    memory_of,
+    memory_directory,
     run_name,
-    save,
+    save_record,
 )
 from keepstep_sidecar.config.settings import toml_value
 from keepstep_sidecar.config.sidecar import SETTINGS
@@ -32,7 +32,7 @@ def _keep(directory: Path, run: str, *volumes: Path) -> RunDir:
     chosen = {"volumes": volumes} if volumes else {}
     kept = RunDir.of(directory, run, slots=3, linger_s=90.0, **chosen)
     kept.home.mkdir(parents=True)
-    save(kept)
+    save_record(kept)
     return kept
 
 
@@ -61,15 +61,18 @@ def test_memory_depends_on_directory_and_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    memory = memory_of(Path("kept"), "a")
-    assert memory == memory_of(tmp_path / "kept", "a")
-    assert memory not in (memory_of(tmp_path / "kept", "b"), memory_of(tmp_path / "other", "a"))
+    memory = memory_directory(Path("kept"), "a")
+    assert memory == memory_directory(tmp_path / "kept", "a")
+    assert memory not in (
+        memory_directory(tmp_path / "kept", "b"),
+        memory_directory(tmp_path / "other", "a"),
+    )
     assert len(str(memory / "sidecar.sock")) < 100  # sun_path
 
 
 def test_a_run_is_found_again_as_it_was_recorded(tmp_path: Path) -> None:
     kept = _keep(tmp_path, "a", tmp_path / "v0", tmp_path / "v1")
-    assert find(tmp_path, None) == kept
+    assert find_run(tmp_path, None) == kept
     assert kept.roots == (tmp_path / "v0" / "a", tmp_path / "v1" / "a")
 
 
@@ -80,11 +83,11 @@ def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
         report_token_file=Path("/token"), leader="h:2", peer_listen="h:1",
     )  # fmt: skip
     kept.home.mkdir(parents=True)
-    save(kept)
+    save_record(kept)
     elsewhere = tmp_path / "elsewhere"
     text = kept.record.read_text().replace(str(kept.memory), str(elsewhere))
     kept.record.write_text(text)
-    assert find(tmp_path, "a") == RunDir.of(tmp_path, "a", slots=3, keep=9)
+    assert find_run(tmp_path, "a") == RunDir.of(tmp_path, "a", slots=3, keep=9)
 
 
 @pytest.mark.parametrize("path", [".", "{home}", "/proc/self/cwd/a"])
@@ -97,7 +100,7 @@ def test_a_record_that_was_unpacked_leads_to_no_place_outside_its_directory(
     value = toml_value(path.format(home=kept.home))
     kept.record.write_text(f"{head}[home]\npath = {value}\ndevice = 1\ninode = 1\n")
     with pytest.raises(UsageError, match="is not touched from here"):
-        find(tmp_path, "a")
+        find_run(tmp_path, "a")
 
 
 def test_a_link_within_the_directory_is_no_volume_of_a_copy(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_a_link_within_the_directory_is_no_volume_of_a_copy(tmp_path: Path) -> N
     shutil.copytree(tmp_path / "kept" / "a", tmp_path / "copy" / "a")
     (tmp_path / "copy" / "inside").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="is a link"):
-        find(tmp_path / "copy", "a")
+        find_run(tmp_path / "copy", "a")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
@@ -117,11 +120,11 @@ def test_a_directory_to_which_all_may_write_is_refused_unless_that_is_wanted(
     kept.home.chmod(mode)
     with pytest.raises(UsageError, match="all users of this machine may write"):
         make_home(kept)
-    with pytest.raises(UsageError, match="all users"), launcher.supervising(kept):
+    with pytest.raises(UsageError, match="all users"), launcher.hold_supervision(kept):
         pass
     monkeypatch.setenv("KEEPSTEP_SHARED_DIR", "1")
     make_home(kept)
-    assert find(tmp_path, "a") == kept
+    assert find_run(tmp_path, "a") == kept
 
 
 def test_a_directory_of_another_user_is_refused_by_that_users_name(tmp_path: Path) -> None:
@@ -129,9 +132,9 @@ def test_a_directory_of_another_user_is_refused_by_that_users_name(tmp_path: Pat
     os.chown(kept.home, 65534, -1)
     with pytest.raises(UsageError, match="belongs to user nobody"):
         make_home(kept)
-    with pytest.raises(UsageError, match="belongs to user nobody"), launcher.supervising(kept):
+    with pytest.raises(UsageError, match="belongs to user nobody"), launcher.hold_supervision(kept):
         pass
-    assert find(tmp_path, "a").home == kept.home, "it may be looked at"
+    assert find_run(tmp_path, "a").home == kept.home, "it may be looked at"
 
 
 @pytest.mark.parametrize(
@@ -190,26 +193,26 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
     _keep(tmp_path, "a")
     _keep(tmp_path, "b")
     with pytest.raises(UsageError, match="choose one with --run: a, b"):
-        find(tmp_path, None)
+        find_run(tmp_path, None)
     with pytest.raises(UsageError, match=r"no run 'c' in .*; it keeps: a, b"):
-        find(tmp_path, "c")
+        find_run(tmp_path, "c")
 
 
 def test_a_copy_of_a_directory_has_volumes_and_memory_of_its_own(tmp_path: Path) -> None:
     original = _keep(tmp_path / "kept", "a")
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
-    found = find(tmp_path / "copy", None)
+    found = find_run(tmp_path / "copy", None)
     assert found == RunDir.of(tmp_path / "copy", "a", slots=3, linger_s=90.0)
     assert found.memory != original.memory
-    assert find(tmp_path / "kept", None) == original
+    assert find_run(tmp_path / "kept", None) == original
 
 
 def test_a_moved_directory_takes_its_volumes_along(tmp_path: Path) -> None:
     _keep(tmp_path / "kept", "a", tmp_path / "kept" / "inside", tmp_path / "nvme")
     (tmp_path / "kept").rename(tmp_path / "moved")
-    found = find(tmp_path / "moved", None)
+    found = find_run(tmp_path / "moved", None)
     assert found.config.volumes == (tmp_path / "moved" / "inside", tmp_path / "nvme")
-    assert found.memory == memory_of(tmp_path / "moved", "a")
+    assert found.memory == memory_directory(tmp_path / "moved", "a")
 
 
 def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> None:
@@ -218,14 +221,14 @@ def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> No
     with pytest.raises(
         UsageError, match=rf"copy of {tmp_path}/kept/a, whose volume {tmp_path}/nvme"
     ):
-        find(tmp_path / "copy", None)
+        find_run(tmp_path / "copy", None)
 
 
 def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
     _keep(tmp_path, "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UsageError, match=f"{tmp_path}/b holds run 'a'"):
-        find(tmp_path, "b")
+        find_run(tmp_path, "b")
 
 
 _json = st.recursive(
@@ -269,7 +272,7 @@ def _toml(value: object) -> str:
 def _read_or_refused(kept: RunDir) -> None:
     value = ""
     try:
-        find(kept.home.parent, "a")
+        find_run(kept.home.parent, "a")
     except UsageError as error:
         value = str(error)
     assert not value or str(kept.home) in value
@@ -277,14 +280,14 @@ def _read_or_refused(kept: RunDir) -> None:
 
 def test_a_run_cannot_be_a_path(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot name a run"):
-        find(tmp_path, "../other")
+        find_run(tmp_path, "../other")
 
 
 def test_memory_is_private_and_never_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_dir, "SHARED_MEMORY", tmp_path)
-    mine = memory_of(tmp_path / "kept", "a")
+    mine = memory_directory(tmp_path / "kept", "a")
     make_memory(mine)
     assert mine.stat().st_mode & 0o777 == 0o700
     mine.rmdir()

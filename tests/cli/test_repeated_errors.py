@@ -39,7 +39,7 @@ def run(keepstep: Keepstep, text: str, *, code: int = 1, launcher: tuple[str, ..
         ("keepstep.Checkpointer(model=7)", "UsageError: 'model' is a int without state_dict()"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         (
-            "from keepstep.integrations import require\\n"
+            "from keepstep.integrations import require_version\\n"
             "require('trl', '1.0', hooks={'json:': ['fit']})",
             "UsageError: trl 1.0 lacks what keepstep needs of it",
         ),

@@ -131,7 +131,7 @@ def test_a_process_that_the_first_look_misses_is_ended() -> None:
             process = Process.of(child.pid)
             return next(checks, () if process is None else (process,))
 
-        processes.end_all(find, grace_s=60.0)
+        processes.end_processes(find, grace_s=60.0)
         try:
             assert child.poll() == -signal.SIGTERM
         finally:

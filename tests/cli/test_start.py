@@ -161,7 +161,7 @@ def commits(keepstep: Keepstep, after: int) -> bool:
 def committed(keepstep: Keepstep) -> int:
     """The newest step that a live sidecar knows; -1 for none."""
     try:
-        live = calls.status(run_dir.load(keepstep.directory, "train").socket)
+        live = calls.ask_status(run_dir.load_record(keepstep.directory, "train").socket)
     except (UsageError, SidecarError):  # before the first start; or it was killed as it answered
         return -1
     step = None if live is None else live.watermarks.get("local")

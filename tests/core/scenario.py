@@ -13,7 +13,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from keepstep.core.commit_rule import ReportedTier, at_least, bits, is_full, of_ranks
+from keepstep.core.commit_rule import (
+    ReportedTier,
+    each_rank,
+    is_full,
+    reports_of_ranks,
+    tiers_at_least,
+)
 from keepstep.core.ledger import (
     Action,
     Alarm,
@@ -33,7 +39,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import PersistPlanner, StepGrid, Write
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import Candidate, Candidates, Offer, choose
+from keepstep.core.vote import Candidate, Candidates, Offer, choose_step
 from keepstep.errors import KeepstepError
 from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
 
@@ -135,7 +141,8 @@ class Scenario:
         for tier, policy in self.keep.items():
             for step in self.ledger.expendable(tier, policy):
                 if ranks := self.ledger.holders(step, tier):
-                    yield f"retire {short(step)} on {tier}, ranks {','.join(map(str, bits(ranks)))}"
+                    named = ",".join(map(str, each_rank(ranks)))
+                    yield f"retire {short(step)} on {tier}, ranks {named}"
 
     def _do_report(
         self,
@@ -160,7 +167,7 @@ class Scenario:
         return self._apply(
             Reported(
                 node_rank=int(node),
-                ranks=of_ranks(reports),
+                ranks=reports_of_ranks(reports),
                 epochs=tuple(Epoch(epoch_id(word)) for word in epochs.split(",") if word),
                 sequence=int(sequence),
             )
@@ -197,7 +204,7 @@ class Scenario:
         for node in nodes:
             left = copy.deepcopy(self.ledger)
             left.apply(ReportLost(int(node)))
-            yield f"node {node}: {short(newest_on(left, at_least(Tier(tier))))}"
+            yield f"node {node}: {short(newest_on(left, tiers_at_least(Tier(tier))))}"
 
     def _do_watermarks(self) -> Iterable[str]:
         for tier in self.ledger.config.tiers:
@@ -347,7 +354,7 @@ class Scenario:
     def _do_choose(self, *excluded: str, limit: str = "", exact: str = "no") -> Iterable[str]:
         votes = [self.votes[rank] for rank in sorted(self.votes)]
         try:
-            decision = choose(
+            decision = choose_step(
                 votes,
                 {step_id(step) for step in excluded},
                 limit=step_id(limit) if limit else None,

@@ -13,8 +13,8 @@ from keepstep.core.commit_rule import (
     RankReport,
     RankUnion,
     ReportedTier,
-    bits,
-    of_ranks,
+    each_rank,
+    reports_of_ranks,
 )
 from keepstep.core.ledger import Event, Ledger, LedgerConfig, Reported, ReportLost
 from keepstep.core.shard import Shard
@@ -53,13 +53,16 @@ def check(copies: Completeness, step_id: StepId) -> None:
     for tier in NEAREST_FIRST:
         ranks = [held.ranks for held in there if held.place[1] is tier]
         assert copies.holders(step_id, tier) == sum(
-            {1 << at for rank in ranks for at in bits(rank)}
+            {1 << at for rank in ranks for at in each_rank(rank)}
         )
     roots = [
-        (rank, held.root(rank)) for held in there for rank in bits(held.ranks) if held.root(rank)
+        (rank, held.root(rank))
+        for held in there
+        for rank in each_rank(held.ranks)
+        if held.root(rank)
     ]
     differ = {rank for rank, root in roots for other, its in roots if rank == other and root != its}
-    doubled = {rank for held in there for rank in bits(held.doubled)}
+    doubled = {rank for held in there for rank in each_rank(held.doubled)}
     assert copies.contested(step_id) == sorted(differ | doubled)
 
 
@@ -69,7 +72,7 @@ def test_whatever_comes_and_goes(changes: list[tuple[int, object]]) -> None:
     for node, change in changes:
         if isinstance(change, dict):
             reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
-            copies.replace(node, of_ranks(reports))
+            copies.replace(node, reports_of_ranks(reports))
         else:
             copies.drop(node_rank=node, rank=change)  # type: ignore[arg-type]
         for step_id in copies.steps:
@@ -83,9 +86,9 @@ def test_ranks_may_be_told_of_together_or_one_by_one(
     completeness, all_at_once = Completeness(), Completeness()
     for node, change in changes:
         reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
-        all_at_once.replace(node, of_ranks(reports))
+        all_at_once.replace(node, reports_of_ranks(reports))
         completeness.replace(
-            node, [each for rank in reports for each in of_ranks({rank: reports[rank]})]
+            node, [each for rank in reports for each in reports_of_ranks({rank: reports[rank]})]
         )
         assert completeness.steps == all_at_once.steps
         for step_id in completeness.steps:
@@ -96,7 +99,7 @@ def test_ranks_may_be_told_of_together_or_one_by_one(
 
 
 def _content(held: HeldImages) -> list[tuple[int, int]]:
-    return [(rank, held.root(rank)) for rank in bits(held.ranks)]
+    return [(rank, held.root(rank)) for rank in each_rank(held.ranks)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), max_size=12))
@@ -105,9 +108,9 @@ def test_a_union_is_what_adding_all_up_says(changes: list[tuple[int, int]]) -> N
     for key, ranks in changes:
         union.put(key, ranks)
         of[key] = ranks
-        there = [rank for ranks in of.values() for rank in bits(ranks)]
-        assert {*bits(union.once)} == {*there}
-        assert {*bits(union.twice)} == {rank for rank in there if there.count(rank) > 1}
+        there = [rank for ranks in of.values() for rank in each_rank(ranks)]
+        assert {*each_rank(union.once)} == {*there}
+        assert {*each_rank(union.twice)} == {rank for rank in there if there.count(rank) > 1}
 
 
 @given(changes=_CHANGES, world=st.sampled_from([None, 4]))
@@ -119,7 +122,9 @@ def test_a_ledger_that_is_asked_after_each_change_says_what_one_that_is_asked_la
         event: Event
         if isinstance(change, dict):
             reports = {rank: reported(rank, tiers) for rank, tiers in change.items()}
-            event = Reported(node_rank=node, ranks=of_ranks(reports), epochs=(Epoch(_EPOCH),))
+            event = Reported(
+                node_rank=node, ranks=reports_of_ranks(reports), epochs=(Epoch(_EPOCH),)
+            )
         else:
             event = ReportLost(node, change)  # type: ignore[arg-type]
         asked.apply(event)

@@ -8,7 +8,7 @@ from keepstep.core.ledger import EpochStarted, Ledger
 from keepstep.errors import UsageError
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep_sidecar.config.sidecar import Fork, parse_restore_from
-from keepstep_sidecar.tiers.archive.index import families
+from keepstep_sidecar.tiers.archive.index import epoch_families
 from keepstep_sidecar.volume.run_file import RunRecord
 
 FIRST, SECOND, OWN = EpochId(1, "11111111"), EpochId(2, "22222222"), EpochId(3, "33333333")
@@ -60,9 +60,9 @@ def test_a_run_that_has_begun_from_one_step_begins_from_no_other() -> None:
 
 def test_forks_of_one_step_are_no_kin_but_restarts_are() -> None:
     epoch, other = Epoch(OWN, OLD, "a"), Epoch(EpochId(3, "44444444"), OLD, "a")
-    assert len(families([[epoch], [other]])) == 2
+    assert len(epoch_families([[epoch], [other]])) == 2
     restarts = [Epoch(OWN, OLD), Epoch(EpochId(3, "44444444"), OLD)]
-    assert len(families([restarts[:1], restarts[1:]])) == 1
+    assert len(epoch_families([restarts[:1], restarts[1:]])) == 1
 
 
 def test_the_origin_is_on_record_and_stays_there() -> None:

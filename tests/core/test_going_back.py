@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.core.vote import Candidate, Candidates, choose, limit_of, nothing_is_kept
+from keepstep.core.vote import Candidate, Candidates, choose_step, nothing_is_kept, vote_limit
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.lineage import Rollback
@@ -28,25 +28,25 @@ def request(number: int) -> dict[str, object]:
 
 def test_what_one_vote_names_all_ranks_restore() -> None:
     votes = [vote(3, 4, 5), vote(3, 4, 5, **request(3))]
-    limit, exact = limit_of(votes)
-    decision = choose(votes, limit=limit, exact=exact)
+    limit, exact = vote_limit(votes)
+    decision = choose_step(votes, limit=limit, exact=exact)
     assert (decision.id, decision.epoch_number) == (step(3), 2)
 
 
 def test_two_different_steps_are_refused() -> None:
     with pytest.raises(RestoreError, match="different steps"):
-        limit_of([vote(3, 4, **request(3)), vote(3, 4, **request(4))])
+        vote_limit([vote(3, 4, **request(3)), vote(3, 4, **request(4))])
 
 
 def test_a_step_that_nobody_knows_is_refused_with_what_there_is() -> None:
     with pytest.raises(RestoreError, match=r"going back to step 7 .*000000004"):
-        limit_of([vote(3, 4, wanted="7", exact=True), vote(3, 4)])
+        vote_limit([vote(3, 4, wanted="7", exact=True), vote(3, 4)])
     with pytest.raises(RestoreError, match=r"going back to step 7 .*000000004"):
-        limit_of([vote(3, 4), vote(3, 4)], 7)
+        vote_limit([vote(3, 4), vote(3, 4)], 7)
 
 
 def test_without_a_wish_the_newest_step_wins() -> None:
-    assert limit_of([vote(3), vote(3)]) == (None, False)
+    assert vote_limit([vote(3), vote(3)]) == (None, False)
 
 
 # --- when a wish is fulfilled --------------------------------------------------------------------
@@ -99,16 +99,16 @@ def test_a_script_may_ask_for_a_number_and_gets_the_newest_step_of_it_that_all_r
     other = Candidates(
         answer=Answer.STEPS, candidates=(*ballot.candidates, *again), highest_epoch=2
     )
-    assert limit_of([ballot, other], 3) == (step(3), True)
-    assert limit_of([other, other], 3) == (step(3, SECOND), True)
+    assert vote_limit([ballot, other], 3) == (step(3), True)
+    assert vote_limit([other, other], 3) == (step(3, SECOND), True)
 
 
 def test_a_number_that_only_one_rank_sees_is_refused_by_its_id() -> None:
     votes = [vote(2, 3, 4), vote(2, 4)]  # and no older one instead
-    limit, exact = limit_of(votes, 3)
+    limit, exact = vote_limit(votes, 3)
     with pytest.raises(RestoreError, match=rf"{step(3)} was asked for, but not every rank"):
-        choose(votes, limit=limit, exact=exact)
+        choose_step(votes, limit=limit, exact=exact)
 
 
 def test_what_a_person_asks_for_counts_before_what_the_script_does() -> None:
-    assert limit_of([vote(3, 4, **request(3)), vote(3, 4)], 4) == (step(3), True)
+    assert vote_limit([vote(3, 4, **request(3)), vote(3, 4)], 4) == (step(3), True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.commit_rule import ReportedTier, together
+from keepstep.core.commit_rule import ReportedTier, merge_equal_reports
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.errors import UsageError
@@ -94,7 +94,7 @@ def test_a_machine_cannot_commit_a_step_for_a_rank_that_trains_elsewhere(
 def test_of_ranks_that_are_told_of_together_each_is_believed_alone(run: Run) -> None:
     run.reports(0, rank(0, 1))
     run.reports(1, rank(1, 1))
-    (both,) = together(rank(number, 1, 2, alive=False) for number in (0, 1))
+    (both,) = merge_equal_reports(rank(number, 1, 2, alive=False) for number in (0, 1))
     run.reports(1, both)
     assert run.leader.ledger.core.holders(at(2), Tier.LOCAL) == 0b10
 

@@ -33,7 +33,7 @@ from keepstep.core.node import (
     Sealed,
 )
 from keepstep.core.node import WriteEnded as WriteEnded
-from keepstep.core.retention import Retention, superseded
+from keepstep.core.retention import Retention, superseded_copies
 from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
@@ -45,7 +45,7 @@ from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.report.leader_channel import LinkChannel
-from keepstep_sidecar.report.report import changes, other
+from keepstep_sidecar.report.report import report_changes, report_of_other
 from tests.core.test_states import watched_node  # noqa: F401
 from tests.leader.runs import credentials
 
@@ -326,7 +326,7 @@ class LedRun(RuleBasedStateMachine):
         if buddy is not machine and machine.scanned and buddy.scanned and machine.shards:
             buddy.copies.add(which(machine.shards))
             held, needed = {machine.number: buddy.copies}, {machine.number: machine.shards}
-            for step_id, _ in superseded(held, needed, committed=machine.node.last_commit()):
+            for step_id, _ in superseded_copies(held, needed, committed=machine.node.last_commit()):
                 buddy.copies.discard(step_id)
 
     # --- reports -------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class LedRun(RuleBasedStateMachine):
             )
         if machine.scanned and machine.copies:
             rank = self._before(machine.number)
-            ranks.append(other(rank, list(self._shards(rank, machine.copies))))
+            ranks.append(report_of_other(rank, list(self._shards(rank, machine.copies))))
         machine.sequence += 1
         return Report(
             sidecar="test",
@@ -371,7 +371,7 @@ class LedRun(RuleBasedStateMachine):
         lied_ranks = {lie.ranks for lie in lies}
         true = (each for each in report.ranks if each.ranks not in lied_ranks)
         report = replace(report, ranks=(*true, *lies))
-        news, machine.known = changes(machine.known, report), None
+        news, machine.known = report_changes(machine.known, report), None
         word = Word(
             machine=machine,
             life=machine.life,

@@ -23,7 +23,7 @@ from keepstep.core.slot_table import (
     SlotRow,
     SlotState,
     SlotTable,
-    newest_common,
+    newest_common_step,
     steps_to_protect,
 )
 from keepstep.steps import EpochId, StepId
@@ -220,7 +220,7 @@ def test_to_protect_what_all_ranks_have_and_nothing_newer_would_lose_two_steps(m
     """A rank that is ahead would then give up the step that the others are about to seal."""
 
     def common_alone(ranks: Sequence[RankMemory]) -> frozenset[StepId]:
-        return frozenset([newest_common(ranks)]) - {None}
+        return frozenset([newest_common_step(ranks)]) - {None}
 
     monkeypatch.setattr(f"{__name__}.steps_to_protect", common_alone)
     assert search(Rules(slots=4))[1] is not None

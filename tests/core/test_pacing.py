@@ -21,7 +21,7 @@ from keepstep.core.schedule import (
     StepGrid,
     Write,
     auto_interval,
-    failures_seen,
+    count_failures,
 )
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -72,7 +72,7 @@ def _auto(measured: NodeMeasurements) -> Callable[[list[Epoch], int], int]:
 
     def choose(epochs: list[Epoch], step: int) -> int:
         nonlocal interval
-        failures, steps = failures_seen(epochs, step)
+        failures, steps = count_failures(epochs, step)
         known = steps and failures >= ENOUGH_FAILURES
         mtbf_s = steps * measured.step_s / failures if known else None
         interval = auto_interval(replace(measured, mtbf_s=mtbf_s), current=interval.steps)
@@ -122,9 +122,9 @@ def test_a_limit_in_motion_does_not_move_the_interval_to_and_fro() -> None:
 
 
 def test_failures_are_counted_from_the_first_one_on_and_repeated_steps_once() -> None:
-    assert failures_seen([_epoch(0)], 500) == (0, 0)
+    assert count_failures([_epoch(0)], 500) == (0, 0)
     kept_from_the_middle = [_epoch(1, 90_000), _epoch(2, 90_100), _epoch(3, 90_060)]
-    assert failures_seen(kept_from_the_middle, 90_160) == (2, 200)
+    assert count_failures(kept_from_the_middle, 90_160) == (2, 200)
 
 
 # --- measured --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.commit_rule import bitmap
+from keepstep.core.commit_rule import rank_bitmap
 from keepstep.core.shard import MOST_RANKS, MOST_RUNS, Ranks
 
 RANKS = st.sets(st.integers(0, 300), max_size=60)
@@ -20,7 +20,7 @@ def test_runs_name_the_ranks_that_they_were_made_of(those: Collection[int]) -> N
     made = Ranks.of(those)
     assert [*made] == sorted(those)
     assert (len(made), bool(made), made.last) == (len(those), bool(those), max(those, default=-1))
-    assert made.bits == bitmap(those)
+    assert made.bits == rank_bitmap(those)
     assert [index for index in range(4000) if index in made] == sorted(those)
     assert Ranks.of(reversed([*made])) == Ranks(made.runs)
 

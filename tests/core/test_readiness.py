@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.vote import NEVER, Ready, VoteFacts, Wait, readiness
+from keepstep.core.vote import NEVER, Ready, VoteFacts, Wait, vote_readiness
 
 BEGAN = 1000.0
 ALONE = VoteFacts(scanned_at=0.0, replied_at=-NEVER)
@@ -56,7 +56,7 @@ TABLE = [
     ("at", "view", "until", "ask"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_a_vote_waits_for(at: float, view: VoteFacts, until: float | None, ask: bool) -> None:
-    answer = readiness(BEGAN + at, view, BEGAN)
+    answer = vote_readiness(BEGAN + at, view, BEGAN)
     if until is None:
         assert answer == Ready()
     else:
@@ -67,7 +67,7 @@ def test_a_vote_waits_for(at: float, view: VoteFacts, until: float | None, ask: 
 
 def test_every_wait_but_that_for_the_scan_ends() -> None:
     views = [row[2] for row in TABLE if row[2].scanned_at != NEVER]
-    assert all(readiness(BEGAN + 900.0, view, BEGAN) == Ready() for view in views)
+    assert all(vote_readiness(BEGAN + 900.0, view, BEGAN) == Ready() for view in views)
 
 
 def test_a_vote_says_what_stands_in_its_way() -> None:
@@ -78,6 +78,6 @@ def test_a_vote_says_what_stands_in_its_way() -> None:
         (UNNAMED, "not all machines of the run have reported"),
         (replace(LISTED, awaits="shards lie on node b"), "node b"),
     ):
-        answer = readiness(BEGAN, view, BEGAN)
+        answer = vote_readiness(BEGAN, view, BEGAN)
         assert isinstance(answer, Wait)
         assert why in answer.why

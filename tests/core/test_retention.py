@@ -14,14 +14,14 @@ from keepstep.core import retention
 from keepstep.core.retention import (
     RULES,
     Retention,
-    crowded_out,
-    dismissed,
-    evicted,
-    hopeless,
-    left_behind,
-    retired,
-    superseded,
-    unwatched,
+    confirmed_deletions,
+    copies_to_drop,
+    droppable_steps,
+    hopeless_steps,
+    steps_to_evict,
+    steps_to_retire,
+    superseded_copies,
+    unneeded_steps,
 )
 from keepstep.steps import EpochId, StepId
 
@@ -44,11 +44,11 @@ def test_the_newest_is_never_retired_and_nothing_is_retired_twice(
 ) -> None:
     policy = Retention(last=last, every_steps=every)
     committed = _ids(*steps)
-    gone = retired(committed, policy)
+    gone = steps_to_retire(committed, policy)
     left = set(committed) - set(gone)
     assert max(committed) in left
     assert len(left) >= min(last, len(committed))
-    assert retired(left, policy) == ()
+    assert steps_to_retire(left, policy) == ()
 
 
 _HELD = st.dictionaries(st.integers(0, 60), st.integers(0, 100), min_size=1)
@@ -79,14 +79,14 @@ def test_one_step_of_each_span_the_pins_and_the_newest_outlive_every_policy(
     held: dict[int, int], policy: Retention
 ) -> None:
     times = _times(held)
-    gone = set(retired(times, policy, written_at=times))
+    gone = set(steps_to_retire(times, policy, written_at=times))
     left = set(times) - gone
     assert not gone & policy.pinned
     assert max(times) in left
     if policy.every_s is not None:
         spans = {int(at // policy.every_s) for at in times.values()}
         assert {int(times[step_id] // policy.every_s) for step_id in left} == spans
-    assert retired(left, policy, written_at=times) == (), "what is kept once is kept"
+    assert steps_to_retire(left, policy, written_at=times) == (), "what is kept once is kept"
 
 
 @given(held=_HELD, policy=_POLICIES, newer=st.integers(61, 99), gap=st.integers(0, 500))
@@ -94,8 +94,8 @@ def test_a_newer_step_brings_no_retired_one_back(
     held: dict[int, int], policy: Retention, newer: int, gap: int
 ) -> None:
     before, after = _times(held), _times({**held, newer: gap})
-    gone = set(retired(before, policy, written_at=before))
-    assert gone <= set(retired(after, policy, written_at=after))
+    gone = set(steps_to_retire(before, policy, written_at=before))
+    assert gone <= set(steps_to_retire(after, policy, written_at=after))
 
 
 @given(
@@ -109,7 +109,7 @@ def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
 ) -> None:
     sizes, low, high = {_ids(step)[0]: size for step, size in held.items()}, *sorted(limits)
     unfinished = set(_ids(*torn))
-    gone = evicted(sizes, policy, limit_bytes=low, unfinished=unfinished)
+    gone = steps_to_evict(sizes, policy, limit_bytes=low, unfinished=unfinished)
     left = {step_id: size for step_id, size in sizes.items() if step_id not in gone}
     whole = sizes.keys() - unfinished
     kept = policy.pinned | ({max(whole)} if whole else set())
@@ -120,31 +120,31 @@ def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
         assert sum(left.values()) + sizes[gone[-1]] > low, "the last of them had to go, too"
     if set(gone) - unfinished:
         assert not (left.keys() & unfinished) - kept, "what nobody can restore goes first"
-    assert evicted(left, policy, limit_bytes=low, unfinished=unfinished) == ()
-    fewer = evicted(sizes, policy, limit_bytes=high, unfinished=unfinished)
+    assert steps_to_evict(left, policy, limit_bytes=low, unfinished=unfinished) == ()
+    fewer = steps_to_evict(sizes, policy, limit_bytes=high, unfinished=unfinished)
     assert gone[: len(fewer)] == fewer, "a wider limit evicts the same steps, but not as many"
 
 
 def test_under_a_limit_what_the_policy_keeps_goes_last_and_the_oldest_first() -> None:
     sizes = dict.fromkeys(_ids(10, 15, 20, 25, 30, 31, 32), 10)
     policy = Retention(last=2, every_steps=10, pinned=frozenset(_ids(15)))
-    assert _steps(evicted(sizes, policy, limit_bytes=70)) == []
-    assert _steps(evicted(sizes, policy, limit_bytes=60)) == [25]
-    assert _steps(evicted(sizes, policy, limit_bytes=41)) == [25, 10, 20]
-    assert _steps(evicted(sizes, policy, limit_bytes=0)) == [25, 10, 20, 30, 31]
-    torn = evicted(sizes, policy, limit_bytes=50, unfinished=_ids(31))
+    assert _steps(steps_to_evict(sizes, policy, limit_bytes=70)) == []
+    assert _steps(steps_to_evict(sizes, policy, limit_bytes=60)) == [25]
+    assert _steps(steps_to_evict(sizes, policy, limit_bytes=41)) == [25, 10, 20]
+    assert _steps(steps_to_evict(sizes, policy, limit_bytes=0)) == [25, 10, 20, 30, 31]
+    torn = steps_to_evict(sizes, policy, limit_bytes=50, unfinished=_ids(31))
     assert _steps(torn) == [31, 25]
 
 
 def test_every_k_steps_are_kept_beside_the_last() -> None:
     policy = Retention(last=2, every_steps=10)
-    assert _steps(retired(_ids(10, 15, 20, 21, 22), policy)) == [15]
+    assert _steps(steps_to_retire(_ids(10, 15, 20, 21, 22), policy)) == [15]
 
 
 def test_with_nobody_to_tell_the_last_commit_and_the_newest_two_stay() -> None:
     (commit,) = _ids(20)
-    assert unwatched(_ids(10, 20, 30, 40, 50), last_commit=commit) == _ids(30)
-    assert unwatched(_ids(30, 40, 50), last_commit=None) == _ids(30)
+    assert droppable_steps(_ids(10, 20, 30, 40, 50), last_commit=commit) == _ids(30)
+    assert droppable_steps(_ids(30, 40, 50), last_commit=None) == _ids(30)
 
 
 def test_a_policy_that_keeps_nothing_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_a_policy_that_keeps_nothing_is_refused() -> None:
 def test_on_a_full_volume_what_is_older_than_the_last_commit_goes_too_but_no_pin() -> None:
     held = _ids(10, 15, 20, 30, 40, 50)
     (commit,) = _ids(20)
-    assert unwatched(held, last_commit=commit, pinned=_ids(15), full=True) == _ids(10, 30)
+    assert droppable_steps(held, last_commit=commit, pinned=_ids(15), full=True) == _ids(10, 30)
 
 
 @given(steps=st.sets(st.integers(0, 100)), commit=st.none() | st.integers(0, 100))
@@ -164,7 +164,7 @@ def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
 ) -> None:
     held = _ids(*sorted(steps))
     last_commit = None if commit is None else _ids(commit)[0]
-    left = set(held) - set(unwatched(held, last_commit=last_commit, full=True))
+    left = set(held) - set(droppable_steps(held, last_commit=last_commit, full=True))
     assert {step_id for step_id in held if step_id == last_commit} <= left
     later = [step_id for step_id in held if last_commit is None or step_id > last_commit]
     assert set(later[-2:]) <= left
@@ -188,22 +188,24 @@ def _last(pins: frozenset[StepId]) -> Retention:
 
 
 _CALLS: dict[str, Named] = {
-    "retired": lambda held, commit, pins: retired(held, _last(pins)),
-    "left_behind": lambda held, commit, pins: left_behind(
+    "steps_to_retire": lambda held, commit, pins: steps_to_retire(held, _last(pins)),
+    "unneeded_steps": lambda held, commit, pins: unneeded_steps(
         held, _last(pins), dead=set(held) - {commit}, unfinished=set(held) - {commit}
     ),
-    "dismissed": lambda held, commit, pins: dismissed(held, last_commit=commit, pinned=pins),
-    "unwatched": lambda held, commit, pins: unwatched(
+    "confirmed_deletions": lambda held, commit, pins: confirmed_deletions(
+        held, last_commit=commit, pinned=pins
+    ),
+    "droppable_steps": lambda held, commit, pins: droppable_steps(
         held, last_commit=commit, pinned=pins, full=True
     ),
-    "evicted": lambda held, commit, pins: evicted(
+    "steps_to_evict": lambda held, commit, pins: steps_to_evict(
         dict.fromkeys(held, 1), _last(pins), limit_bytes=0
     ),
-    "superseded": lambda held, commit, pins: (
-        step_id for step_id, _ in superseded({0: held}, {0: [commit]}, committed=commit)
+    "superseded_copies": lambda held, commit, pins: (
+        step_id for step_id, _ in superseded_copies({0: held}, {0: [commit]}, committed=commit)
     ),
-    "crowded_out": lambda held, commit, pins: (
-        step_id for step_id, _ in crowded_out({0: held}, {0: commit})
+    "copies_to_drop": lambda held, commit, pins: (
+        step_id for step_id, _ in copies_to_drop({0: held}, {0: commit})
     ),
 }
 """Each rule that may meet the newest commit, asked to delete as much as it can."""
@@ -212,7 +214,7 @@ _CALLS: dict[str, Named] = {
 def test_the_table_names_every_rule_and_the_docs_show_it() -> None:
     by = [rule.by for rule in RULES]
     assert all(callable(getattr(retention, name)) for name in by)
-    assert {*_CALLS, "hopeless"} == set(by)
+    assert {*_CALLS, "hopeless_steps"} == set(by)
     page = _DOCS.read_text()
     for rule in RULES:
         assert f"| `{rule.by}` | {rule.where} | {rule.when} | {rule.goes} |\n" in page
@@ -231,5 +233,5 @@ def test_no_rule_names_the_newest_commit_nor_a_pin_of_the_policy(
 
 
 def test_of_what_no_rank_can_complete_the_newest_few_stay() -> None:
-    assert hopeless(_ids(1, 2, 3, 4, 5, 6)) == _ids(1, 2)
-    assert hopeless(_ids(1, 2, 3, 4)) == []
+    assert hopeless_steps(_ids(1, 2, 3, 4, 5, 6)) == _ids(1, 2)
+    assert hopeless_steps(_ids(1, 2, 3, 4)) == []

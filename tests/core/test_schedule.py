@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.schedule import NodeMeasurements, StepGrid, auto_interval, daly, stands_in
+from keepstep.core.schedule import (
+    NodeMeasurements,
+    StepGrid,
+    auto_interval,
+    daly_interval_s,
+    is_stand_in,
+)
 
 _CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
 
@@ -47,8 +53,10 @@ def test_a_grid_that_makes_no_sense_is_refused(
 
 
 def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
-    assert daly(2.0, 3600.0) == pytest.approx(120.0, rel=0.02)  # sqrt(2 C M), Young's
-    assert daly(7200.0, 3600.0) == 3600.0, "beyond 2 M it is the mean time between failures"
+    assert daly_interval_s(2.0, 3600.0) == pytest.approx(120.0, rel=0.02)  # sqrt(2 C M), Young's
+    assert daly_interval_s(7200.0, 3600.0) == 3600.0, (
+        "beyond 2 M it is the mean time between failures"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,6 +120,6 @@ def test_the_first_commit_after_a_due_step_that_never_was_one_stands_in_for_it(
     for at, step in enumerate(commits):
         known = commits[: at + 1]
         before = commits[at - 1] if at else step
-        if step % 10 == 0 or stands_in(step, before=before, commits=known, every=10):
+        if step % 10 == 0 or is_stand_in(step, before=before, commits=known, every=10):
             found.append(step)
     assert found == archived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.commit_rule import ReportedTier, of_ranks
+from keepstep.core.commit_rule import ReportedTier, reports_of_ranks
 from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import Shard
 from keepstep.steps import EpochId, StepId, Tier
@@ -20,7 +20,7 @@ def apply_sizes(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int
         }
         for rank, size in sizes.items()
     }
-    ledger.apply(Reported(ranks=of_ranks(ranks)))
+    ledger.apply(Reported(ranks=reports_of_ranks(ranks)))
     return ledger.size_bytes(STEP)
 
 
@@ -46,7 +46,7 @@ def test_an_image_of_a_rank_that_its_world_does_not_have_ends_nothing() -> None:
     ledger = Ledger()
     ledger.apply(
         Reported(
-            ranks=of_ranks(
+            ranks=reports_of_ranks(
                 {shard.rank: {Tier.LOCAL: ReportedTier.of((shard,))} for shard in shards}
             )
         )

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.commit_rule import StepStanding, trace
-from keepstep.core.retention import Retention, evicted, retired
+from keepstep.core.commit_rule import StepStanding, trace_lineage
+from keepstep.core.retention import Retention, steps_to_evict, steps_to_retire
 from keepstep.core.suspicion import WITHIN, Failure, SuspectSteps
-from keepstep.core.vote import Candidate, Candidates, choose
+from keepstep.core.vote import Candidate, Candidates, choose_step
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
 LIVES = [EpochId(number, "0" * 8) for number in range(9)]
@@ -36,34 +36,34 @@ TWICE = (failure(100, 2, step(100)), failure(101, 3, step(100)))
 
 
 def test_what_failed_twice_after_its_restore_is_passed_over_for_the_newest_proven_step() -> None:
-    assert choose([vote(*HELD, failures=TWICE[:1])]).id == step(100)
-    decision = choose([vote(*HELD, failures=TWICE)])
+    assert choose_step([vote(*HELD, failures=TWICE[:1])]).id == step(100)
+    decision = choose_step([vote(*HELD, failures=TWICE)])
     assert (decision.id, decision.suspects) == (step(80), (step(99), step(100)))
 
 
 def test_a_loop_that_creeps_on_is_one_and_one_that_gets_far_is_none() -> None:
     creeping = (failure(103, 2, step(100)), failure(105, 3, step(103, 2), step(100)))
     held = (*HELD, step(103, 2), step(105, 3))
-    assert choose([vote(*held, failures=creeping)]).id == step(80)
+    assert choose_step([vote(*held, failures=creeping)]).id == step(80)
     far = (failure(115, 2, step(100)), failure(130, 3, step(115, 2)))
-    assert choose([vote(*HELD, step(130, 3), failures=far)]).id == step(130, 3)
+    assert choose_step([vote(*HELD, step(130, 3), failures=far)]).id == step(130, 3)
 
 
 def test_two_errors_of_one_life_are_one_failure() -> None:
     failures = (failure(100, 2, step(100)), failure(104, 2, step(100)))
-    assert choose([vote(*HELD, failures=failures)]).id == step(100)
+    assert choose_step([vote(*HELD, failures=failures)]).id == step(100)
 
 
 def test_what_the_run_has_left_behind_is_forgiven() -> None:
     beyond = step(101 + WITHIN, 4)
-    assert choose([vote(*HELD, beyond, failures=TWICE)]).id == beyond
+    assert choose_step([vote(*HELD, beyond, failures=TWICE)]).id == beyond
 
 
 def test_failures_that_two_machines_saw_count_together() -> None:
     ballot, other = (vote(*HELD, failures=(each,)) for each in TWICE)
     both = [ballot, other]
     assert SuspectSteps.of([*ballot.failures, *other.failures], HELD).since == step(100)
-    assert choose([_of_two(each) for each in both]).id == step(80)
+    assert choose_step([_of_two(each) for each in both]).id == step(80)
 
 
 def _of_two(vote: Candidates) -> Candidates:
@@ -78,17 +78,17 @@ def test_a_young_run_goes_back_to_its_oldest_step_and_never_to_none() -> None:
         [step(number) for number in (3, 4, 5)],
         (failure(5, 2, step(5)), failure(5, 3, step(5))),
     )
-    assert choose([vote(*held, failures=failures)]).id == step(3)
-    assert choose([vote(held[-1], failures=failures)]).id == step(5), "there is no other"
+    assert choose_step([vote(*held, failures=failures)]).id == step(3)
+    assert choose_step([vote(held[-1], failures=failures)]).id == step(5), "there is no other"
 
 
 def test_a_person_has_the_last_word() -> None:
-    asked = choose([vote(*HELD, failures=TWICE)], limit=step(100), exact=True)
+    asked = choose_step([vote(*HELD, failures=TWICE)], limit=step(100), exact=True)
     assert asked.id == step(100)
-    assert choose([vote(*HELD, failures=TWICE, trusted=(step(99),))]).id == step(99)
+    assert choose_step([vote(*HELD, failures=TWICE, trusted=(step(99),))]).id == step(99)
     beyond = step(101, 3)
-    assert choose([vote(*HELD, beyond, failures=TWICE)]).id == step(80)
-    pinned = choose([vote(*HELD, beyond, failures=TWICE, trusted=(step(100),))])
+    assert choose_step([vote(*HELD, beyond, failures=TWICE)]).id == step(80)
+    pinned = choose_step([vote(*HELD, beyond, failures=TWICE, trusted=(step(100),))])
     assert pinned.id == beyond, "whoever trusts a step trusts what came of it"
 
 
@@ -108,14 +108,14 @@ def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: i
     policy, there, left = Retention(last=last), set[StepId](), set[StepId]()
     for number in range(1, 200):
         left = {*there, step(number)}
-        there = left - set(retired(left, policy))
+        there = left - set(steps_to_retire(left, policy))
         assert len(there) <= last + 2
         if number >= 4 * WITHIN:
             assert any(
                 number - 4 * WITHIN < step_id.step <= number - 2 * WITHIN for step_id in there
             )
     sizes = dict.fromkeys(there, 1)
-    gone = evicted(sizes, policy, limit_bytes=0)
+    gone = steps_to_evict(sizes, policy, limit_bytes=0)
     assert max(there) not in gone
     assert SuspectSteps.of((), there).is_proven(gone[-1])
 
@@ -136,7 +136,7 @@ class Run:
 
     def begin(self) -> StepId | None:
         """Begin a life from the step that the ranks vote for. Returns that step."""
-        lineage = trace({epoch.id: epoch for epoch in self.epochs})
+        lineage = trace_lineage({epoch.id: epoch for epoch in self.epochs})
 
         def alive(step_id: StepId) -> bool:
             return lineage.standing(step_id) is StepStanding.LIVE
@@ -144,7 +144,7 @@ class Run:
         parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []
         failures = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
-        found = choose([vote(*held, failures=failures)]).id if held else None
+        found = choose_step([vote(*held, failures=failures)]).id if held else None
         self.epochs.append(Epoch(EpochId(len(self.epochs) + 1, "0" * 8), found))
         self.memory = [step_id for step_id in self.memory if found is not None and step_id <= found]
         self.local = {step_id for step_id in self.local if found is not None and step_id <= found}
@@ -155,7 +155,7 @@ class Run:
         self.memory = [*self.memory, step_id][-3:]
         if not number % self.every:
             self.local.add(step_id)
-            self.local -= set(retired(self.local, self.keep))
+            self.local -= set(steps_to_retire(self.local, self.keep))
         return step_id
 
 

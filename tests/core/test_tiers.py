@@ -14,7 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keepstep.core.commit_rule import RankReport, ReportedTier, at_least, bits, of_ranks
+from keepstep.core.commit_rule import (
+    RankReport,
+    ReportedTier,
+    each_rank,
+    reports_of_ranks,
+    tiers_at_least,
+)
 from keepstep.core.ledger import (
     EpochStarted,
     Ledger,
@@ -24,11 +30,11 @@ from keepstep.core.ledger import (
     RestartOutcome,
     RestartOutlook,
     RestorePlan,
-    outlook,
+    restart_outlook,
 )
 from keepstep.core.retention import Retention
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
-from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose
+from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose_step
 from keepstep.errors import RestoreError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from tests.core.scenario import newest_on
@@ -90,7 +96,7 @@ class Tiers(RuleBasedStateMachine):
         self.at: dict[int, int] = {}  # rank -> the last step that it staged
         self.lives = 0
         self.config = LedgerConfig(tiers=tuple(self._tiers()))
-        self._go_on(choose([Candidates(answer=Answer.NONE)] * self.world))
+        self._go_on(choose_step([Candidates(answer=Answer.NONE)] * self.world))
 
     def _tiers(self) -> Iterator[Tier]:
         yield from (Tier.MEMORY, Tier.LOCAL)
@@ -132,7 +138,7 @@ class Tiers(RuleBasedStateMachine):
             if node.up:
                 self.ledger.apply(self._reported(number, self._archived()))
                 doomed = [
-                    (tier, step_id, set(bits(self.ledger.holders(step_id, tier))))
+                    (tier, step_id, set(each_rank(self.ledger.holders(step_id, tier))))
                     for tier, policy in _KEEP.items()
                     if tier in self.config.tiers
                     for step_id in self.ledger.expendable(tier, policy)
@@ -169,7 +175,7 @@ class Tiers(RuleBasedStateMachine):
         own = range(number * self.per_node, (number + 1) * self.per_node)
         node.listed |= {*own, *(rank for shelf in shelves.values() for _, rank in shelf)}
         ranks = {rank: self._rank_report(shelves, rank) for rank in node.listed}
-        return Reported(node_rank=number, ranks=of_ranks(ranks))
+        return Reported(node_rank=number, ranks=reports_of_ranks(ranks))
 
     def _rank_report(self, shelves: dict[Tier, set[Image]], rank: int) -> RankReport:
         sealed = {
@@ -308,7 +314,7 @@ class Tiers(RuleBasedStateMachine):
         self.ledger.apply(ReportLost(number))
         left = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
         alive = {step_id for step_id, _ in left if self.ledger.lineage.restorable(step_id)}
-        expected = newest_on(self.ledger, at_least(Tier.LOCAL))
+        expected = newest_on(self.ledger, tiers_at_least(Tier.LOCAL))
         assert expected == max(
             (step_id for step_id in alive if self._covered(left, step_id)), default=None
         )
@@ -334,9 +340,9 @@ class Tiers(RuleBasedStateMachine):
         self._rebuild()
         votes = [self._vote(rank) for rank in range(self.world)]
         exact, covered = self._expected()
-        outlook_ = outlook(self.ledger, world=self.world, fleeting=self.fleeting)
+        outlook_ = restart_outlook(self.ledger, world=self.world, fleeting=self.fleeting)
         try:
-            decision = choose(votes)
+            decision = choose_step(votes)
         except RestoreError:
             assert not covered, "there was a step that all could restore"
             assert not self.fleeting, "what is missing cannot come back"
@@ -385,7 +391,7 @@ class Tiers(RuleBasedStateMachine):
                     id=step_id,
                     tier=Tier.LOCAL,
                     world=self.worlds[step_id],
-                    ranks=Ranks.of(bits(ranks)),
+                    ranks=Ranks.of(each_rank(ranks)),
                     images=Ranks.of(images[step_id]),
                 )
                 for step_id, ranks in sorted(there.items())
@@ -404,7 +410,7 @@ class Tiers(RuleBasedStateMachine):
         ranks = {rank for shelf in reach.values() for _, rank in shelf}
         shelves = {tier: reach[tier] for tier in self.config.tiers}
         reports = {rank: self._rank_report(shelves, rank) for rank in ranks}
-        ledger.apply(Reported(ranks=of_ranks(reports)))
+        ledger.apply(Reported(ranks=reports_of_ranks(reports)))
         return ledger, reach
 
     def _expected(self) -> tuple[set[StepId], set[StepId]]:

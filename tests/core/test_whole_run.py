@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import keepstep.core.retention
-from keepstep.core.commit_rule import RankReport, ReportedTier, of_ranks, together
+from keepstep.core.commit_rule import (
+    RankReport,
+    ReportedTier,
+    merge_equal_reports,
+    reports_of_ranks,
+)
 from keepstep.core.ledger import EpochStarted, Ledger, Reported, RestorePlan
 from keepstep.core.node import (
     Event,
@@ -34,7 +39,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import Candidate, Candidates, choose
+from keepstep.core.vote import Candidate, Candidates, choose_step
 from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.leader.leader import Leader
 from keepstep.steps import Answer, Epoch, StepId, Tier
@@ -175,7 +180,7 @@ class WholeRun(RuleBasedStateMachine):
     def _reports(self) -> list[Reported]:
         world = len(self.ranks)
         return [
-            Reported(ranks=of_ranks({number: _report(number, rank, world)}))
+            Reported(ranks=reports_of_ranks({number: _report(number, rank, world)}))
             for number, rank in enumerate(self.ranks)
         ]
 
@@ -199,7 +204,7 @@ class WholeRun(RuleBasedStateMachine):
             sequence=self.reports,
             ready=True,
             epochs=tuple(self.epochs_on_disk),
-            ranks=together(
+            ranks=merge_equal_reports(
                 ReportedRanks(
                     ranks=Ranks.of((number,)),
                     world=world,
@@ -419,7 +424,7 @@ class WholeRun(RuleBasedStateMachine):
             self.unharmed = False
             expected = self.restorable(excluded)
         try:
-            decision = choose(self._votes(), excluded)
+            decision = choose_step(self._votes(), excluded)
         except (NothingCommonError, RestoreError):
             assert expected is None, "there was a step that all could restore"
             lost = not self.unharmed or self.left_out

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from keepstep.core.vote import Candidate, Candidates, Offer
-from keepstep.dcp.session import Ballot, LoadBallot, agree, choose
+from keepstep.dcp.session import Ballot, LoadBallot, agree_on_save, choose_load_step
 from keepstep.errors import NothingCommonError, RestoreError, UsageError
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 
@@ -27,43 +27,43 @@ def ballot(*steps: int, step: int | None = None, failed: tuple[int, ...] = ()) -
 
 
 def test_the_newest_step_that_all_ranks_can_bring_is_loaded() -> None:
-    assert choose([ballot(1, 5, 7), ballot(1, 5), ballot(1, 5, 6)]) == id_of(5)
+    assert choose_load_step([ballot(1, 5, 7), ballot(1, 5), ballot(1, 5, 6)]) == id_of(5)
 
 
 def test_a_step_that_one_rank_could_not_read_is_left_out_by_all() -> None:
-    assert choose([ballot(1, 5), ballot(1, 5, failed=(5,))]) == id_of(1)
+    assert choose_load_step([ballot(1, 5), ballot(1, 5, failed=(5,))]) == id_of(1)
 
 
 def test_a_step_is_found_by_its_number_and_nothing_else_instead() -> None:
-    assert choose([ballot(1, 5, step=1), ballot(1, 5, step=1)]) == id_of(1)
+    assert choose_load_step([ballot(1, 5, step=1), ballot(1, 5, step=1)]) == id_of(1)
     with pytest.raises(RestoreError, match="rank 1: no committed step 5 to load"):
-        choose([ballot(1, 5, step=5), ballot(1, step=5)])
+        choose_load_step([ballot(1, 5, step=5), ballot(1, step=5)])
     with pytest.raises(UsageError, match="rank 1 for 5"):
-        choose([ballot(1, 5, step=1), ballot(1, 5, step=5)])
+        choose_load_step([ballot(1, 5, step=1), ballot(1, 5, step=5)])
 
 
 def test_only_where_nobody_ever_kept_anything_there_is_a_beginning() -> None:
-    assert choose([ballot(), ballot()]) is None
+    assert choose_load_step([ballot(), ballot()]) is None
     with pytest.raises(RestoreError, match=r"rank 1: no committed step .*another rank can bring"):
-        choose([ballot(5), ballot()])
+        choose_load_step([ballot(5), ballot()])
 
 
 def test_storage_that_cannot_be_looked_at_is_no_beginning() -> None:
     unknown = Candidates(answer=Answer.UNKNOWN, reason="/nvme0 is not mounted")
     with pytest.raises(RestoreError, match=r"rank 0.*/nvme0 is not mounted"):
-        choose([replace(ballot(), vote=unknown), ballot()])
+        choose_load_step([replace(ballot(), vote=unknown), ballot()])
 
 
 def test_an_image_of_the_rank_alone_is_not_enough_and_the_error_says_what_is() -> None:
     own = Candidate(id=id_of(3), tier=Tier.LOCAL, world=2)
     vote = Candidates(answer=Answer.STEPS, candidates=(own,))
     with pytest.raises(NothingCommonError, match="by peers or by an archive"):
-        choose([replace(ballot(), vote=vote), replace(ballot(), vote=vote)])
+        choose_load_step([replace(ballot(), vote=vote), replace(ballot(), vote=vote)])
 
 
 def test_a_person_who_goes_back_gets_that_step() -> None:
     back = replace(ballot(1, 5).vote, wanted="1", limit=id_of(1), exact=True)
-    assert choose([replace(ballot(), vote=back), ballot(1, 5)]) == id_of(1)
+    assert choose_load_step([replace(ballot(), vote=back), ballot(1, 5)]) == id_of(1)
 
 
 @pytest.mark.parametrize(("worlds", "stays"), [((2, 2), True), ((1, 2), False), ((1,), True)])
@@ -71,6 +71,6 @@ def test_an_epoch_has_one_world(worlds: tuple[int, ...], stays: bool) -> None:
     ballots = [
         Ballot(step=9, epoch=EPOCH, world=world, loaded=None, highest_epoch=1) for world in worlds
     ]
-    agreed = agree(ballots, nonce="89abcdef")
+    agreed = agree_on_save(ballots, nonce="89abcdef")
     assert all((agreement.epoch == EPOCH) is stays for agreement in agreed)
     assert [agreement.world for agreement in agreed] == [len(worlds)] * len(worlds)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive.browse import opened
+from keepstep_sidecar.tiers.archive.browse import open_archived_run
 from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
 from tests.e2e.cluster import Cluster, run
 from tests.e2e.kubectl import Kubectl
@@ -68,7 +68,7 @@ def checked(archive: Path, name: str) -> Lineage:
 
 
 async def _survey(archive: Path, name: str) -> Survey:
-    async with opened(ArchiveConfig(url=str(archive)), name) as holding:
+    async with open_archived_run(ArchiveConfig(url=str(archive)), name) as holding:
         return await holding.survey()
 
 

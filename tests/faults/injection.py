@@ -132,7 +132,7 @@ def _calls() -> Iterator[tuple[Any, str]]:
         for name, var in vars(owner).items():
             if inspect.isfunction(var):
                 yield owner, name
-    yield copying, "run"
+    yield copying, "run_transfers"
 
 
 # The thread's own loop cannot be replaced while it runs. An error in what it asks between two tasks

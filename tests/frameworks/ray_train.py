@@ -209,7 +209,7 @@ class _Cluster:
         """When the second node asks for that, with its drive and memory."""
         import psutil
 
-        from keepstep_sidecar.cli.run_dir import memory_of
+        from keepstep_sidecar.cli.run_dir import memory_directory
         from tests.cli.conftest import words_of
 
         _wait((self._out / "lose").exists)
@@ -219,7 +219,7 @@ class _Cluster:
             if any(str(drive) in word for word in words_of(process)):
                 process.kill()
         for run in drive.iterdir():
-            shutil.rmtree(memory_of(drive, run.name), ignore_errors=True)
+            shutil.rmtree(memory_directory(drive, run.name), ignore_errors=True)
         shutil.rmtree(drive)
 
     def announce(self) -> None:

@@ -36,13 +36,13 @@ from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, 
 from keepstep.image.control_page import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.layout import digest_of
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
-from keepstep.state.leaves import build, check_values, leaves_of
-from keepstep.state.leaves import parse as parse_tree
+from keepstep.state.leaves import build_tree, check_values, leaves_of
+from keepstep.state.leaves import parse_skeleton as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, base_name, shard_name
 from keepstep.wire import trainer
 from keepstep.wire.member_reports import Report, ReportReply
 from keepstep.wire.run_reports import LeaderAnswer, RunReport
-from keepstep_operator.reconcile.reports_api import bounded
+from keepstep_operator.reconcile.reports_api import check_bounds
 from keepstep_operator.reconcile.token_auth import RequestRefused
 from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
@@ -52,7 +52,7 @@ from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
 from keepstep_sidecar.tiers.peer.frames import FrameKind as FrameKind
-from keepstep_sidecar.tiers.peer.frames import FrameParser, packed
+from keepstep_sidecar.tiers.peer.frames import FrameParser, pack_frame
 from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
 from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.history_file import HistoryFile
@@ -356,7 +356,7 @@ REQUESTED = {
 
 
 def read_run_report(data: bytes) -> None:
-    bounded(msgspec.json.decode(data, type=RunReport))
+    check_bounds(msgspec.json.decode(data, type=RunReport))
 
 
 REPORT = {
@@ -390,7 +390,7 @@ def read_skeleton(data: bytes) -> object:
     for node in trees.values():
         check_values(node, count=len(VALUES))
         list(leaves_of(node))
-        build(node, lambda _: torch.zeros(4), VALUES.__getitem__, shared)
+        build_tree(node, lambda _: torch.zeros(4), VALUES.__getitem__, shared)
     return trees
 
 
@@ -469,7 +469,7 @@ _HOME = pathlib.Path(_FOLDER.name)
 def _record() -> bytes:
     kept = run_dir.RunDir.of(_HOME, "demo", keep_every="60s", archive="s3://b")
     kept.home.mkdir(parents=True)
-    run_dir.save(kept)
+    run_dir.save_record(kept)
     return kept.record.read_bytes()
 
 
@@ -479,7 +479,7 @@ RECORD = _record()
 def read_record(data: bytes) -> object:
     """`sidecar.toml`, from a file."""
     (_HOME / "demo" / "sidecar.toml").write_bytes(data)
-    return run_dir.load(_HOME, "demo")
+    return run_dir.load_record(_HOME, "demo")
 
 
 def read_manifest(data: bytes) -> object:
@@ -631,7 +631,8 @@ def targets() -> tuple[Target, ...]:
         Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.NeededCopies),
                refusals=(UsageError,), bytewise=(json_of(NEEDED),), reseal=reseal_json(NEEDED)),
         Target(name="frames of a member", parse=read_frames, refusals=(ProtocolError,),
-               bytewise=(packed(FrameKind.HELLO, bytes(16)) + packed(FrameKind.MESSAGE, b"x"),)),
+               bytewise=(pack_frame(FrameKind.HELLO, bytes(16))
+                         + pack_frame(FrameKind.MESSAGE, b"x"),)),
         Target(name="report", parse=msgspec.json.Decoder(Report).decode,
                refusals=DECODING, bytewise=(json_of(REPORT),), reseal=reseal_json(REPORT)),
         Target(name="report of a leader", parse=read_run_report,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import DigestError, ForeignError, TornError, VersionError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, section_digests, table_of
+from keepstep.image import ControlPage, Layout, Section, TensorSpec, digest_table, section_digests
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.xxh3 import xxh3_128
@@ -101,7 +101,7 @@ def test_of_a_damaged_chunk_with_many_tensors_the_first_are_named_and_the_rest_c
 
 def test_a_sections_digest_is_that_of_its_chunks_and_fragments(large: bytes) -> None:
     view = memoryview(large)
-    table = table_of(LARGE, digests(LARGE, view))
+    table = digest_table(LARGE, digests(LARGE, view))
     entry = LARGE.entries["moment"]
     pieces = [
         xxh3_128(view[entry.begin : CHUNK_BYTES]),
@@ -125,7 +125,7 @@ def test_a_sections_digest_changes_with_its_tensors_only(changed: str) -> None:
 
 def _sections(content: dict[str, bytes]) -> dict[str, str]:
     view = memoryview(stage(SMALL, content))
-    return section_digests(SMALL, view, table_of(SMALL, digests(SMALL, view)))
+    return section_digests(SMALL, view, digest_table(SMALL, digests(SMALL, view)))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import keepstep
 from keepstep.state import sharding
-from keepstep.state.capture import take
+from keepstep.state.capture import capture_state
 from keepstep.state.leaves import leaves_of
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -164,7 +164,7 @@ def train(components, step):
 
 def tensors(components):
     """All that lies on this rank, by component and path."""
-    taken = take(components)
+    taken = capture_state(components)
     leaves = {leaf.name: leaf for leaf in taken.tensors}
     return {
         repr(path): leaves[taken.aliases.get(leaf[1], leaf[1])]
@@ -194,7 +194,7 @@ def first_life(name, directory):
     kept = {path: leaf.whole.clone() for path, leaf in tensors(components).items()}
     torch.save((kept, repr(groups(components))), directory / f"{name}.{RANK}.pt")
     # what the joined boxes must be: a collective for sharded tensors
-    leaves = take(components).tensors
+    leaves = capture_state(components).tensors
     full = {
         leaf.name: leaf.live.full_tensor() if isinstance(leaf.live, DTensor) else leaf.live.clone()
         for leaf in leaves

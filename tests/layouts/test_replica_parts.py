@@ -13,7 +13,7 @@ bulks = st.lists(st.builds(sharding.Bulk, shapes, st.sampled_from([1, 2, 4, 8]))
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
-    for bulk, rows in zip(tensors, sharding.cut(tensors, sharers), strict=True):
+    for bulk, rows in zip(tensors, sharding.cut_rows(tensors, sharers), strict=True):
         assert rows[0] == 0
         assert rows[-1] == bulk.shape[bulk.dim]
         assert list(rows) == sorted(rows)
@@ -22,7 +22,7 @@ def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
-    cuts = sharding.cut(tensors, sharers)
+    cuts = sharding.cut_rows(tensors, sharers)
     share = sum(tensor.bytes for tensor in tensors) / sharers
     coarsest = max((tensor.row_bytes for tensor in tensors), default=0)
     for number in range(sharers):
@@ -35,7 +35,7 @@ def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_small_tensors_are_never_cut(tensors, sharers):
-    for bulk, rows in zip(tensors, sharding.cut(tensors, sharers), strict=True):
+    for bulk, rows in zip(tensors, sharding.cut_rows(tensors, sharers), strict=True):
         if bulk.bytes <= sharding.SMALL_BYTES:
             assert set(rows) == {0, bulk.shape[bulk.dim]}
 
@@ -65,7 +65,7 @@ def play(answers, rounds, mine, rank, nodes, spread):
         return answers[number]
 
     try:
-        return sharding.agree(
+        return sharding.agree_on_topology(
             lambda: mine, gather, rank=rank, world=len(nodes), node=nodes[rank], spread=spread
         )
     except Later:

@@ -11,7 +11,7 @@ from keepstep.core.commit_rule import ReportedTier
 from keepstep.core.retention import Retention
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.leader.leader import Leader
-from keepstep.leader.run_report import fitted, summary
+from keepstep.leader.run_report import build_run_report, fit_to_size
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import (
     MemberReport,
@@ -28,7 +28,7 @@ from keepstep.wire.run_reports import (
     RunPolicy,
     RunReport,
 )
-from keepstep_operator.reconcile.reports_api import bounded
+from keepstep_operator.reconcile.reports_api import check_bounds
 
 T0 = 1_790_000_000.0
 FIRST = Epoch(EpochId(1, "aaaaaaaa"))
@@ -189,11 +189,11 @@ class Play:
         """The run now, as it is sent."""
         self.leader.follow(at=self.now)
         self.leader.settle(at=self.now)
-        found = summary(self.leader, sequence=self._sequence, at=self.now)
-        found = fitted(found, lambda report: len(msgspec.json.encode(report)))
+        found = build_run_report(self.leader, sequence=self._sequence, at=self.now)
+        found = fit_to_size(found, lambda report: len(msgspec.json.encode(report)))
         body = msgspec.json.encode(found)
         assert len(body) <= LARGEST_BYTES
-        return bounded(msgspec.json.decode(body, type=RunReport))
+        return check_bounds(msgspec.json.decode(body, type=RunReport))
 
     def post(self, **asked: Any) -> RunReport:
         """The run after the operator was told of it and has answered. `asked`: what it asks from

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from keepstep.errors import ProtocolError
-from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, packed
+from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, pack_frame
 
 FRAMES = some.lists(
     some.tuples(some.sampled_from(FrameKind), some.binary(max_size=300)), max_size=8
@@ -27,7 +27,7 @@ def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
     frames: list[tuple[FrameKind, bytes]], at: list[int]
 ) -> None:
     parser, found = FrameParser(), []
-    for piece in cut(b"".join(packed(kind, body) for kind, body in frames), at):
+    for piece in cut(b"".join(pack_frame(kind, body) for kind, body in frames), at):
         found += parser.feed(piece)
     assert found == frames
     assert parser.held_bytes == 0
@@ -39,7 +39,7 @@ def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
 ) -> None:
     parser, stream = (
         FrameParser(largest_bytes=256),
-        noise + b"".join(packed(*frame) for frame in frames),
+        noise + b"".join(pack_frame(*frame) for frame in frames),
     )
     try:
         for piece in cut(stream, at):
@@ -51,7 +51,7 @@ def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_head_alone() -> None:
-    longest = packed(FrameKind.MESSAGE, b"x" * 256)
+    longest = pack_frame(FrameKind.MESSAGE, b"x" * 256)
     assert list(FrameParser(256).feed(longest)) == [(FrameKind.MESSAGE, b"x" * 256)]
     with pytest.raises(ProtocolError, match="257 bytes; 256 bytes are the most"):
         list(FrameParser(256).feed(struct.pack(">BI", 0, 257)))

@@ -15,8 +15,8 @@ from keepstep.leader.goodput import (
     MOST_TALLIES,
     GoodputSum,
     GoodputTotal,
-    added,
-    whole,
+    add_tally,
+    in_whole_seconds,
 )
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.member_reports import ReportedGoodput
@@ -70,7 +70,7 @@ def test_whatever_pods_count_every_second_is_in_one_bucket(
 ) -> None:
     sum_: GoodputTotal | None = None
     for goodput in reports:
-        sum_ = added(sum_, whole(goodput))
+        sum_ = add_tally(sum_, in_whole_seconds(goodput))
         assert is_whole(sum_)
         assert resumed(sum_) == sum_
 
@@ -114,7 +114,9 @@ FIRST = a_life(0, 1, 2, 3, 4)
 def test_the_lives_of_two_volumes_add_up_and_steps_that_were_done_twice_count_once() -> None:
     """The second life goes on from step 2, 40 s after the first one ended at step 4."""
     again = a_life(3, 4, 5, epoch=LIFE_2, parent=2, at=T0 + 100)
-    sum_ = added(added(None, whole(tally(*FIRST))), whole(tally(*again, number=1)))
+    sum_ = add_tally(
+        add_tally(None, in_whole_seconds(tally(*FIRST))), in_whole_seconds(tally(*again, number=1))
+    )
     assert dict(zip(BUCKETS, sum_.total.seconds, strict=True)) == {
         **dict.fromkeys(BUCKETS, 0),
         "productive": 60,

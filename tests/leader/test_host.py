@@ -16,8 +16,8 @@ from keepstep.wire.member_reports import LeaderReply
 from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.host import _ANSWER_S, Host
-from keepstep_sidecar.report.report import changes
-from keepstep_sidecar.tiers.peer.frames import FrameKind, packed
+from keepstep_sidecar.report.report import report_changes
+from keepstep_sidecar.tiers.peer.frames import FrameKind, pack_frame
 from tests.harness import until
 from tests.leader import runs
 from tests.leader.plays import Sidecar, step
@@ -61,7 +61,7 @@ async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
         host, sidecar = hosting(leader), Sidecar(rank=1)
         with await asyncio.to_thread(Raw, leader.address) as raw:
             frames = (b"{}", frame(sidecar, 7), frame(sidecar, 8))
-            raw.secure.sendall(b"".join(packed(FrameKind.MESSAGE, body) for body in frames))
+            raw.secure.sendall(b"".join(pack_frame(FrameKind.MESSAGE, body) for body in frames))
             assert "missing required field" in await asyncio.to_thread(raw.refusal)
             await asyncio.sleep(0.2)
         assert not host.leader.ledger.local(1)
@@ -108,7 +108,7 @@ async def test_a_commit_costs_each_member_one_frame() -> None:
             before = [len(link.frames) for link in linked]
             for link, member, report in zip(linked, members, known, strict=True):
                 context = member.saved(8).report()
-                context = replace(context, report=changes(report.report, context.report))
+                context = replace(context, report=report_changes(report.report, context.report))
                 assert context.report.since
                 link.link.send(msgspec.json.encode(context))
                 await until(lambda rank=member.rank: step(8) in host.leader.ledger.local(rank))

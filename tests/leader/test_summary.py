@@ -10,7 +10,7 @@ import pytest
 from keepstep.core.history import Badput
 from keepstep.core.shard import Ranks
 from keepstep.leader.leader import Leader
-from keepstep.leader.run_report import fitted, summary
+from keepstep.leader.run_report import build_run_report, fit_to_size
 from keepstep.steps import Tier
 from keepstep.wire.member_reports import ReportedGoodput, ReportedVolume
 from keepstep.wire.run_reports import (
@@ -110,7 +110,7 @@ def test_what_does_not_fit_loses_the_ends_of_its_lists_and_is_not_certain_any_mo
     a, b = two()
     a.archive = b.archive = [step(number) for number in range(8)]
     report = Play(a.saved(8), b.saved(8), archive_every=1).post()
-    cut = fitted(report, lambda report: LARGEST_BYTES + len(report.kept) - 4)
+    cut = fit_to_size(report, lambda report: LARGEST_BYTES + len(report.kept) - 4)
     assert [checkpoint.step for checkpoint in cut.kept] == [
         str(step(number)) for number in (7, 6, 5, 4)
     ]
@@ -653,4 +653,4 @@ def test_a_run_of_machines_counts_its_restarts_without_a_record() -> None:
         play.leader.take(0, replace(alone.report(), nodes=1), at=play.now)
         alone.restored(later(2, 1))
     play.leader.follow(at=play.now)
-    assert summary(play.leader, sequence=2, at=play.now).record.restarts == 1
+    assert build_run_report(play.leader, sequence=2, at=play.now).record.restarts == 1

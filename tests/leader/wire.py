@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 
-from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, packed
+from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, pack_frame
 from keepstep_sidecar.tiers.peer.tls import Credentials
 from tests.leader.runs import credentials
 
@@ -78,7 +78,7 @@ class Raw:
         self._parser = FrameParser()
         self._found: list[tuple[FrameKind, bytes]] = []
         if sidecar is not None:
-            self.secure.sendall(packed(FrameKind.HELLO, sidecar))
+            self.secure.sendall(pack_frame(FrameKind.HELLO, sidecar))
 
     def __enter__(self) -> Raw:
         return self
@@ -87,7 +87,7 @@ class Raw:
         self.secure.close()
 
     def send(self, body: bytes) -> None:
-        self.secure.sendall(packed(FrameKind.MESSAGE, body))
+        self.secure.sendall(pack_frame(FrameKind.MESSAGE, body))
 
     def read(self) -> tuple[FrameKind, bytes] | None:
         """The next frame; None at the end."""

@@ -11,8 +11,8 @@ from keepstep.core.vote import Decision
 from keepstep.image import Layout
 from keepstep.restore.restore import FillGuard, RankRestore
 from keepstep.save.snapshot import Snapshots
-from keepstep.state.capture import take
-from keepstep.state.wrappers import is_known
+from keepstep.state.capture import capture_state
+from keepstep.state.wrappers import is_known_component
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import OpenedStep, SlotGranted, Source, Sources
 
@@ -38,7 +38,7 @@ class _Link:
 def keep(components: dict[str, Any], path: Path) -> None:
     """Save one step of `components` into a slot at `path`."""
     checkpointer = keepstep.Checkpointer(components, rng=False)
-    taken = take(components)
+    taken = capture_state(components)
     extras = checkpointer._encode(taken)
     layout = Layout.build(taken.specs, **checkpointer._layout_options(taken, len(extras)))
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
@@ -66,8 +66,12 @@ def bring_back(
             _Link(path),
             decision,
             rank=0,
-            take=lambda: take(
-                {name: component for name, component in components.items() if is_known(component)}
+            take=lambda: capture_state(
+                {
+                    name: component
+                    for name, component in components.items()
+                    if is_known_component(component)
+                }
             ),
             rng=False,
             trusted=False,

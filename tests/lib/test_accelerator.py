@@ -375,7 +375,7 @@ class Trainer:
     # --- what is right -------------------------------------------------------------------------
 
     def _expected(self) -> dict[str, bytes]:
-        twin = keepstep.state.capture.take(
+        twin = keepstep.state.capture.capture_state(
             {"model": self.twin, "optimizer": self.optimizers[1], "extra": self.extra}
         )
         with torch.utils._python_dispatch._disable_current_modes():
@@ -592,13 +592,13 @@ def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(mo
 
 
 def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
-    monkeypatch.setattr(accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "accelerator_kind", lambda: "cuda")
     device = accelerator.Accelerator()
     assert device.current_device() is None
     assert not device.is_capturing()
     device.synchronize()
     device.quiesce()
-    assert "cuda" not in rng.capture()
+    assert "cuda" not in rng.capture_generators()
 
 
 # --- to a device, through pinned buffers ---------------------------------------------------------
@@ -711,7 +711,7 @@ def to_devices(late: Late) -> tuple[list[copying.TensorCopy], list[Tensor]]:
 def test_bytes_reach_devices_through_pinned_buffers_which_are_not_used_too_early(late):
     copies, expected = to_devices(late)
     versions = [copy.target._version for copy in copies]
-    copying.run(copying.Transfers(copies=copies))
+    copying.run_transfers(copying.Transfers(copies=copies))
     assert all(map(torch.equal, (copy.target for copy in copies), expected))
     assert late.carried == sum(copy.source.nbytes for copy in copies[:-2])
     assert not late.pins
@@ -722,7 +722,7 @@ def test_bytes_reach_devices_through_pinned_buffers_which_are_not_used_too_early
 def test_without_pinned_memory_bytes_reach_devices_all_the_same(late):
     late.can_pin = False
     copies, expected = to_devices(late)
-    copying.run(copying.Transfers(copies=copies))
+    copying.run_transfers(copying.Transfers(copies=copies))
     assert all(map(torch.equal, (copy.target for copy in copies), expected))
     assert not late.carried
 
@@ -730,7 +730,7 @@ def test_without_pinned_memory_bytes_reach_devices_all_the_same(late):
 def test_a_copy_to_a_device_that_fails_is_raised_and_leaves_nothing_pinned(late):
     late.fails = True
     with pytest.raises(RuntimeError, match="no such device"):
-        copying.run(copying.Transfers(copies=to_devices(late)[0]))
+        copying.run_transfers(copying.Transfers(copies=to_devices(late)[0]))
     assert not late.pins
 
 
@@ -929,8 +929,8 @@ class FakeDevices:
 def fake(monkeypatch):
     def has(kind: str, count: int) -> FakeDevices:
         made = FakeDevices(count)
-        monkeypatch.setattr(accelerator, "kind", lambda: kind)
-        monkeypatch.setattr(accelerator, "module", lambda _: made)
+        monkeypatch.setattr(accelerator, "accelerator_kind", lambda: kind)
+        monkeypatch.setattr(accelerator, "torch_module", lambda _: made)
         return made
 
     return has
@@ -938,23 +938,23 @@ def fake(monkeypatch):
 
 def test_the_generators_of_all_devices_are_kept(fake, caplog):
     fake("xpu", 3)
-    kept = rng.capture()
+    kept = rng.capture_generators()
     assert kept["xpu"] == [b"\0\7", b"\1\7", b"\2\7"]
     other = fake("xpu", 3)
     for state in other.states:
         state.zero_()
-    rng.apply(kept)
+    rng.apply_generators(kept)
     assert [state.tolist() for state in other.states] == [[0, 7], [1, 7], [2, 7]]
     assert not caplog.records
     fewer = fake("xpu", 2)
-    rng.apply(kept)
+    rng.apply_generators(kept)
     assert [state.tolist() for state in fewer.states] == [[0, 7], [1, 7]]
     assert "3 devices (xpu) were kept, and there are 2 here" in caplog.text
 
 
 def test_generators_of_another_kind_of_device_are_told_and_left(fake, caplog):
     here = fake("xpu", 1)
-    rng.apply({"cuda": [b"\1\2"]})
+    rng.apply_generators({"cuda": [b"\1\2"]})
     assert here.states[0].tolist() == [0, 7]
     assert "1 devices (cuda) were kept, and there are 0 here" in caplog.text
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations import TESTED, require
+from keepstep.integrations import TESTED, require_version
 from keepstep.integrations.loaders import Batches
 
 
@@ -39,7 +39,7 @@ HERE = f"{__name__}:Framework"
 def needed(monkeypatch):
     def needed(version, *hooks, owner=HERE):
         monkeypatch.setitem(TESTED, f"x{hooks}", ("5.19", "5.23"))
-        require(f"x{hooks}", version, hooks={owner: hooks})
+        require_version(f"x{hooks}", version, hooks={owner: hooks})
 
     return needed
 

@@ -203,9 +203,9 @@ def test_memory_that_is_gone_is_an_error_and_no_signal(make):
     assert not copying.is_plain(gone)
     for first, other in ((there, gone), (gone, there)):
         with pytest.raises(keepstep.KeepstepError, match="lost its memory"):
-            copying.run(copying.Transfers(copies=[copying.TensorCopy(first, other)]))
+            copying.run_transfers(copying.Transfers(copies=[copying.TensorCopy(first, other)]))
     with pytest.raises(keepstep.KeepstepError, match="lost its memory"):
-        copying.run(copying.Transfers([copying.MemoryMove(there.data_ptr(), 0, 4)]))
+        copying.run_transfers(copying.Transfers([copying.MemoryMove(there.data_ptr(), 0, 4)]))
     assert not there.any()
 
 

@@ -160,7 +160,7 @@ def shared(weight):
 @pytest.mark.parametrize("free", [resized, given_other_memory, set_to_other_memory, shared])
 def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypatch, free):
     """Large enough to be unmapped at once: a copy that still read it would end this process."""
-    model, run, reads = nn.Linear(4096, 2048, bias=False), copying.run, threading.Event()
+    model, run, reads = nn.Linear(4096, 2048, bias=False), copying.run_transfers, threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
@@ -171,10 +171,10 @@ def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypa
         for move in transfers.moves:
             for piece in range(0, move.bytes, 1 << 20):
                 reads.set()
-                copying.move(move.target + piece, move.source + piece, 1 << 20)
+                copying.copy_bytes(move.target + piece, move.source + piece, 1 << 20)
                 time.sleep(0.005)
 
-    monkeypatch.setattr(copying, "run", slow)
+    monkeypatch.setattr(copying, "run_transfers", slow)
     checkpointer = begun({"model": model, "optimizer": optimizer})
     for step in range(4):
         reads.clear()

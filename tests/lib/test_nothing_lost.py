@@ -126,14 +126,14 @@ def test_a_step_that_was_committed_and_has_expired_since_was_committed(sidecar, 
 def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_first_discarded_step(
     sidecar, caplog, monkeypatch
 ):
-    run = copying.run
+    run = copying.run_transfers
 
     def slow(transfers, **options):
         if threading.current_thread().name == "keepstep-agent":
             time.sleep(0.02)
         run(transfers, **options)
 
-    monkeypatch.setattr(copying, "run", slow)
+    monkeypatch.setattr(copying, "run_transfers", slow)
     weight = nn.Parameter(torch.zeros(1000))
     holder = nn.ParameterList([weight])
     checkpointer = begun({"m": holder})

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from keepstep.save import replica_check
-from keepstep.save.replica_check import differing
-from keepstep.state.capture import take
+from keepstep.save.replica_check import differing_ranks
+from keepstep.state.capture import capture_state
 from keepstep.steps import EpochId
 from tests.harness import eventually, torchrun
 
@@ -73,7 +73,7 @@ class _Run:
             )
             for rank in range(world)
         ]
-        self.taken = take({"model": nn.Linear(2, 2)})
+        self.taken = capture_state({"model": nn.Linear(2, 2)})
 
     def save(self, step, *ranks):
         for rank in ranks:
@@ -107,4 +107,4 @@ def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
     ],
 )
 def test_the_ranks_that_differ_from_most_are_named(digests, ranks):
-    assert differing(dict(enumerate(digest.encode() for digest in digests))) == ranks
+    assert differing_ranks(dict(enumerate(digest.encode() for digest in digests))) == ranks

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
-from keepstep.state.capture import retake, take
-from keepstep.state.leaves import mark_of
+from keepstep.state.capture import capture_state, recapture_state
+from keepstep.state.leaves import tensor_mark
 from keepstep.state.sharding import ALONE
 
 
@@ -189,12 +189,12 @@ def around(change) -> tuple:
     """A state as it was taken before a change and is taken again after it, which is as a walk would
     take it; and its components."""
     state = State()
-    before = take(state.components())
+    before = capture_state(state.components())
     for _ in range(2):  # what is compared is gathered the first time
-        assert retake(before, state.components(), ALONE).tensors is before.tensors
+        assert recapture_state(before, state.components(), ALONE).tensors is before.tensors
     change(state)
-    now = retake(before, state.components(), ALONE)
-    same(now, take(state.components()))
+    now = recapture_state(before, state.components(), ALONE)
+    same(now, capture_state(state.components()))
     return before, now, state.components()
 
 
@@ -202,7 +202,7 @@ def around(change) -> tuple:
 def test_what_moved_is_found(move):
     before, now, components = around(move)
     assert now.tensors is not before.tensors
-    same(retake(now, components, ALONE), now)
+    same(recapture_state(now, components, ALONE), now)
 
 
 @pytest.mark.parametrize("change", STAYS.values(), ids=STAYS)
@@ -214,10 +214,10 @@ def test_tensors_that_stayed_are_those_of_before(change):
 def test_a_layer_that_moves_to_the_next_module_is_found():
     """All lists of what there is stay the same, but for where each module's part ends."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential())
-    before = take({"model": model})
-    assert retake(before, {"model": model}, ALONE).tensors is before.tensors
+    before = capture_state({"model": model})
+    assert recapture_state(before, {"model": model}, ALONE).tensors is before.tensors
     model[1].add_module("0", model[0].pop(0))
-    now = retake(before, {"model": model}, ALONE)
+    now = recapture_state(before, {"model": model}, ALONE)
     assert [leaf.name for leaf in now.tensors] == ["model.1.0.weight", "model.1.0.bias"]
 
 
@@ -225,11 +225,11 @@ def test_a_layer_that_moves_to_the_next_module_is_found():
 @pytest.mark.parametrize("change", [torch.ones(4), torch.ones(2)], ids=["memory", "shape"])
 def test_one_of_many_tensors_that_moved_is_found(at, change):
     parts = {"extra": {str(index): torch.zeros(4) for index in range(701)}}
-    before = take(parts)
+    before = capture_state(parts)
     for _ in range(3):
-        assert retake(before, parts, ALONE).tensors is before.tensors
+        assert recapture_state(before, parts, ALONE).tensors is before.tensors
     list(parts["extra"].values())[at].data = change
-    assert retake(before, parts, ALONE).tensors is not before.tensors
+    assert recapture_state(before, parts, ALONE).tensors is not before.tensors
 
 
 def test_tied_weights_and_a_shared_layer_stay():
@@ -237,11 +237,11 @@ def test_tied_weights_and_a_shared_layer_stay():
     model = nn.Sequential(layer, layer, nn.Linear(2, 2))
     model[2].weight = layer.weight
     parts = {"model": model, "again": {"w": layer.weight.detach()}}
-    before = take(parts)
+    before = capture_state(parts)
     for _ in range(3):
-        assert retake(before, parts, ALONE).tensors is before.tensors
+        assert recapture_state(before, parts, ALONE).tensors is before.tensors
     model[2].weight = nn.Parameter(layer.weight.detach().clone())
-    same(retake(before, parts, ALONE), take(parts))
+    same(recapture_state(before, parts, ALONE), capture_state(parts))
 
 
 class Extra(nn.Linear):
@@ -282,9 +282,9 @@ def of_an_object() -> nn.Module:
 @pytest.mark.parametrize("make", [of_a_class, with_a_hook, of_an_object])
 def test_code_of_a_module_that_makes_its_state_is_called_each_time(make):
     model = nn.Sequential(nn.Linear(2, 2), make())
-    before = take({"model": model})
+    before = capture_state({"model": model})
     for _ in range(3):
-        same(retake(before, {"model": model}, ALONE), before)
+        same(recapture_state(before, {"model": model}, ALONE), before)
     assert model[1].asked == 4
 
 
@@ -304,36 +304,36 @@ class Around(torch.optim.Optimizer):
 def test_an_optimizer_around_another_one_is_asked_each_time():
     state = State()
     parts = {"model": state.model, "optimizer": Around(state.optimizer)}
-    before = take(parts)
+    before = capture_state(parts)
     for rate in (0.5, 0.25):
         state.optimizer.param_groups[0]["lr"] = rate
-        same(retake(before, parts, ALONE), take(parts))
+        same(recapture_state(before, parts, ALONE), capture_state(parts))
 
 
 def test_components_that_came_went_or_changed_places():
     state = State()
     parts = state.components()
-    before = take(parts)
+    before = capture_state(parts)
     for other in (
         {**parts, "new": {"x": torch.ones(1)}},
         {name: parts[name] for name in ("model", "extra")},
         dict(reversed(parts.items())),
         {"net" if name == "model" else name: part for name, part in parts.items()},
     ):
-        same(retake(before, other, ALONE), take(other))
+        same(recapture_state(before, other, ALONE), capture_state(other))
 
 
 def test_components_that_were_replaced_or_wrapped_otherwise():
     state = State()
     parts = state.components()
-    before = take(parts)
+    before = capture_state(parts)
     for name, other in (
         ("model", dict(state.model.state_dict())),
         ("extra", dict(state.extra)),
     ):
-        now = retake(before, {**parts, name: other}, ALONE)
+        now = recapture_state(before, {**parts, name: other}, ALONE)
         assert now.tensors is not before.tensors
-        same(now, take({**parts, name: other}))
+        same(now, capture_state({**parts, name: other}))
 
 
 @pytest.mark.parametrize(
@@ -350,27 +350,27 @@ def test_another_value_of_the_same_memory(was, now, kind):
     parts = {"m": module, "extra": extra}
     put = module.register_buffer if kind == "buffer" else extra.__setitem__
     put("part", was(wave))
-    before = take(parts)
+    before = capture_state(parts)
     put("part", now(wave))
-    (leaf,) = retake(before, parts, ALONE).tensors
+    (leaf,) = recapture_state(before, parts, ALONE).tensors
     assert leaf.tensor.is_conj() or leaf.tensor.is_neg()
 
 
 def test_nothing_on_another_device_is_refused_as_at_first():
     module = nn.Module()
     module.register_buffer("part", torch.zeros(0))
-    before = take({"m": module})
+    before = capture_state({"m": module})
     module.part = torch.zeros(0, device="meta")
     with pytest.raises(UsageError, match=r"m\.part: tensors on 'meta'"):
-        retake(before, {"m": module}, ALONE)
+        recapture_state(before, {"m": module}, ALONE)
 
 
 def test_a_buffer_without_an_address_is_refused_as_at_first():
     state = State()
-    before = take(state.components())
+    before = capture_state(state.components())
     state.model[1].running_mean = torch.zeros(4).to_sparse()
     with pytest.raises(UsageError, match=r"model\.1\.running_mean: only dense"):
-        retake(before, state.components(), ALONE)
+        recapture_state(before, state.components(), ALONE)
 
 
 def a_ring():
@@ -409,11 +409,11 @@ PARTS = {
 @pytest.mark.parametrize(("make", "change"), PARTS.values(), ids=PARTS)
 def test_a_part_that_changed_is_taken_as_by_a_walk(make, change):
     parts = {"extra": make()}
-    before = take(parts)
-    same(retake(before, parts, ALONE), before)
+    before = capture_state(parts)
+    same(recapture_state(before, parts, ALONE), before)
     change(parts["extra"])
-    now = retake(before, parts, ALONE)
-    same(now, take(parts))
+    now = recapture_state(before, parts, ALONE)
+    same(now, capture_state(parts))
     assert (now.values, now.skeleton, now.signature()) != (
         before.values,
         before.skeleton,
@@ -423,9 +423,9 @@ def test_a_part_that_changed_is_taken_as_by_a_walk(make, change):
 
 def test_arrays_are_copied_each_time():
     parts = {"extra": {"array": numpy.zeros(70_000)}}
-    before = take(parts)
+    before = capture_state(parts)
     parts["extra"]["array"] += 1
-    (leaf,) = retake(before, parts, ALONE).tensors
+    (leaf,) = recapture_state(before, parts, ALONE).tensors
     assert leaf.tensor.eq(1).all()
 
 
@@ -445,19 +445,19 @@ def test_arrays_are_copied_each_time():
 )
 def test_what_cannot_be_kept_is_named_by_its_place(change, message):
     state = State()
-    before = take(state.components())
+    before = capture_state(state.components())
     change(state.extra)
     with pytest.raises(UsageError, match=message):
-        retake(before, state.components(), ALONE)
+        recapture_state(before, state.components(), ALONE)
 
 
 def test_storage_that_was_let_go_is_not_read():
     model = nn.Linear(4, 4)
-    before = take({"model": model})
+    before = capture_state({"model": model})
     model.weight.untyped_storage().resize_(0)
     try:
         with pytest.raises(UsageError, match=r"model\.weight: .* no memory of its own"):
-            retake(before, {"model": model}, ALONE)
+            recapture_state(before, {"model": model}, ALONE)
     finally:
         model.weight.untyped_storage().resize_(64)  # a failing test prints it
 
@@ -465,11 +465,13 @@ def test_storage_that_was_let_go_is_not_read():
 def test_an_address_that_is_another_tensors_now():
     """After a storage was resized, the allocator may give its old place to any tensor."""
     extra = {"grid": torch.zeros(4)}
-    before = take({"extra": extra})
+    before = capture_state({"extra": extra})
     extra["grid"] = torch.ones(4)
     (leaf,) = before.tensors
-    before = replace(before, tensors=(leaf._replace(mark=mark_of(extra["grid"], extra["grid"])),))
-    (leaf,) = retake(before, {"extra": extra}, ALONE).tensors
+    before = replace(
+        before, tensors=(leaf._replace(mark=tensor_mark(extra["grid"], extra["grid"])),)
+    )
+    (leaf,) = recapture_state(before, {"extra": extra}, ALONE).tensors
     assert leaf.tensor.eq(1).all()
 
 
@@ -485,19 +487,19 @@ def mesh():
 def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
     module = nn.Module()
     module.register_buffer("part", DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)]))
-    before = take({"m": module})
-    assert retake(before, {"m": module}, ALONE).tensors is before.tensors
+    before = capture_state({"m": module})
+    assert recapture_state(before, {"m": module}, ALONE).tensors is before.tensors
     for other in (Replicate(), Shard(1)):
         module.part = DTensor.from_local(module.part.to_local(), mesh, [other])
-        now = retake(before, {"m": module}, ALONE)
+        now = recapture_state(before, {"m": module}, ALONE)
         assert now.tensors is not before.tensors
-        same(now, take({"m": module}))
+        same(now, capture_state({"m": module}))
     for other in (
         module.part.to_local(),
         DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)]),
     ):
         module.part = other
-        assert retake(before, {"m": module}, ALONE).tensors is not before.tensors
+        assert recapture_state(before, {"m": module}, ALONE).tensors is not before.tensors
 
 
 def test_a_module_under_fsdp2_is_read_as_sharded_and_without_a_call_of_state_dict(mesh):
@@ -508,11 +510,11 @@ def test_a_module_under_fsdp2_is_read_as_sharded_and_without_a_call_of_state_dic
     model(torch.ones(2, 4)).sum().backward()  # which registers its hooks
     optimizer.step()
     parts = {"model": model, "optimizer": optimizer}
-    before = take(parts)
+    before = capture_state(parts)
     for _ in range(3):
         model[0].unshard()
         assert not isinstance(model[0].weight, DTensor)
-        assert retake(before, parts, ALONE).tensors is before.tensors
+        assert recapture_state(before, parts, ALONE).tensors is before.tensors
         assert isinstance(model[0].weight, DTensor)
     assert before.cache["modules"]["model"] is not None
     state = optimizer.state[model[0].weight]
@@ -522,20 +524,20 @@ def test_a_module_under_fsdp2_is_read_as_sharded_and_without_a_call_of_state_dic
         lambda: setattr(model[1].weight, "_local_tensor", torch.ones(4, 4)),
     ):
         change()
-        now = retake(before, parts, ALONE)
+        now = recapture_state(before, parts, ALONE)
         assert now.tensors is not before.tensors
-        same(now, take(parts))
+        same(now, capture_state(parts))
         before = now
 
 
 def test_a_part_that_does_not_fit_its_sharding_is_refused_as_at_first(mesh):
     module, local = nn.Module(), torch.zeros(4)
     module.register_buffer("part", placed(local, mesh))
-    before = take({"m": module})
+    before = capture_state({"m": module})
     for other in (placed(local[:3], mesh), placed(local, mesh, of=5)):
         module.part = other
         with pytest.raises(UsageError, match="does not understand this sharding"):
-            retake(before, {"m": module}, ALONE)
+            recapture_state(before, {"m": module}, ALONE)
 
 
 def placed(local, mesh, *, of=4):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.save.script_failures import is_own
+from keepstep.save.script_failures import is_script_failure
 from tests.lib.training import begun
 
 
@@ -88,7 +88,7 @@ def client_error(module: str, name: str, base: type, status_code: int | None = N
     ],
 )
 def test_what_others_did_is_not_the_scripts_own_failure(error: BaseException, own: bool) -> None:
-    assert is_own(error) is own
+    assert is_script_failure(error) is own
 
 
 def failing(end: str) -> subprocess.CompletedProcess[str]:

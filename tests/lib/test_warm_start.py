@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from keepstep.warm.client import PythonCommand, late_differences, parse
+from keepstep.warm.client import PythonCommand, late_differences, parse_python_command
 from tests.harness import SidecarProcess, eventually
 
 PYTHON = sys.executable
@@ -313,7 +313,7 @@ def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
     ],
 )
 def test_command_lines(words: list[str], expected: PythonCommand | None) -> None:
-    assert parse(words) == expected
+    assert parse_python_command(words) == expected
 
 
 def test_variables_of_a_worker_may_differ_and_no_others() -> None:

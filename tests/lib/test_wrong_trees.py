@@ -15,7 +15,7 @@ from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import StepImages
 from keepstep.restore.loader import Loader
 from keepstep.state import leaves
-from keepstep.state.capture import take
+from keepstep.state.capture import capture_state
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import Source, Sources
 
@@ -25,7 +25,7 @@ def _plan(components, path, values):
     source = Source(rank=0, tier=Tier.MEMORY, bytes=0, extras_bytes=0, path=slot.path)
     step = Sources(id=StepId(EpochId(1, "00c0ffee"), 0), world=1, sources=(source,))
     images = StepImages(None, step, own=(slot,))  # type: ignore[arg-type]
-    Loader(components, take(components), images, rank=0, kept={"values": values}).plan()
+    Loader(components, capture_state(components), images, rank=0, kept={"values": values}).plan()
 
 
 @pytest.mark.parametrize("index", [1, -1, "0", True, None, 1 << 40])
@@ -105,11 +105,11 @@ def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path,
     ],
 )
 def test_a_tree_of_what_is_no_node_is_refused(skeleton: str) -> None:
-    assert leaves.parse('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
+    assert leaves.parse_skeleton('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
     key = '["d",[["a",["d",[[{"!tuple":[1]},["v",0]]]]]]]'
-    assert leaves.parse(key)["a"][1][0][0] == (1,)
+    assert leaves.parse_skeleton(key)["a"][1][0][0] == (1,)
     with pytest.raises(FormatError, match="the tree of this image"):
-        leaves.parse(skeleton)
+        leaves.parse_skeleton(skeleton)
 
 
 @pytest.mark.parametrize("kept", [None, [], {}, {"values": {}}, 5])
@@ -126,12 +126,12 @@ _RARE = {"!torch.Tensor": ["int7", [8], "AAAAAAAAAAA="]}
 def test_a_key_that_no_message_can_name_is_refused(key):
     item = [key, ["t", "a.b"]]
     with pytest.raises(FormatError, match="tree of this image"):
-        leaves.parse(json.dumps(["d", [["a", ["d", [item]]]]]))
+        leaves.parse_skeleton(json.dumps(["d", [["a", ["d", [item]]]]]))
     with pytest.raises(FormatError, match="tree of this image"):
-        leaves.parse(json.dumps(["d", [item]]))
+        leaves.parse_skeleton(json.dumps(["d", [item]]))
 
 
 @pytest.mark.parametrize("name", [3, {"!tuple": [1]}, {"!torch.Size": [2]}])
 def test_a_component_has_a_text_for_its_name(name):
     with pytest.raises(FormatError, match="a component whose name is no text"):
-        leaves.parse(json.dumps(["d", [[name, ["t", "a"]]]]))
+        leaves.parse_skeleton(json.dumps(["d", [[name, ["t", "a"]]]]))

@@ -36,12 +36,12 @@ def bring_back(components: Any, **options: Any) -> Restored | None:
 
 def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies of the agent's thread wait until this is set."""
-    gate, run = threading.Event(), copying.run
+    gate, run = threading.Event(), copying.run_transfers
 
     def held(transfers: copying.Transfers, **options: Any) -> None:
         if threading.current_thread().name == "keepstep-agent":
             assert gate.wait(30)
         run(transfers, **options)
 
-    monkeypatch.setattr(copying, "run", held)
+    monkeypatch.setattr(copying, "run_transfers", held)
     return gate

@@ -23,7 +23,7 @@ from kubernetes.aio.client import Configuration
 
 from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.kube.resources import POLICIES, Resource
-from keepstep_operator.serving import listening
+from keepstep_operator.serving import serve_application
 
 Body = dict[str, Any]
 TOKEN = "operator"
@@ -121,7 +121,7 @@ class ApiServer:
     async def running(self) -> AsyncIterator[ApiServer]:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
-        async with listening(app, port=0, host="127.0.0.1", shutdown_s=0.1) as self.port:
+        async with serve_application(app, port=0, host="127.0.0.1", shutdown_s=0.1) as self.port:
             try:
                 yield self
             finally:

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_operator.api.run_status import cut
+from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.printing import printable
 
 
@@ -63,7 +63,7 @@ def test_a_printable_text_stays_and_every_other_character_becomes_a_mark(text: s
 
 @given(st.text(), st.integers(10, 50))
 def test_what_is_cut_is_printable_and_of_one_line(text: str, longest: int) -> None:
-    shown = cut(text, longest=longest)
+    shown = cut_text(text, longest=longest)
     assert shown.isprintable()
     assert len(shown) <= longest
 

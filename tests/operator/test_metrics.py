@@ -11,7 +11,7 @@ from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
-from keepstep_operator.reconcile.render import render
+from keepstep_operator.reconcile.render import render_status
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import KEY, T0, begun, pod, report, reported, run_object
 
@@ -44,7 +44,7 @@ def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_o
 
 def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
     run = begun()
-    shown = replace(run, status=render(run, ClusterFacts(), now=T0))
+    shown = replace(run, status=render_status(run, ClusterFacts(), now=T0))
 
     def statuses(condition: str) -> set[str]:
         name = "keepstep_run_condition"

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep_sidecar.tiers.peer.tls import Pem, PodIdentity, Tls, contexts
+from keepstep_sidecar.tiers.peer.tls import Pem, PodIdentity, Tls, tls_contexts
 from tests.certificates import pem_of
 
 _REMEDY = "both sides must have certificates of the same authority"
@@ -67,7 +67,7 @@ class FileCredentials:
             raise UsageError(f"cannot read the peers' certificate: {error}") from error
         digest = hashlib.sha256(b"\0".join((pem.certificate, pem.key, pem.authorities))).digest()
         if digest != self._digest:
-            self._tls = contexts(pem, whose=str(files.certificate), remedy=_REMEDY)
+            self._tls = tls_contexts(pem, whose=str(files.certificate), remedy=_REMEDY)
             self._digest = digest
         return self._tls
 

@@ -84,11 +84,11 @@ async def test_what_lies_beside_a_shard_must_be_the_base_that_it_refers_to(pair:
     async with running(*pair):
         shards = [write(here.volume, step, base_of(step)) for step in range(2)]
         good, other = (local_source(here.volumes, shard) for shard in shards)
-        with verified_chunks.opened(good):
+        with verified_chunks.open_verified(good):
             pass
         with (
             pytest.raises(ForeignError, match="it refers to another base than"),
-            verified_chunks.opened(replace(good, beside=other.beside)),
+            verified_chunks.open_verified(replace(good, beside=other.beside)),
         ):
             pass
 
@@ -105,7 +105,7 @@ async def test_another_pod_reads_shard_and_base_from_the_copy(pair: Pair) -> Non
             for source in reader.remote_tier.sources(remote):
                 view, beside = empty_slot(base.layout), source.beside
                 assert beside is not None
-                await asyncio.to_thread(verified_chunks.load, beside, view)
+                await asyncio.to_thread(verified_chunks.load_image, beside, view)
                 end = base.layout.digests_begin
                 assert view[:end] == base.view[:end]
 

@@ -153,7 +153,7 @@ async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_t
 ) -> None:
     """Steps come as fast as they are sent: while one is on its way, the next becomes durable."""
     here, buddy = pair
-    loop, really = asyncio.get_running_loop(), buddies.send
+    loop, really = asyncio.get_running_loop(), buddies.send_shard
     coming = {step: here.write(step, rank=0)[1] for step in range(2, 12)}
     seen: list[tuple[str, int]] = []
 
@@ -170,7 +170,7 @@ async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_t
             asyncio.run_coroutine_threadsafe(meanwhile(step), loop).result()
         return really(found, *others)
 
-    monkeypatch.setattr(buddies, "send", send)
+    monkeypatch.setattr(buddies, "send_shard", send)
     async with running(here, buddy):
         committed(here.remote_tier, step_id(1), [here.write(1, rank=0)[1]])
         await until(lambda: (11, 0) in buddy.copies())

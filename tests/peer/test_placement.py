@@ -8,9 +8,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.retention import crowded_out, superseded
+from keepstep.core.retention import copies_to_drop, superseded_copies
 from keepstep.leader.buddies import Spot
-from keepstep.leader.buddies import buddies as assigned
+from keepstep.leader.buddies import choose_buddies as assigned
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.tiers.peer.peer_list import PeerList
@@ -78,7 +78,7 @@ def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
     request = NeededCopies(
         committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in requests.items()}
     )
-    gone = superseded(held, request.ranks, committed=committed)
+    gone = superseded_copies(held, request.ranks, committed=committed)
     left = _left(held, gone)
     assert gone == sorted(set(gone))
     for step_id, rank in gone:
@@ -87,14 +87,14 @@ def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
             committed is not None and step_id < newer <= committed and newer in requests[rank]
             for newer in left[rank]
         )
-    assert superseded(left, request.ranks, committed=committed) == []
+    assert superseded_copies(left, request.ranks, committed=committed) == []
 
 
 @given(held=_HELD, committed=st.dictionaries(st.integers(0, 3), _STEPS))
 def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
     held: dict[int, set[StepId]], committed: dict[int, StepId]
 ) -> None:
-    gone = crowded_out(held, committed)
+    gone = copies_to_drop(held, committed)
     assert gone == sorted(gone), "the oldest go first, whosever they are"
     for rank, left in _left(held, gone).items():
         known = {

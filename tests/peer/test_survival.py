@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
-from keepstep_sidecar.tiers.peer.buddy import due, needed_copies
+from keepstep_sidecar.tiers.peer.buddy import due_shards, needed_copies
 from keepstep_sidecar.tiers.peer.client import PeerConnection
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
@@ -66,9 +66,9 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     _, dead = here.write(100, rank=0)
     both = {shard.step_id: {0: shard} for shard in (live, dead)}
     before = LocalInventory(shards=both, commits=frozenset({dead.step_id}))
-    assert due(before).owed == {dead.step_id}
+    assert due_shards(before).owed == {dead.step_id}
     after = LocalInventory(shards={live.step_id: {0: live}})
-    assert due(after).owed == {live.step_id}
+    assert due_shards(after).owed == {live.step_id}
     assert needed_copies(after).ranks == {0: (live.step_id,)}
     asyncio.run(here.remote_tier.close())
     here.volume.close()

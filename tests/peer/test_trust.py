@@ -14,7 +14,7 @@ from keepstep.errors import UsageError
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tls import PodIdentity
-from keepstep_sidecar.volume.run_tree import survey
+from keepstep_sidecar.volume.run_tree import scan_root
 from tests.harness import until
 from tests.peer.authority import Authority, FileCredentials, Files
 from tests.peer.nodes import Node, running
@@ -77,8 +77,8 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
     assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
     assert any(text in own.reason for text in why.split("|")), own.reason
     assert pod.copies() == []
-    assert [found.step_id.step for found in survey(pod.root, run=RUN).shards] == [3]
-    assert [found.step_id.step for found in survey(stranger.root, run=RUN).shards] == [5]
+    assert [found.step_id.step for found in scan_root(pod.root, run=RUN).shards] == [3]
+    assert [found.step_id.step for found in scan_root(stranger.root, run=RUN).shards] == [5]
 
 
 async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> None:

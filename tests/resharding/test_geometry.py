@@ -11,10 +11,18 @@ import torch
 
 from keepstep.errors import CoverageError
 from keepstep.image import FlatBox
-from keepstep.restore.fill_plan import Box, Piece, TensorRequest, blocks, byte_range, cover, make
-from keepstep.restore.images import StepImages, view_of
-from keepstep.restore.images import fill as fill_from
-from keepstep.restore.targets import boxes
+from keepstep.restore.fill_plan import (
+    Box,
+    Piece,
+    TensorRequest,
+    blocks_in_range,
+    byte_range,
+    count_coverage,
+    make_fill_plan,
+)
+from keepstep.restore.images import StepImages, block_view
+from keepstep.restore.images import fill_targets as fill_from
+from keepstep.restore.targets import boxes_of_tensor
 from tests.resharding.worlds import Step, bits, cut, some, take
 from tests.torch_version import NEWER_DTYPES
 
@@ -31,7 +39,7 @@ def whole(shape):
 def fill(step, directory, requests, targets, *, rank=0, **options):
     """Plan and run, from mapped files."""
     images = StepImages(None, step.write(directory, **options))  # type: ignore[arg-type]
-    plan = make(requests, images.index, rank=rank, nearness=images.nearness)
+    plan = make_fill_plan(requests, images.index, rank=rank, nearness=images.nearness)
     return fill_from(plan, targets, images)
 
 
@@ -84,7 +92,7 @@ def test_any_ranges_of_elements_are_put_together_into_any_boxes_and_ranges(tmp_p
     requests, targets, expected = [], [], []
     for flat, begin, end in cuts:
         vector = torch.zeros(end - begin, dtype=tensor.dtype)
-        parts = list(boxes(vector, (begin,), flat))
+        parts = list(boxes_of_tensor(vector, (begin,), flat))
         assert len(parts) < max(2 * len(shape), 2)
         requests += [TensorRequest("t", box) for _, box in parts]
         targets += [part for part, _ in parts]
@@ -130,7 +138,7 @@ def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
     first, last = byte_range(piece, element)
     flat = image.view(torch.uint8)
     for at in range(0, len(flat), step):
-        found = list(blocks(piece, element, at, at + step))
+        found = list(blocks_in_range(piece, element, at, at + step))
         assert not found or (at < last and at + step > first)
         assert len(found) <= 2 * max(1, len(sizes))
         for block in found:
@@ -138,7 +146,7 @@ def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
             assert at <= block.begin
             assert block.begin + size <= at + step
             place = tuple(slice(a, a + n) for a, n in zip(block.at, block.extent, strict=True))
-            result[place] = view_of(flat, torch.int32, block, 0)
+            result[place] = block_view(flat, torch.int32, block, 0)
             times[place] += 1
     assert torch.equal(result, expected)
     assert bool((times == 1).all())
@@ -147,7 +155,7 @@ def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
 def test_coverage_names_what_nobody_holds_and_what_two_hold():
     lows = torch.tensor([[0, 0], [0, 5], [3, 2]])
     highs = torch.tensor([[4, 5], [3, 8], [4, 3]])
-    found = cover(lows, highs, Box((0, 0), (4, 8)))
+    found = count_coverage(lows, highs, Box((0, 0), (4, 8)))
     assert found is not None
     assert not found.complete
     assert list(found.gaps()) == [Box((3, 5), (1, 3))]

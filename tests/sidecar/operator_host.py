@@ -18,7 +18,7 @@ from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest
 from keepstep.wire.run_reports import PATH, LeaderAnswer, LeaderRecord, RunReport
 from keepstep_operator.certificates.pki import make_authority
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
-from keepstep_operator.reconcile.reports_api import bounded
+from keepstep_operator.reconcile.reports_api import check_bounds
 from tests.certificates import make_certificate
 
 
@@ -127,7 +127,7 @@ class OperatorHost:
 
     async def _take(self, request: web.Request) -> web.Response:
         assert self._node_rank(request) == 0, "node rank 0 leads"
-        report = bounded(msgspec.json.decode(await request.read(), type=RunReport))
+        report = check_bounds(msgspec.json.decode(await request.read(), type=RunReport))
         self.seen.reports.append(report)
         if report.sequence > 1:
             self.record = report.record

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.concurrency import run_blocking
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import ReadCancellation
 
@@ -49,28 +49,28 @@ async def test_a_cancelled_caller_waits_for_its_thread_however_often_it_is_cance
     thread: ThreadPoolExecutor,
 ) -> None:
     work = Filling()
-    await work.is_waited_for(asyncio.create_task(blocking(thread, work)))
+    await work.is_waited_for(asyncio.create_task(run_blocking(thread, work)))
 
 
 async def test_a_cancelled_transfer_waits_for_its_thread_too(thread: ThreadPoolExecutor) -> None:
     work = Filling()
-    await work.is_waited_for(asyncio.create_task(verified_chunks.run(thread, work)))
+    await work.is_waited_for(asyncio.create_task(verified_chunks.run_cancellable(thread, work)))
 
 
 async def test_work_that_has_not_begun_when_its_caller_is_cancelled_never_begins(
     thread: ThreadPoolExecutor,
 ) -> None:
     first, second = Filling(), Filling()
-    running = asyncio.create_task(blocking(thread, first))
+    running = asyncio.create_task(run_blocking(thread, first))
     await asyncio.to_thread(first.begun.wait, 20)
-    queued = asyncio.create_task(blocking(thread, second))
+    queued = asyncio.create_task(run_blocking(thread, second))
     await asyncio.sleep(0)
     queued.cancel()
     with pytest.raises(asyncio.CancelledError):
         await queued  # although the thread stands still
     first.may.set()
     await running
-    await blocking(thread, lambda: None)
+    await run_blocking(thread, lambda: None)
     assert not second.begun.is_set()
 
 
@@ -79,4 +79,4 @@ async def test_an_error_of_the_work_is_the_callers(thread: ThreadPoolExecutor) -
         raise ValueError("of the work")
 
     with pytest.raises(ValueError, match="of the work"):
-        await blocking(thread, fail)
+        await run_blocking(thread, fail)

@@ -253,7 +253,7 @@ def test_a_sidecar_that_is_adopted_belongs_to_its_new_owner(
     with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:
         sidecar = sidecars().start("--linger", "0.3", "--owner-pid", str(first.pid))
         assert sidecar.process is not None
-        calls.own(sidecar.socket, second.pid)
+        calls.name_owner(sidecar.socket, second.pid)
         first.kill()
         with pytest.raises(subprocess.TimeoutExpired):
             sidecar.process.wait(1.5)

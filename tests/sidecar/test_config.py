@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
 from keepstep_sidecar.config.settings import Setting, to_toml, toml_value
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, OnLoss, values_of
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, OnLoss, given_values
 
 EXAMPLES: dict[str, tuple[str, Any]] = {
     "run": ("gpt", "gpt"),
@@ -95,11 +95,11 @@ def _tuple(value: Any) -> Any:
 def test_each_key_is_read_from_flags_the_environment_and_a_file_alike(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert values_of("--config", str(file)) == EXPECTED
-    assert values_of(*(word for setting in SETTINGS for word in _flags(setting))) == EXPECTED
+    assert given_values("--config", str(file)) == EXPECTED
+    assert given_values(*(word for setting in SETTINGS for word in _flags(setting))) == EXPECTED
     for key in SETTINGS:
         monkeypatch.setenv(key.variable, EXAMPLES[key.name][0])
-    assert values_of() == EXPECTED
+    assert given_values() == EXPECTED
 
 
 def test_a_flag_counts_before_the_environment_and_that_before_the_file(
@@ -110,17 +110,17 @@ def test_a_flag_counts_before_the_environment_and_that_before_the_file(
     monkeypatch.setenv("KEEPSTEP_KEEP", "4")
     monkeypatch.setenv("KEEPSTEP_SLOTS", "4")
     monkeypatch.setenv("KEEPSTEP_RUN", "")  # as a chart writes what is not set
-    found = values_of("--config", str(path), "--slots", "5", "--archive", "")
+    found = given_values("--config", str(path), "--slots", "5", "--archive", "")
     assert found == {"slots": 5, "keep": 4, "archive_every": 3}
 
 
 def test_what_is_written_is_what_is_read(file: Path) -> None:
-    config = Config.of({**values_of("--config", str(file)), **_ONE_MACHINE})
+    config = Config.of({**given_values("--config", str(file)), **_ONE_MACHINE})
     file.write_text(to_toml(SETTINGS, config))
-    assert Config.of(values_of("--config", str(file))) == config
+    assert Config.of(given_values("--config", str(file))) == config
     plain = Config(run="gpt", memory_dir=Path("/m"), volumes=(Path("/v"),))
     file.write_text(to_toml(SETTINGS, plain))
-    assert Config.of(values_of("--config", str(file))) == plain
+    assert Config.of(given_values("--config", str(file))) == plain
 
 
 @given(st.text().filter(lambda text: text.isprintable() or text.isascii()))
@@ -171,17 +171,17 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
     path = tmp_path / "keepstep.toml"
     path.write_text(line)
     with pytest.raises(UsageError) as caught:
-        values_of("--config", str(path))
+        given_values("--config", str(path))
     assert str(caught.value).startswith(str(path))
     assert message in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"^--slots: '1' is not a whole number of at least 2$"):
-        values_of("--slots", "1")
+        given_values("--slots", "1")
     monkeypatch.setenv("KEEPSTEP_ON_LOSS", "half")
     with pytest.raises(UsageError, match=r"^KEEPSTEP_ON_LOSS: 'half' is not one of wait, restart$"):
-        values_of()
+        given_values()
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> 
         ("link", "cannot be read"),
     ]:
         with pytest.raises(UsageError, match=message) as caught:
-            values_of("--config", str(tmp_path / name))
+            given_values("--config", str(tmp_path / name))
         assert str(tmp_path / name) in str(caught.value)
 
 

@@ -12,8 +12,8 @@ from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.member_reports import Report, ReportedRanks
 from keepstep.wire.trainer import LeaseRequest
-from keepstep_sidecar.leases import local_world, sees_all
-from keepstep_sidecar.report.report import pressing
+from keepstep_sidecar.leases import served_rank_count, serves_all_ranks
+from keepstep_sidecar.report.report import pressing_news
 from keepstep_sidecar.report.reporter import Rhythm
 
 chances = st.floats(0.0, 1.0)
@@ -71,11 +71,11 @@ def holding(**steps: tuple[int, ...]) -> ReportedRanks:
 
 
 def test_only_what_a_commit_needs_is_pressing() -> None:
-    before = pressing(report_of(holding(memory=(3,), local=(1, 2), peer=(1,))))
-    assert pressing(report_of(holding(memory=(3, 4), local=(2,), peer=(1, 2)))) == before
-    assert pressing(report_of(holding(memory=(3,), local=(1, 2, 3), peer=(1,)))) != before
+    before = pressing_news(report_of(holding(memory=(3,), local=(1, 2), peer=(1,))))
+    assert pressing_news(report_of(holding(memory=(3, 4), local=(2,), peer=(1, 2)))) == before
+    assert pressing_news(report_of(holding(memory=(3,), local=(1, 2, 3), peer=(1,)))) != before
     dead = replace(holding(memory=(3,), local=(1, 2), peer=(1,)), alive=False)
-    assert pressing(report_of(dead)) != before, "a vote may be near"
+    assert pressing_news(report_of(dead)) != before, "a vote may be near"
 
 
 # --- span ----------------------------------------------------------------------------------------
@@ -88,18 +88,18 @@ def lease(*, rank: int = 0, world: int = 4, local_world: int = 0) -> LeaseReques
 
 
 def test_a_sidecar_alone_serves_all_ranks_unless_torchrun_says_otherwise() -> None:
-    assert local_world(lease(), environment={}, alone=True) == 4
-    assert local_world(lease(local_world=2), environment={}, alone=True) == 2
+    assert served_rank_count(lease(), environment={}, alone=True) == 4
+    assert served_rank_count(lease(local_world=2), environment={}, alone=True) == 2
 
 
 def test_one_of_many_takes_its_ranks_for_all_only_when_it_knows() -> None:
-    assert local_world(lease(), environment={}, alone=False) == 0
-    assert not sees_all(lease(local_world=0))
-    assert sees_all(lease(local_world=4))
-    assert local_world(lease(world=1), environment={}, alone=False) == 1
+    assert served_rank_count(lease(), environment={}, alone=False) == 0
+    assert not serves_all_ranks(lease(local_world=0))
+    assert serves_all_ranks(lease(local_world=4))
+    assert served_rank_count(lease(world=1), environment={}, alone=False) == 1
 
 
 def test_a_rank_that_the_job_controller_gave_to_the_container_is_the_only_one_there() -> None:
     environment = {"RANK": "2", "WORLD_SIZE": "4"}
-    assert local_world(lease(rank=2), environment=environment, alone=False) == 1
-    assert local_world(lease(rank=3), environment=environment, alone=False) == 0
+    assert served_rank_count(lease(rank=2), environment=environment, alone=False) == 1
+    assert served_rank_count(lease(rank=3), environment=environment, alone=False) == 0

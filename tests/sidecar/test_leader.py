@@ -13,7 +13,7 @@ import pytest
 from machines import Machine, Run
 from trainer import FakeTrainer, make_layout
 
-from keepstep.core.vote import choose
+from keepstep.core.vote import choose_step
 from keepstep.errors import SidecarError
 from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned
@@ -132,7 +132,7 @@ def test_what_a_replaced_machine_was_seen_to_hold_keeps_no_twin_from_standing_in
     )
     vote = zero.candidates()
     rank.connect(local_world=1)
-    assert choose([vote, rank.candidates()]).id == last
+    assert choose_step([vote, rank.candidates()]).id == last
 
 
 def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
@@ -306,7 +306,7 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
     options = ("--persist-every", "1", "--keep", "1")
     two = run(2).start(*options)
     pinned = two.reach(1)
-    answer = calls.pin(two.machines[at].socket, pinned, pinned=True)
+    answer = calls.ask_pin(two.machines[at].socket, pinned, pinned=True)
     assert answer is not None
     assert answer.steps == (pinned,)
     two.reach(2)
@@ -326,7 +326,7 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
         eventually(
             lambda machine=machine: machine.steps() == {1, 4}, what="it stays after a restart"
         )
-    assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    assert calls.ask_pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
     for machine in two.machines:
         eventually(
             lambda machine=machine: machine.steps() == {4}, what="it goes when it is unpinned"
@@ -349,7 +349,7 @@ def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
 
     two = run(2).start(*options)
     pinned = two.reach(1, "archived")
-    assert calls.pin(two.machines[at].socket, pinned, pinned=True) is not None
+    assert calls.ask_pin(two.machines[at].socket, pinned, pinned=True) is not None
     two.reach(2, "archived")
     newest = two.reach(3, "archived")
     eventually(lambda: has(1, 3), what="the pinned step stays, the other one goes")
@@ -361,7 +361,7 @@ def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     assert two.restore() == newest
     two.reach(4, "archived")
     eventually(lambda: has(1, 4), what="it stays after a restart")
-    assert calls.pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    assert calls.ask_pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
     two.reach(5, "archived")
     eventually(lambda: has(5), what="it goes when it is unpinned")
 
@@ -390,14 +390,14 @@ def test_a_step_that_is_pinned_on_the_only_machine_stays(
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in range(2)]
     assert trainer.wait(ids[1], "committed").reached
-    assert calls.pin(sidecar.socket, ids[1], pinned=True) == Pinned(steps=(ids[1],))
+    assert calls.ask_pin(sidecar.socket, ids[1], pinned=True) == Pinned(steps=(ids[1],))
     for step in (2, 3):
         assert trainer.wait(trainer.stage(step), "committed").reached
     eventually(lambda: sidecar.published() == [1, 3], what="the pinned step stays")
     sidecar.kill()
     sidecar.start(*options)
     eventually(lambda: sidecar.published() == [1, 3], what="also after a restart")
-    calls.pin(sidecar.socket, ids[1], pinned=False)
+    calls.ask_pin(sidecar.socket, ids[1], pinned=False)
     eventually(lambda: sidecar.published() == [3], what="it goes when it is unpinned")
 
 

@@ -14,7 +14,7 @@ from pods import Pod, members
 from trainer import FakeTrainer, content, read_image
 
 from keepstep.core.retention import Retention
-from keepstep.core.vote import choose, limit_of
+from keepstep.core.vote import choose_step, vote_limit
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.run_reports import AdvisoryKind, MemberState, RunPolicy
 from tests.harness import eventually, free_port
@@ -78,8 +78,8 @@ class Team:
     def restart(self, epoch: str) -> StepId | None:
         """The trainers are replaced: vote, restore, begin the next epoch."""
         votes = [trainer.candidates() for trainer in self.come()]
-        limit, exact = limit_of(votes)
-        decision = choose(votes, limit=limit, exact=exact)
+        limit, exact = vote_limit(votes)
+        decision = choose_step(votes, limit=limit, exact=exact)
         for rank in self.ranks:
             if decision.id is not None:
                 opened = rank.open(decision.id)

@@ -17,7 +17,7 @@ from trainer import FakeTrainer, Ranks
 from keepstep.steps import Answer, StepId
 from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.probe import health
+from keepstep_sidecar.cli.probe import sidecar_health
 from tests.harness import eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -249,7 +249,7 @@ def test_the_hook_that_begins_the_end_of_a_pod_tells_the_others(
     archived_team: tuple[Team, Path],
 ) -> None:
     team, archive = archived_team
-    assert calls.flush(team.pods[1].socket, timeout_s=10.0) is not None
+    assert calls.ask_flush(team.pods[1].socket, timeout_s=10.0) is not None
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
 
 
@@ -373,7 +373,7 @@ def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
     )
     assert report.nodes[0].memory == step_id.step
     assert "not a run record" in report.doubts[0].text
-    assert health(pod.socket)
+    assert sidecar_health(pod.socket)
 
 
 @pytest.mark.root

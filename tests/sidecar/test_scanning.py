@@ -192,8 +192,8 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
             raise StorageError("Input/output error")
         return 0
 
-    sound, dead = scan_module.survey, set[Path]()
-    monkeypatch.setattr(volume_module, "survey", survey)
+    sound, dead = scan_module.scan_root, set[Path]()
+    monkeypatch.setattr(volume_module, "scan_root", survey)
     monkeypatch.setattr(Volume, "quarantined", quarantined)
     drives = VolumeSet([Volume(tmp_path / name / RUN, run=RUN) for name in ("a", "b")])
     (tmp_path / "memory").mkdir()
@@ -279,13 +279,13 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1
     assert "a link or a file, where a directory belongs: move it away" in done.stderr
-    assert probe.answers(hostile.socket), "it lives"
+    assert probe.is_answering(hostile.socket), "it lives"
     trainer = trainers(hostile.socket)
     trainer.connect()
     assert trainer.candidates().answer is Answer.UNKNOWN
     aside.rename(step)
     (hostile.root / "pending").unlink()
-    eventually(lambda: probe.health(hostile.socket) == "", what="the next scan")
+    eventually(lambda: probe.sidecar_health(hostile.socket) == "", what="the next scan")
     assert [candidate.id.step for candidate in trainer.candidates().candidates] == [4]
     done = subprocess.run(healthy, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n")

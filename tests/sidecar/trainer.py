@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.core.vote import Candidates, choose
+from keepstep.core.vote import Candidates, choose_step
 from keepstep.errors import SidecarError
 from keepstep.image import ControlPage, Layout, Section, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId
@@ -330,7 +330,7 @@ class Ranks:
 
     def restore(self, epoch: str = "00000002") -> StepId:
         """As the library does: vote, open, verify, begin the next epoch."""
-        decision = choose([rank.candidates() for rank in self.ranks])
+        decision = choose_step([rank.candidates() for rank in self.ranks])
         assert decision.id is not None
         for rank in self.ranks:
             opened = rank.open(decision.id)

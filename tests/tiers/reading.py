@@ -25,7 +25,7 @@ async def read(
     for source in remote_tier.sources(shard):
         attempt = functools.partial(work, source)
         try:
-            return await verified_chunks.run(None, attempt)
+            return await verified_chunks.run_cancellable(None, attempt)
         except (ImageError, StorageError) as error:
             failure = error
             if isinstance(error, ImageError) and isinstance(remote_tier, PeerTier):
@@ -35,7 +35,7 @@ async def read(
 
 async def manifest(remote_tier: RemoteTier, shard: RemoteShard) -> Manifest:
     def work(source: ShardSource, cancel: ReadCancellation) -> Manifest:
-        with verified_chunks.opened(source, cancel) as opened:
+        with verified_chunks.open_verified(source, cancel) as opened:
             return opened.manifest
 
     return await read(remote_tier, shard, work)
@@ -43,7 +43,7 @@ async def manifest(remote_tier: RemoteTier, shard: RemoteShard) -> Manifest:
 
 async def load(remote_tier: RemoteTier, shard: RemoteShard, view: memoryview) -> ControlPage:
     return await read(
-        remote_tier, shard, lambda at, cancel: verified_chunks.load(at, view, cancel=cancel)
+        remote_tier, shard, lambda at, cancel: verified_chunks.load_image(at, view, cancel=cancel)
     )
 
 
@@ -51,7 +51,7 @@ async def chunks(
     remote_tier: RemoteTier, shard: RemoteShard, buffers: verified_chunks.ChunkViews
 ) -> None:
     def work(source: ShardSource, cancel: ReadCancellation) -> None:
-        with verified_chunks.opened(source, cancel) as opened:
-            verified_chunks.fill(opened, buffers)
+        with verified_chunks.open_verified(source, cancel) as opened:
+            verified_chunks.fill_buffers(opened, buffers)
 
     await read(remote_tier, shard, work)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.replicator import DueShards, chosen
+from keepstep_sidecar.tiers.replicator import DueShards, next_step_to_send
 from keepstep_sidecar.volume.run_tree import LocalShard
 
 HELD = {0: cast("LocalShard", object())}
@@ -27,7 +27,7 @@ def due(*ids: StepId) -> DueShards:
 
 
 def best(*ids: StepId, after: StepId | None = None) -> StepId | None:
-    return chosen(due(*ids), ids, after=after)
+    return next_step_to_send(due(*ids), ids, after=after)
 
 
 @given(ids=st.lists(STEPS, unique=True), chance=st.randoms())
@@ -65,14 +65,14 @@ def test_without_a_newer_step_the_older_ones_follow_oldest_first() -> None:
 def test_after_an_outage_the_newest_step_comes_first_and_the_older_ones_follow() -> None:
     ids = frozenset(map(at, (64, 65, 66)))
     due = DueShards(shards=dict.fromkeys(ids, HELD), owed=ids, settled=ids)
-    assert chosen(due, ids, after=at(63), outage=True) == at(66)
-    assert chosen(due, ids - {at(66)}, after=at(66)) == at(64)
+    assert next_step_to_send(due, ids, after=at(63), outage=True) == at(66)
+    assert next_step_to_send(due, ids - {at(66)}, after=at(66)) == at(64)
 
 
 def test_of_steps_that_not_all_members_have_yet_the_oldest_comes_first() -> None:
     owed = frozenset({at(7), at(8), at(9)})
     waiting = DueShards(shards=dict.fromkeys(owed, HELD), owed=owed)
-    assert chosen(waiting, owed, after=None) == at(7)
+    assert next_step_to_send(waiting, owed, after=None) == at(7)
 
 
 def slow_member(*, phase: int, takes: int, every: int, steps: int) -> set[StepId]:

@@ -32,15 +32,15 @@ async def read(source: ShardSource, work: Callable[[verified_chunks.OpenSource],
     """`work` with the source open, as a restore does it."""
 
     def opened(cancel: ReadCancellation) -> T:
-        with verified_chunks.opened(source, cancel) as found:
+        with verified_chunks.open_verified(source, cancel) as found:
             return work(found)
 
-    return await verified_chunks.run(None, opened)
+    return await verified_chunks.run_cancellable(None, opened)
 
 
 async def load(source: ShardSource, view: memoryview) -> ControlPage:
-    return await verified_chunks.run(
-        None, lambda cancel: verified_chunks.load(source, view, cancel=cancel)
+    return await verified_chunks.run_cancellable(
+        None, lambda cancel: verified_chunks.load_image(source, view, cancel=cancel)
     )
 
 
@@ -156,7 +156,7 @@ async def test_chunks_come_in_any_order(place: Place, request: pytest.FixtureReq
         last = layout.chunk_count - 1
         sizes = {last: layout.digests_begin - last * CHUNK, 1: CHUNK}
         expected = [(index, empty_buffer(size)) for index, size in sizes.items()]
-        await read(lying.source, lambda opened: verified_chunks.fill(opened, expected))
+        await read(lying.source, lambda opened: verified_chunks.fill_buffers(opened, expected))
         for index, buffer in expected:
             begin = index * CHUNK
             assert buffer == lying.slot.view[begin : begin + sizes[index]]
@@ -187,7 +187,7 @@ async def test_a_flipped_byte_is_found_in_its_chunk(
         flip(lying.path, CHUNK + 5)
         expected = [(1, empty_buffer(CHUNK))]
         with pytest.raises((ImageError, StorageError)):
-            await read(lying.source, lambda opened: verified_chunks.fill(opened, expected))
+            await read(lying.source, lambda opened: verified_chunks.fill_buffers(opened, expected))
 
 
 @everywhere

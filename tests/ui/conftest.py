@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from keepstep_sidecar.cli.output import printable
-from keepstep_sidecar.ui.server import PageAccess, listen, serving
+from keepstep_sidecar.ui.server import PageAccess, listen_on_loopback, serve_page
 from keepstep_sidecar.ui.timeline import RunPage
 from tests.cli.conftest import Keepstep
 
@@ -36,7 +36,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site_of(views: dict[str, RunPage], *, secret: str = "") -> AsyncIterator[Site]:
-    access, listening = PageAccess("keepstep ui", secret=secret), listen(0)
+    access, listening = PageAccess("keepstep ui", secret=secret), listen_on_loopback(0)
     url = access.url(listening.getsockname()[1])
 
     def read(name: str) -> RunPage:
@@ -44,7 +44,7 @@ async def site_of(views: dict[str, RunPage], *, secret: str = "") -> AsyncIterat
 
     # an unsafe jar: cookies for an address, not a name
     async with (
-        serving(
+        serve_page(
             listening,
             access,
             place="/kept",

@@ -7,7 +7,15 @@ from typing import Any
 
 from keepstep.core.history import EventKind, HistoryEvent, RestartCost
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.ui.timeline import POINTS, Line, RunPage, charts, restores, step_times, usual
+from keepstep_sidecar.ui.timeline import (
+    POINTS,
+    Line,
+    RunPage,
+    chart_lines,
+    median_step_time,
+    shown_restores,
+    step_times,
+)
 
 ONE, TWO = EpochId(1, "0" * 8), EpochId(2, "1" * 8)
 _numbers = count(1)
@@ -40,7 +48,7 @@ def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost(
         restored(7, 1),
         restarted(8, 1, 4.0),
     ]
-    first, zero, restore = restores(events)
+    first, zero, restore = shown_restores(events)
     assert (first.began, first.lost, first.restart) == (None, None, None)
     assert [found.lost for found in (zero, restore)] == [2, 2]
     assert [found.restart and found.restart.start_s for found in (zero, restore)] == [3.0, 4.0]
@@ -64,17 +72,17 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
         (71, 1.0, 0.0),
     ]
     assert times[0].without_s == 0.095
-    now = usual(times)
+    now = median_step_time(times)
     assert now is not None
     assert (now.step_s, now.blocked_s) == (0.2, 0.005)
-    assert usual([]) is None
+    assert median_step_time([]) is None
 
 
 def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:
     events = [staged(at, at) for at in range(4000)]
 
     def drawn(known: list[HistoryEvent]) -> Line:
-        return charts(RunPage(name="a", events=tuple(known)))["steps"]["memory"]
+        return chart_lines(RunPage(name="a", events=tuple(known)))["steps"]["memory"]
 
     now, later = drawn(events[:-1]), drawn(events)
     assert len(later[0]) <= POINTS + 1

@@ -88,4 +88,4 @@ def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPa
         run=each.volumes[0].record.run,
         open=lambda: each.opened(path),
     )
-    return verified_chunks.load(source, view)
+    return verified_chunks.load_image(source, view)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import NoSpaceError, StorageError
-from keepstep_sidecar.agent.run_directories import prepare
+from keepstep_sidecar.agent.run_directories import prepare_directory
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.volume.files import Filesystem, IoEngine, probe
+from keepstep_sidecar.volume.files import Filesystem, IoEngine, probe_engine
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
@@ -147,7 +147,7 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
 
 
 def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    engine, reason = probe(Filesystem(), tmp_path)
+    engine, reason = probe_engine(Filesystem(), tmp_path)
     assert engine in IoEngine
     assert reason
     assert list(tmp_path.iterdir()) == []
@@ -234,8 +234,8 @@ def test_a_drive_that_turned_read_only_is_prepared_already(
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
     directory = drive / "team-a" / "gpt" / "0"
-    prepare(directory)
+    prepare_directory(directory)
     command("mount", "-o", "remount,ro", drive)
-    prepare(directory)
+    prepare_directory(directory)
     with pytest.raises(StorageError, match="Read-only"):
-        prepare(drive / "team-a" / "gpt" / "1")
+        prepare_directory(drive / "team-a" / "gpt" / "1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.volume.files import DurableFile, Filesystem, replacing
+from keepstep_sidecar.volume.files import DurableFile, Filesystem, replace_file
 
 
 def whole(path: Path, *, phase: str) -> DurableFile:
@@ -18,7 +18,7 @@ def whole(path: Path, *, phase: str) -> DurableFile:
 
 
 def replace(path: Path, *, phase: str) -> None:
-    with replacing(path, filesystem=Filesystem(), phase=phase) as file:
+    with replace_file(path, filesystem=Filesystem(), phase=phase) as file:
         file.write(memoryview(b"new"), 0)
         file.flush()
         file.give_name()

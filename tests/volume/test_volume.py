@@ -14,7 +14,7 @@ import pytest
 from keepstep.errors import ForeignError, NoSpaceError, StorageError, UsageError
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.files import IoEngine, RateLimit
-from keepstep_sidecar.volume.run_tree import survey
+from keepstep_sidecar.volume.run_tree import scan_root
 from keepstep_sidecar.volume.volume import Volume, WrittenShard
 from tests.harness import verify_image
 from tests.volume.images import CHUNK, RUN, Slot, empty_slot, load, make_layout, staged, step_id
@@ -56,7 +56,7 @@ def test_a_scan_tells_everything_from_the_shards_alone(volume: Volume) -> None:
     assert first == written[step_id(2)].shard
     assert (first.world, first.alike) == (2, slots[1].layout.alike)
     assert first.size_bytes == first.path.stat().st_size == slots[1].layout.size_bytes
-    assert survey(volume.root, run=RUN) == scan
+    assert scan_root(volume.root, run=RUN) == scan
 
 
 def test_readers_see_a_step_only_while_it_is_published(volume: Volume) -> None:

@@ -124,7 +124,7 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
     volume, two = volumes.volumes
     assert (volume.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
     assert volumes.record.epochs == (EPOCH, later)
-    assert run_file.load(two.root / "run.json", run=RUN) == two.record
+    assert run_file.load_run_record(two.root / "run.json", run=RUN) == two.record
 
 
 def test_an_epoch_that_no_volume_can_record_is_an_error(

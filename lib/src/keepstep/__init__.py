@@ -59,12 +59,12 @@ __all__ = [
 if os.environ.get("KEEPSTEP_SOCKET"):  # a training process: its errors are of interest from here on
     from keepstep.client import uncaught as _uncaught
 
-    _uncaught.watch(_uncaught.report)
+    _uncaught.watch_uncaught_errors(_uncaught.report_uncaught_error)
 
 if os.environ.get("KEEPSTEP_COMPILE_CACHE_DIR"):  # torch reads its variables when it first compiles
     from keepstep import compile_cache as _compile_cache
 
-    _compile_cache.use_mounted()
+    _compile_cache.use_mounted_cache()
 
 
 def __getattr__(name: str) -> Any:

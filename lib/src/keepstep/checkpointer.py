@@ -46,31 +46,37 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import Layout, extras
-from keepstep.restore.collective import AgreedEpoch, Collective, Gather, UnkeptRun, reporting
+from keepstep.restore.collective import AgreedEpoch, Collective, Gather, UnkeptRun, logging_waits
 from keepstep.restore.modules import check_loads
-from keepstep.restore.rehearsal import COMPONENT, Structure, changes, rehearse, structure_of
+from keepstep.restore.rehearsal import (
+    COMPONENT,
+    Structure,
+    rehearse_loading,
+    structure_changes,
+    structure_of,
+)
 from keepstep.restore.restore import FillGuard, RankRestore, without_collections
 from keepstep.save.frozen_parameters import FrozenBase, FrozenParameters
 from keepstep.save.mutation_guard import MutationGuard
 from keepstep.save.save_thread import SaveThread, Stats
-from keepstep.save.script_failures import is_of_a_handler, is_own, on_uncaught
+from keepstep.save.script_failures import is_of_a_handler, is_script_failure, watch_uncaught
 from keepstep.save.snapshot import ImageOutcome, Snapshots
 from keepstep.state import rng, sharding
 from keepstep.state.accelerator import check_memory
 from keepstep.state.capture import (
     StateCapture,
     UnsavedBuffers,
+    capture_state,
     check_components,
-    encode,
-    largest,
+    encode_values,
+    largest_value,
     layout_changes,
     loaders_of,
     loose_places,
-    take,
 )
-from keepstep.state.leaves import TakenState, text_of
+from keepstep.state.leaves import TakenState, skeleton_text
 from keepstep.state.sharding import ALONE, Claim
-from keepstep.state.wrappers import is_known, unwrap
+from keepstep.state.wrappers import is_known_component, unwrap_module
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted
 
@@ -209,9 +215,9 @@ class Checkpointer:
         self._stats = Stats()
         self._off, self._off_reported = "", False
         self._restore_timeout_s = restore_timeout_s()
-        self._socket = embedded.socket(dir, run)
+        self._socket = embedded.socket_path(dir, run)
         if self._socket:
-            keeper = embedded.keeper(dir, run)
+            keeper = embedded.sidecar_restarter(dir, run)
             self._agent = SaveThread(
                 self._socket, rank=self._rank, world=self._world, keeper=keeper
             )
@@ -278,7 +284,7 @@ class Checkpointer:
                 session,
                 decision,
                 rank=self._rank,
-                take=lambda: take({name: found}),
+                take=lambda: capture_state({name: found}),
                 rng=False,
                 trusted=self._trusted,
                 partial=FillGuard(),
@@ -286,7 +292,7 @@ class Checkpointer:
                 whole=False,
             )
 
-        with reporting(self._socket, lambda: collective.doing, rank=self._rank):
+        with logging_waits(self._socket, lambda: collective.doing, rank=self._rank):
             agreed = collective.restore(self._connect, begin, meet=nothing, begin_fresh=nothing)
         parent = agreed.epoch.parent if isinstance(agreed, AgreedEpoch) else None
         return None if parent is None else (parent.step, found)
@@ -332,7 +338,7 @@ class Checkpointer:
         session = self._agent.session if self._agent is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
-            waits = reporting(self._socket, lambda: collective.doing, rank=self._rank)
+            waits = logging_waits(self._socket, lambda: collective.doing, rank=self._rank)
             with waits, without_collections(), FillGuard() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
@@ -425,7 +431,7 @@ class Checkpointer:
                 " restore() has set it already)"
             )
         state, self._rng_later = self._rng_later, {}
-        rng.apply(state)
+        rng.apply_generators(state)
         return bool(state)
 
     def _hint(self) -> None:
@@ -497,13 +503,15 @@ class Checkpointer:
     def _check_loads(self, taken: TakenState, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
         check_loads(taken)
-        rehearse(taken, trusted=self._trusted, models_only=models_only)
+        rehearse_loading(taken, trusted=self._trusted, models_only=models_only)
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
         and dicts."""
         return {
-            name: component for name, component in self._components.items() if is_known(component)
+            name: component
+            for name, component in self._components.items()
+            if is_known_component(component)
         }
 
     def _agree(
@@ -518,7 +526,7 @@ class Checkpointer:
             check(taken)
             return taken.claims
 
-        self._topology = sharding.agree(
+        self._topology = sharding.agree_on_topology(
             claims,
             gather,
             rank=self._rank,
@@ -533,7 +541,7 @@ class Checkpointer:
         So the script learns what cannot be kept before the first step, and not from the log of a
         run that kept nothing. Raises UsageError.
         """
-        taken = take(components)
+        taken = capture_state(components)
         names = dict.fromkeys(self._components, COMPONENT)
         self._structure = {**structure_of(taken), **names}
         for leaf in taken.tensors:
@@ -548,7 +556,7 @@ class Checkpointer:
         """What a restore compares with: the taken state without foreign objects. While a single
         rank restores, this is the result of `_probe`: no part of the state is replaced before every
         tensor is filled."""
-        return self._probed or take(self._known(), self._topology)
+        return self._probed or capture_state(self._known(), self._topology)
 
     def _restoring(self, partial: FillGuard, decision: Decision) -> RankRestore:
         assert self._agent is not None
@@ -577,8 +585,8 @@ class Checkpointer:
             return
         # a foreign object is not asked for its state before the first save: a loader may begin then
         for component in self._components.values():
-            inner = unwrap(component)
-            if not is_known(component) or (
+            inner = unwrap_module(component)
+            if not is_known_component(component) or (
                 isinstance(inner, torch.optim.Optimizer) and not inner.state
             ):
                 return
@@ -863,7 +871,7 @@ class Checkpointer:
     def _report_changes(self, agent: SaveThread, taken: TakenState) -> None:
         """Name what a restart could not restore unless the script builds it first."""
         now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
-        found = changes(self._structure, now)
+        found = structure_changes(self._structure, now)
         if found:
             self._check_loads_once(taken, now)
         texts = [found[name] for name in sorted(found.keys() - self._changed)]
@@ -888,19 +896,19 @@ class Checkpointer:
             "aliases": {
                 alias: name for alias, name in taken.aliases.items() if name not in elsewhere
             },
-            "skeleton": text_of(taken.skeleton),
+            "skeleton": skeleton_text(taken.skeleton),
             "extras_capacity_bytes": extras.capacity_for(extras_bytes),
             "twins": taken.twins,
             "parameters": taken.parameters,
         }
 
     def _encode(self, taken: TakenState) -> bytes:
-        captured = rng.capture() if self._rng else None
+        captured = rng.capture_generators() if self._rng else None
         started = time.thread_time()
         difference = self._replicas.difference if self._replicas is not None else ""
         base = self._frozen.base
         reloaded = str(base.ref.step) if base and base.ref and base.reloaded else ""
-        data = encode(
+        data = encode_values(
             taken, rng=captured, trusted=self._trusted, difference=difference, reloaded=reloaded
         )
         if time.thread_time() - started > _SLOW_VALUES_S and not self._slow_reported:
@@ -909,7 +917,11 @@ class Checkpointer:
                 "keepstep: rank %d: each save takes %.0f ms for values that are no tensors, most of"
                 " it for %s; make arrays or tensors of numbers, or keep less of it"
                 " [save.values_slow]",
-                *(self._rank, 1000 * (time.thread_time() - started), largest(taken, self._trusted)),
+                *(
+                    self._rank,
+                    1000 * (time.thread_time() - started),
+                    largest_value(taken, self._trusted),
+                ),
             )
         return data
 
@@ -958,7 +970,7 @@ class Checkpointer:
         kept = {
             id(part)
             for component in self._components.values()
-            if isinstance(inner := unwrap(component), nn.Module)
+            if isinstance(inner := unwrap_module(component), nn.Module)
             for part in inner.modules()
         }
         return any(id(part) in kept for part in module.modules())
@@ -1132,7 +1144,7 @@ class Checkpointer:
             self.close()
         elif self._agent is not None:
             self._agent.drain(timeout_s=1.0)
-            if is_own(error):
+            if is_script_failure(error):
                 self._report_failure(_named(error))
             self._let_go("an error ended the `with` block", timeout_s=5.0)
 
@@ -1273,7 +1285,7 @@ def _hook_failures() -> None:
         for checkpointer in list(_LIVE):
             checkpointer._report_failure(_named(error))
 
-    on_uncaught(report)
+    watch_uncaught(report)
 
 
 def _named(error: BaseException | None) -> str:

@@ -27,13 +27,13 @@ _LEAST_FREE_BYTES: Final = 1 << 30
 _DEEPEST: Final = 16
 
 
-def is_chosen(environment: Mapping[str, str]) -> bool:
+def has_chosen_cache(environment: Mapping[str, str]) -> bool:
     """Whether the user chose a place. Inductor puts Triton's cache into its own, so one variable
     decides for both."""
     return any(environment.get(name) for name in _PARTS)
 
 
-def variables(parent: OpenDirectory, name: str) -> dict[str, str]:
+def cache_variables(parent: OpenDirectory, name: str) -> dict[str, str]:
     """What tells torch and Triton to keep their caches in the directory `name` of `parent`, which
     is made if it is missing. Raises OSError, and StorageError if it cannot be used."""
     parent.make(name, 0o700)
@@ -48,7 +48,7 @@ def variables(parent: OpenDirectory, name: str) -> dict[str, str]:
     return {variable: str(place.path / part) for variable, part in _PARTS.items()}
 
 
-def bound(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
+def limit_cache_size(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
     """Remove the caches in the directory `name` if they take more than that of the drive. Times of
     access, by which old ones could be told, are not kept everywhere. Raises OSError."""
     found = parent.inside(name).walk(levels=_DEEPEST)
@@ -56,15 +56,15 @@ def bound(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
         parent.remove(name)
 
 
-def use_mounted() -> None:
+def use_mounted_cache() -> None:
     """In a pod: have torch use the mounted directory, with a part of its own for each user. What
     stands in the way is logged; nothing is raised."""
     mounted = os.environ.get(DIRECTORY_ENV)
-    if not mounted or is_chosen(os.environ):
+    if not mounted or has_chosen_cache(os.environ):
         return
     try:
         place = OpenDirectory.opened(Path(mounted))
-        os.environ.update(variables(place, str(os.geteuid())))
+        os.environ.update(cache_variables(place, str(os.geteuid())))
     except (OSError, StorageError) as error:
         if os.environ.get("RANK", "0") == "0":
             logging.getLogger("keepstep").warning(

@@ -39,8 +39,8 @@ from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.tensors import NATIVE_BYTES
 from keepstep.restore import fill_plan
 from keepstep.restore.fill_plan import Box, IndexBuilder, SavedTensor
-from keepstep.restore.images import W, chunk_runs, fill
-from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse
+from keepstep.restore.images import W, chunk_runs, fill_targets
+from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse_skeleton
 from keepstep.steps import StepId
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -199,7 +199,7 @@ class Export:
             }
             images = _Chunks(read, on_bytes, mapped)
             targets = [views.pop(name).view(self._saved[name].shape) for name in self._saved]
-            fill(self._plan, targets, images, self._read_dtypes)
+            fill_targets(self._plan, targets, images, self._read_dtypes)
             del targets
         if len(files) > 1:
             _write_text(growing, _INDEX, _index_of(files))
@@ -225,7 +225,7 @@ class Export:
         requests = [
             fill_plan.TensorRequest(saved.name, Box.whole(first.shape)) for saved in (first, other)
         ]
-        fill(self._made(requests), targets, images, dtypes)
+        fill_targets(self._made(requests), targets, images, dtypes)
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
     def _stored(self, name: str, stored: str) -> SavedTensor:
@@ -258,7 +258,9 @@ class Export:
 
     def _made(self, requests: list[fill_plan.TensorRequest]) -> fill_plan.FillPlan:
         """A plan to read boxes; all images are equally near, and none is mapped."""
-        return fill_plan.make(requests, self.index, rank=0, nearness=[1] * (2 * self.index.world))
+        return fill_plan.make_fill_plan(
+            requests, self.index, rank=0, nearness=[1] * (2 * self.index.world)
+        )
 
 
 def _not_one(names: tuple[str, ...], step_id: StepId) -> str:
@@ -342,7 +344,7 @@ def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
             value = name in tree.values
             yield component, name.removeprefix(f"{component}."), None if value else name
         return
-    for component, node in parse(layout.skeleton).items():
+    for component, node in parse_skeleton(layout.skeleton).items():
         for place, leaf in _of_node(node, component):
             yield component, (leaf or place).removeprefix(f"{component}."), leaf
 

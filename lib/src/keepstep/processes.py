@@ -56,7 +56,7 @@ def shell_code(wait_status: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def reap() -> dict[int, int]:
+def reap_children() -> dict[int, int]:
     """By pid, the shell codes of all children that have ended, including inherited ones."""
     ended: dict[int, int] = {}
     while True:
@@ -69,7 +69,7 @@ def reap() -> dict[int, int]:
         ended[pid] = shell_code(wait_status)
 
 
-def send(pid: int, number: int) -> None:
+def send_signal(pid: int, number: int) -> None:
     """Send a signal. A process that is already gone is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -85,7 +85,7 @@ class Process(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> Process | None:
         """The live process `pid`, or None."""
-        fields = stat(pid)
+        fields = process_stat(pid)
         return cls(pid, int(fields[19])) if fields is not None and _lives(fields) else None
 
     def alive(self) -> bool:
@@ -94,7 +94,7 @@ class Process(NamedTuple):
 
 
 def _lives(fields: Sequence[str]) -> bool:
-    """Whether the process with these `stat` fields is alive.
+    """Whether the process with these `process_stat` fields is alive.
 
     A zombie, which only waits for its parent, is not. A process whose first thread has ended is
     also in state Z, but is alive while num_threads (field 20) is above 1: SIGKILL ends its other
@@ -104,7 +104,7 @@ def _lives(fields: Sequence[str]) -> bool:
     return fields[0] not in "ZX" or int(fields[17]) > 1
 
 
-def stat(pid: int | str) -> list[str] | None:
+def process_stat(pid: int | str) -> list[str] | None:
     """The fields of /proc/PID/stat from the third on (proc(5)), because the second may contain any
     text. `pid` "self": this process. None if the process is gone or hidden."""
     try:
@@ -117,7 +117,7 @@ def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
     """The live descendants of `pid`, without those in `spare` and the descendants of these."""
     children: dict[int, list[Process]] = {}
     for name in os.listdir("/proc"):
-        fields = stat(int(name)) if name.isdigit() else None
+        fields = process_stat(int(name)) if name.isdigit() else None
         if fields is not None and _lives(fields):
             child = Process(int(name), int(fields[19]))
             children.setdefault(int(fields[1]), []).append(child)
@@ -130,7 +130,7 @@ def descendants(pid: int, *, spare: Iterable[int] = ()) -> tuple[Process, ...]:
     return tuple(found)
 
 
-def end_all(
+def end_processes(
     find: Callable[[], tuple[Process, ...]], *, grace_s: float, hurry: threading.Event | None = None
 ) -> None:
     """End the processes that `find` returns, until it returns none.
@@ -146,9 +146,9 @@ def end_all(
         late = hurry.is_set() or time.monotonic() > deadline
         for process in left:
             if late:
-                send(process.pid, signal.SIGKILL)
+                send_signal(process.pid, signal.SIGKILL)
             elif process not in asked:
-                send(process.pid, signal.SIGTERM)
+                send_signal(process.pid, signal.SIGTERM)
                 asked.add(process)
         time.sleep(_POLL_S) if late else hurry.wait(_POLL_S)
 

@@ -11,7 +11,7 @@ MOST = 65_536
 _LONGEST_NUMBER = 10
 
 
-def spans(numbers: Iterable[int]) -> str:
+def format_spans(numbers: Iterable[int]) -> str:
     """`0-3,8` for 0, 1, 2, 3, 8. Numbers that do not fit into `LONGEST` are left out at the end."""
     found: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -23,12 +23,12 @@ def spans(numbers: Iterable[int]) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST].rpartition(",")[0]
 
 
-def within(text: str, number: int) -> bool:
+def is_in_spans(text: str, number: int) -> bool:
     """Whether the number is in the set. Parts that cannot be read count as empty."""
     return any(a <= number <= b for a, b in map(_ends, text.split(",")))
 
 
-def numbers(text: str) -> Iterator[int]:
+def parse_spans(text: str) -> Iterator[int]:
     """The numbers of the set, at most `MOST`. Parts that cannot be read count as empty."""
     found = (number for a, b in map(_ends, text.split(",")) for number in range(a, b + 1))
     return islice(found, MOST)

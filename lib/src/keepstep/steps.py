@@ -94,13 +94,13 @@ class Epoch:
     origin: str = ""
 
 
-def merged(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
+def merge_epochs(epochs: Iterable[Epoch]) -> tuple[Epoch, ...]:
     """Each of these epochs once, oldest first. Of several with the same id, the last one counts."""
     known = {epoch.id: epoch for epoch in epochs}
     return tuple(known[epoch_id] for epoch_id in sorted(known))
 
 
-def named(word: str, ids: Iterable[StepId]) -> list[StepId]:
+def steps_named(word: str, ids: Iterable[StepId]) -> list[StepId]:
     """Those of `ids` that a person means by `word`: a step's full name, or its number."""
     return [
         step_id

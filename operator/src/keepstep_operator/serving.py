@@ -55,7 +55,7 @@ def health_routes(ready: Ready) -> list[web.RouteDef]:
     return [web.get("/healthz", healthz), web.get("/readyz", readyz)]
 
 
-def observed(registry: CollectorRegistry, ready: Ready) -> web.Application:
+def metrics_application(registry: CollectorRegistry, ready: Ready) -> web.Application:
     """The application of the metrics port: `/metrics`, `/healthz`, `/readyz`."""
 
     async def metrics(request: web.Request) -> web.Response:
@@ -68,7 +68,7 @@ def observed(registry: CollectorRegistry, ready: Ready) -> web.Application:
 
 
 @asynccontextmanager
-async def listening(
+async def serve_application(
     app: web.Application,
     *,
     port: int,

@@ -208,8 +208,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
 
     observed = ReportSource(
         measure=lambda: volume_status(service),
-        report=lambda volumes, sequence: report.report(service, volumes, sequence=sequence),
-        urgent=lambda: report.urgent(service),
+        report=lambda volumes, sequence: report.build_report(service, volumes, sequence=sequence),
+        urgent=lambda: report.is_urgent(service),
     )
     return service, Reporter(channel, observed, leader=leader, apply=apply, changes=changes)
 

@@ -148,7 +148,7 @@ async def gather_limited(calls: Sequence[Callable[[], Awaitable[T]]], *, most: i
 # --- blocking work ---------------------------------------------------------------------------
 
 
-async def blocking(
+async def run_blocking(
     executor: Executor | None, work: Callable[[], T], *, stop: Callable[[], None] | None = None
 ) -> T:
     """Run `work` on a thread of `executor` (None: the loop's own).
@@ -191,7 +191,7 @@ class OnThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
-def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+def run_detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run `work` on a thread of its own that nothing waits for, not even the end of this process.
     For work that may hang for ever and may be lost."""
     loop = asyncio.get_running_loop()
@@ -223,7 +223,7 @@ def detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
 # Threads that give way to the training.
 
 
-def yield_to_others(niceness: int) -> None:
+def raise_niceness(niceness: int) -> None:
     """Give this thread at least this niceness. On Linux, each thread has its own nice value.
 
     A thread that is already nicer stays so, because only root may lower a nice value.
@@ -255,7 +255,7 @@ def for_each_chunk(
     def run() -> None:
         try:
             if niceness:
-                yield_to_others(niceness)
+                raise_niceness(niceness)
             while (index := take()) is not None:
                 work(index)
                 done.append(index)

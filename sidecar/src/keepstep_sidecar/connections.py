@@ -123,7 +123,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def listen(port: int) -> socket.socket:
+def listen_on_all(port: int) -> socket.socket:
     """Listen on all addresses, of both families if there are both. Raises OSError."""
     with contextlib.suppress(OSError):
         return socket.create_server(
@@ -132,7 +132,7 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-async def serve(
+async def serve_connections(
     protocol: Callable[[], asyncio.Protocol],
     listening: socket.socket,
     strangers: UnauthenticatedConnections[asyncio.Transport],

@@ -37,13 +37,13 @@ STATUS = {
 """All codes, with their HTTP status. docs/protocol.md says what a trainer does at each."""
 
 
-def refuse(code: str, message: str) -> SidecarError:
+def refusal_error(code: str, message: str) -> SidecarError:
     """An error to be sent with this code, which must be in `STATUS`."""
     assert code in STATUS, code
     return SidecarError(message, code=code)
 
 
-def answer(error: KeepstepError) -> tuple[int, Problem]:
+def problem_of(error: KeepstepError) -> tuple[int, Problem]:
     """The HTTP status and the problem that describe `error`."""
     code = _code(error)
     return STATUS.get(code, 500), Problem(code=code, message=str(error))

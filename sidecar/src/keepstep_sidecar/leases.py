@@ -26,7 +26,7 @@ from keepstep.image import Layout
 from keepstep.wire.trainer import PROTOCOL, LeaseRequest
 from keepstep_sidecar import __version__
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.errors import refusal_error
 
 _HANDOVER_S = 2.0
 
@@ -100,7 +100,7 @@ class Leases:
         """The live lease with this token. Raises SidecarError `no-lease`."""
         if lease := self._by_token.get(token):
             return lease
-        raise refuse("no-lease", "this lease has ended; ask for another (POST /v1/lease)")
+        raise refusal_error("no-lease", "this lease has ended; ask for another (POST /v1/lease)")
 
     async def take(self, request: LeaseRequest, *, peer_pid: int) -> Lease:
         """A lease for this trainer. Waits briefly for a predecessor that is dying.
@@ -112,7 +112,7 @@ class Leases:
         self._refuse_child(request)
         await self._changes.until(lambda: request.rank not in self._by_rank, timeout_s=_HANDOVER_S)
         if other := self._by_rank.get(request.rank):
-            raise refuse(
+            raise refusal_error(
                 "rank-taken",
                 f"rank {request.rank} belongs to a trainer that is alive (pid"
                 f" {other.request.pid}, attempt {other.attempt}): end that process first",
@@ -125,7 +125,7 @@ class Leases:
     def _refuse_child(self, request: LeaseRequest) -> None:
         other = self._by_rank.get(request.rank)
         if other is not None and other.request.pid in request.ancestors:
-            raise refuse(
+            raise refusal_error(
                 "rank-of-parent",
                 f"rank {request.rank} belongs to pid {other.request.pid}, the trainer that started"
                 f" this process (pid {request.pid}): unset KEEPSTEP_SOCKET for a process that is no"
@@ -177,7 +177,7 @@ class Leases:
 def check_protocol(request: LeaseRequest) -> None:
     """Raises SidecarError `protocol` for a library that speaks another protocol."""
     if request.protocol != PROTOCOL:
-        raise refuse(
+        raise refusal_error(
             "protocol",
             f"the library {request.library} speaks protocol {request.protocol}, this sidecar"
             f" ({__version__}) protocol {PROTOCOL}: install both of one version",
@@ -188,7 +188,7 @@ def check_rank(request: LeaseRequest) -> None:
     """Raises SidecarError `bad-request` for a rank that no world can have. Directories and images
     are named by the rank."""
     if not 0 <= request.rank < request.world <= MOST_RANKS:
-        raise refuse(
+        raise refusal_error(
             "bad-request",
             f"rank {request.rank} of {request.world} is invalid: ranks begin at 0 and end below the"
             f" world size, which is at most {MOST_RANKS}",
@@ -201,7 +201,7 @@ def parse_layout(header: str) -> Layout:
         data = base64.b64decode(header, validate=True)
         return Layout.parse(memoryview(data))
     except (binascii.Error, ImageError) as error:
-        raise refuse("bad-image", f"the layout's header is not valid: {error}") from error
+        raise refusal_error("bad-image", f"the layout's header is not valid: {error}") from error
 
 
 # --- ranks of this machine -------------------------------------------------------------------
@@ -210,7 +210,7 @@ def parse_layout(header: str) -> Layout:
 # sidecar never concludes that the run lacks what it lacks itself.
 
 
-def local_world(request: LeaseRequest, *, environment: Mapping[str, str], alone: bool) -> int:
+def served_rank_count(request: LeaseRequest, *, environment: Mapping[str, str], alone: bool) -> int:
     """How many ranks of this run this sidecar serves; 0 when that is unknown.
 
     torchrun tells its workers. Without it, a sidecar that is `alone` serves all ranks. One of
@@ -225,7 +225,7 @@ def local_world(request: LeaseRequest, *, environment: Mapping[str, str], alone:
     return 1 if of_container == (str(request.rank), str(request.world)) else 0
 
 
-def sees_all(request: LeaseRequest) -> bool:
+def serves_all_ranks(request: LeaseRequest) -> bool:
     """Whether all ranks of the run are served here. `request.local_world` must be set already."""
     return request.local_world == request.world
 

@@ -18,8 +18,8 @@ from keepstep_operator.admission.server import Admission
 from keepstep_operator.certificates.pki import KeyPair, make_server
 from keepstep_operator.injection import InjectionDefaults
 from keepstep_operator.kube.client import KubeClient
-from keepstep_operator.serving import listening
-from keepstep_operator.tls import ServerTls, mounted
+from keepstep_operator.serving import serve_application
+from keepstep_operator.tls import ServerTls, mounted_pair
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import DEFAULTS
@@ -76,10 +76,10 @@ def started(tmp_path: Path, pair: KeyPair) -> Start:
                 path=lambda: path,
             )
             directory = write_pair(tmp_path / "tls", pair)
-            context = ServerTls(lambda: mounted(directory)).context
+            context = ServerTls(lambda: mounted_pair(directory)).context
             app = admission.application(str)
             port = await stack.enter_async_context(
-                listening(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
+                serve_application(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)
             )
             webhook = await stack.enter_async_context(
                 ApiServersWebhook(port, bundle=pair.certificate)

@@ -127,7 +127,7 @@ async def test_a_bug_of_ours_lets_the_pod_pass(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(admission_server, "admit", broken)
+    monkeypatch.setattr(admission_server, "decide_review", broken)
     async with started() as running:
         put_policy(running.server, policy_body())
         created, warnings = await running.webhook.create(pytorch_job())

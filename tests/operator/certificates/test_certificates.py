@@ -27,15 +27,15 @@ from keepstep_operator.certificates.keeper import CertificateKeeper, KeptCertifi
 from keepstep_operator.certificates.pki import (
     KeyPair,
     Validity,
-    fits,
+    certificate_validity,
+    is_matching_pair,
     make_authority,
     make_server,
     sign_request,
     sign_server,
-    split,
-    validity,
+    split_bundle,
 )
-from keepstep_operator.certificates.ring import CertificateRing, RingMove, due
+from keepstep_operator.certificates.ring import CertificateRing, RingMove, due_move
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS
@@ -95,18 +95,21 @@ def test_a_pod_cannot_pose_as_the_server_of_the_same_authority(authority: KeyPai
         life=DAY,
     )
     pod = KeyPair(certificate=signed, key=pem_of(key))
-    assert fits(pod)
+    assert is_matching_pair(pod)
     assert "mismatch" in shakes_hands(pod, bundle=authority.certificate, name=NAMES[0])
 
 
 def test_a_clock_that_is_an_hour_behind_accepts_a_new_leaf(leaf: KeyPair) -> None:
-    assert validity(leaf.certificate).begins < _now() - timedelta(hours=1)
+    assert certificate_validity(leaf.certificate).begins < _now() - timedelta(hours=1)
 
 
 def test_a_leaf_does_not_outlive_its_authority() -> None:
     authority = make_authority("short", now=_now(), life=DAY)
     leaf = sign_server(authority, NAMES, now=_now(), life=90 * DAY)
-    assert validity(leaf.certificate).ends <= validity(authority.certificate).ends
+    assert (
+        certificate_validity(leaf.certificate).ends
+        <= certificate_validity(authority.certificate).ends
+    )
 
 
 def test_authorities_of_one_name_are_told_apart() -> None:
@@ -114,21 +117,21 @@ def test_authorities_of_one_name_are_told_apart() -> None:
     leaf = sign_server(pair, NAMES, now=_now(), life=DAY)
     bundle = two.certificate + pair.certificate
     assert shakes_hands(leaf, bundle=bundle, name=NAMES[0]) == ""
-    assert split(bundle) == (two.certificate, pair.certificate)
+    assert split_bundle(bundle) == (two.certificate, pair.certificate)
 
 
 def test_a_pair_fits_only_with_its_own_key(authority: KeyPair, leaf: KeyPair) -> None:
-    assert fits(leaf)
-    assert not fits(KeyPair(certificate=leaf.certificate, key=authority.key))
-    assert not fits(KeyPair(certificate=b"", key=leaf.key))
-    assert not fits(KeyPair(certificate=leaf.certificate, key=b"nonsense"))
+    assert is_matching_pair(leaf)
+    assert not is_matching_pair(KeyPair(certificate=leaf.certificate, key=authority.key))
+    assert not is_matching_pair(KeyPair(certificate=b"", key=leaf.key))
+    assert not is_matching_pair(KeyPair(certificate=leaf.certificate, key=b"nonsense"))
 
 
 def test_what_cannot_be_read_is_no_certificate() -> None:
-    assert split(b"nonsense") == ()
-    assert split(b"") == ()
+    assert split_bundle(b"nonsense") == ()
+    assert split_bundle(b"") == ()
     with pytest.raises(ValueError, match="PEM"):
-        validity(b"nonsense")
+        certificate_validity(b"nonsense")
 
 
 # The timeline of a ring: a clock is passed in, and whole lives go by.
@@ -144,19 +147,20 @@ def _made(begin: datetime = START) -> KeyPair:
 
 def test_an_expired_pair_is_replaced_at_once_by_the_next_or_a_new_one() -> None:
     after, old = START + 3651 * DAY, _made()
-    assert due(CertificateRing(used=old), now=after, overlap=OVERLAP) is RingMove.BEGIN
+    assert due_move(CertificateRing(used=old), now=after, overlap=OVERLAP) is RingMove.BEGIN
     newer = CertificateRing(used=old, next=_made(after - DAY))
-    assert due(newer, now=after, overlap=OVERLAP) is RingMove.PROMOTE
+    assert due_move(newer, now=after, overlap=OVERLAP) is RingMove.PROMOTE
     assert (
-        due(CertificateRing(used=old, next=_made()), now=after, overlap=OVERLAP) is RingMove.BEGIN
+        due_move(CertificateRing(used=old, next=_made()), now=after, overlap=OVERLAP)
+        is RingMove.BEGIN
     )
 
 
 def test_somebody_may_ask_for_another_pair() -> None:
     asked = CertificateRing(used=_made(), asked=True)
-    assert due(asked, now=START + DAY, overlap=OVERLAP) is RingMove.ADD_NEXT
+    assert due_move(asked, now=START + DAY, overlap=OVERLAP) is RingMove.ADD_NEXT
     rotating = CertificateRing(used=_made(), next=_made(START), asked=True)
-    assert due(rotating, now=START + DAY, overlap=OVERLAP) is RingMove.NONE
+    assert due_move(rotating, now=START + DAY, overlap=OVERLAP) is RingMove.NONE
 
 
 # Rounds against an API server, with a clock that is turned by years: at every moment each
@@ -251,11 +255,11 @@ async def test_over_ten_years_every_client_accepts_every_server_within_the_overl
             bundles.append(kept.published)
             shown.append(kept.shown)
             for bundle in bundles[-3:]:
-                assert shown[-1].certificate in split(bundle)
-            assert shown[-2].certificate in split(bundles[-1])
+                assert shown[-1].certificate in split_bundle(bundle)
+            assert shown[-2].certificate in split_bundle(bundles[-1])
         assert len({pair.certificate for pair in shown}) == 2
-        assert max(len(split(bundle)) for bundle in bundles) == 2
-        assert len(split(bundles[-1])) == 1
+        assert max(len(split_bundle(bundle)) for bundle in bundles) == 2
+        assert len(split_bundle(bundles[-1])) == 1
 
 
 async def _ask(server: ApiServer) -> None:
@@ -278,12 +282,12 @@ async def test_nothing_is_used_while_it_could_not_be_published() -> None:
         refuse.over()
         assert (kept.shown, kept.published) == (shown, before)
         await kept.after(DAY)
-        assert (kept.shown, len(split(kept.published))) == (shown, 2)
+        assert (kept.shown, len(split_bundle(kept.published))) == (shown, 2)
         assert "keepstep.dev/rotate-ca" not in str(
             kept.server.take(SECRETS, SECRET, namespace=NAMESPACE)["metadata"]
         )
         await kept.after(OVERLAP)
-        assert kept.shown.certificate == split(kept.published)[0] != shown.certificate
+        assert kept.shown.certificate == split_bundle(kept.published)[0] != shown.certificate
 
 
 async def test_after_a_long_absence_what_was_in_use_is_trusted_for_another_overlap() -> None:
@@ -295,9 +299,9 @@ async def test_after_a_long_absence_what_was_in_use_is_trusted_for_another_overl
         for _ in range(2):
             await kept.after(100 * DAY if kept.shown == shown else timedelta(minutes=1))
             assert shown != kept.shown
-            assert shown.certificate in split(kept.published)
+            assert shown.certificate in split_bundle(kept.published)
         await kept.after(OVERLAP)
-        assert shown.certificate not in split(kept.published)
+        assert shown.certificate not in split_bundle(kept.published)
 
 
 class _Refusing:

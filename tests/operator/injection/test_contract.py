@@ -15,7 +15,7 @@ from keepstep_sidecar.config.sidecar import (
     ArchiveConfig,
     Config,
     PeerSettings,
-    values_of,
+    given_values,
 )
 from tests.operator.injection.pods import DEFAULTS, EMPTY_DIR, HOST_PATH, policy, pytorch_job
 
@@ -47,7 +47,7 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("containers")
 def test_the_sidecar_understands_every_setting() -> None:
-    config = Config.of(values_of())
+    config = Config.of(given_values())
     assert config.run == "gpt-3f6a1f0e"
     assert config.memory_dir == Path("/run/keepstep")
     assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
@@ -81,7 +81,7 @@ def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
     for variable in sidecar["env"]:
         if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
             monkeypatch.setenv(variable["name"], variable["value"])
-    config = Config.of(values_of())
+    config = Config.of(given_values())
     assert (config.persist_every, config.drive_writes_per_day) == (None, 0.3)
     assert config.persist_base == 5
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.spans import LONGEST, spans, within
+from keepstep.spans import LONGEST, format_spans, is_in_spans
 from keepstep_operator.injection import NearNode, inject
 from tests.operator.injection.pod_security import restricted_violations
 from tests.operator.injection.pods import (
@@ -187,18 +187,18 @@ def test_a_pod_with_all_of_it_is_a_pod_of_kubernetes_and_stays_restricted(make: 
 def test_a_set_of_numbers_is_read_back_from_its_few_characters(
     numbers: set[int], other: int
 ) -> None:
-    text = spans(numbers)
-    assert all(within(text, number) for number in numbers)
-    assert within(text, other) == (other in numbers)
+    text = format_spans(numbers)
+    assert all(is_in_spans(text, number) for number in numbers)
+    assert is_in_spans(text, other) == (other in numbers)
 
 
 def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
-    text = spans(range(0, 20_000, 2))
+    text = format_spans(range(0, 20_000, 2))
     assert len(text) <= LONGEST
-    assert within(text, 0)
-    assert not within(text, 1)
+    assert is_in_spans(text, 0)
+    assert not is_in_spans(text, 1)
     for wrong in ("", "a", "1-", "-1", "1-b", "3-1"):
-        assert not within(wrong, 2), wrong
+        assert not is_in_spans(wrong, 2), wrong
 
 
 # --- forks ---------------------------------------------------------------------------------------

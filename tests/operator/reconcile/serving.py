@@ -20,8 +20,8 @@ from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.resources import RUNS
 from keepstep_operator.reconcile.main import Parts, ReconcileSettings
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
-from keepstep_operator.serving import listening
-from keepstep_operator.tls import ServerTls, mounted
+from keepstep_operator.serving import serve_application
+from keepstep_operator.tls import ServerTls, mounted_pair
 from tests.certificates import make_certificate
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
@@ -75,7 +75,7 @@ async def serving(
     its API alone, which looks up pods that it does not know. `options`: of the command."""
     authority = make_certificate(directory)
     (directory / "ca.crt").write_bytes(authority)
-    tls = ServerTls(lambda: mounted(directory))
+    tls = ServerTls(lambda: mounted_pair(directory))
     connector = aiohttp.TCPConnector(ssl=trusting(authority))
     settings = {
         "host_paths": (),
@@ -94,7 +94,7 @@ async def serving(
                 parts = Parts(client, ReconcileSettings(**settings), PeerCertificates(directory))
                 working = asyncio.create_task(parts.work() if watching else parts.rounds.load())
                 try:
-                    async with listening(
+                    async with serve_application(
                         parts.reports.application(),
                         port=0,
                         ssl_context=tls.context,

@@ -12,7 +12,12 @@ from keepstep_operator.api.cluster_objects import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.tiers import Archive, ArchiveBucket, PeerSpec
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.conditions import _DOUBTS, SILENT_S, ConditionState, verdicts
+from keepstep_operator.reconcile.conditions import (
+    _DOUBTS,
+    SILENT_S,
+    ConditionState,
+    condition_states,
+)
 from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
@@ -32,7 +37,7 @@ S3 = Archive(store=ArchiveBucket(kind="s3", name="ckpt"))
 def verdict_of(
     run: Run, condition: str, *, now: float = T0, cluster: ClusterFacts | None = None
 ) -> ConditionState | None:
-    return verdicts(run, cluster or ClusterFacts(), now=now).get(condition)
+    return condition_states(run, cluster or ClusterFacts(), now=now).get(condition)
 
 
 def brief(run: Run, condition: str, **more: Any) -> tuple[str, str] | None:
@@ -73,7 +78,7 @@ def test_protected_is_false_for_what_costs_steps(
 
 def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
     run = reported(begun())
-    found = verdicts(run, ClusterFacts(), now=T0)
+    found = condition_states(run, ClusterFacts(), now=T0)
     assert {condition: verdict.status for condition, verdict in found.items()} == {
         "Protected": "True",
         "FullyInjected": "True",

@@ -12,7 +12,7 @@ from keepstep_operator.api.cluster_objects import Job, JobState, PodRecord
 from keepstep_operator.api.run_status import JobStatus, RunStatus
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.jobs import owner_of, state_of
+from keepstep_operator.reconcile.jobs import read_job_owner, read_job_state
 from keepstep_operator.reconcile.run import UNKNOWN_JOB_S, Run
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import (
@@ -205,15 +205,15 @@ async def test_what_made_a_job_set_is_its_controller(
 ) -> None:
     cluster = ApiServer(objects={f"{SETS}/llama": body})
     async with cluster.running(), KubeClient(cluster.access) as client:
-        assert await owner_of(client, JOB_SET, KEY.namespace) == owner
+        assert await read_job_owner(client, JOB_SET, KEY.namespace) == owner
 
 
 async def test_a_job_set_that_is_gone_or_may_not_be_read_has_no_owner() -> None:
     cluster = ApiServer()
     async with cluster.running(), KubeClient(cluster.access) as client:
-        assert await owner_of(client, JOB_SET, KEY.namespace) is None
+        assert await read_job_owner(client, JOB_SET, KEY.namespace) is None
         cluster.forbidden = "/jobsets"
-        assert await owner_of(client, JOB_SET, KEY.namespace) is None
+        assert await read_job_owner(client, JOB_SET, KEY.namespace) is None
 
 
 async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
@@ -221,9 +221,9 @@ async def test_a_train_job_tells_its_end_by_its_conditions() -> None:
     body = {"metadata": {"name": "llama", "uid": "train-1"}, "status": over}
     cluster = ApiServer(objects={f"{TRAIN_JOBS}/llama": body})
     async with cluster.running(), KubeClient(cluster.access) as client:
-        assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.FINISHED
+        assert await read_job_state(client, TRAIN_JOB, KEY.namespace) is JobState.FINISHED
         body["status"] = {"conditions": [{"type": "Suspended", "status": "True"}]}
-        assert await state_of(client, TRAIN_JOB, KEY.namespace) is JobState.ACTIVE
+        assert await read_job_state(client, TRAIN_JOB, KEY.namespace) is JobState.ACTIVE
 
 
 RAY_JOB = Job(api_version="ray.io/v1", kind="RayJob", name="llama", uid="ray-1")
@@ -242,8 +242,8 @@ async def test_a_ray_job_owns_its_cluster_and_tells_its_end_by_its_deployment_st
         }
     )
     async with cluster.running(), KubeClient(cluster.access) as client:
-        assert await owner_of(client, RAY_CLUSTER, KEY.namespace) == RAY_JOB
-        assert await state_of(client, RAY_CLUSTER, KEY.namespace) is JobState.ACTIVE
+        assert await read_job_owner(client, RAY_CLUSTER, KEY.namespace) == RAY_JOB
+        assert await read_job_state(client, RAY_CLUSTER, KEY.namespace) is JobState.ACTIVE
         for phase, state in (
             ("Running", JobState.ACTIVE),
             ("Retrying", JobState.ACTIVE),
@@ -251,4 +251,4 @@ async def test_a_ray_job_owns_its_cluster_and_tells_its_end_by_its_deployment_st
             ("Failed", JobState.FAILED),
         ):
             job["status"] = {"jobStatus": "RUNNING", "jobDeploymentStatus": phase}
-            assert await state_of(client, RAY_JOB, KEY.namespace) is state
+            assert await read_job_state(client, RAY_JOB, KEY.namespace) is state

@@ -26,7 +26,7 @@ from keepstep.wire.run_reports import (
     ReportedDrive,
     RunEvent,
 )
-from keepstep_operator.reconcile.reports_api import bounded
+from keepstep_operator.reconcile.reports_api import check_bounds
 from tests.operator.apiserver import ApiServer, bound_to
 from tests.operator.reconcile.samples import (
     KEY,
@@ -210,10 +210,10 @@ def test_a_leader_cuts_what_is_too_long() -> None:
         epochs=most.epochs * 99,
         record=replace(most.record, holders=most.record.holders * 2),
     )
-    cut = wire.within_bounds(more)
-    assert bounded(cut) is cut
+    cut = wire.cut_to_bounds(more)
+    assert check_bounds(cut) is cut
     assert len(msgspec.json.encode(cut)) <= wire.LARGEST_BYTES
-    assert wire.within_bounds(most) == most
+    assert wire.cut_to_bounds(most) == most
 
 
 async def test_the_largest_report_is_taken_in_and_one_beyond_a_bound_is_not(

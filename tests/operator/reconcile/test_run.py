@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.steps import Epoch, EpochId
-from keepstep.wire.run_reports import MOST_RECENT, LeaderRecord, NodeHoldings, RunEvent, utc
+from keepstep.wire.run_reports import MOST_RECENT, LeaderRecord, NodeHoldings, RunEvent, format_utc
 from keepstep_operator.api.cluster_objects import JobState
 from keepstep_operator.api.run_status import (
     CommittedStatus,
     PolicyStatus,
     RunStatus,
-    as_json,
     read_status,
+    status_json,
 )
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.events import events
-from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_pod, requested
-from keepstep_operator.reconcile.render import render
+from keepstep_operator.reconcile.events import change_events
+from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_answer, leader_pod
+from keepstep_operator.reconcile.render import render_status
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     JOB,
@@ -37,7 +37,9 @@ from tests.operator.reconcile.samples import (
     step,
 )
 
-RESTORED = RunEvent(time=utc(T0), type="Restored", step=90, lost_steps=10, message="restored")
+RESTORED = RunEvent(
+    time=format_utc(T0), type="Restored", step=90, lost_steps=10, message="restored"
+)
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -54,18 +56,18 @@ def test_a_leader_that_begins_asks_for_the_record_and_does_not_change_it() -> No
     run = reported(begun(), report(record=record))
     again = reported(run, report(leader="leader-2", sequence=1))
     assert again.record == record
-    assert requested(again, ClusterFacts()).record == record
+    assert leader_answer(again, ClusterFacts()).record == record
     later = reported(
         again, report(leader="leader-2", sequence=2, record=replace(record, restarts=4))
     )
     assert later.record.restarts == 4
-    assert requested(later, ClusterFacts()).record is None
+    assert leader_answer(later, ClusterFacts()).record is None
 
 
 def test_a_commit_is_as_old_as_it_was_first_seen() -> None:
     run = reported(begun(), report(100))
     run = reported(run, report(100, sequence=3), at=T0 + 60)
-    assert run.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
+    assert run.committed == CommittedStatus(step=100, id=str(step(100)), time=format_utc(T0))
 
 
 def test_a_commit_out_of_sight_stands_until_all_members_have_reported() -> None:
@@ -89,7 +91,7 @@ def test_what_happened_is_kept_once_and_the_newest_only() -> None:
     run = reported(begun(), report(recent=(RESTORED,)))
     run = reported(run, report(sequence=3, recent=(RESTORED,)))
     assert run.recent == (RESTORED,)
-    more = tuple(replace(RESTORED, time=utc(T0 + number)) for number in range(1, 20))
+    more = tuple(replace(RESTORED, time=format_utc(T0 + number)) for number in range(1, 20))
     assert len(reported(run, report(sequence=4, recent=more)).recent) == MOST_RECENT
 
 
@@ -117,7 +119,7 @@ def test_what_an_earlier_process_wrote_is_taken_over() -> None:
     old = reported(
         begun(), report(record=LeaderRecord(restarts=2, lost_steps=30), recent=(RESTORED,))
     )
-    status = read_status(as_json(render(old, ClusterFacts(), now=T0)))
+    status = read_status(status_json(render_status(old, ClusterFacts(), now=T0)))
     run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=status))
     assert (run.committed, run.recent, run.job) == (old.committed, old.recent, JOB)
     assert run.record == replace(old.record, counted="0001.aaaaaaaa")
@@ -135,7 +137,7 @@ def test_a_status_is_read_back_as_it_was_written() -> None:
         holders=(NodeHoldings(node="n", node_ranks="0-3", step=7),),
         watermarks={"local": str(step(100))},
     )
-    body = as_json(status)
+    body = status_json(status)
     assert body["policy"]["spec"] == spec
     assert body["holders"] == [{"node": "n", "nodeRanks": "0-3", "step": 7}]
     assert read_status(body) == status
@@ -188,7 +190,7 @@ def _steps() -> st.SearchStrategy[Step]:
             sequence=sequence,
             settled=settled,
             record=LeaderRecord(restarts=restarts),
-            recent=(replace(RESTORED, time=utc(T0 + sequence)),),
+            recent=(replace(RESTORED, time=format_utc(T0 + sequence)),),
         ),
         st.sampled_from(["a", "b"]),
         st.integers(1, 5),
@@ -228,15 +230,15 @@ def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
         assert [*run.recent] == sorted(run.recent, key=lambda event: event.time, reverse=True)
         leads = leader_pod(run)
         assert leads is None or (leads in members and leads.node_rank == 0)
-        request = requested(run, ClusterFacts(complete=True))
+        request = leader_answer(run, ClusterFacts(complete=True))
         assert {member.pod for member in request.members} == {
             member.uid for member in members if member.injected
         }
-        status = render(run, ClusterFacts(), now=now)
-        assert read_status(as_json(status)) == status
+        status = render_status(run, ClusterFacts(), now=now)
+        assert read_status(status_json(status)) == status
         written = replace(run, status=status)
-        assert render(written, ClusterFacts(), now=now + 1) == status, (
+        assert render_status(written, ClusterFacts(), now=now + 1) == status, (
             "nothing changed but the time"
         )
-        assert not [*events(run, run)]
-        assert all(event.message for event in events(before, run))
+        assert not [*change_events(run, run)]
+        assert all(event.message for event in change_events(before, run))

@@ -18,7 +18,7 @@ from keepstep.wire.run_reports import (
     ReportedAlarm,
     RunEvent,
     SaveOverhead,
-    utc,
+    format_utc,
 )
 from keepstep_operator.api.cluster_objects import Job, NodeRecord
 from keepstep_operator.api.policy import VolumeKind
@@ -29,13 +29,13 @@ from keepstep_operator.reconcile import leader_answer as module
 from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.events import (
     KubernetesEvent,
-    bodies,
-    events,
+    change_events,
+    event_bodies,
     policy_event,
-    standing,
+    standing_events,
 )
-from keepstep_operator.reconcile.leader_answer import ClusterFacts, requested
-from keepstep_operator.reconcile.render import policy_status, render
+from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_answer
+from keepstep_operator.reconcile.render import policy_status, render_status
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     KEY,
@@ -52,7 +52,7 @@ from tests.operator.reconcile.samples import (
 
 
 def shown(run: Run, **more: Any) -> RunStatus:
-    return render(run, more.pop("cluster", ClusterFacts()), now=more.pop("now", T0))
+    return render_status(run, more.pop("cluster", ClusterFacts()), now=more.pop("now", T0))
 
 
 # --- the status ----------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_a_healthy_run_is_shown_in_its_columns() -> None:
     status = shown(reported(begun(), run_report))
     assert (status.phase, status.world, status.nodes) == ("Running", 2, 2)
     assert (status.step, status.behind, status.epoch) == (101, 1, "0001.aaaaaaaa")
-    assert status.committed == CommittedStatus(step=100, id=str(step(100)), time=utc(T0))
+    assert status.committed == CommittedStatus(step=100, id=str(step(100)), time=format_utc(T0))
     assert status.watermarks == {"memory": str(step(101)), "local": str(step(100))}
     assert (status.tiers, status.nodes_summary) == ("local", "node-0,node-1")
     assert (status.restarts, status.lost_steps, status.job_name) == (2, 7, "gpt")
@@ -193,13 +193,13 @@ def test_an_earlier_run_and_a_fresh_start_say_what_to_do() -> None:
 
 
 def reasons(before: Run, after: Run) -> list[tuple[str, bool]]:
-    return [(event.reason, event.warning) for event in events(before, after)]
+    return [(event.reason, event.warning) for event in change_events(before, after)]
 
 
 def test_each_change_is_told_once() -> None:
     run = begun()
-    restored = RunEvent(time=utc(T0), type="Restored", message="restored step 90", step=90)
-    started = replace(restored, type="FreshStart", time=utc(T0 + 1))
+    restored = RunEvent(time=format_utc(T0), type="Restored", message="restored step 90", step=90)
+    started = replace(restored, type="FreshStart", time=format_utc(T0 + 1))
     alarm, doubt = (
         ReportedAlarm(kind="TwoWriters", text="two"),
         Advisory(kind=AdvisoryKind.COMMIT_STALLED, text="no"),
@@ -219,14 +219,14 @@ def test_each_change_is_told_once() -> None:
 def test_a_warning_of_a_sidecar_names_its_pod() -> None:
     run = reported(begun())
     after = reported(run, report(sequence=3, nodes=(node(1, warnings=("slow",)),)))
-    assert [event.message for event in events(run, after)] == ["gpt-worker-1: slow"]
+    assert [event.message for event in change_events(run, after)] == ["gpt-worker-1: slow"]
 
 
 def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
     run = begun(pod(0, labelled=True), pod(1, labelled=True))
     other = Job(api_version="batch/v1", kind="Job", name="again", uid="job-2")
     after = transitions.pod_seen(run, pod(0, life=9, labelled=True, job=other), at=T0)
-    (event,) = events(run, after)
+    (event,) = change_events(run, after)
     assert (event.reason, event.about) == ("RunTaken", other)
 
 
@@ -236,7 +236,7 @@ def test_what_holds_is_told_again_as_long_as_it_does() -> None:
         report(without_library="1", safe=LossOutcome(sole=("node-0",))),
     )
     cluster = ClusterFacts(nodes={"node-0": NodeRecord(name="node-0", cordoned=True)})
-    found = [(event.reason, event.topic) for event in standing(run, cluster, now=T0)]
+    found = [(event.reason, event.topic) for event in standing_events(run, cluster, now=T0)]
     assert found == [
         ("NotInjected", "pod-2-1"),
         ("LibraryMissing", "gpt-worker-1"),
@@ -249,11 +249,11 @@ def test_an_event_is_on_the_job_and_on_the_run() -> None:
         begun(),
         KubernetesEvent(reason="Committed", message="step 5\x1b[31m", warning=False),
     )
-    made = [*bodies(event, KEY, job=run.job, run_uid="run-1", name="x", now=T0)]
+    made = [*event_bodies(event, KEY, job=run.job, run_uid="run-1", name="x", now=T0)]
     assert [event["regarding"]["kind"] for event in made] == ["PyTorchJob", "CheckpointRun"]
     assert [event["related"]["kind"] for event in made] == ["CheckpointRun", "PyTorchJob"]
     assert {(event["type"], event["note"]) for event in made} == {("Normal", "step 5\ufffd[31m")}
-    (alone,) = bodies(event, KEY, job=run.job, run_uid="", name="x", now=T0)
+    (alone,) = event_bodies(event, KEY, job=run.job, run_uid="", name="x", now=T0)
     assert alone["regarding"]["kind"] == "PyTorchJob"
 
 
@@ -268,7 +268,7 @@ def test_a_policy_says_whether_it_is_accepted() -> None:
     bad = policy_status(wrong, good, now=T0 + 9)
     assert (bad["conditions"][0]["reason"], bad["conditions"][0]["lastTransitionTime"]) == (
         "InvalidMemory",
-        utc(T0 + 9),
+        format_utc(T0 + 9),
     )
     event = policy_event(wrong)
     assert event is not None
@@ -289,9 +289,9 @@ def test_there_is_an_object_for_each_kept_step() -> None:
     run = reported(
         begun(), report(kept=(kept(90, Tier.LOCAL, Tier.ARCHIVE), kept(80)), certain=True)
     )
-    names = [checkpoints.name_of(run, checkpoint) for checkpoint in (kept(90), kept(80))]
+    names = [checkpoints.checkpoint_name(run, checkpoint) for checkpoint in (kept(90), kept(80))]
     known = {names[0]: ("archive",), f"{KEY.name}-{step(10)}": ("archive",)}
-    due = checkpoints.changes(run, known)
+    due = checkpoints.due_changes(run, known)
     assert [checkpoint.step for checkpoint in due.made] == [str(step(80))]
     assert [checkpoint.step for checkpoint in due.moved] == [str(step(90))]
     assert due.gone == (f"{KEY.name}-{step(10)}",)
@@ -302,8 +302,8 @@ def test_there_is_an_object_for_each_kept_step() -> None:
 
 def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
     known = {f"{KEY.name}-{step(10)}": ("archive",)}
-    assert checkpoints.changes(begun(), known) == checkpoints.ObjectChanges()
-    assert checkpoints.changes(reported(begun(), report(certain=False)), known).gone == ()
+    assert checkpoints.due_changes(begun(), known) == checkpoints.ObjectChanges()
+    assert checkpoints.due_changes(reported(begun(), report(certain=False)), known).gone == ()
 
 
 # --- what the leader is told ---------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
         pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
     )
     run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), body)
-    request = requested(run, ClusterFacts(complete=True), authorities="PEM")
+    request = leader_answer(run, ClusterFacts(complete=True), authorities="PEM")
     assert [(member.node_rank, member.address, member.leaving) for member in request.members] == [
         (0, "10.0.0.1", False),
         (1, "10.0.0.2", True),
@@ -329,7 +329,7 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
 def test_zones_are_the_value_of_the_policy_s_key() -> None:
     run = begun(known=policy(peers=PeerSpec(topology_key="zone")))
     nodes = {"node-0": NodeRecord(name="node-0", labels={"zone": "a"})}
-    request = requested(run, ClusterFacts(nodes=nodes))
+    request = leader_answer(run, ClusterFacts(nodes=nodes))
     assert [member.domain for member in request.members] == ["a", "node-1"], (
         "one without a label is its own"
     )
@@ -346,9 +346,9 @@ def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> Non
         agents={"node-7": "10.0.0.7:26741", "node-8": "10.0.0.8:26741"},
         complete=True,
     )
-    request = requested(run, cluster)
+    request = leader_answer(run, cluster)
     assert (request.agents, request.lost_nodes) == ({"node-7": "10.0.0.7:26741"}, ("node-9",))
-    assert requested(run, replace(cluster, complete=False)).lost_nodes == ()
+    assert leader_answer(run, replace(cluster, complete=False)).lost_nodes == ()
 
 
 def test_a_run_with_more_pods_than_are_named_is_never_complete(
@@ -356,6 +356,6 @@ def test_a_run_with_more_pods_than_are_named_is_never_complete(
 ) -> None:
     """Otherwise its leader would take those that are not named for gone."""
     monkeypatch.setattr(module, "MOST_MEMBERS", 2)
-    assert requested(begun(pod(0), pod(1)), ClusterFacts(complete=True)).complete
-    request = requested(begun(pod(0), pod(1), pod(2)), ClusterFacts(complete=True))
+    assert leader_answer(begun(pod(0), pod(1)), ClusterFacts(complete=True)).complete
+    request = leader_answer(begun(pod(0), pod(1), pod(2)), ClusterFacts(complete=True))
     assert (len(request.members), request.complete) == (2, False)

@@ -78,12 +78,12 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def move(target: int, source: int, size_bytes: int) -> None:
+def copy_bytes(target: int, source: int, size_bytes: int) -> None:
     """Do one plain move on this thread."""
     _memmove(target, source, size_bytes)
 
 
-def run(transfers: Transfers, *, threads: int = 1) -> None:
+def run_transfers(transfers: Transfers, *, threads: int = 1) -> None:
     """Do all transfers, the plain moves on up to `threads` threads. Returns when all are done.
 
     Raises KeepstepError, before anything is copied, if a tensor has lost its memory.
@@ -168,7 +168,7 @@ _Part = tuple[Tensor, int]
 def _bring(copies: Sequence[TensorCopy]) -> Sequence[TensorCopy]:
     """Make the copies of plain memory of the host into plain tensors of devices. Returns the copies
     that are left: the others, or all of them if they are few bytes or nothing can be pinned."""
-    here, plain = accelerator.here(), dict[torch.device, list[TensorCopy]]()
+    here, plain = accelerator.current_accelerator(), dict[torch.device, list[TensorCopy]]()
     for copy in copies:
         place = here.device_of(copy.target)
         if place is not None and _is_bytewise(copy):
@@ -199,7 +199,11 @@ def _carry(
     copies: Sequence[TensorCopy], place: torch.device, parts_of_memory: Sequence[Tensor]
 ) -> None:
     """Make these copies with one thread for each part of pinned memory."""
-    here, lock, failures = accelerator.here(), threading.Lock(), list[BaseException]()
+    here, lock, failures = (
+        accelerator.current_accelerator(),
+        threading.Lock(),
+        list[BaseException](),
+    )
     loads = _loads(copies)
 
     def next_load() -> list[_Part] | None:
@@ -238,9 +242,9 @@ def _carry_alone(loads: Iterable[list[_Part]], memory: Tensor, stream: torch.Str
             at, sources = 0, []
             for target, source in load:
                 sources.append(buffer[at : at + target.numel()])
-                move(sources[-1].data_ptr(), source, target.numel())
+                copy_bytes(sources[-1].data_ptr(), source, target.numel())
                 at += _aligned(target.numel())
-            accelerator.here().copy([target for target, _ in load], sources)
+            accelerator.current_accelerator().copy([target for target, _ in load], sources)
             buffers.append((buffer, stream.record_event()))
     finally:  # the buffers are not pinned much longer
         stream.synchronize()
@@ -275,7 +279,7 @@ def _aligned(size: int) -> int:
 # --- page tables: filled in one call instead of fault by fault ---------------------------------
 
 
-def populate(address: int, size_bytes: int) -> None:
+def populate_pages(address: int, size_bytes: int) -> None:
     """Map pages that already exist. Without it, the 524,288 page faults of a 2 GiB slot cost a copy
     0.7 s.
 

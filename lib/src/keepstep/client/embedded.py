@@ -82,7 +82,7 @@ class SidecarRestarter:
         self._message = text
 
 
-def socket(directory: str | os.PathLike[str] | None, run: str | None = None) -> str:
+def socket_path(directory: str | os.PathLike[str] | None, run: str | None = None) -> str:
     """Path of the sidecar's socket.
 
     If `keepstep run` or a pod provides a sidecar for this process, its socket is returned. Else a
@@ -105,10 +105,10 @@ def socket(directory: str | os.PathLike[str] | None, run: str | None = None) -> 
     return inherited if inherited or directory is None else _start(directory, run, os.environ)
 
 
-def keeper(
+def sidecar_restarter(
     directory: str | os.PathLike[str] | None, run: str | None = None
 ) -> SidecarRestarter | None:
-    """The keeper of the sidecar that `socket` started. None if another process looks after the
+    """The keeper of the sidecar that `socket_path` started. None if another process looks after the
     sidecar: one that started it in another way, or the first rank of this machine."""
     provided = run is None and os.environ.get(SOCKET_ENV)
     if directory is None or provided or os.environ.get("LOCAL_RANK", "0") != "0":

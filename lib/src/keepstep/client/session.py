@@ -493,7 +493,7 @@ class SidecarSession:
 def _age_s() -> float:
     """For how many seconds this process has lived (proc(5): field 22 of stat, in ticks since the
     boot)."""
-    fields = processes.stat("self")
+    fields = processes.process_stat("self")
     if fields is None:
         return 0.0
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -506,7 +506,7 @@ def _ancestors() -> tuple[int, ...]:
     pid = os.getppid()
     while pid > 0 and len(found) < 32:
         found.append(pid)
-        if (fields := processes.stat(pid)) is None:
+        if (fields := processes.process_stat(pid)) is None:
             break
         pid = int(fields[1])
     return tuple(found)

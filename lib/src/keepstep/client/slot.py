@@ -71,11 +71,11 @@ class SlotMapping:
     def populate(self) -> None:
         """Map all pages for writing. A slot that is only read does not need this: the kernel maps
         sixteen pages at a read fault, but only one at a write fault."""
-        copying.populate(self.address, self.layout.size_bytes)
+        copying.populate_pages(self.address, self.layout.size_bytes)
 
     def pin(self, device: int | None = None) -> None:
         """Pin the memory as long as it is mapped; see `Accelerator.pin`."""
-        here, size_bytes = accelerator.here(), self.layout.size_bytes
+        here, size_bytes = accelerator.current_accelerator(), self.layout.size_bytes
         if not self.pinned and here.pin(self.address, size_bytes, device):
             self.pinned = True
             weakref.finalize(self, here.unpin, self.address)
@@ -129,7 +129,7 @@ class GrantedSlot(NamedTuple):
     base: SlotMapping | None = None
 
 
-def discard(held: list[object]) -> None:
+def drop_mappings(held: list[object]) -> None:
     """Drop the last references to mappings in a thread of its own: to unmap and to unpin takes the
     kernel and the driver about a tenth of the time of the copy. The interpreter's end waits for it,
     as torch aborts a process that ends within; so nothing that runs after that wait may call this.

@@ -20,8 +20,9 @@ _WITHIN_S = 2.0
 _REASON = 4000  # characters
 
 
-def watch(report: Callable[[BaseException], None]) -> None:
-    """From now on, call `report` with an uncaught error. The previous excepthook runs first."""
+def watch_uncaught_errors(report: Callable[[BaseException], None]) -> None:
+    """From now on, call `report_uncaught_error` with an uncaught error. The previous excepthook
+    runs first."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
@@ -33,7 +34,7 @@ def watch(report: Callable[[BaseException], None]) -> None:
     sys.excepthook = hook
 
 
-def report(error: BaseException) -> None:
+def report_uncaught_error(error: BaseException) -> None:
     """Tell the sidecar of this error, if it is one of a script. Raises nothing."""
     path = os.environ.get("KEEPSTEP_SOCKET")
     if not path or not isinstance(error, Exception):
@@ -52,10 +53,10 @@ def report(error: BaseException) -> None:
 
 def is_repeated(error: BaseException) -> bool:
     """Whether a new start ends in the same error, as long as no step was kept in between."""
-    return any(isinstance(cause, _REPEATED) for cause in chain(error, contexts=False))
+    return any(isinstance(cause, _REPEATED) for cause in error_chain(error, contexts=False))
 
 
-def chain(error: BaseException | None, *, contexts: bool) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None, *, contexts: bool) -> Iterator[BaseException]:
     """The error and its causes. `contexts`: also those that were being handled when it came."""
     known = set[int]()
     while error is not None and id(error) not in known:

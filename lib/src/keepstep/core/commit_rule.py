@@ -36,7 +36,7 @@ _Key = tuple[StepId, int]
 """A step and the world size of its images."""
 
 
-def bits(ranks: int) -> Iterator[int]:
+def each_rank(ranks: int) -> Iterator[int]:
     """The ranks in a bitmap, ascending."""
     lowest = (ranks & -ranks).bit_length() - 1  # a node's ranks are few, and may be high
     digits = bin(ranks >> max(lowest, 0))[:1:-1]
@@ -46,7 +46,7 @@ def bits(ranks: int) -> Iterator[int]:
         at = digits.find("1", at + 1)
 
 
-def bitmap(ranks: Iterable[int]) -> int:
+def rank_bitmap(ranks: Iterable[int]) -> int:
     """The bitmap of these ranks."""
     found = 0
     for rank in ranks:
@@ -161,7 +161,7 @@ class HeldImages:
         if ranks == self.ranks:  # as nearly always
             self._columns = array("i"), array("i"), array("q")
         else:
-            for at in reversed([_index(self.ranks, rank) for rank in bits(ranks)]):
+            for at in reversed([_index(self.ranks, rank) for rank in each_rank(ranks)]):
                 for column in self._columns:
                     column.pop(at)
         self.ranks &= ~ranks
@@ -189,11 +189,11 @@ class HeldImages:
 
     def params(self) -> Iterator[tuple[int, int]]:
         """By rank, a number that stands for the digest of the parameters; 0 if there is none."""
-        return zip(bits(self.ranks), self._columns[1], strict=True)
+        return zip(each_rank(self.ranks), self._columns[1], strict=True)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         """Bytes of each image, by rank."""
-        return zip(bits(self.ranks), self._columns[2], strict=True)
+        return zip(each_rank(self.ranks), self._columns[2], strict=True)
 
     @property
     def has_twins(self) -> bool:
@@ -276,7 +276,7 @@ class Lineage:
         return self.standing(step_id) in RESTORABLE
 
 
-def trace(
+def trace_lineage(
     recorded: Mapping[EpochId, Epoch],
     *,
     seen: Iterable[EpochId] = (),
@@ -310,7 +310,7 @@ NO_NODE = -1
 
 
 @functools.cache
-def at_least(tier: Tier) -> tuple[Tier, ...]:
+def tiers_at_least(tier: Tier) -> tuple[Tier, ...]:
     """This tier and the stronger ones."""
     return NEAREST_FIRST[NEAREST_FIRST.index(tier) :]
 
@@ -378,7 +378,7 @@ class RanksReport:
             yield rank, replace(self, ranks=Ranks.of((rank,)), tiers=tiers)
 
 
-def together(each: Iterable[AnyReport]) -> tuple[AnyReport, ...]:
+def merge_equal_reports(each: Iterable[AnyReport]) -> tuple[AnyReport, ...]:
     """Merge equal reports into one entry for all their ranks. Each of `each` is of one rank."""
     alike: dict[object, list[AnyReport]] = {}
     for report in each:
@@ -396,9 +396,9 @@ def _joined(each: list[AnyReport]) -> AnyReport:
     return replace(each[0], ranks=Ranks.of(report.ranks.last for report in each), tiers=tiers)
 
 
-def of_ranks(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
+def reports_of_ranks(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
     """The reports of these ranks, together."""
-    return together(
+    return merge_equal_reports(
         RanksReport(ranks=Ranks.of((rank,)), tiers=tiers) for rank, tiers in reports.items()
     )
 
@@ -411,7 +411,7 @@ def _parts(ranks: int) -> set[int]:
     lowest, highest = (ranks & -ranks).bit_length() // _PART, ranks.bit_length() // _PART
     if lowest == highest:
         return {lowest}  # as nearly always
-    return {(rank + 1) // _PART for rank in bits(ranks)}
+    return {(rank + 1) // _PART for rank in each_rank(ranks)}
 
 
 class StepCopies:
@@ -472,7 +472,7 @@ class StepCopies:
             once |= held.ranks
             found |= held.doubled
         if twice & ranks and not all(there[0].equals(held) for held in there[1:]):
-            for rank in bits(twice & ranks):
+            for rank in each_rank(twice & ranks):
                 if len({held.root(rank) for held in there} - {0}) > 1:
                     found |= 1 << rank
         self.contested = self.contested & ~ranks | found & ranks
@@ -500,7 +500,7 @@ class StepCopies:
     def complete(self, tier: Tier) -> bool:
         if tier not in self.known:
             # THE COMMIT RULE: the sealed shards of (epoch, step) cover the whole world.
-            self.known[tier] = not self.contested and self._is_covered(at_least(tier))
+            self.known[tier] = not self.contested and self._is_covered(tiers_at_least(tier))
         return self.known[tier]
 
 
@@ -717,7 +717,7 @@ class Completeness:
 
     def contested(self, step_id: StepId) -> list[int]:
         """Ranks of which two different images of this step exist."""
-        return list(bits(self._tally(step_id).contested))
+        return list(each_rank(self._tally(step_id).contested))
 
     def _tally(self, step_id: StepId) -> StepCopies:
         return self._of_step.get(step_id) or StepCopies()
@@ -773,7 +773,7 @@ class Completeness:
     def twice_in_memory(self) -> dict[int, set[int]]:
         """rank -> node ranks, for each rank whose images are in the memory of more than one."""
         memory = self._in_memory
-        return {rank: {*memory.keys_of(1 << rank)} for rank in bits(memory.twice)}
+        return {rank: {*memory.keys_of(1 << rank)} for rank in each_rank(memory.twice)}
 
 
 # --- coverage --------------------------------------------------------------------------------
@@ -798,19 +798,19 @@ class BoxSources:
     @property
     def tiers(self) -> Mapping[int, Tier]:
         """By rank, the nearest tier that holds its image; for ranks in `by_twins`, a twin's."""
-        each = {rank: tier for tier, ranks in self.found for rank in bits(ranks)}
+        each = {rank: tier for tier, ranks in self.found for rank in each_rank(ranks)}
         return {rank: each[rank] for rank in sorted(each)}
 
     @property
     def by_twins(self) -> list[int]:
         """Ranks whose own image is gone and for which a twin's stands in."""
-        return list(bits(self.twins))
+        return list(each_rank(self.twins))
 
     @property
     def lost(self) -> list[int]:
         """Ranks whose boxes nobody holds. Computed only when asked for: the world size is what a
         report said, and may be far larger than the number of images."""
-        return list(bits(~self._all & ((1 << self.world) - 1)))
+        return list(each_rank(~self._all & ((1 << self.world) - 1)))
 
     @property
     def whole(self) -> bool:

@@ -25,12 +25,12 @@ from keepstep.core.commit_rule import (
     Lineage,
     RanksReport,
     StepStanding,
-    at_least,
-    bitmap,
-    bits,
-    trace,
+    each_rank,
+    rank_bitmap,
+    tiers_at_least,
+    trace_lineage,
 )
-from keepstep.core.retention import Retention, left_behind, retired
+from keepstep.core.retention import Retention, steps_to_retire, unneeded_steps
 from keepstep.core.vote import is_early
 from keepstep.errors import few
 from keepstep.steps import IN_POD, NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
@@ -185,7 +185,7 @@ def epoch_conflicts(
             yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
 
 
-def two_writers(copies: Completeness) -> Iterator[Alarm]:
+def two_writer_alarms(copies: Completeness) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
     for step_id in copies.contested_steps:
         text = f"two different images of step {step_id}, rank {_named(copies.contested(step_id))}"
@@ -236,7 +236,7 @@ _STEPS_NAMED = 3
 _NAMED = 8
 
 
-def is_among(step_id: StepId, ids: Sequence[StepId]) -> bool:
+def is_in_sorted(step_id: StepId, ids: Sequence[StepId]) -> bool:
     """Whether `step_id` is in `ids`, which must be sorted."""
     at = bisect_left(ids, step_id)
     return at < len(ids) and ids[at] == step_id
@@ -310,7 +310,7 @@ class Ledger(Completeness):
         changed, self.changed = self.changed, set()
         if self._traced is None or self._traced != self._epochs_held.keys():
             self._traced, before = frozenset(self._epochs_held.keys()), self._lineage
-            self._lineage = trace(
+            self._lineage = trace_lineage(
                 self._recorded, seen=self._traced, acknowledged=self._acknowledged
             )
             there = {*self._recorded, *self._traced}
@@ -477,7 +477,7 @@ class Ledger(Completeness):
         by_standing: dict[StepStanding, list[StepId]] = {standing: [] for standing in StepStanding}
         for step_id in {*self.steps}.difference(self.committed(tier)):
             by_standing[self.lineage.standing(step_id)].append(step_id)
-        others = left_behind(
+        others = unneeded_steps(
             alive,
             policy,
             dead=by_standing[StepStanding.DEAD],
@@ -496,7 +496,7 @@ class Ledger(Completeness):
                 step_id for step_id in of[0] if self._lineage.standing(step_id) is StepStanding.LIVE
             ]
             times = None if policy.every_s is None else self.written_at(alive)
-            found = alive, retired(alive, policy, written_at=times) if alive else ()
+            found = alive, steps_to_retire(alive, policy, written_at=times) if alive else ()
             known = self._known_retired[tier] = of, found
         return known[1]
 
@@ -527,10 +527,10 @@ class Ledger(Completeness):
         For a rank with its own image: the tiers nearer than the one chosen for it. For a rank for
         which a twin stands in: all tiers.
         """
-        chosen_ranks = bitmap(ranks) if len(ranks) < chosen.world else -1
+        chosen_ranks = rank_bitmap(ranks) if len(ranks) < chosen.world else -1
         silent = {tier: self.silent(tier) & chosen_ranks for tier in self.config.tiers}
         if not any(
-            unknown & (chosen.on(at_least(tier)[1:]) | chosen.twins)
+            unknown & (chosen.on(tiers_at_least(tier)[1:]) | chosen.twins)
             for tier, unknown in silent.items()
         ):
             return ()
@@ -629,7 +629,7 @@ class Ledger(Completeness):
 
     def _alarms(self) -> Iterator[Alarm]:
         self._catch_up()
-        now = {*self._conflicts, *two_writers(self), *self._signatures.stale()}
+        now = {*self._conflicts, *two_writer_alarms(self), *self._signatures.stale()}
         newest, world = self.watermark(Tier.MEMORY), self.config.world
         # a step of an older epoch may have any world: the ranks that run have gone on from it
         if newest is not None and newest.epoch == self._lineage.current and world is not None:
@@ -687,7 +687,7 @@ class RestartOutlook:
     step: StepId | None = None
 
 
-def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> RestartOutlook:
+def restart_outlook(ledger: Ledger, *, world: int, fleeting: bool) -> RestartOutlook:
     """What a restart of `world` ranks would do now.
 
     `fleeting`: what is out of reach went with its pod or its drive, and the run may begin again.
@@ -707,7 +707,7 @@ def outlook(ledger: Ledger, *, world: int, fleeting: bool) -> RestartOutlook:
         return RestartOutlook(RestartOutcome.BEGINS_AGAIN, newest)
     by_rank: dict[tuple[int, EpochId], set[int]] = {}
     for step_id, held in left:
-        for rank in bits(held.ranks):
+        for rank in each_rank(held.ranks):
             by_rank.setdefault((rank, step_id.epoch), set()).add(step_id.step)
     same_world = all(held.place[2] == world for _, held in left)
     early = same_world and all(map(is_early, by_rank.values()))

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from keepstep.core.commit_rule import RankReport, StepStanding, of_ranks
+from keepstep.core.commit_rule import RankReport, StepStanding, reports_of_ranks
 from keepstep.core.ledger import (
     Alarm,
     Committed,
@@ -39,10 +39,10 @@ from keepstep.core.ledger import (
 )
 from keepstep.core.retention import (
     Retention,
-    dismissed,
-    evicted,
-    hopeless,
-    unwatched,
+    confirmed_deletions,
+    droppable_steps,
+    hopeless_steps,
+    steps_to_evict,
 )
 from keepstep.core.schedule import (
     Pacing,
@@ -52,7 +52,7 @@ from keepstep.core.schedule import (
     StepGrid,
     Write,
 )
-from keepstep.core.slot_table import RankMemory, SlotTable, newest_common, steps_to_protect
+from keepstep.core.slot_table import RankMemory, SlotTable, newest_common_step, steps_to_protect
 from keepstep.steps import IN_POD, Epoch, StepId, Tier, transitions
 
 STEP = transitions("""
@@ -452,7 +452,7 @@ class Node:
 
     def common(self) -> StepId | None:
         """The newest step that every rank here has in a slot."""
-        return newest_common(self._memories())
+        return newest_common_step(self._memories())
 
     def kept_by_all(self) -> list[StepId]:
         """Steps that every rank here holds in memory or has written, oldest first."""
@@ -613,7 +613,7 @@ class Node:
                 if (held := report.get(Tier.LOCAL)) is not None:
                     self._durable[rank] = {shard.step_id for shard in held.shards}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
-            event = Reported(ranks=of_ranks(event.ranks))
+            event = Reported(ranks=reports_of_ranks(event.ranks))
         actions = self.ledger.apply(event)
         return tuple(
             action for action in actions if not isinstance(action, Alarm) or self.alarm(action)
@@ -676,14 +676,16 @@ class Node:
 
     def _doomed(self, here: Collection[StepId], now: float) -> list[StepId]:
         """Steps that may be deleted, oldest first: the leader decides, because it sees the whole
-        run; while it is silent, `unwatched` decides. What will never be whole is known to a machine
-        that is alone."""
+        run; while it is silent, `droppable_steps` decides. What will never be whole is known to a
+        machine that is alone."""
         view, pinned = self.leader_view, self.leader_view.last_reply.pinned
         grown, self._grown = self._grown, False
         if view.silent(now):
             live = self._live(here) if grown else ()
-            return unwatched(live, last_commit=self._last_whole(), pinned=pinned)
-        dismissed_steps = dismissed(view.last_reply.retire, last_commit=view.commit, pinned=pinned)
+            return droppable_steps(live, last_commit=self._last_whole(), pinned=pinned)
+        dismissed_steps = confirmed_deletions(
+            view.last_reply.retire, last_commit=view.commit, pinned=pinned
+        )
         lost = {*self._never_whole(here)} - pinned if view.alone else set()
         return sorted({*dismissed_steps, *lost})
 
@@ -691,10 +693,10 @@ class Node:
         """Steps that certainly will never be whole, without the newest few."""
         commits = {*self.ledger.committed(Tier.LOCAL)}
         unfinished = [step_id for step_id in self._live(here) if step_id not in commits]
-        if self._in_doubt or not hopeless(unfinished):
+        if self._in_doubt or not hopeless_steps(unfinished):
             return []
         whole = self.ledger.whole()
-        return hopeless(
+        return hopeless_steps(
             step_id
             for step_id in unfinished
             if step_id not in whole and not self._may_be_whole(step_id)
@@ -733,7 +735,7 @@ class Node:
         """The fewest steps that make room, the least wanted first; at least one if any may go.
 
         The ledger says which steps may go. If it names none and there are other machines, the last
-        known commit decides (`unwatched`). The newest commit never goes. The file system may
+        known commit decides (`droppable_steps`). The newest commit never goes. The file system may
         count bytes differently: a writer that still finds no room asks again.
         """
         pinned = self.leader_view.last_reply.pinned
@@ -744,9 +746,9 @@ class Node:
         if not surplus and not self.leader_view.alone:
             live = self._live(self._here())
             known = self.last_commit()
-            surplus = {*unwatched(live, last_commit=known, pinned=pinned, full=True)}
+            surplus = {*droppable_steps(live, last_commit=known, pinned=pinned, full=True)}
         free = {step_id for step_id in surplus if not self.must_stay(step_id)}
-        return evicted(
+        return steps_to_evict(
             full.sizes,
             replace(self.keep, pinned=frozenset(full.sizes.keys() - free)),
             limit_bytes=sum(full.sizes.values()) - max(1, full.missing_bytes),

@@ -63,36 +63,36 @@ class DeletionRule(NamedTuple):
 
 RULES = (
     DeletionRule(
-        "retired", "local, archive", "always", "live commits that the policy does not keep",
+        "steps_to_retire", "local, archive", "always", "live commits that the policy does not keep",
     ),
     DeletionRule(
-        "left_behind", "local, archive", "a newer live commit is there",
+        "unneeded_steps", "local, archive", "a newer live commit is there",
         "dead steps; incomplete steps that are older than those the policy keeps as the last ones,"
         " in the archive an hour after their last file came",
     ),
     DeletionRule(
-        "hopeless", "local", "a machine that is alone",
+        "hopeless_steps", "local", "a machine that is alone",
         "steps that no rank can complete; the newest 4 stay",
     ),
     DeletionRule(
-        "dismissed", "local", "the leader says so",
+        "confirmed_deletions", "local", "the leader says so",
         "steps older than the last known commit",
     ),
     DeletionRule(
-        "unwatched", "local", "the leader is silent",
+        "droppable_steps", "local", "the leader is silent",
         "steps between the last known commit and the newest 2; on a full volume also older ones",
     ),
     DeletionRule(
-        "evicted", "local", "a volume is full",
+        "steps_to_evict", "local", "a volume is full",
         "the fewest: incomplete, dead, not kept by the policy, kept beside the last ones, the last"
         " ones, the newest proven step; each time the oldest first",
     ),
     DeletionRule(
-        "superseded", "peer", "the sender names what it still needs",
+        "superseded_copies", "peer", "the sender names what it still needs",
         "copies that it does not need and that are older than a needed, committed copy of the rank",
     ),
     DeletionRule(
-        "crowded_out", "peer", "a volume is full", "copies but each rank's newest committed one",
+        "copies_to_drop", "peer", "a volume is full", "copies but each rank's newest committed one",
     ),
 )  # fmt: skip
 """Every rule by which anything of a step is deleted. docs/protocol.md shows this table."""
@@ -101,7 +101,7 @@ NEVER_WHOLE_KEPT = 4
 """Of the steps that no rank can complete any more, so many of the newest stay, to be looked at."""
 
 
-def retired(
+def steps_to_retire(
     committed: Collection[StepId],
     policy: Retention,
     *,
@@ -120,7 +120,7 @@ def retired(
     return tuple(step_id for step_id in ordered if step_id not in kept)
 
 
-def evicted(
+def steps_to_evict(
     sizes: Mapping[StepId, int],
     policy: Retention,
     *,
@@ -137,7 +137,7 @@ def evicted(
     """
     whole = sorted(sizes.keys() - set(unfinished))
     useless = sorted(sizes.keys() - set(whole))
-    first = retired(whole, policy, written_at=written_at)
+    first = steps_to_retire(whole, policy, written_at=written_at)
     last = whole[-policy.last :]
     beside = [step_id for step_id in whole if step_id not in first and step_id not in last]
     excess = sum(sizes.values()) - limit_bytes
@@ -153,7 +153,7 @@ def evicted(
     return tuple(gone)
 
 
-def left_behind(
+def unneeded_steps(
     alive: Collection[StepId],
     policy: Retention,
     *,
@@ -172,14 +172,14 @@ def left_behind(
     return gone - policy.pinned
 
 
-def hopeless(never_whole: Iterable[StepId]) -> list[StepId]:
+def hopeless_steps(never_whole: Iterable[StepId]) -> list[StepId]:
     """Of the live steps that certainly will never be whole, all but the newest few. Otherwise ranks
     that save different steps would fill the volumes."""
     ordered = sorted(never_whole)
     return ordered[: max(0, len(ordered) - NEVER_WHOLE_KEPT)]
 
 
-def dismissed(
+def confirmed_deletions(
     named: Iterable[StepId], *, last_commit: StepId | None, pinned: Collection[StepId]
 ) -> list[StepId]:
     """Of the steps that the leader names for deletion, those that may go, oldest first. A correct
@@ -188,7 +188,7 @@ def dismissed(
     return sorted(step_id for step_id in older if step_id not in pinned)
 
 
-def unwatched(
+def droppable_steps(
     held: Iterable[StepId],
     *,
     last_commit: StepId | None,
@@ -210,7 +210,7 @@ def unwatched(
     return [step_id for step_id in (*older, *later[:-2]) if step_id not in pinned]
 
 
-def superseded(
+def superseded_copies(
     held: Mapping[int, Collection[StepId]],
     needed: Mapping[int, Collection[StepId]],
     *,
@@ -234,7 +234,7 @@ def superseded(
     return sorted(doomed)
 
 
-def crowded_out(
+def copies_to_drop(
     held: Mapping[int, Collection[StepId]], committed: Mapping[int, StepId]
 ) -> list[tuple[StepId, int]]:
     """Copies (step, rank) to delete when the volume is full, oldest first: all but the newest

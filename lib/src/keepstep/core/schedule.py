@@ -127,12 +127,12 @@ class StepGrid:
         return replace(self, changes=(*earlier, (start, k))[-_CHANGES_KEPT:])
 
 
-def on_grid(every: int, grid: int) -> int:
+def round_up_to_grid(every: int, grid: int) -> int:
     """`every`, rounded up to a multiple of `grid`: only steps on the grid exist to choose from."""
     return -(-every // grid) * grid
 
 
-def stands_in(step: int, *, before: int, commits: Container[int], every: int) -> bool:
+def is_stand_in(step: int, *, before: int, commits: Container[int], every: int) -> bool:
     """Whether this commit is archived instead of a multiple of `every` that was never committed.
 
     It is if it is the first commit after that multiple. `before`: the commit before `step`.
@@ -142,7 +142,7 @@ def stands_in(step: int, *, before: int, commits: Container[int], every: int) ->
     return before < due < step and due not in commits
 
 
-def daly(cost_s: float, mtbf_s: float) -> float:
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     """Seconds of work between two checkpoints that waste the least time, to higher order (Daly
     2006, eq. 37): sqrt(2 C M) (Young 1974) and two corrections."""
     if cost_s >= 2.0 * mtbf_s:
@@ -201,7 +201,7 @@ def auto_interval(
     if measured.mtbf_s is None:
         bounds["stall"] = stall_s / _STALL_BUDGET
     else:
-        bounds["failures"] = daly(stall_s, measured.mtbf_s) / math.sqrt(2.0)
+        bounds["failures"] = daly_interval_s(stall_s, measured.mtbf_s) / math.sqrt(2.0)
     if measured.drive_bytes and measured.drive_writes_per_day:
         daily_bytes = measured.drive_bytes * measured.drive_writes_per_day
         bounds["wear"] = 86400.0 * measured.image_bytes / daily_bytes
@@ -220,7 +220,7 @@ def _exponent(intervals: float) -> int:
     return min(max(0, math.ceil(math.log2(max(1.0, intervals)) - 1e-9)), MAX_EXPONENT)
 
 
-def failures_seen(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
+def count_failures(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
     """(failures, steps trained between them and up to `newest_step`), from a run's epochs.
 
     Each epoch that went on from a step counts as a failure, although it may have begun after a
@@ -307,7 +307,7 @@ class Pacing:
         step_s = median(seconds for seconds, _ in self._times)
         write_s = median(seconds for seconds, _ in self._writes)
         newest = self._newest[0].step
-        failures, steps = failures_seen(epochs, newest)
+        failures, steps = count_failures(epochs, newest)
         lost_s = self._stall_s(max(median(self._steps), write_s / max(step_s, 1e-9)))
         self._stall = self._stall if lost_s is None else lost_s
         self.measured = NodeMeasurements(

@@ -82,7 +82,7 @@ class RankMemory:
         return step_id in self.held or not (self.ended or any(step_id < held for held in self.held))
 
 
-def newest_common(ranks: Sequence[RankMemory]) -> StepId | None:
+def newest_common_step(ranks: Sequence[RankMemory]) -> StepId | None:
     """The newest step that every rank holds."""
     each = [rank.held for rank in ranks]
     return max(frozenset.intersection(*each), default=None) if each else None
@@ -95,7 +95,7 @@ def steps_to_protect(ranks: Sequence[RankMemory]) -> frozenset[StepId]:
     The newer ones belong to it: with the common step alone, a rank that is ahead while its oldest
     image is pinned would give up the very step that the others are about to seal.
     """
-    common = newest_common(ranks)
+    common = newest_common_step(ranks)
     known = frozenset[StepId]().union(*(rank.held for rank in ranks))
     newer = {step_id for step_id in known if common is None or step_id > common}
     kept = {step_id for step_id in newer if all(rank.may_have(step_id) for rank in ranks)}

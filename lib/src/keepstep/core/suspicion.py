@@ -58,7 +58,7 @@ class Failure:
         return cls(at=at, after=tuple(filter(alive, found)))
 
 
-def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+def newest_failures(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     """Each failure once, oldest first, and at most the newest `KEPT`. Of several records of one
     failure, the one with the most steps in `after` is taken."""
     known = dict[StepId, Failure]()
@@ -71,9 +71,9 @@ def newest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 class SuspectSteps(NamedTuple):
     """Which steps are in doubt.
 
-    `since`: this step and all later ones are suspect; None: no step is. `newest`: the newest step
-    that is kept. `trusted`: steps that a person has pinned; they count as proven and are never
-    suspect.
+    `since`: this step and all later ones are suspect; None: no step is. `newest_failures`: the
+    newest step that is kept. `trusted`: steps that a person has pinned; they count as proven and
+    are never suspect.
     """
 
     since: StepId | None = None

@@ -1,9 +1,9 @@
 """The vote that every restart begins with: which step do all ranks restore?
 
 Every rank says what it can restore (`Candidates`), as soon as its sidecar knows enough
-(`readiness`). Every rank evaluates all votes with the same pure function (`choose`), so all reach
-the same decision without a coordinator. A step that fails its verification on any rank is added to
-`excluded`, and all ranks vote again.
+(`vote_readiness`). Every rank evaluates all votes with the same pure function (`choose_step`), so
+all reach the same decision without a coordinator. A step that fails its verification on any rank is
+added to `excluded`, and all ranks vote again.
 
 A rank can go on from an image of its own, if as many ranks saved the step as run now. Or it can go
 on from an *offer*: a step of any world size of which its sidecar can bring every byte. The newest
@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.core.commit_rule import Lineage, StepStanding, is_full, trace
+from keepstep.core.commit_rule import Lineage, StepStanding, is_full, trace_lineage
 from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.core.suspicion import Failure, SuspectSteps
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
@@ -204,7 +204,7 @@ class Wait:
     ask: bool = False
 
 
-def readiness(now: float, view: VoteFacts, began: float) -> Ready | Wait:
+def vote_readiness(now: float, view: VoteFacts, began: float) -> Ready | Wait:
     """Whether a vote that began at `began` may be cast now."""
     if view.scanned_at == NEVER:
         return Wait(NEVER, "the volumes are still being scanned")
@@ -296,7 +296,7 @@ class _Way(NamedTuple):
 _Ways = dict[StepId, _Way]
 
 
-def choose(
+def choose_step(
     votes: Sequence[Candidates],
     excluded: Collection[StepId] = (),
     *,
@@ -361,8 +361,8 @@ def choose(
     raise _refusal(votes, excluded)
 
 
-def limit_of(votes: Sequence[Candidates], step: int | None = None) -> tuple[StepId | None, bool]:
-    """`limit` and `exact` for `choose`, taken from any vote that names them.
+def vote_limit(votes: Sequence[Candidates], step: int | None = None) -> tuple[StepId | None, bool]:
+    """`limit` and `exact` for `choose_step`, taken from any vote that names them.
 
     A sidecar that was not told of a limit (or not yet) follows the others. `step`: the step that
     the script itself asks for; it counts only if no vote asks for one. Raises RestoreError if the
@@ -478,7 +478,7 @@ def _lineage(votes: Sequence[Candidates]) -> Lineage:
     """The line of the epochs that any of these ranks has on record."""
     known = {epoch.id: epoch for vote in votes for epoch in vote.epochs}
     seen = (candidate.id.epoch for vote in votes for candidate in (*_found(vote), *vote.parts))
-    return trace(known, seen=seen)
+    return trace_lineage(known, seen=seen)
 
 
 def _lend_own(ways: Sequence[_Ways], votes: Sequence[Candidates]) -> list[_Ways]:

@@ -45,10 +45,10 @@ from keepstep.dcp.session import (
     ImageTree,
     KeyPath,
     LoadBallot,
-    choose,
-    group_place,
-    names_step,
-    step_of,
+    choose_load_step,
+    has_step_number,
+    rank_and_world,
+    step_number_of,
 )
 from keepstep.directory import open_regular
 from keepstep.errors import (
@@ -76,9 +76,9 @@ from keepstep.restore.fill_plan import (
     SavedTensor,
     TensorRequest,
     byte_range,
-    make,
+    make_fill_plan,
 )
-from keepstep.restore.images import StepImages, W, fill, map_image
+from keepstep.restore.images import StepImages, W, fill_targets, map_image
 from keepstep.state.leaves import DTYPE_OF
 from keepstep.steps import NEAREST_FIRST, StepId, Tier, base_name, shard_name
 
@@ -297,7 +297,7 @@ class StepReader:
         saved = {name: tensor for name, tensor in named.items() if tensor is not None}
         requests = [TensorRequest(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
         try:
-            made = make(requests, self._index, rank=rank, nearness=nearness)
+            made = make_fill_plan(requests, self._index, rank=rank, nearness=nearness)
         except CoverageError as error:
             raise CoverageError(
                 f"{self.where}: {error}\nUse another copy of this step, or load another step."
@@ -412,7 +412,7 @@ class StepReader:
                 )
         read = [self._value(item) for item in values]
         moves, dtypes = self._moves(tensors)
-        fill(moves, targets, self._images, dtypes)
+        fill_targets(moves, targets, self._images, dtypes)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, value in zip(values, read, strict=True):
@@ -482,13 +482,13 @@ def latest_step() -> int | None:
     step that all have.
     """
     session = _joined()
-    found = choose([_ballot(session, None)])
+    found = choose_load_step([_ballot(session, None)])
     return None if found is None else found.step
 
 
 def _joined() -> sessions.DcpSession:
     session = sessions.session()
-    session.meet(*group_place(is_coordinator=False, rank=None))
+    session.meet(*rank_and_world(is_coordinator=False, rank=None))
     return session
 
 
@@ -548,7 +548,7 @@ class StorageReader(storage.StorageReader):
         if not isinstance(path, int) and is_directory(Path(path)):
             self._path = Path(path)
         else:
-            self._step = step_of(path)
+            self._step = step_number_of(path)
 
     # no **kwargs: with them, DCP would call this a second time, for the metadata of one rank, and
     # hide the error
@@ -572,7 +572,7 @@ class StorageReader(storage.StorageReader):
         why: Exception | None = None
         while True:
             try:
-                step_id = choose([self._ballot])
+                step_id = choose_load_step([self._ballot])
             except RestoreError as error:
                 raise (type(error)(f"{error}. The last attempt: {why}") if why else error) from why
             if step_id is None:
@@ -615,7 +615,7 @@ class StorageReader(storage.StorageReader):
         for rank, ballot in enumerate(ballots):
             if not isinstance(ballot, LoadBallot):
                 raise UsageError(_LOST.format(rank))
-        step_id = choose(ballots)
+        step_id = choose_load_step(ballots)
         assert step_id is not None, "this rank has planned for one"
         return [replace(plan, storage_data=step_id) for plan in plans]
 
@@ -694,7 +694,7 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id is a directory of a step, or names a step."""
-        return is_directory(Path(checkpoint_id)) or names_step(checkpoint_id)
+        return is_directory(Path(checkpoint_id)) or has_step_number(checkpoint_id)
 
 
 def _reach(session: sessions.DcpSession, step_id: StepId) -> StepReader:

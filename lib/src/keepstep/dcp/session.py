@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.planner import (
 
 from keepstep.client import copying
 from keepstep.client.slot import GrantedSlot, SlotMapping
-from keepstep.core.vote import Candidates, limit_of
-from keepstep.core.vote import choose as choose_step
+from keepstep.core.vote import Candidates, vote_limit
+from keepstep.core.vote import choose_step as choose_step
 from keepstep.errors import (
     FormatError,
     NotDurableError,
@@ -59,7 +59,7 @@ from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.save_thread import SaveThread
 from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep.state import accelerator
-from keepstep.state.leaves import DTYPE_OF, code_of
+from keepstep.state.leaves import DTYPE_OF, dtype_code
 from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV
 
@@ -134,13 +134,13 @@ def _check_paths(paths: Mapping[str, KeyPath]) -> None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{strictjson.quoted(value)} is not a string")
+        raise TypeError(f"{strictjson.quote(value)} is not a string")
     return value
 
 
 def _path(value: object) -> KeyPath:
     if not isinstance(value, list) or any(type(part) not in (str, int) for part in value):
-        raise TypeError(f"{strictjson.quoted(value)} is not a path")
+        raise TypeError(f"{strictjson.quote(value)} is not a path")
     return tuple(value)
 
 
@@ -173,7 +173,7 @@ class AgreedSave:
     world: int
 
 
-def agree(ballots: Sequence[Ballot], *, nonce: str) -> list[AgreedSave]:
+def agree_on_save(ballots: Sequence[Ballot], *, nonce: str) -> list[AgreedSave]:
     """Decide from the ballots of all ranks, in rank order. Pure.
 
     If all ranks are in one epoch of this world, they stay in it. Otherwise a new epoch begins,
@@ -226,7 +226,7 @@ class LoadBallot:
     failed: frozenset[StepId]
 
 
-def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
+def choose_load_step(ballots: Sequence[LoadBallot]) -> StepId | None:
     """The newest step that all ranks can bring, from the ballots in rank order; None if nothing was
     ever kept. Pure.
 
@@ -239,7 +239,7 @@ def choose(ballots: Sequence[LoadBallot]) -> StepId | None:
                 f"rank 0 asks for step {ballots[0].step}, rank {rank} for {ballot.step}: all ranks"
                 " must name the same step, or none"
             )
-    limit, exact = limit_of([ballot.vote for ballot in ballots])
+    limit, exact = vote_limit([ballot.vote for ballot in ballots])
     votes = [_offers_of(ballot) for ballot in ballots]
     for rank, (ballot, vote) in enumerate(zip(ballots, votes, strict=True)):
         if not vote.offers:
@@ -342,9 +342,11 @@ class SaveItems:
                 held.append(tensor)
                 batch += size
             if batch >= _BATCH_BYTES:
-                copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+                copying.run_transfers(
+                    copying.Transfers(moves, copies), threads=copying.default_threads()
+                )
                 moves, copies, held, batch = [], [], [], 0
-        copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+        copying.run_transfers(copying.Transfers(moves, copies), threads=copying.default_threads())
 
     def resolved(self, resolve: Resolve) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Every tensor as `resolve` gives it. Raises UsageError for a tensor that is not as
@@ -380,7 +382,7 @@ def _spec(name: str, item: WriteItem) -> TensorSpec:
         raise UsageError(f"{item.index.fqn}: the planner plans a tensor without its box")
     return TensorSpec(
         name=name,
-        dtype=code_of(data.properties.dtype, name=item.index.fqn),
+        dtype=dtype_code(data.properties.dtype, name=item.index.fqn),
         shape=tuple(data.chunk.sizes),
         section=Section.REST,
         offsets=tuple(data.chunk.offsets),
@@ -487,8 +489,8 @@ class DcpSession:
         )
 
     def again(self, step: int, *, world: int) -> list[AgreedSave]:
-        """The answer that `agree` would give to ranks that are all in this epoch. Raises UsageError
-        if there is no epoch of this world.
+        """The answer that `agree_on_save` would give to ranks that are all in this epoch. Raises
+        UsageError if there is no epoch of this world.
 
         Needed for plans that a planner took from its cache, because they contain no ballots.
         """
@@ -618,7 +620,7 @@ def _close_at_exit() -> None:
 _STEP = re.compile(r"^(?:.*[^0-9])?([0-9]{1,18})$")
 
 
-def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
+def step_number_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     """The number that an id is or ends with: `1200`, `"1200"`, `"out/step-1200/"`.
 
     Raises UsageError for an id without a number.
@@ -636,10 +638,10 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     return int(match[1])
 
 
-def names_step(checkpoint_id: object) -> bool:
-    """Whether `step_of` finds a step in it."""
+def has_step_number(checkpoint_id: object) -> bool:
+    """Whether `step_number_of` finds a step in it."""
     try:
-        step_of(checkpoint_id)  # type: ignore[arg-type]
+        step_number_of(checkpoint_id)  # type: ignore[arg-type]
     except UsageError:
         return False
     return True
@@ -648,7 +650,7 @@ def names_step(checkpoint_id: object) -> bool:
 # --- the rank in DCP's group -----------------------------------------------------------------
 
 
-def group_place(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:
+def rank_and_world(*, is_coordinator: bool, rank: int | None) -> tuple[int, int]:
     """This process's rank and world, as far as a storage plugin can know them before it sees the
     plans of all ranks. DCP tells the rank in its group (since torch 2.7), but not the size of the
     group."""
@@ -684,7 +686,7 @@ def warn_of_shared_group() -> None:
         return
     backends = torch.distributed.get_backend_config().split(",")
     shared = given.get("process_group") in (None, torch.distributed.group.WORLD)
-    if shared and f"{accelerator.kind() or 'cpu'}:gloo" in backends:
+    if shared and f"{accelerator.accelerator_kind() or 'cpu'}:gloo" in backends:
         _warn_once()
 
 

@@ -20,10 +20,10 @@ from keepstep.dcp.session import (
     AgreedSave,
     Ballot,
     SaveItems,
-    agree,
-    group_place,
-    names_step,
-    step_of,
+    agree_on_save,
+    has_step_number,
+    rank_and_world,
+    step_number_of,
     warn_of_shared_group,
 )
 from keepstep.errors import UsageError
@@ -39,7 +39,7 @@ class _Save(threading.local):
     overlap."""
 
     def __init__(self, step: int | None, path: str | os.PathLike[str] | int | None) -> None:
-        self.step = step if path is None else step_of(path)
+        self.step = step if path is None else step_number_of(path)
         self.checkpoint_id = path
         self.place: tuple[int, int] = (0, 1)
         self.agreed: AgreedSave | None = None
@@ -77,7 +77,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
         """Begin a save. Raises UsageError for a checkpoint id without a step."""
         if checkpoint_id is not None:
-            self._save.checkpoint_id, self._save.step = checkpoint_id, step_of(checkpoint_id)
+            self._save.checkpoint_id, self._save.step = checkpoint_id, step_number_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's place in its group. Raises UsageError for `use_collectives=False`."""
@@ -88,7 +88,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             )
         if is_coordinator:
             warn_of_shared_group()
-        self._save.place = group_place(is_coordinator=is_coordinator, rank=kwargs.get("rank"))
+        self._save.place = rank_and_world(is_coordinator=is_coordinator, rank=kwargs.get("rank"))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Put this rank's ballot into its plan. Raises UsageError, SidecarError."""
@@ -108,7 +108,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             # the planner cached its plans, and the answers with them: the epoch has not changed
             agreed = sessions.session().again(self._save.step or 0, world=len(plans))
         elif all(isinstance(ballot, Ballot) for ballot in ballots):
-            agreed = agree(ballots, nonce=os.urandom(4).hex())
+            agreed = agree_on_save(ballots, nonce=os.urandom(4).hex())
         else:
             raise UsageError(_LOST)
         return [
@@ -141,7 +141,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         session = sessions.session()
         taken = session.slot(items.specs, items.tree.render(), extras_bytes)
         try:
-            accelerator.here().synchronize()
+            accelerator.current_accelerator().synchronize()
             taken.mapping.erase()
             items.copy_into(taken.mapping, planner.resolve_data)
         except BaseException:
@@ -165,7 +165,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id names a step."""
-        return names_step(checkpoint_id)
+        return has_step_number(checkpoint_id)
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

@@ -9,11 +9,11 @@ from keepstep.image.control_page import BaseRef as BaseRef
 from keepstep.image.control_page import ControlPage as ControlPage
 from keepstep.image.control_page import check_control as check_control
 from keepstep.image.control_page import chunk_bounds as chunk_bounds
+from keepstep.image.control_page import digest_table as digest_table
 from keepstep.image.control_page import read_control as read_control
 from keepstep.image.control_page import read_layout as read_layout
 from keepstep.image.control_page import seal_for_disk as seal_for_disk
 from keepstep.image.control_page import section_digests as section_digests
-from keepstep.image.control_page import table_of as table_of
 from keepstep.image.control_page import tensors_in_chunk as tensors_in_chunk
 from keepstep.image.layout import FORMAT_VERSION as FORMAT_VERSION
 from keepstep.image.layout import HUGE_PAGE_BYTES as HUGE_PAGE_BYTES
@@ -26,7 +26,7 @@ from keepstep.image.tensors import FlatBox as FlatBox
 from keepstep.image.tensors import Parameters as Parameters
 from keepstep.image.tensors import Section as Section
 from keepstep.image.tensors import TensorSpec as TensorSpec
-from keepstep.image.tensors import base_of as base_of
 from keepstep.image.tensors import dim_order as dim_order
 from keepstep.image.tensors import local_name as local_name
+from keepstep.image.tensors import split_local_name as split_local_name
 from keepstep.image.tensors import strides_with_gaps as strides_with_gaps

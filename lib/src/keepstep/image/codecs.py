@@ -9,7 +9,7 @@ None of their code runs.
 Encoding imports no library: values of numpy and torch exist only if the program has imported them.
 Large tensors and arrays are separate entries of the image; the small ones here are the state of a
 data loader. Of a large array, the extras hold what a tensor cannot express: `ArrayForm`. A restore
-hands a generator that is decoded on to the one that is live (`state.rng.refill`).
+hands a generator that is decoded on to the one that is live (`state.rng.refill_generator`).
 
 A form says what a tree of tensors cannot say itself: which nodes are one object, and how a tensor
 lies in the memory of another one. It is a value of the image, beside the node that it belongs to.
@@ -289,7 +289,7 @@ def _to_ellipsis(mark: Any) -> Any:
 
 
 def class_of_fields(module: str, name: str) -> type:
-    """The class of that name that `of_fields` can make an object of. Raises ValueError."""
+    """The class of that name that `from_fields` can make an object of. Raises ValueError."""
     kind = _find(module, name)
     plain = is_namespace(kind) or (dataclasses.is_dataclass(kind) and _is_plain(kind))
     if not plain and not is_named_tuple(kind):
@@ -297,7 +297,7 @@ def class_of_fields(module: str, name: str) -> type:
     return kind
 
 
-def of_fields(kind: Any, kept: Any) -> Any:
+def from_fields(kind: Any, kept: Any) -> Any:
     """An object of this class with these fields (a dict), or these items (a tuple). Raises
     ValueError."""
     if is_named_tuple(kind) and type(kept) is tuple and len(kept) == len(kind._fields):
@@ -311,7 +311,7 @@ def of_fields(kind: Any, kept: Any) -> Any:
 
 def _to_object(parts: Any) -> Any:
     module, name, kept = parts
-    return of_fields(class_of_fields(module, name), tuple(kept) if type(kept) is list else kept)
+    return from_fields(class_of_fields(module, name), tuple(kept) if type(kept) is list else kept)
 
 
 def with_fields(kind: Any, kept: dict[str, Any]) -> Any:
@@ -424,7 +424,7 @@ def is_tensor(kind: type) -> bool:
 
 def _to_objects(parts: Any) -> Any:
     shape, items = parts
-    sizes = strictjson.sizes(shape, "shape")
+    sizes = strictjson.as_sizes(shape, "shape")
     if type(items) is not list or math.prod(sizes) != len(items):
         raise ValueError(f"{sizes} is no shape of these objects")
     numpy = importlib.import_module("numpy")
@@ -445,7 +445,7 @@ def _to_fields(parts: Any) -> Any:
 def _array_of(dtype: Any, shape: Any, data: bytes) -> Any:
     """An array, or a scalar if `shape` is None."""
     numpy = importlib.import_module("numpy")
-    sizes = () if shape is None else strictjson.sizes(shape, "shape")
+    sizes = () if shape is None else strictjson.as_sizes(shape, "shape")
     if not dtype.itemsize or math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     made = numpy.ndarray(sizes, dtype, buffer=bytearray(data) if data else None)
@@ -541,7 +541,7 @@ def _to_tensor(value: Any) -> Any:
     name, shape, text, *more = value
     torch = importlib.import_module("torch")
     dtype, data = dtype_of(name), base64.b64decode(text, validate=True)
-    sizes = strictjson.sizes(shape, "shape")
+    sizes = strictjson.as_sizes(shape, "shape")
     if math.prod(sizes) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {sizes} of {dtype}")
     if data:
@@ -551,7 +551,7 @@ def _to_tensor(value: Any) -> Any:
         made = torch.empty(sizes, dtype=dtype)
     (options,) = more or [{}]
     if strides := options.get("strides"):
-        if strides_with_gaps(sizes, strictjson.sizes(strides, "strides")) is None:
+        if strides_with_gaps(sizes, strictjson.as_sizes(strides, "strides")) is None:
             raise ValueError("no strides of its dimensions")
         made = torch.empty_strided(sizes, strides, dtype=dtype).copy_(made)
     elif order := options.get("order"):
@@ -705,7 +705,7 @@ class SubclassForm:
 def _to_view(parts: Any) -> ViewForm:
     dtype, offset, shape, stride = parts
     dtype_of(dtype)
-    sizes, steps = strictjson.sizes(shape, "shape"), strictjson.sizes(stride, "stride")
+    sizes, steps = strictjson.as_sizes(shape, "shape"), strictjson.as_sizes(stride, "stride")
     if type(offset) is not int or offset < 0 or len(sizes) != len(steps):
         raise ValueError("no view")
     return ViewForm(dtype, offset, sizes, steps)
@@ -727,7 +727,7 @@ def _to_subclass(parts: Any) -> SubclassForm:
     kind = _find(module, name)
     if not issubclass(kind, _class("torch.Tensor")) or not hasattr(kind, "__tensor_unflatten__"):
         raise ValueError(f"{module}.{name} keeps no values in other tensors")
-    sizes, steps = strictjson.sizes(shape, "shape"), strictjson.sizes(stride, "stride")
+    sizes, steps = strictjson.as_sizes(shape, "shape"), strictjson.as_sizes(stride, "stride")
     return SubclassForm(kind, context, sizes, steps)
 
 
@@ -766,7 +766,7 @@ def _generator(value: Any) -> list[Any]:
 
 
 def _to_size(sizes: Any) -> Any:
-    return _class("torch.Size")(strictjson.array(sizes, "size"))
+    return _class("torch.Size")(strictjson.as_array(sizes, "size"))
 
 
 _OWN = f"{__name__}."

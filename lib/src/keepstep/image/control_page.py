@@ -45,7 +45,7 @@ from keepstep.image.layout import (
     read_length,
     reserved_names,
 )
-from keepstep.image.strictjson import quoted, reason
+from keepstep.image.strictjson import error_text, quote
 from keepstep.image.tensors import Section
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
@@ -101,12 +101,12 @@ class BaseRef:
         """Inverse of `to_tree`; None is none. Raises FormatError, KeyError, ValueError."""
         if value is None:
             return None
-        tree = strictjson.mapping(value, "base")
+        tree = strictjson.as_mapping(value, "base")
         return cls(
-            step=StepId.parse(strictjson.text(tree["step"], "base")),
-            layout=strictjson.digest(tree["layout"], "base"),
+            step=StepId.parse(strictjson.as_text(tree["step"], "base")),
+            layout=strictjson.as_digest(tree["layout"], "base"),
             size_bytes=_count(tree, "bytes"),
-            root=None if tree["root"] is None else strictjson.digest(tree["root"], "base"),
+            root=None if tree["root"] is None else strictjson.as_digest(tree["root"], "base"),
         )
 
 
@@ -226,7 +226,7 @@ class ControlPage:
         except FormatError as error:
             raise FormatError(f"control page: {error.reason}") from None
         except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(f"control page: {reason(error)}") from None
+            raise FormatError(f"control page: {error_text(error)}") from None
 
 
 def _from_tree(tree: dict[str, Any]) -> ControlPage:
@@ -235,39 +235,39 @@ def _from_tree(tree: dict[str, Any]) -> ControlPage:
     rank = _count(tree, "rank")
     if rank >= world:
         raise ValueError(f"rank {rank} of {world}")
-    epoch = EpochId.parse(strictjson.text(tree["epoch"], "epoch"))
+    epoch = EpochId.parse(strictjson.as_text(tree["epoch"], "epoch"))
     return ControlPage(
         run=_run(tree["run"]),
-        layout=strictjson.digest(tree["layout"], "layout"),
+        layout=strictjson.as_digest(tree["layout"], "layout"),
         epoch=Epoch(
             epoch,
-            None if parent is None else StepId.parse(strictjson.text(parent, "parent")),
+            None if parent is None else StepId.parse(strictjson.as_text(parent, "parent")),
         ),
         rank=rank,
         world=world,
         step=StepId(epoch, _count(tree, "step")).step,
         extras_bytes=_count(tree, "extras_bytes"),
-        staged_at=strictjson.time(tree["staged_at"], "staged_at"),
+        staged_at=strictjson.as_time(tree["staged_at"], "staged_at"),
         format_version=_count(tree, "format_version"),
-        written_at=None if written_at is None else strictjson.time(written_at, "written_at"),
-        root=None if tree["root"] is None else strictjson.digest(tree["root"], "root"),
+        written_at=None if written_at is None else strictjson.as_time(written_at, "written_at"),
+        root=None if tree["root"] is None else strictjson.as_digest(tree["root"], "root"),
         sections=None
         if sections is None
-        else {name: strictjson.digest(value, name) for name, value in dict.items(sections)},
+        else {name: strictjson.as_digest(value, name) for name, value in dict.items(sections)},
         base=BaseRef.from_tree(tree.get("base")),
     )
 
 
 def _run(value: object) -> str:
     """The run's name, checked because it becomes the name of a directory and is printed."""
-    text = strictjson.text(value, "run")
+    text = strictjson.as_text(value, "run")
     if text in ("", ".", "..") or "/" in text or not text.isprintable():
-        raise ValueError(f"{quoted(value)} is not the name of a run")
+        raise ValueError(f"{quote(value)} is not the name of a run")
     return text
 
 
 def _count(tree: dict[str, Any], key: str) -> int:
-    return strictjson.integer(tree[key], key, 0, strictjson.MAX_BYTES)
+    return strictjson.as_integer(tree[key], key, 0, strictjson.MAX_BYTES)
 
 
 _FIRST_BYTES = 64 << 10
@@ -280,7 +280,7 @@ Read = Callable[[int, int], bytes]
 # --- reading -----------------------------------------------------------------------------------
 
 
-def layout_from(read: Read, size_bytes: int) -> Layout:
+def read_layout_with(read: Read, size_bytes: int) -> Layout:
     """The layout of a shard of `size_bytes`, in one read or two.
 
     Raises TornError for a truncated shard, FormatError, VersionError, and whatever `read` raises.
@@ -297,8 +297,8 @@ def layout_from(read: Read, size_bytes: int) -> Layout:
 
 
 def read_layout(fd: int) -> Layout:
-    """The layout of an open shard. Raises as `layout_from` does, and OSError."""
-    return layout_from(lambda at, end: os.pread(fd, end - at, at), os.fstat(fd).st_size)
+    """The layout of an open shard. Raises as `read_layout_with` does, and OSError."""
+    return read_layout_with(lambda at, end: os.pread(fd, end - at, at), os.fstat(fd).st_size)
 
 
 def read_control(fd: int, layout: Layout) -> ControlPage:
@@ -318,7 +318,7 @@ def chunk_bounds(layout: Layout, chunk: int) -> tuple[int, int]:
     return begin, min(begin + CHUNK_BYTES, layout.digests_begin)
 
 
-def table_of(layout: Layout, digests: Sequence[bytes]) -> bytes:
+def digest_table(layout: Layout, digests: Sequence[bytes]) -> bytes:
     """The digest table: one digest for each chunk, then zeros up to whole pages. Raises UsageError
     unless there is exactly one digest for each chunk, because such an image would be sealed but
     could never be verified."""
@@ -364,7 +364,7 @@ def seal_for_disk(
     `digests`: of all chunks, in order. The control page MUST be written after everything else was
     flushed. The caller must set `control.written_at`.
     """
-    table = table_of(layout, digests)
+    table = digest_table(layout, digests)
     sealed = replace(
         control, root=xxh3_128(table).hex(), sections=section_digests(layout, view, table)
     )
@@ -440,7 +440,7 @@ class Manifest:
         naming `path`, and whatever `read` raises.
         """
         try:
-            layout = layout_from(read, size_bytes)
+            layout = read_layout_with(read, size_bytes)
             closing = read(layout.digests_begin, layout.size_bytes)
             return cls.of(layout, closing, run=run, shard=shard)
         except ImageError as error:

@@ -31,7 +31,7 @@ from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import codecs, strictjson
-from keepstep.image.strictjson import is_text, reason
+from keepstep.image.strictjson import error_text, is_text
 
 MAX_DEPTH = 100
 """A tree that is nested deeper than this is assumed to contain itself."""
@@ -95,7 +95,7 @@ def decode(data: bytes | bytearray | memoryview, *, trusted: bool = False) -> An
     return value
 
 
-def tree_of(value: Any) -> Any:
+def json_tree_of(value: Any) -> Any:
     """What `encode` makes JSON of, for a small value. Raises Unheld."""
     encoder = _Encoder(trusted=False)
     tree = encoder.encode(value, MAX_DEPTH)
@@ -234,7 +234,7 @@ class _Encoder:
         return self._pickle(value, kind, f"{_name(kind)} cannot be kept as data")
 
     def _pickle(self, value: Any, kind: type, why: str) -> Any:
-        if (held := held_by(value)) is not None:
+        if (held := unpicklable_part(value)) is not None:
             raise Unheld(f"{why}: {held}")
         if not self._trusted:
             raise Unheld(f"{why}; pass trusted=True to pickle it")
@@ -363,7 +363,7 @@ class _Decoder:
 
     def build(self, pairs: strictjson.Pairs) -> Any:
         if len(pairs) != 1 or pairs[0][0][:1] != "!":
-            return strictjson.unique(pairs)
+            return strictjson.dict_of_unique_keys(pairs)
         tag, value = pairs[0]
         if tag not in self._builders:
             raise FormatError(f"unknown tag {tag[:80]!r}")
@@ -374,7 +374,7 @@ class _Decoder:
         except MemoryError:  # no fault of the value
             raise
         except Exception as error:  # constructors of three libraries may reject a hostile value
-            raise FormatError(f"not a {tag[1:]}: {reason(error)}") from None
+            raise FormatError(f"not a {tag[1:]}: {error_text(error)}") from None
 
     def end(self) -> None:
         """Check that all numbers were read. Raises FormatError."""
@@ -534,7 +534,7 @@ _LIVING = (
 )
 
 
-def held_by(value: Any) -> str | None:
+def unpicklable_part(value: Any) -> str | None:
     """What `value` is or holds that no pickle may hold, and what to do instead; None if there is
     nothing of that kind in the first 64 MiB of its pickle."""
     found = _Search(value).found

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.errors import FormatError, TornError
 from keepstep.image import strictjson
-from keepstep.image.strictjson import MAX_BYTES, Reader, is_text, quoted
+from keepstep.image.strictjson import MAX_BYTES, Reader, is_text, quote
 from keepstep.image.tensors import (
     NATIVE_BYTES,
     OPAQUE_BYTES,
@@ -206,10 +206,10 @@ def parse_header(header: bytes) -> Header:
     tree, texts = _entries(header)
     ours = _ours(texts.pop("keepstep"))
     check_version(ours.get("format_version"))
-    world = strictjson.integer(ours.get("world"), "world", 1, _MAX_WORLD)
-    rank = strictjson.integer(ours.get("rank"), "rank", 0, world - 1)
+    world = strictjson.as_integer(ours.get("world"), "world", 1, _MAX_WORLD)
+    rank = strictjson.as_integer(ours.get("rank"), "rank", 0, world - 1)
     if not isinstance(is_base := ours.get("base", False), bool):
-        raise FormatError(f"base: {quoted(is_base)} is neither true nor false")
+        raise FormatError(f"base: {quote(is_base)} is neither true nor false")
     names = list(tree)
     if tuple(names[-3:]) != reserved_names(rank, is_base=is_base):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
@@ -219,7 +219,7 @@ def parse_header(header: bytes) -> Header:
         rank=rank,
         world=world,
         aliases=MappingProxyType(_aliases(ours.get("aliases"), {spec.name for spec in specs})),
-        skeleton=strictjson.text(ours.get("skeleton"), "skeleton"),
+        skeleton=strictjson.as_text(ours.get("skeleton"), "skeleton"),
         specs=tuple(specs),
         extras_capacity_bytes=extras.size_bytes,
         digests_bytes=digests.size_bytes,
@@ -275,15 +275,15 @@ def _texts(reader: Reader) -> dict[str, str]:
 
 def _raw(name: str, value: object) -> _Raw:
     try:
-        entry = strictjson.mapping(value, name)
+        entry = strictjson.as_mapping(value, name)
         dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError:
-        raise FormatError(f"{quoted(name)}: not an entry of safetensors") from None
+        raise FormatError(f"{quote(name)}: not an entry of safetensors") from None
     if len(entry) != 3:
-        raise FormatError(f"{quoted(name)}: not an entry of safetensors")
+        raise FormatError(f"{quote(name)}: not an entry of safetensors")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
-    return _DTYPES[dtype], strictjson.sizes(shape, name), strictjson.sizes(place, name)
+        raise FormatError(f"{quote(name)}: unknown dtype {quote(dtype)}")
+    return _DTYPES[dtype], strictjson.as_sizes(shape, name), strictjson.as_sizes(place, name)
 
 
 def _ours(text: str) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _ours(text: str) -> dict[str, Any]:
         elif key == "aliases":
             ours[key] = {}
             for name in reader.members(known=ours[key]):
-                ours[key][name] = strictjson.text(reader.value(), name)
+                ours[key][name] = strictjson.as_text(reader.value(), name)
         elif key == "parameters":
             ours[key] = {name: _parameters(reader) for name in reader.members()}
         elif key in _SINGLE:
@@ -311,10 +311,12 @@ def _ours(text: str) -> dict[str, Any]:
 def _parameters(reader: Reader) -> Parameters:
     rows = []
     for _ in reader.items():
-        row = strictjson.array(reader.value(), "parameters")
+        row = strictjson.as_array(reader.value(), "parameters")
         if len(row) != 2:
-            raise FormatError(f"parameters: {quoted(row)} is not a name and a shape")
-        rows.append((strictjson.text(row[0], "parameters"), strictjson.sizes(row[1], "parameters")))
+            raise FormatError(f"parameters: {quote(row)} is not a name and a shape")
+        rows.append(
+            (strictjson.as_text(row[0], "parameters"), strictjson.as_sizes(row[1], "parameters"))
+        )
     return tuple(rows)
 
 
@@ -326,26 +328,27 @@ _SINGLE = ("format_version", "rank", "world", "twins", "base")
 
 def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
     twins = tuple(
-        strictjson.integer(twin, "twins", 0, world - 1) for twin in strictjson.array(value, "twins")
+        strictjson.as_integer(twin, "twins", 0, world - 1)
+        for twin in strictjson.as_array(value, "twins")
     )
     if list(twins) != sorted(set(twins) - {rank}):
-        raise FormatError(f"twins: {quoted(value)} are not other ranks in ascending order")
+        raise FormatError(f"twins: {quote(value)} are not other ranks in ascending order")
     return twins
 
 
 def check_version(version: object) -> None:
     """Raises VersionError if a newer keepstep wrote this, FormatError if `version` is not a
     possible version."""
-    strictjson.version(version, FORMAT_VERSION)
+    strictjson.check_newest_version(version, FORMAT_VERSION)
 
 
 def check_names(names: Iterable[str]) -> None:
     """Raises FormatError for tensor names that keepstep reserves or stock readers refuse."""
     for name in names:
         if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
-            raise FormatError(f"{quoted(name)}: this name is reserved")
+            raise FormatError(f"{quote(name)}: this name is reserved")
         if not is_text(name):
-            raise FormatError(f"{quoted(name)}: names must be valid Unicode")
+            raise FormatError(f"{quote(name)}: names must be valid Unicode")
 
 
 def _specs(tree: dict[str, _Raw], text: str) -> list[TensorSpec]:
@@ -357,7 +360,7 @@ def _specs(tree: dict[str, _Raw], text: str) -> list[TensorSpec]:
         here, raw = next(left, (None, None))
         if raw is None or name != here:
             raise FormatError(_NOT_THE_TENSORS)
-        spec = _spec(here, raw, strictjson.mapping(reader.value(), name))
+        spec = _spec(here, raw, strictjson.as_mapping(reader.value(), name))
         at = _check_place(spec, raw[2], at)
         specs.append(spec)
     reader.end()
@@ -375,28 +378,28 @@ _NOT_THE_TENSORS = "DCP_SHARDING_INFO does not list exactly the tensors of the h
 
 def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
     stored, shape, _ = raw
-    offsets = strictjson.sizes(row.get("saved_offsets"), name)
+    offsets = strictjson.as_sizes(row.get("saved_offsets"), name)
     if len(offsets) != len(shape):
-        raise FormatError(f"{quoted(name)}: its offsets do not suit its shape")
-    dtype = strictjson.text(row.get("dtype", stored), name)
+        raise FormatError(f"{quote(name)}: its offsets do not suit its shape")
+    dtype = strictjson.as_text(row.get("dtype", stored), name)
     if dtype != stored:
         shape, offsets = _opaque(name, dtype, stored, shape, offsets)
     order, strides = _sizes_in(row, "dim_order", name), _sizes_in(row, "strides", name)
     if order is not None and sorted(order) != list(range(len(shape))):
-        raise FormatError(f"{quoted(name)}: {quoted(order)} is no order of its dimensions")
+        raise FormatError(f"{quote(name)}: {quote(order)} is no order of its dimensions")
     if strides is not None and (
         len(strides) != len(shape) or strides_with_gaps(shape, strides) is None
     ):
-        raise FormatError(f"{quoted(name)}: {quoted(strides)} are no strides of its dimensions")
+        raise FormatError(f"{quote(name)}: {quote(strides)} are no strides of its dimensions")
     whole = _sizes_in(row, "global_shape", name)
     box = _box(name, shape, offsets, shape if whole is None else whole)
     unflattened = _sizes_in(row, "unflattened_shape", name)
     flat = _flat_box(name, row["flat_box"], shape, box[1]) if "flat_box" in row else None
     if flat is not None and (order is not None or strides is not None):
-        raise FormatError(f"{quoted(name)}: a range of elements has no order of dimensions")
+        raise FormatError(f"{quote(name)}: a range of elements has no order of dimensions")
     elements = math.prod(box[1] or shape if flat is None else flat.shape)
     if unflattened is not None and math.prod(unflattened) != elements:
-        raise FormatError(f"{quoted(name)}: {quoted(unflattened)} cannot be made of it")
+        raise FormatError(f"{quote(name)}: {quote(unflattened)} cannot be made of it")
     tensor = row.get("tensor")
     return TensorSpec(
         name,
@@ -408,28 +411,28 @@ def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
         _device(name, row),
         unflattened,
         strides,
-        None if tensor is None else strictjson.text(tensor, name),
+        None if tensor is None else strictjson.as_text(tensor, name),
         flat,
     )
 
 
 def _sizes_in(row: dict[str, Any], key: str, name: str) -> _Sizes | None:
-    return strictjson.sizes(row[key], name) if key in row else None
+    return strictjson.as_sizes(row[key], name) if key in row else None
 
 
 def _section(name: str, row: dict[str, Any]) -> Section:
     try:
         return Section(row.get("section", Section.REST.value))
     except ValueError:
-        raise FormatError(f"{quoted(name)}: {quoted(row['section'])} is not a section") from None
+        raise FormatError(f"{quote(name)}: {quote(row['section'])} is not a section") from None
 
 
 def _device(name: str, row: dict[str, Any]) -> str | None:
     if "device" not in row:
         return None
-    device = strictjson.text(row["device"], name)
+    device = strictjson.as_text(row["device"], name)
     if not _DEVICE.fullmatch(device):
-        raise FormatError(f"{quoted(name)}: {quoted(device)} is not a device")
+        raise FormatError(f"{quote(name)}: {quote(device)} is not a device")
     return sys.intern(device)
 
 
@@ -438,9 +441,9 @@ def _opaque(
 ) -> tuple[_Sizes, _Sizes]:
     """The true shape and offsets of a tensor that is stored as bytes."""
     if dtype not in OPAQUE_BYTES:
-        raise FormatError(f"{quoted(name)}: unknown dtype {quoted(dtype)}")
+        raise FormatError(f"{quote(name)}: unknown dtype {quote(dtype)}")
     if stored != "U8" or shape[-1:] != (OPAQUE_BYTES[dtype],) or offsets[-1] != 0:
-        raise FormatError(f"{quoted(name)}: {dtype} is not stored as bytes")
+        raise FormatError(f"{quote(name)}: {dtype} is not stored as bytes")
     return shape[:-1], offsets[:-1]
 
 
@@ -451,7 +454,7 @@ def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Siz
     if len(whole) != len(shape) or any(
         at + size > limit for at, size, limit in zip(offsets, shape, whole, strict=True)
     ):
-        raise FormatError(f"{quoted(name)}: its box lies outside of its global shape")
+        raise FormatError(f"{quote(name)}: its box lies outside of its global shape")
     return offsets, whole
 
 
@@ -460,35 +463,35 @@ _MAX_FLAT_DIMS = 5
 
 def _flat_box(name: str, value: object, shape: _Sizes, whole: _Sizes | None) -> FlatBox:
     """`shape`, `whole`: of the entry, which is a part of a row of `whole`."""
-    rows = [strictjson.sizes(sizes, name) for sizes in strictjson.array(value, name)]
+    rows = [strictjson.as_sizes(sizes, name) for sizes in strictjson.as_array(value, name)]
     if len(rows) != 3 or len({*map(len, rows)}) != 1 or len(rows[0]) > _MAX_FLAT_DIMS:
-        raise FormatError(f"{quoted(name)}: {quoted(value)} is no box of a tensor")
+        raise FormatError(f"{quote(name)}: {quote(value)} is no box of a tensor")
     flat = FlatBox(*rows)
     _box(name, flat.sizes, flat.offsets, flat.shape)
     if (whole or shape)[-1:] != (math.prod(flat.sizes),) or math.prod(shape) != shape[-1]:
-        raise FormatError(f"{quoted(name)}: it is no range of the elements of its box")
+        raise FormatError(f"{quote(name)}: it is no range of the elements of its box")
     return flat
 
 
 def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:
     """Check that the tensor's bytes begin at `at` and have its size. Returns where they end."""
     if at % spec.element_bytes:
-        raise FormatError(f"{quoted(spec.name)}: its start does not suit {spec.dtype}")
+        raise FormatError(f"{quote(spec.name)}: its start does not suit {spec.dtype}")
     end = at + spec.size_bytes
     if offsets != (at, end) or end > MAX_BYTES:
         raise FormatError(
-            f"{quoted(spec.name)}: has the bytes {quoted(list(offsets))}, must have [{at}, {end}]"
+            f"{quote(spec.name)}: has the bytes {quote(list(offsets))}, must have [{at}, {end}]"
         )
     return end
 
 
 def _aliases(value: object, names: set[str]) -> dict[str, str]:
-    aliases = strictjson.mapping(value, "aliases")
+    aliases = strictjson.as_mapping(value, "aliases")
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in names:
-            raise FormatError(f"the alias {quoted(alias)} means no tensor of this image")
+            raise FormatError(f"the alias {quote(alias)} means no tensor of this image")
         if alias in names:
-            raise FormatError(f"{quoted(alias)} is an alias and a tensor")
+            raise FormatError(f"{quote(alias)} is an alias and a tensor")
     return aliases
 
 

@@ -58,7 +58,9 @@ def loads(
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")
         _check_depth(text)
-        return json.loads(text, object_pairs_hook=hook or unique, parse_constant=_refuse_constant)
+        return json.loads(
+            text, object_pairs_hook=hook or dict_of_unique_keys, parse_constant=_refuse_constant
+        )
     except FormatError as error:
         raise FormatError(f"{what}: {error.reason}") from None
     except RecursionError:
@@ -67,7 +69,7 @@ def loads(
         raise FormatError(f"{what}: not JSON: {error}") from None
 
 
-def unique(pairs: Pairs) -> dict[str, Any]:
+def dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
     """A dict of `pairs`. Raises FormatError for a key that comes twice."""
     built = dict(pairs)
     if len(built) != len(pairs):
@@ -252,7 +254,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise FormatError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=unique, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=dict_of_unique_keys, parse_constant=_refuse_constant)
 _SCAN = _DECODER.scan_once  # type: ignore[attr-defined]
 
 
@@ -265,53 +267,53 @@ _SMALL_SIZE = 1 << 16
 _HEX = frozenset("0123456789abcdef")
 
 
-def mapping(value: object, what: str) -> dict[str, Any]:
+def as_mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{quoted(what)} is not a JSON object")
+        raise FormatError(f"{quote(what)} is not a JSON object")
     return value
 
 
-def array(value: object, what: str) -> list[Any]:
+def as_array(value: object, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise FormatError(f"{quoted(what)}: {quoted(value)} is not a JSON array")
+        raise FormatError(f"{quote(what)}: {quote(value)} is not a JSON array")
     return value
 
 
-def text(value: object, what: str) -> str:
+def as_text(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise FormatError(f"{what} is not a string")
     return value
 
 
-def integer(value: object, what: str, low: int, high: int) -> int:
+def as_integer(value: object, what: str, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise FormatError(f"{what}: {quoted(value)} is not an integer from {low} to {high}")
+        raise FormatError(f"{what}: {quote(value)} is not an integer from {low} to {high}")
     return value
 
 
-def time(value: object, what: str) -> float:
+def as_time(value: object, what: str) -> float:
     """A time in unix seconds."""
     if type(value) not in (int, float) or not 0 <= value < 1 << 62:  # type: ignore[operator]
-        raise FormatError(f"{what}: {quoted(value)} is not a time")
+        raise FormatError(f"{what}: {quote(value)} is not a time")
     return float(value)  # type: ignore[arg-type]
 
 
-def digest(value: object, what: str) -> str:
+def as_digest(value: object, what: str) -> str:
     """A digest of 16 bytes in lower-case hex."""
-    found = text(value, what)
+    found = as_text(value, what)
     if len(found) != 32 or not set(found) <= _HEX:
-        raise FormatError(f"{what}: {quoted(value)} is not a digest")
+        raise FormatError(f"{what}: {quote(value)} is not a digest")
     return found
 
 
-def sizes(value: object, name: str) -> tuple[int, ...]:
-    found = array(value, name)
+def as_sizes(value: object, name: str) -> tuple[int, ...]:
+    found = as_array(value, name)
     fits = len(found) <= _MAX_DIMENSIONS
     for size in found[:_MAX_DIMENSIONS]:
         if type(size) is not int or not 0 <= size <= MAX_BYTES:
             fits = False
     if not fits:
-        raise FormatError(f"{quoted(name)}: {quoted(value)} is not a row of sizes")
+        raise FormatError(f"{quote(name)}: {quote(value)} is not a row of sizes")
     if len(found) > _FEW:
         numbers = _numbers()
         found = [numbers[size] if size < _SMALL_SIZE else size for size in found]
@@ -325,17 +327,17 @@ def _numbers() -> tuple[int, ...]:
     return tuple(range(_SMALL_SIZE))
 
 
-def version(value: object, newest: int) -> None:
+def check_newest_version(value: object, newest: int) -> None:
     """Raises VersionError if a newer keepstep wrote this, FormatError if `value` is not a possible
     version."""
-    if integer(value, "format_version", 1, 1 << 31) > newest:
+    if as_integer(value, "format_version", 1, 1 << 31) > newest:
         raise VersionError(
             f"format version {value}, but this keepstep reads only up to {newest}:"
             " read it with a newer one"
         )
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """A value of a possibly hostile file, shortened to one line for a message. Never raises."""
     try:
         shown = _SHORT.repr(value)
@@ -344,7 +346,7 @@ def quoted(value: object) -> str:
     return shown if len(shown) <= 100 else shown[:97] + "..."
 
 
-def reason(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """The text of an error, at most 200 characters. Never raises."""
     try:
         return str(error)[:200]

@@ -198,7 +198,7 @@ def local_name(name: str, rank: int) -> str:
     return f"{name}@rank-{rank:05d}"
 
 
-def base_of(name: str) -> tuple[str, int | None]:
+def split_local_name(name: str) -> tuple[str, int | None]:
     """A stored name without its rank, and the rank if the name has one: inverse of
     `local_name`."""
     match = _LOCAL.match(name) if _MARK in name else None

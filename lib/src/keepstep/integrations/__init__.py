@@ -41,7 +41,7 @@ TESTED = {
 """The lowest and the highest release of each package that was tested."""
 
 
-def require(package: str, version: str, *, hooks: Mapping[str, Iterable[str]]) -> None:
+def require_version(package: str, version: str, *, hooks: Mapping[str, Iterable[str]]) -> None:
     """Raise UsageError if this version of a package lacks a hook; warn once if it is not between
     those of `TESTED`.
 
@@ -81,13 +81,15 @@ def _exists(owner: str, hook: str) -> bool:
     except (ImportError, AttributeError):
         return False
     if not hasattr(within, name):
-        return isinstance(within, type) and any(name in assigned(base) for base in within.__mro__)
+        return isinstance(within, type) and any(
+            name in assigned_attributes(base) for base in within.__mro__
+        )
     taken = inspect.signature(getattr(within, name)).parameters if parameters else {}
     return all(word in taken for word in parameters.split(", ") if word)
 
 
 @functools.cache
-def assigned(kind: type) -> frozenset[str]:
+def assigned_attributes(kind: type) -> frozenset[str]:
     """The names of the attributes that the code of a class, without its bases, assigns."""
     functions = [inspect.unwrap(var) for var in vars(kind).values() if hasattr(var, "__code__")]
     return frozenset(
@@ -100,7 +102,7 @@ def assigned(kind: type) -> frozenset[str]:
 
 def require_accelerate() -> None:
     """Raise UsageError for a version of accelerate that the adapters cannot follow."""
-    require(
+    require_version(
         "accelerate",
         importlib.metadata.version("accelerate"),
         hooks={
@@ -130,7 +132,7 @@ def require_torch(optimizer: object) -> None:
         )
 
 
-def any_rank(mine: bool) -> bool:
+def is_true_on_any_rank(mine: bool) -> bool:
     """Whether `mine` is true on any rank.
 
     One machine may know of a step that another has not heard of yet, and all ranks must decide

@@ -26,8 +26,8 @@ from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
 from keepstep.client.session import held_steps
 from keepstep.errors import MismatchError, RestoreError, UsageError, few
-from keepstep.integrations import any_rank
-from keepstep.state.wrappers import Replicated, replication_of, unwrap
+from keepstep.integrations import is_true_on_any_rank
+from keepstep.state.wrappers import Replicated, replication_of, unwrap_module
 
 log = logging.getLogger("keepstep")
 
@@ -57,7 +57,7 @@ class FrameworkTraining:
         self.at: Restored | None = None
         self._left_alone = ""
         self._components: Mapping[str, Any] = {}
-        self._socket_path = embedded.socket(options.get("dir"), options.get("run"))
+        self._socket_path = embedded.socket_path(options.get("dir"), options.get("run"))
         if before := _BEGUN.get(self._socket_path):
             again = "again" if before == name else f"and not only {before}"
             raise UsageError(
@@ -71,7 +71,7 @@ class FrameworkTraining:
     def holds_a_step(self) -> bool:
         """Whether any rank finds a step of the run. A collective."""
         where = self._socket_path
-        return any_rank(bool(where and held_steps(where, timeout_s=_SCAN_S)))
+        return is_true_on_any_rank(bool(where and held_steps(where, timeout_s=_SCAN_S)))
 
     def leaves_alone(self, argument: str, path: Any) -> bool:
         """Whether the run holds a step, so that the framework must not load its own checkpoint
@@ -301,7 +301,7 @@ def _is_layer(module: nn.Module) -> bool:
 def kept_part(model: nn.Module) -> nn.Module:
     """What is kept of a model, which may be wrapped by DistributedDataParallel: `TrainedPart` if it
     is quantised, else the model. Raises UsageError where a quantised layer trains itself."""
-    inner = unwrap(model)
+    inner = unwrap_module(model)
     if not is_quantized(inner):
         return model
     for name, module in inner.named_modules():

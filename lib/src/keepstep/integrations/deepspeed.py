@@ -33,12 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.errors import MismatchError, UsageError, WithinStepError
-from keepstep.integrations import require, require_torch
+from keepstep.integrations import require_torch, require_version
 from keepstep.integrations._training_identity import is_quantized
 from keepstep.state import sharding
 from keepstep.state.wrappers import FlatModule, Replicated, copy_options
 
-require(
+require_version(
     "deepspeed",
     importlib.metadata.version("deepspeed"),
     hooks={
@@ -149,7 +149,7 @@ class _Part:
         """The same part of a tensor like `flat`, not copied. Padding behind the vector is left out;
         it is zero in every world."""
         rows, *rest = self._shape
-        _, here = sharding.chunk(rows, self._mesh.size(), self._mesh.get_rank())
+        _, here = sharding.chunk_bounds(rows, self._mesh.size(), self._mesh.get_rank())
         size = here * math.prod(rest)
         return flat.detach()[self._begin : self._begin + size].view(here, *rest)
 
@@ -252,7 +252,7 @@ class _Partitions(torch.optim.Optimizer):
                 if not isinstance(value, DTensor):
                     state[key] = value
                     continue
-                local = sharding.local_of(value)
+                local = sharding.local_tensor_of(value)
                 if key not in state or state[key].dtype != local.dtype:
                     state[key] = torch.zeros_like(part.flat, dtype=local.dtype, requires_grad=False)
                 here = part.within(state[key])

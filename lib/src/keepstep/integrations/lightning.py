@@ -36,8 +36,8 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.errors import RestoreError, UsageError
 from keepstep.integrations import (
     loaders,
-    require,
     require_torch,
+    require_version,
 )
 from keepstep.integrations._training_identity import NOTHING_YET, FrameworkTraining, kept_part
 from keepstep.state import rng
@@ -86,7 +86,7 @@ _HOOKS = {
 def _require(package: str) -> None:
     version = importlib.import_module(package).__version__
     hooks = {f"{package}.{owner}": names for owner, names in _HOOKS.items()}
-    require(package.partition(".")[0], version, hooks=hooks)
+    require_version(package.partition(".")[0], version, hooks=hooks)
 
 
 _lightning: Any = _package()
@@ -224,7 +224,7 @@ class _Fit(FrameworkTraining):
             if self._resumes and not self._own_states():
                 loop._combined_loader_states_to_load = []
             original()
-            self.before_iterator = loaders.capture(self._loaders)
+            self.before_iterator = loaders.capture_generators(self._loaders)
 
         def begin_epoch(original: Callable[..., Any]) -> Any:
             if self._resumes:
@@ -246,11 +246,14 @@ class _Fit(FrameworkTraining):
                 self._checkpointer.restore_rng()
             else:
                 iterator = fetcher.combined_loader._iterator
-                before = loaders.capture(self._loaders)
+                before = loaders.capture_generators(self._loaders)
                 original(fetcher)
                 if fetcher.combined_loader._iterator is not iterator:
                     self.before_iterator = before
-                self.kept["begun"] = {"before": self.before_iterator, "first": rng.capture()}
+                self.kept["begun"] = {
+                    "before": self.before_iterator,
+                    "first": rng.capture_generators(),
+                }
             self.at = None
 
         def begin_validation(original: Callable[..., Any]) -> Any:
@@ -401,10 +404,10 @@ class _Fit(FrameworkTraining):
         batches = done.current.ready
         if self._own_states():
             return
-        if not all(map(loaders.by_index, self._loaders)):
-            loaders.apply(begun["before"], self._loaders)
+        if not all(map(loaders.can_skip_by_index, self._loaders)):
+            loaders.apply_generators(begun["before"], self._loaders)
             iter(fetcher)
-            rng.apply(begun["first"])
+            rng.apply_generators(begun["first"])
             for _ in range(batches):
                 next(fetcher)
         else:
@@ -414,9 +417,9 @@ class _Fit(FrameworkTraining):
                     " batches until the epoch's end are not those of an undisturbed run"
                     " [loader.epoch_wrapped]"
                 )
-            with loaders.behind(self._loaders, batches, begun["before"]) as samplers:
+            with loaders.iterators_behind(self._loaders, batches, begun["before"]) as samplers:
                 iter(fetcher)
-            rng.apply(begun["first"])
+            rng.apply_generators(begun["first"])
             for sampler in samplers:
                 sampler.skip()
         fetcher.fetched = 0  # Lightning adds the batches that were done
@@ -425,7 +428,9 @@ class _Fit(FrameworkTraining):
         """Whether all loaders keep their own position. A loader of unknown length does not count:
         Lightning fetches a batch ahead from such loaders."""
         return all(
-            hasattr(loader, "state_dict") and not loaders.by_index(loader) and _has_length(loader)
+            hasattr(loader, "state_dict")
+            and not loaders.can_skip_by_index(loader)
+            and _has_length(loader)
             for loader in self._loaders
         )
 

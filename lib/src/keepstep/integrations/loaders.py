@@ -54,7 +54,7 @@ class Batches:
         # with accelerate's `dispatch_batches`, rank 0 reads for all ranks, several batches at a
         # time
         dispatched = type(loader).__name__ == "DataLoaderDispatcher"
-        self._by_index = by_index(self._base) and not dispatched
+        self._by_index = can_skip_by_index(self._base) and not dispatched
         if getattr(self._base, "_initial_iter_for_state_dict", False):
             # accelerate began this epoch in prepare(), before anything could be restored
             self._base.load_state_dict({})
@@ -98,7 +98,7 @@ class Batches:
                 begin_workers(self._base)
             checkpointer.restore_rng()
             self._done = 0
-            self._begun = capture([self._base])
+            self._begun = capture_generators([self._base])
             batches = iter(self.loader)
         for batch in batches:
             self._done += 1
@@ -106,14 +106,14 @@ class Batches:
         self.epoch, self._done, self._begun = self.epoch + 1, 0, {}
 
     def _go_on(self, restore_rng: Callable[[], bool]) -> Iterator[Any]:
-        before = rng.capture()
+        before = rng.capture_generators()
 
         def settle() -> None:
             if not restore_rng():  # the Batches of another loader has set the states
-                rng.apply(before)
+                rng.apply_generators(before)
 
         if not self._by_index:
-            apply(self._begun, [self._base])
+            apply_generators(self._begun, [self._base])
             batches: Iterator[Any] = iter(self.loader)
             for _ in range(self._done):
                 next(batches, None)
@@ -122,7 +122,7 @@ class Batches:
         # without workers, the states are set before the first batch is read, which may draw from
         # them; a batch that is fetched ahead must not draw from them
         reads = self._base.num_workers == 0 and not self._fetches_ahead
-        with behind([self._base], self._done, self._begun) as (sampler,):
+        with iterators_behind([self._base], self._done, self._begun) as (sampler,):
             sampler.then = settle if reads else None
             batches = iter(self.loader)
             first = list(itertools.islice(batches, 1))
@@ -174,8 +174,8 @@ class _Watched:
         batch = self._collate(rows)
         self._batches += 1
         if self._batches == 1:
-            self._state = extras.encode(rng.capture())
-        elif self._batches == 2 and self._state != extras.encode(rng.capture()):
+            self._state = extras.encode(rng.capture_generators())
+        elif self._batches == 2 and self._state != extras.encode(rng.capture_generators()):
             log.warning(
                 "keepstep: the dataset or its collator draws from the random generators of this"
                 " process, and a batch is fetched ahead: after a restart that batch is drawn again,"
@@ -186,24 +186,24 @@ class _Watched:
         return batch
 
 
-def by_index(loader: Any) -> bool:
+def can_skip_by_index(loader: Any) -> bool:
     """Whether batches can be left out without reading them."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def capture(loaders: list[Any]) -> dict[str, Any]:
+def capture_generators(loaders: list[Any]) -> dict[str, Any]:
     """How an epoch of these loaders will begin: the states of all generators that may determine its
     order, and whether the iterators are new."""
     return {
-        "process": rng.capture(),
+        "process": rng.capture_generators(),
         "own": own_generators(loaders),
         "fresh": [is_fresh(loader) for loader in loaders],
     }
 
 
-def apply(state: dict[str, Any], loaders: list[Any]) -> None:
-    """Set the generators to the states in `capture`'s result."""
-    rng.apply(state["process"])
+def apply_generators(state: dict[str, Any], loaders: list[Any]) -> None:
+    """Set the generators to the states in `capture_generators`'s result."""
+    rng.apply_generators(state["process"])
     set_own_generators(state["own"], loaders)
 
 
@@ -249,13 +249,13 @@ def begin_workers(loader: Any) -> None:
     """Start persistent workers if there are none yet, so that the next epoch draws no seed for
     them: it is not their first epoch. Leaves all generators as they are."""
     if _lasts(loader) and is_fresh(loader):
-        before = capture([loader])
+        before = capture_generators([loader])
         iter(loader)
-        apply(before, [loader])
+        apply_generators(before, [loader])
 
 
 @contextlib.contextmanager
-def seeded_aside(loader: Any) -> Iterator[None]:
+def seeds_drawn_aside(loader: Any) -> Iterator[None]:
     """In this context, the seeds of workers of this loader, and of its copies, are drawn from a
     separate generator."""
     own, loader.generator = loader.generator, torch.Generator()
@@ -266,15 +266,18 @@ def seeded_aside(loader: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def behind(loaders: list[Any], batches: int, begun: dict[str, Any]) -> Iterator[list[_Behind]]:
-    """In this context, new iterators of these loaders begin as `begun` (from `capture`) says, and
-    leave out the first `batches` once they draw. For loaders that are `by_index`."""
+def iterators_behind(
+    loaders: list[Any], batches: int, begun: dict[str, Any]
+) -> Iterator[list[_Behind]]:
+    """In this context, new iterators of these loaders begin as `begun` (from `capture_generators`)
+    says, and leave out the first `batches` once they draw. For loaders that are
+    `can_skip_by_index`."""
     for loader, fresh in zip(loaders, begun["fresh"], strict=True):
         if fresh and not is_fresh(loader):
             loader._iterator = None
         elif not fresh and is_fresh(loader):
             iter(loader)
-    apply(begun, loaders)
+    apply_generators(begun, loaders)
     samplers: list[_Behind] = []
     put_back: list[tuple[Any, str, Any]] = []
     for loader in loaders:

@@ -239,7 +239,7 @@ class _Piece:
 
     def _of(self, tensor: Tensor) -> Tensor:
         local = tensor.detach().view(self._sizes)
-        return sharding.placed(local, _mesh(local.device.type), self._sharing)
+        return sharding.dtensor_of_box(local, _mesh(local.device.type), self._sharing)
 
     def view(self, tensor: Tensor, key: str) -> Tensor:
         """A DTensor like `vector`, over state of the same shape. It is made once."""
@@ -361,7 +361,7 @@ class _Shards(torch.optim.Optimizer):
             state = self._inner.state[piece.main]
             for key, value in self.state.get(piece.vector, {}).items():
                 if isinstance(value, DTensor):
-                    local = sharding.local_of(value).view(piece.main.shape)
+                    local = sharding.local_tensor_of(value).view(piece.main.shape)
                     if key not in state or state[key].data_ptr() != local.data_ptr():
                         state[key] = local
                 else:

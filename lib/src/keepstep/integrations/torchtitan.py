@@ -32,12 +32,12 @@ from torchtitan.components.checkpointer import (
 from keepstep.checkpointer import Checkpointer
 from keepstep.client import embedded
 from keepstep.errors import UsageError
-from keepstep.integrations import require
+from keepstep.integrations import require_version
 from keepstep.integrations._training_identity import FrameworkTraining
 
 log = logging.getLogger("keepstep")
 
-require(
+require_version(
     "torchtitan",
     importlib.metadata.version("torchtitan"),
     hooks={
@@ -70,7 +70,7 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
             )
         super().__init__(config, **given)
         if not self.enable:
-            if embedded.socket(None):
+            if embedded.socket_path(None):
                 log.warning(
                     "keepstep: checkpoint.enable is False, so no step is kept [save.disabled]"
                 )

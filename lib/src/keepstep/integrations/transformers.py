@@ -37,12 +37,12 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError, few
 from keepstep.image import extras
 from keepstep.integrations import (
-    assigned,
+    assigned_attributes,
     loaders,
     mix_in,
-    require,
     require_accelerate,
     require_torch,
+    require_version,
 )
 from keepstep.integrations._training_identity import FrameworkTraining, is_quantized, kept_part
 from keepstep.state import rng
@@ -251,12 +251,12 @@ def _library(value: Any) -> str:
 def _trainers_own() -> frozenset[str]:
     """The attributes that Trainer's own code assigns."""
     own = {"_keepstep", "keepstep_options", "callback_handler"}
-    return assigned(Trainer) | assigned(Seq2SeqTrainer) | own
+    return assigned_attributes(Trainer) | assigned_attributes(Seq2SeqTrainer) | own
 
 
 T = TypeVar("T", bound=Trainer)
 
-require(
+require_version(
     "transformers",
     transformers.__version__,
     hooks={
@@ -495,16 +495,16 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             loaders.set_own_generators(kept["own"], [loader])
         if first and skipped and training.at is not None:
             # samplers and workers draw the seeds that they drew when this epoch began
-            rng.apply(kept["epoch_rng"])
+            rng.apply_generators(kept["epoch_rng"])
             if not kept["fresh"]:
-                seeding = loaders.seeded_aside(loader)
+                seeding = loaders.seeds_drawn_aside(loader)
         else:
             if training.at is not None:
                 loaders.begin_workers(loader)
             if first and not skipped:
                 self._load_rng_state(resume_from_checkpoint)  # as Trainer does again
             kept.update(
-                epoch_rng=rng.capture(),
+                epoch_rng=rng.capture_generators(),
                 own=loaders.own_generators([loader]),
                 fresh=loaders.is_fresh(loader),
             )
@@ -710,7 +710,7 @@ def _refuse(trainer: Any) -> None:
         own = {f"{kind.__module__}:{kind.__name__}": names.get(kind.__name__, ()) for kind in kinds}
         if own:
             version = importlib.metadata.version(package)
-            require(package, version, hooks=own)
+            require_version(package, version, hooks=own)
     if trainer.is_fsdp_enabled and is_quantized(trainer.model):
         raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)

@@ -24,12 +24,12 @@ from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.utils.torch_utils import unwrap_model
 
 from keepstep.errors import UsageError
-from keepstep.integrations import mix_in, require
+from keepstep.integrations import mix_in, require_version
 from keepstep.integrations._training_identity import FrameworkTraining
 
 T = TypeVar("T")
 
-require(
+require_version(
     "ultralytics",
     importlib.metadata.version("ultralytics"),
     hooks={

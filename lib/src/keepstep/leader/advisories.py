@@ -13,10 +13,10 @@ from typing import Final
 from keepstep.core.ledger import RestartOutcome
 from keepstep.errors import few
 from keepstep.leader.leader import Leader
-from keepstep.leader.left_shards import SERVED, described
+from keepstep.leader.left_shards import SERVED, describe_left_shards
 from keepstep.leader.node_rank import NodeRankState
 from keepstep.steps import Tier
-from keepstep.wire.run_reports import Advisory, AdvisoryKind, utc
+from keepstep.wire.run_reports import Advisory, AdvisoryKind, format_utc
 from keepstep.wire.status import TierProgress
 
 FIRST_COMMIT_S: Final = 600.0
@@ -32,7 +32,7 @@ _NAMED: Final = 3
 _ONWARD: Final = "Training goes on; a restart goes back to the last commit"
 
 
-def doubts(leader: Leader, *, behind: int | None, at: float) -> tuple[Advisory, ...]:
+def current_advisories(leader: Leader, *, behind: int | None, at: float) -> tuple[Advisory, ...]:
     """All that holds now. `behind`: see `RunReport`."""
     return tuple(
         Advisory(kind=kind, text=text)
@@ -102,7 +102,7 @@ def _stalled(leader: Leader, behind: int | None, at: float) -> str:
     overdue = every is None or (behind or 0) > 2 * every  # time alone says nothing then
     if since is None or not behind or at - since < patience_s or not overdue:
         return ""
-    return f"no step became committed since {utc(since)} although steps are staged. " + (
+    return f"no step became committed since {format_utc(since)} although steps are staged. " + (
         _what_hinders(leader)
     )
 
@@ -232,7 +232,7 @@ def _not_serving(leader: Leader) -> DoubtTexts:
 
 def _left(leader: Leader) -> DoubtTexts:
     left = leader.requests.left
-    if unserved := described(left.unserved, "not served, as no agent is ready, on node"):
+    if unserved := describe_left_shards(left.unserved, "not served, as no agent is ready, on node"):
         yield AdvisoryKind.LEFT_NOT_SERVED, unserved
-    if served := described(left.served, SERVED):
+    if served := describe_left_shards(left.served, SERVED):
         yield AdvisoryKind.LEFT_SERVED, served

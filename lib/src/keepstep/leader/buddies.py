@@ -20,7 +20,7 @@ class Spot:
     domain: str
 
 
-def buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
+def choose_buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
     """node rank -> the node ranks that it sends its shards to, best first.
 
     At most `replicas`, each on another node, none on the sender's own node; fewer if the run has

@@ -31,7 +31,7 @@ def sole_nodes(by_node: Mapping[str, int], *, world: int) -> Sole:
     return frozenset(node for node, ranks in by_node.items() if ranks & sole)
 
 
-def least_left(newest_first: Iterable[tuple[StepId, Sole, Sole]]) -> StepId | None:
+def least_restart_step(newest_first: Iterable[tuple[StepId, Sole, Sole]]) -> StepId | None:
     """The step that a restart goes on from at the least, whichever single node is lost.
 
     By step: `sole_nodes` where twins count, and where they do not. A restart leaves out a step in
@@ -49,7 +49,7 @@ def least_left(newest_first: Iterable[tuple[StepId, Sole, Sole]]) -> StepId | No
     return min(left.values()) if left.keys() == nodes else None
 
 
-def refuges(sole: Mapping[StepId, Sole]) -> frozenset[StepId]:
+def refuge_steps(sole: Mapping[StepId, Sole]) -> frozenset[StepId]:
     """For each node, the newest step that survives its loss. `sole`: `sole_nodes` of each step."""
     return frozenset(_left(sole, _named(sole)).values())
 

@@ -21,7 +21,7 @@ from typing import Final
 from keepstep.core.history import Goodput
 from keepstep.wire import run_reports as wire
 from keepstep.wire.member_reports import ReportedGoodput
-from keepstep.wire.run_reports import MOST_TALLIES, seconds_of, utc
+from keepstep.wire.run_reports import MOST_TALLIES, format_utc, parse_utc
 
 SHOWN_S: Final = 60.0
 """The shown figure changes at most this often, although each report changes the sum."""
@@ -77,7 +77,7 @@ class GoodputTotal:
     known: tuple[GoodputSpan, ...]
 
 
-def whole(goodput: ReportedGoodput) -> GoodputSpan:
+def in_whole_seconds(goodput: ReportedGoodput) -> GoodputSpan:
     """The reported tally in whole seconds, which add up to its whole time. Time that the sidecar
     put into no bucket was before it knew of a restore, so it counts as infrastructure recovery."""
     seconds = list(_seconds(goodput))
@@ -95,7 +95,7 @@ def whole(goodput: ReportedGoodput) -> GoodputSpan:
     )
 
 
-def added(counted: GoodputTotal | None, tally: GoodputSpan) -> GoodputTotal:
+def add_tally(counted: GoodputTotal | None, tally: GoodputSpan) -> GoodputTotal:
     """The sum with the present state of this tally. A tally that another one has followed counts
     again only after a trainer has restored there."""
     if counted is None:
@@ -188,13 +188,13 @@ class GoodputSum:
         self._sum = self._shown = _read(record) if record is not None else None
         self._resumed = True
         if self._waits is not None:
-            self._sum = added(self._sum, self._waits)
+            self._sum = add_tally(self._sum, self._waits)
 
     def take(self, goodput: ReportedGoodput) -> None:
         """Take in the tally of this machine, which is the run's first."""
-        self._waits = whole(goodput)
+        self._waits = in_whole_seconds(goodput)
         if self._resumed:
-            self._sum = added(self._sum, self._waits)
+            self._sum = add_tally(self._sum, self._waits)
 
     def shown(self, *, at: float) -> wire.RunGoodput | None:
         """The sum as it was within the last `SHOWN_S`; None: there is none."""
@@ -206,8 +206,8 @@ class GoodputSum:
 def _written(counted: GoodputTotal) -> wire.RunGoodput:
     total = counted.total
     return wire.RunGoodput(
-        since=utc(total.since),
-        until=utc(total.until),
+        since=format_utc(total.since),
+        until=format_utc(total.until),
         ratio=f"{total.ratio:.3f}",
         wall_seconds=sum(total.seconds),
         productive_seconds=total.seconds[_PRODUCTIVE],
@@ -218,8 +218,8 @@ def _written(counted: GoodputTotal) -> wire.RunGoodput:
             wire.GoodputTally(
                 id=tally.id,
                 epoch=tally.epoch,
-                since=utc(tally.since),
-                until=utc(tally.until),
+                since=format_utc(tally.since),
+                until=format_utc(tally.until),
                 productive_seconds=tally.seconds[_PRODUCTIVE],
                 badput_seconds=_badput(tally),
                 step=tally.step,
@@ -247,7 +247,7 @@ def _read(record: wire.RunGoodput) -> GoodputTotal | None:
 
 
 def _tally(status: wire.RunGoodput | wire.GoodputTally, **of: str) -> GoodputSpan | None:
-    since, until = seconds_of(status.since), seconds_of(status.until)
+    since, until = parse_utc(status.since), parse_utc(status.until)
     if since is None or until is None:
         return None
     badput = (getattr(status.badput_seconds, bucket) for bucket in BUCKETS[1:])

@@ -15,11 +15,11 @@ from hashlib import blake2b
 from operator import attrgetter
 
 from keepstep.core.commit_rule import ALL_RANKS
-from keepstep.core.ledger import Alarm, is_among
+from keepstep.core.ledger import Alarm, is_in_sorted
 from keepstep.core.shard import MOST_RANKS, StepShards
-from keepstep.core.suspicion import Failure, newest
+from keepstep.core.suspicion import Failure, newest_failures
 from keepstep.errors import UsageError
-from keepstep.leader.buddies import Spot, buddies
+from keepstep.leader.buddies import Spot, choose_buddies
 from keepstep.leader.node_rank import ReportingPod
 from keepstep.leader.operator_requests import OperatorRequests
 from keepstep.leader.run_history import RunHistory
@@ -173,7 +173,7 @@ class Leader:
             if before is not None:  # the new pod was here before the operator spoke of the old one
                 self.requests.deleted(node_rank, before, at=at)
             member.whole = True
-            self._failures = newest((*self._failures, *report.failures))
+            self._failures = newest_failures((*self._failures, *report.failures))
             for rank in report.ranks:
                 self._owners |= dict.fromkeys(rank.ranks if rank.alive else (), node_rank)
             self.history.applied(
@@ -406,9 +406,11 @@ class Leader:
             reply=replace(
                 advice.reply,
                 commits=tuple(
-                    step_id for step_id in held if is_among(step_id, advice.reply.commits)
+                    step_id for step_id in held if is_in_sorted(step_id, advice.reply.commits)
                 ),
-                retire=tuple(step_id for step_id in held if is_among(step_id, advice.expendable)),
+                retire=tuple(
+                    step_id for step_id in held if is_in_sorted(step_id, advice.expendable)
+                ),
                 peers=() if peers.version == member.holds else peers.of(node_rank),
                 peers_version=peers.version,
                 agents=left.agents_of(node_rank),
@@ -478,7 +480,7 @@ class Leader:
                 for rank, place in places.items()
                 if self._introduced and not (settled and place.gone)
             }
-            ring = buddies(spots, replicas=replicas)
+            ring = choose_buddies(spots, replicas=replicas)
             named = repr((served, ring)).encode()
             self._peers = of, PeerMap(served, ring, blake2b(named, digest_size=12).hexdigest())
         return self._peers[1]

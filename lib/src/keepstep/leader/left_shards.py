@@ -14,7 +14,7 @@ from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.steps import StepId
 
 SERVED: Final = "served by the agent of node"
-"""How `described` goes on where an agent serves shards."""
+"""How `describe_left_shards` goes on where an agent serves shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class LeftShards:
         return newest if needed <= {*self.served} else None
 
 
-def described(left: Iterable[OrphanedShard], how: str) -> str:
+def describe_left_shards(left: Iterable[OrphanedShard], how: str) -> str:
     """A sentence on these shards, by node; '': there are none."""
     ranks: dict[str, list[str]] = {}
     for shard in left:

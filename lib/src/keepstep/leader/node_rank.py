@@ -227,12 +227,12 @@ class ReportingPod:
     local_stays: bool
 
 
-def overtaken(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
+def is_overtaken(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     """Whether a newer report of the same sidecar is known already."""
     return _is_same(place, sender, report) and report.sequence < place.sidecar.sequence
 
 
-def follows(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
+def applies_to_known(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     """Whether the changes in this report apply to what is known."""
     return _is_same(place, sender, report) and report.since == place.sidecar.sequence
 
@@ -241,7 +241,7 @@ def _is_same(place: NodeRankState, sender: ReportingPod, report: Report) -> bool
     return (place.pod, place.sidecar.started_at) == (sender.pod, report.started_at)
 
 
-def renewed(
+def state_after_report(
     sender: ReportingPod, report: Report, at: float, *, epochs: tuple[Epoch, ...], ranks: RankSets
 ) -> NodeRankState:
     """The place after this report."""
@@ -256,7 +256,7 @@ def renewed(
     )
 
 
-def kept(report: ReportedRanks) -> bool:
+def is_only_of_copies(report: ReportedRanks) -> bool:
     """Whether a pod reports these ranks only because it keeps copies of them, or saw them archived.
 
     A rank of the pod's own that has no image here yet looks the same; it counts as its own once its

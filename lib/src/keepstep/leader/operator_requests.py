@@ -10,17 +10,28 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Final
 
-from keepstep.core.ledger import RestartOutcome, RestartOutlook, outlook
+from keepstep.core.ledger import RestartOutcome, RestartOutlook, restart_outlook
 from keepstep.errors import few
 from keepstep.leader.fresh_start_approval import FreshStartApproval
-from keepstep.leader.left_shards import SERVED, LeftShards, described
+from keepstep.leader.left_shards import SERVED, LeftShards, describe_left_shards
 from keepstep.leader.node_rank import NodeRankState
 from keepstep.leader.orphaned_shards import OrphanedShard
-from keepstep.leader.restore_request import followed, request, restore_target
+from keepstep.leader.restore_request import (
+    follow_restore_request,
+    restore_request_of,
+    restore_target,
+)
 from keepstep.leader.run_history import RunHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
-from keepstep.wire.run_reports import LeaderAnswer, RestoreFrom, RunEvent, RunMember, RunPolicy, utc
+from keepstep.wire.run_reports import (
+    LeaderAnswer,
+    RestoreFrom,
+    RunEvent,
+    RunMember,
+    RunPolicy,
+    format_utc,
+)
 
 _DRIVES_NAMED: Final = 3
 _LOST: Final = {
@@ -72,7 +83,7 @@ class OperatorRequests:
             self._history.resume(answer.record)
             self.restore_from = self.restore_from or answer.record.restore_from
         current = self._ledger.core.lineage.current
-        self.restore_from = request(
+        self.restore_from = restore_request_of(
             self.restore_from, answer.restore_from, own=self._run, newest=current
         )
         self.fresh.ask(answer.fresh_start, self._ledger, at=at)
@@ -121,14 +132,14 @@ class OperatorRequests:
         if self.restore_from is not None:
             before = self.restore_from
             held = ledger.core.committed(Tier.LOCAL)
-            self.restore_from = followed(before, held, ledger.core.epochs)
+            self.restore_from = follow_restore_request(before, held, ledger.core.epochs)
             if self.restore_from.epoch != before.epoch:
                 epoch, step = self.restore_from.epoch, StepId.parse(self.restore_from.step)
                 text = f"epoch {epoch} went on from step {step.step}, as spec.restoreFrom asked"
                 self._happened("RolledBack", text, step, at=at)
         self.fresh.follow(ledger, at=at)
         left = self.left
-        served = described(left.served, SERVED)
+        served = describe_left_shards(left.served, SERVED)
         if served and served != self._served:
             self._happened("LeftShardsServed", served, None, at=at)
         self._served = served
@@ -150,7 +161,7 @@ class OperatorRequests:
 
     def _happened(self, kind: str, message: str, step_id: StepId | None, *, at: float) -> None:
         step = step_id.step if step_id is not None else None
-        self._history.remember(RunEvent(time=utc(at), type=kind, message=message, step=step))
+        self._history.remember(RunEvent(time=format_utc(at), type=kind, message=message, step=step))
 
     # --- asking --------------------------------------------------------------------------
 
@@ -187,7 +198,7 @@ class OperatorRequests:
     def outlook(self) -> RestartOutlook:
         """What a restart would do now, as far as reports show."""
         world = self._ledger.world or 0
-        found = outlook(self._ledger.core, world=world, fleeting=self.gone_for_good)
+        found = restart_outlook(self._ledger.core, world=world, fleeting=self.gone_for_good)
         if found.restart is not RestartOutcome.GOES_ON and (left := self.left.restart_step):
             return RestartOutlook(RestartOutcome.GOES_ON, left)
         return found

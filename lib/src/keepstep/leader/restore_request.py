@@ -19,7 +19,7 @@ _TARGET = re.compile(
 )
 
 
-def request(
+def restore_request_of(
     known: RestoreFrom | None, text: str, *, own: str, newest: EpochId | None
 ) -> RestoreFrom | None:
     """The request that `text` makes, in place of the `known` one. `own`: the run's name. `newest`:
@@ -31,7 +31,9 @@ def request(
     return RestoreFrom(asked=text, run=other, since=newest.number if newest else 0)
 
 
-def followed(asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]) -> RestoreFrom:
+def follow_restore_request(
+    asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]
+) -> RestoreFrom:
     """The request with the step that it means, and the epoch that began from there, as far as they
     are known. `held`: the committed steps. No sidecar can bring a step of another run."""
     if asked.epoch or asked.run:

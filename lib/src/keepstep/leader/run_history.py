@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from keepstep.core.ledger import Action, Alarm, AlarmKind
-from keepstep.core.schedule import on_grid, stands_in
+from keepstep.core.schedule import is_stand_in, round_up_to_grid
 from keepstep.leader.drives import Drives, OtherDrive, PlaceDrives
 from keepstep.leader.goodput import GoodputSum
 from keepstep.leader.left_shards import LeftShards
 from keepstep.leader.node_rank import ReportingPod
 from keepstep.leader.restart_history import RestartHistory, RunRestart
 from keepstep.leader.run_ledger import RunLedger
-from keepstep.spans import numbers
+from keepstep.spans import parse_spans
 from keepstep.steps import EpochId, StepId
 from keepstep.wire import run_reports as wire
 from keepstep.wire.member_reports import Report
-from keepstep.wire.run_reports import LeaderRecord, RunEvent, RunPolicy, utc
+from keepstep.wire.run_reports import LeaderRecord, RunEvent, RunPolicy, format_utc
 
 ALARM_S: Final = 3600.0
 
@@ -76,7 +76,7 @@ class RunHistory:
             (holder.node, node_rank, StepId(counted, holder.step))
             for holder in record.holders
             if counted is not None and holder.step is not None
-            for node_rank in numbers(holder.node_ranks)
+            for node_rank in parse_spans(holder.node_ranks)
             if (place := places.get(node_rank)) is None or place.node != holder.node
         )
         self._ledger.orphans.resume(left)
@@ -141,14 +141,14 @@ class RunHistory:
         return step_id > known.id or self._ledger.settled
 
     def _stands_in(self, step_id: StepId, before: StepId, policy: RunPolicy, grid: int) -> bool:
-        """See `schedule.stands_in`. The grid is the one that the sidecars use."""
+        """See `schedule.is_stand_in`. The grid is the one that the sidecars use."""
         if policy.archive_every is None or step_id.epoch != before.epoch:
             return False
         commits = {
             commit.step for commit in self._ledger.commits() if commit.epoch == step_id.epoch
         }
-        every = on_grid(policy.archive_every, grid)
-        return stands_in(step_id.step, before=before.step, commits=commits, every=every)
+        every = round_up_to_grid(policy.archive_every, grid)
+        return is_stand_in(step_id.step, before=before.step, commits=commits, every=every)
 
     def check_commit(self, left: LeftShards) -> None:
         """Note that the newest commit is lost: with a pod, and not only out of sight, because a
@@ -209,7 +209,7 @@ class RunHistory:
             drives, self.reported_drives = self.reported_drives, ""
             self.remember(
                 RunEvent(
-                    time=utc(at),
+                    time=format_utc(at),
                     type=_kind(restart),
                     message=_restarted(restart, aside=aside, again=again, drives=drives),
                     step=restart.step,

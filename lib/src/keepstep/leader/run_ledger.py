@@ -13,7 +13,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import HeldImages, RankReport, RanksReport, ReportedTier, bits
+from keepstep.core.commit_rule import HeldImages, RankReport, RanksReport, ReportedTier, each_rank
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
@@ -24,16 +24,16 @@ from keepstep.core.ledger import (
 )
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks
-from keepstep.leader.durability import Sole, least_left, refuges, sole_nodes
+from keepstep.leader.durability import Sole, least_restart_step, refuge_steps, sole_nodes
 from keepstep.leader.node_rank import (
     NodeRankState,
     NodeRankStates,
     RankSets,
     ReportingPod,
-    follows,
-    kept,
-    overtaken,
-    renewed,
+    applies_to_known,
+    is_only_of_copies,
+    is_overtaken,
+    state_after_report,
 )
 from keepstep.leader.orphaned_shards import OrphanedShards
 from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
@@ -50,7 +50,7 @@ class Safety:
     `step`: the step that a restart goes on from at the least, whichever node is lost; it may be the
     archived one. `pod`: the same for the loss of any single pod with its volumes. `archived`: the
     newest archived step. `sole`: nodes that hold the only copy of some part of the newest commit.
-    `refuges`: for each node, the newest step that survives its loss.
+    `refuge_steps`: for each node, the newest step that survives its loss.
     """
 
     step: StepId | None = None
@@ -97,9 +97,9 @@ class RunLedger:
         node rank is known already, or if a report of changes cannot be used."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
-        if place is not None and overtaken(place, sender, report):
+        if place is not None and is_overtaken(place, sender, report):
             return False
-        if report.since and (place is None or not follows(place, sender, report)):
+        if report.since and (place is None or not applies_to_known(place, sender, report)):
             self._asked.add(sender.node_rank)
             return False
         self._asked.discard(sender.node_rank) if not report.since else None
@@ -133,7 +133,7 @@ class RunLedger:
     def _apply(self, node_rank: int, report: Report) -> None:
         self._ordered += 1
         event = report.as_reported(node_rank, ordered=self._ordered)
-        if any(Tier.ARCHIVE in rank.tiers and kept(rank) for rank in report.ranks):
+        if any(Tier.ARCHIVE in rank.tiers and is_only_of_copies(rank) for rank in report.ranks):
             version = self._answered(node_rank)
             ranks = (found for rank in report.ranks for found in self._of(node_rank, rank, version))
             event = replace(event, ranks=tuple(ranks))
@@ -142,7 +142,7 @@ class RunLedger:
 
     def _of(self, node_rank: int, reported: ReportedRanks, version: int) -> Iterator[RanksReport]:
         """What to believe of this entry; of each rank alone where it tells of the archive."""
-        if Tier.ARCHIVE not in reported.tiers or not kept(reported):
+        if Tier.ARCHIVE not in reported.tiers or not is_only_of_copies(reported):
             yield reported
             return
         for rank, report in reported.each():
@@ -151,7 +151,7 @@ class RunLedger:
             yield report
 
     def _only_kept(self, node_rank: int, rank: int, report: ReportedRanks) -> bool:
-        """As `kept`, but also right for a report of changes only."""
+        """As `is_only_of_copies`, but also right for a report of changes only."""
         return not any(
             self.core.held(node_rank, tier) >> rank & 1
             for tier in IN_POD
@@ -190,7 +190,7 @@ class RunLedger:
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
-        return renewed(sender, report, at, epochs=epochs, ranks=ranks)
+        return state_after_report(sender, report, at, epochs=epochs, ranks=ranks)
 
     def pod_gone(self, pod: str, *, local_stays: bool) -> None:
         """The pod is gone, and its memory with it. `local_stays`: its volumes outlive it."""
@@ -223,7 +223,7 @@ class RunLedger:
 
     def _memory_gone(self, node_rank: int) -> None:
         lost = {Tier.MEMORY: ReportedTier(answer=Answer.UNKNOWN)}
-        own = Ranks.of(bits(self.places[node_rank].own))
+        own = Ranks.of(each_rank(self.places[node_rank].own))
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
@@ -237,7 +237,7 @@ class RunLedger:
         named = report.named
         known = self._answers.get(node_rank, 0)
         if report.ready and not report.since:
-            for rank in bits(known & ~named):
+            for rank in each_rank(known & ~named):
                 self.core.take(ReportLost(node_rank, rank))
             known = 0
         self._answers[node_rank] = known | named
@@ -370,9 +370,9 @@ class RunLedger:
     def _judge(self) -> Safety:
         archived = self.newest_archived()
         judged = [*self._judged(self._drives())]
-        left = least_left(judged)
+        left = least_restart_step(judged)
         pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
-        pod = least_left(self._judged(pods))
+        pod = least_restart_step(self._judged(pods))
         return Safety(
             step=archived if left is None else left,
             pod=archived if pod is None else pod,
@@ -447,7 +447,7 @@ class RunLedger:
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
         kept = (
-            refuges({step_id: of for step_id, of, _ in self._judged(self._drives())})
+            refuge_steps({step_id: of for step_id, of, _ in self._judged(self._drives())})
             if gone
             else ()
         )

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
-from keepstep.core.commit_rule import bits
+from keepstep.core.commit_rule import each_rank
 from keepstep.core.ledger import RestartOutcome
-from keepstep.leader.advisories import doubts
+from keepstep.leader.advisories import current_advisories
 from keepstep.leader.leader import Leader
 from keepstep.leader.node_rank import NodeRankState
 from keepstep.leader.orphaned_shards import OrphanedShard
 from keepstep.leader.run_ledger import RunLedger
-from keepstep.spans import spans
+from keepstep.spans import format_spans
 from keepstep.steps import NEAREST_FIRST, Answer, StepId, Tier
 from keepstep.wire.run_reports import (
     LARGEST_BYTES,
@@ -26,7 +26,7 @@ from keepstep.wire.run_reports import (
     NodeReport,
     RunReport,
     SaveOverhead,
-    within_bounds,
+    cut_to_bounds,
 )
 
 SILENT_S: Final = 90.0
@@ -34,7 +34,7 @@ SILENT_S: Final = 90.0
 _MOST_ARCHIVED: Final = 100
 
 
-def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
+def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
     """The run now. `sequence`: see `RunReport`; the first report has no record, because an earlier
     leader's is not known yet."""
     ledger, history, asked = leader.ledger, leader.history, leader.requests
@@ -54,8 +54,8 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
         world=ledger.world or 0,
         alive=ledger.alive(),
         known=len(ledger.places),
-        missing=spans(_silent(leader, at)),
-        without_library=spans(
+        missing=format_spans(_silent(leader, at)),
+        without_library=format_spans(
             rank
             for rank, place in ledger.places.items()
             if not place.gone and not place.sidecar.library
@@ -93,13 +93,13 @@ def summary(leader: Leader, *, sequence: int, at: float) -> RunReport:
         nodes=tuple(_nodes(leader, at)),
         recent=history.recent,
         alarms=history.alarms(at=at),
-        doubts=doubts(leader, behind=behind, at=at),
+        doubts=current_advisories(leader, behind=behind, at=at),
         record=_record(leader, at) if sequence > 1 else LeaderRecord(),
     )
-    return within_bounds(report)
+    return cut_to_bounds(report)
 
 
-def fitted(report: RunReport, size: Callable[[RunReport], int]) -> RunReport:
+def fit_to_size(report: RunReport, size: Callable[[RunReport], int]) -> RunReport:
     """The report, without the ends of its longest lists if it is larger than `LARGEST_BYTES`.
     `size`: in bytes as it is sent."""
     while size(report) > LARGEST_BYTES:
@@ -166,10 +166,10 @@ def _nodes(leader: Leader, at: float) -> list[NodeReport]:
             pod=place.pod,
             node=place.node,
             state=_state(place, rank in silent),
-            ranks=spans(bits(place.own)),
+            ranks=format_spans(each_rank(place.own)),
             memory=None if place.gone else _newest(leader.ledger, rank, Tier.MEMORY),
             local=None if place.dropped else _newest(leader.ledger, rank, Tier.LOCAL),
-            buddies=spans(ring.get(rank, ())),
+            buddies=format_spans(ring.get(rank, ())),
             warnings=place.sidecar.warnings,
         )
         for rank, place in places[:MOST_NODES]
@@ -240,7 +240,7 @@ def _holders(leader: Leader) -> tuple[NodeHoldings, ...]:
     """What each node holds on drives that outlive pods. Nodes that the run has left come first,
     because nothing else remembers what lies there."""
     places = leader.ledger.places
-    place_of = {bit: rank for rank, place in places.items() for bit in bits(place.own)}
+    place_of = {bit: rank for rank, place in places.items() for bit in each_rank(place.own)}
     by_node: dict[str, dict[int, NodeRankState]] = {}
     for node_rank, place in places.items():
         if place.stays and not place.dropped:
@@ -271,10 +271,10 @@ def _holder(
         for rank, place in places.items()
         if place.own and any(ledger.core.of_node(rank, Tier.LOCAL))
     }
-    copied = (rank for place in places.values() for rank in bits(place.ranks.copied))
+    copied = (rank for place in places.values() for rank in each_rank(place.ranks.copied))
     return NodeHoldings(
         node=node,
-        node_ranks=spans(own | {shard.node_rank for shard in left}),
-        copies=spans(place_of[rank] for rank in copied if rank in place_of),
+        node_ranks=format_spans(own | {shard.node_rank for shard in left}),
+        copies=format_spans(place_of[rank] for rank in copied if rank in place_of),
         step=None if newest is None else newest.step,
     )

@@ -2,7 +2,7 @@
 
 Each round is one small `all_gather_object`; without torch.distributed, the one rank votes alone. A
 rank that fails still votes, with its error: otherwise the others would wait for it forever. Every
-rank comes to the same decision with the same pure function (`core.vote.choose`).
+rank comes to the same decision with the same pure function (`core.vote.choose_step`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from keepstep.client.session import SidecarClient, SidecarSession
 from keepstep.core.suspicion import WITHIN
-from keepstep.core.vote import Candidates, Decision, choose, limit_of, nothing_is_kept
+from keepstep.core.vote import Candidates, Decision, choose_step, nothing_is_kept, vote_limit
 from keepstep.errors import (
     CoverageError,
     KeepstepError,
@@ -199,19 +199,20 @@ class Collective:
                 "keepstep: step %s is not used: %s [restore.step_refused]",
                 *(decision.id.step, "; ".join(failures)),
             )
-            # grows by one each round, the same on all ranks: `choose` raises when no step is left
+            # grows by one each round, the same on all ranks: `choose_step` raises when no step is
+            # left
             excluded.add(decision.id)
 
     def _choose(
         self, votes: list[Candidates], excluded: set[StepId], failures: list[str]
     ) -> Decision:
         try:
-            limit, exact = limit_of(votes, self._step)
-            return choose(votes, excluded, limit=limit, exact=exact)
+            limit, exact = vote_limit(votes, self._step)
+            return choose_step(votes, excluded, limit=limit, exact=exact)
         except RestoreError as error:
             text = f"{error}. The last attempt: {'; '.join(failures)}" if failures else str(error)
             if self._session is not None and not self._quiet:
-                refuse(self._session, text)
+                report_refusal(self._session, text)
             if not failures:
                 raise
             raise type(error)(text) from error
@@ -363,7 +364,7 @@ def ask_candidates(link: SidecarSession) -> Candidates:
     return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
-def refuse(link: SidecarSession, reason: str) -> None:
+def report_refusal(link: SidecarSession, reason: str) -> None:
     """Tell the sidecar that the vote refused, for its status and reports. Raises nothing."""
     request = RefusedRequest(lease=link.lease, reason=reason[:_REASON])
     with contextlib.suppress(KeepstepError):
@@ -403,7 +404,7 @@ def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def reporting(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]:
+def logging_waits(path: str, doing: Callable[[], str], *, rank: int) -> Iterator[None]:
     """Log what this rank waits for after 10 s, and every 30 s from then on.
 
     `path`: the socket of the sidecar, which knows why a rank may not vote yet and what it has

@@ -163,7 +163,7 @@ class IndexBuilder:
 
     def _conflict(self, saved: SavedTensor, dtype: str, shape: tuple[int, ...], rank: int) -> None:
         meanings = [
-            f"{dtype}{list(shape)} in {file_name(rank, self._world)}"
+            f"{dtype}{list(shape)} in {image_file_name(rank, self._world)}"
             for dtype, shape, rank in (
                 (saved.dtype, saved.shape, saved.numbers[0] if saved.numbers else rank),
                 (dtype, shape, rank),
@@ -183,7 +183,7 @@ def _rows_of(flat: FlatBox, entry: Entry, number: int) -> Iterator[int]:
         at += math.prod(sizes) * spec.element_bytes
 
 
-def file_name(number: int, world: int) -> str:
+def image_file_name(number: int, world: int) -> str:
     """The name of the file with an image (`Layout.number`), for messages."""
     return shard_name(number, world) if number < world else base_name(number - world, world)
 
@@ -205,7 +205,7 @@ class Box(NamedTuple):
         return 0 in self.sizes
 
 
-def intersect(saved: SavedTensor, box: Box) -> tuple[Tensor, Tensor, Tensor]:
+def intersect_boxes(saved: SavedTensor, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     """The row numbers of saved boxes that share elements with `box`, and the corners of each shared
     part: `[low, high)` in the global tensor."""
     low = torch.tensor(box.offsets, dtype=torch.int64)
@@ -269,7 +269,7 @@ def _grow(mask: Tensor, corner: list[int]) -> list[int]:
     return extent
 
 
-def cover(lows: Tensor, highs: Tensor, box: Box) -> BoxCoverage | None:
+def count_coverage(lows: Tensor, highs: Tensor, box: Box) -> BoxCoverage | None:
     """Count how often each part of `box` is held by the boxes `[lows, highs)` inside it.
 
     None if the boxes are cut so irregularly that the grid would have more than `MAX_CELLS`.
@@ -360,7 +360,7 @@ class FillPlan:
                 yield Piece(*row[:3], *(tuple(row[end - dims : end]) for end in ends))
 
 
-def make(
+def make_fill_plan(
     requests: Sequence[TensorRequest],
     index: ImageIndex,
     *,
@@ -433,7 +433,7 @@ class _Planner:
             whole, at = request.box.sizes, (0,) * len(request.box.sizes)
             self.wholes.append(Piece(*only, number, whole, at, whole, at))
             return
-        hit, lows, highs = intersect(saved, request.box)
+        hit, lows, highs = intersect_boxes(saved, request.box)
         order = (self._own_order if request.own else self._order)[saved.ranks[hit]]
         keep = _distinct(saved, hit, order)
         sizes = torch.tensor(request.box.sizes, dtype=torch.int64)
@@ -457,7 +457,7 @@ class _Planner:
         self, saved: SavedTensor, box: Box, hit: Tensor, lows: Tensor, highs: Tensor, keep: Tensor
     ) -> Tensor | None:
         """Those of `keep` that are needed; None after noting a problem."""
-        found = cover(lows[keep], highs[keep], box)
+        found = count_coverage(lows[keep], highs[keep], box)
         if found is None:
             self._problems.append(f"{saved.name}: {len(keep)} boxes without any order")
             return None
@@ -467,7 +467,7 @@ class _Planner:
             return None
         if found.single:
             return keep
-        everyone = cover(lows, highs, box)
+        everyone = count_coverage(lows, highs, box)
         if everyone is None or not (everyone.uniform or self._index.absent):
             self._overlap(saved, hit, lows, highs, keep, next(found.overlaps()))
             return None
@@ -479,7 +479,9 @@ class _Planner:
         low = torch.tensor(box.offsets, dtype=torch.int64)
         inside = keep[((lows[keep] <= low) & (low < highs[keep])).all(1)]
         ranks = saved.ranks[hit[inside]].tolist()
-        files = " and ".join(file_name(rank, self._index.world) for rank in ranks[:_RANKS_SHOWN])
+        files = " and ".join(
+            image_file_name(rank, self._index.world) for rank in ranks[:_RANKS_SHOWN]
+        )
         self._problems.append(f"{saved.name}: {_named(box)} is in {files}: these boxes overlap")
 
 
@@ -559,7 +561,7 @@ class Block(NamedTuple):
     at: tuple[int, ...]
 
 
-def blocks(piece: Piece, element_bytes: int, begin: int, end: int) -> Iterator[Block]:
+def blocks_in_range(piece: Piece, element_bytes: int, begin: int, end: int) -> Iterator[Block]:
     """The blocks of `piece` in the bytes `[begin, end)` of the image, in byte order.
 
     Borders fall between elements: a tensor begins at a multiple of its element size.

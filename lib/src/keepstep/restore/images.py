@@ -55,7 +55,7 @@ from keepstep.restore.fill_plan import (
     ImageIndex,
     IndexBuilder,
     Piece,
-    blocks,
+    blocks_in_range,
     byte_range,
 )
 from keepstep.state import accelerator
@@ -446,7 +446,7 @@ class ChunkLoad:
     parts: list[tuple[int, Block]] = field(default_factory=list)
 
 
-def fill(
+def fill_targets(
     plan: FillPlan,
     targets: Sequence[Tensor],
     images: ImageBytes,
@@ -463,23 +463,25 @@ def fill(
     total = _mapped(plan, targets, images, dtypes, plain)
     for load, frame in images.stream(_distant(plan, dtypes, images)):
         for number, block in load.parts:
-            source = view_of(frame, dtypes[number], block, load.chunk * CHUNK_BYTES)
-            total += put(_place(targets[number], block), source)
+            source = block_view(frame, dtypes[number], block, load.chunk * CHUNK_BYTES)
+            total += copy_view(_place(targets[number], block), source)
     for target, is_plain in zip(targets, plain, strict=True):
         if is_plain and target.numel():  # memmove is no operation of torch
             torch.autograd.graph.increment_version(target)
-    accelerator.here().synchronize()
+    accelerator.current_accelerator().synchronize()
     return total
 
 
-def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[ChunkLoad]:
+def chunk_loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[ChunkLoad]:
     """The chunks that hold `pieces`, each once. `pieces` come in the order of the files."""
     current: ChunkLoad | None = None
     for piece in pieces:
         size = dtypes[piece.request].itemsize
         begin, end = byte_range(piece, size)
         for chunk in range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            parts = list(blocks(piece, size, chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES))
+            parts = list(
+                blocks_in_range(piece, size, chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES)
+            )
             if not parts:
                 continue
             if current is None or (current.rank, current.chunk) != (piece.rank, chunk):
@@ -494,7 +496,7 @@ def loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[Ch
 def chunk_runs(
     plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
 ) -> tuple[ChunkRun, ...]:
-    """The chunks that `fill` will ask for, in its order."""
+    """The chunks that `fill_targets` will ask for, in its order."""
     runs: list[ChunkRun] = []
     for load in _distant(plan, dtypes, images):
         first, end = load.chunk, load.chunk + 1
@@ -508,21 +510,21 @@ def _distant(
     plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
 ) -> Iterator[ChunkLoad]:
     """What is needed of images that are not mapped."""
-    return loads((part for part in plan.parts() if images.flat(part.rank) is None), dtypes)
+    return chunk_loads((part for part in plan.parts() if images.flat(part.rank) is None), dtypes)
 
 
-def put(target: Tensor, source: Tensor) -> int:
+def copy_view(target: Tensor, source: Tensor) -> int:
     """Copy one view into another; returns the bytes."""
     size = source.numel() * source.element_size()
     if _is_move(target, source):
-        copying.move(target.data_ptr(), source.data_ptr(), size)
+        copying.copy_bytes(target.data_ptr(), source.data_ptr(), size)
     else:
         with torch.no_grad():
             target.copy_(source)
     return size
 
 
-def view_of(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tensor:
+def block_view(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tensor:
     """The needed part of a block, as a view of bytes that begin at byte `origin` of the image."""
     begin = block.begin - origin
     size = math.prod(block.sizes) * dtype.itemsize
@@ -570,15 +572,17 @@ def _mapped(
             moves.append(copying.MemoryMove(target.data_ptr(), flat.data_ptr() + piece.begin, size))
         else:
             whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
-            part, source = _place(target, whole), view_of(flat, dtype, whole, 0)
+            part, source = _place(target, whole), block_view(flat, dtype, whole, 0)
             if _is_move(part, source):
                 moves.append(copying.MemoryMove(part.data_ptr(), source.data_ptr(), size))
             else:
                 copies.append(copying.TensorCopy(part, source))
         if len(moves) + len(copies) >= _MOVES_AT_ONCE:
-            copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+            copying.run_transfers(
+                copying.Transfers(moves, copies), threads=copying.default_threads()
+            )
             moves, copies = [], []
-    copying.run(copying.Transfers(moves, copies), threads=copying.default_threads())
+    copying.run_transfers(copying.Transfers(moves, copies), threads=copying.default_threads())
     return total
 
 
@@ -591,7 +595,7 @@ class LentStep(NamedTuple):
     images: tuple[tuple[Source, bytes, bytes], ...] = ()
 
 
-def show(images: StepImages) -> LentStep:
+def lend_images(images: StepImages) -> LentStep:
     """What this rank lends."""
     found = images.sources
     return LentStep(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import KeepstepError, MismatchError
-from keepstep.image import base_of
+from keepstep.image import split_local_name
 from keepstep.image.codecs import ArrayForm
-from keepstep.restore.fill_plan import make
-from keepstep.restore.images import StepImages, chunk_runs, fill
+from keepstep.restore.fill_plan import make_fill_plan
+from keepstep.restore.images import StepImages, chunk_runs, fill_targets
 from keepstep.restore.modules import ModuleLoader
 from keepstep.restore.optimizers import OptimizerLoader, group_numbers
 from keepstep.restore.targets import (
@@ -32,9 +32,9 @@ from keepstep.restore.targets import (
     target_of,
 )
 from keepstep.state.leaves import TakenState, formed_tensors
-from keepstep.state.refill import put_back
-from keepstep.state.rng import is_generator, suits
-from keepstep.state.wrappers import is_zero, unwrap
+from keepstep.state.refill import put_back_component
+from keepstep.state.rng import can_take_state, is_generator
+from keepstep.state.wrappers import is_zero, unwrap_module
 from keepstep.wire.trainer import ChunkRun
 
 
@@ -86,7 +86,7 @@ class Loader(Tensors):
         names = sorted(self._components, key=lambda name: order.get(name, len(order)))
         for name in sorted(names, key=self._is_no_module):
             if name in trees:
-                component = unwrap(self._components[name])
+                component = unwrap_module(self._components[name])
                 self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
             elif whole:
                 self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
@@ -94,7 +94,7 @@ class Loader(Tensors):
             for name in self._unused():
                 self.differ(_missing(name))
         raise_differences(self._differences)
-        self._plan = make(
+        self._plan = make_fill_plan(
             self._requests,
             self._images.index,
             rank=self._rank,
@@ -123,12 +123,12 @@ class Loader(Tensors):
     def copy(self, lent: Iterator[tuple[ChunkRun, Tensor]]) -> int:
         """Fill all tensors; returns the bytes copied. Images that are lent come in chunks.
 
-        Raises SidecarError; some tensors have changed by then, see `images.fill`.
+        Raises SidecarError; some tensors have changed by then, see `images.fill_targets`.
         """
         self._images.comes(lent)
         try:
             with torch.no_grad():
-                return fill(self._plan, self.targets, self._images)
+                return fill_targets(self._plan, self.targets, self._images)
         except BaseException:
             self._images.retract()
             raise
@@ -145,7 +145,7 @@ class Loader(Tensors):
     # --- live and saved trees ------------------------------------------------------------------
 
     def _is_no_module(self, name: str) -> bool:
-        return not isinstance(unwrap(self._components[name]), nn.Module)
+        return not isinstance(unwrap_module(self._components[name]), nn.Module)
 
     def _live(self) -> dict[str, Live]:
         """The live tensors of each component, by the keys that lead to them."""
@@ -187,10 +187,10 @@ class Loader(Tensors):
             self._optimizer(name, component, saved, live)
         elif isinstance(component, dict) or is_generator(component):
             tree = self._tree(saved, live)
-            if is_generator(component) and not suits(component, tree):
+            if is_generator(component) and not can_take_state(component, tree):
                 self.differ(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
             self.refill.pair(component, tree, whatever=True)
-            self.finish_with(name, lambda: put_back(name, component, tree, self.refill))
+            self.finish_with(name, lambda: put_back_component(name, component, tree, self.refill))
         else:
             tree = self._tree(saved, {})
             self.finish_with(name, lambda: component.load_state_dict(self.refill.placed(tree)))
@@ -216,7 +216,7 @@ class Loader(Tensors):
         ones otherwise."""
         values = saved.values
         arrays = {
-            base_of(name)[0]
+            split_local_name(name)[0]
             for name, form in formed_tensors(saved.node, values)
             if type(form) is ArrayForm
         }

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from keepstep.errors import UsageError, few
-from keepstep.image import base_of
+from keepstep.image import split_local_name
 from keepstep.restore.targets import Live, Path, SavedTree, Target, Tensors
 from keepstep.state import sharding
 from keepstep.state.leaves import (
@@ -30,7 +30,7 @@ from keepstep.state.leaves import (
     leaves_of,
     plain_tensors,
 )
-from keepstep.state.wrappers import tree_of, unwrap
+from keepstep.state.wrappers import state_of_component, unwrap_module
 
 _FILLED = ("torch.distributed.", "keepstep.")
 _FILLED_IF_EQUAL = ("torch.nn.",)
@@ -113,7 +113,7 @@ def check_loads(taken: TakenState) -> None:
     """Raise UsageError for a module whose `load_state_dict` refuses what its `state_dict` gives: it
     could be kept, but never restored."""
     for name, node in taken.skeleton[1]:
-        module = unwrap(taken.components[name])
+        module = unwrap_module(taken.components[name])
         if not isinstance(module, nn.Module) or node[0] != "d":
             continue
         refused = refused_keys(module, (key for key, _ in node[1]))
@@ -157,7 +157,7 @@ class ModuleLoader:
         self._prefixes = self._own_prefixes(nodes, live, keys)
         # the names of the saved tensors, without ranks
         leaves = leaves_of(saved.node)
-        names = {path: base_of(leaf[1])[0] for path, leaf in leaves if leaf[0] == "t"}
+        names = {path: split_local_name(leaf[1])[0] for path, leaf in leaves if leaf[0] == "t"}
         whole = self._wrappers & _keys_of(live)
         copied = {path[0] for path, here in live.items() if not self._is_own(here)}
         self._filled = _keys_of(live) - copied
@@ -250,7 +250,7 @@ class ModuleLoader:
     def _finish(self, order: list[Any], saved: SavedTree) -> None:
         state: OrderedDict[str, Any] = OrderedDict()
         loads_all = self._prefixes == ("",) and not self._wrappers
-        rest = {} if loads_all else tree_of(self._module)
+        rest = {} if loads_all else state_of_component(self._module)
         for key in (*order, *(key for key in rest if not self._loads(key)), *self._given):
             if key in self._given:
                 state[key] = self._given[key]
@@ -275,4 +275,4 @@ def _memory_of(module: nn.Module) -> Iterator[Tensor]:
     """The plain tensors that hold the module's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
         for _, plain in plain_tensors(tensor, ""):
-            yield sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+            yield sharding.local_tensor_of(plain) if sharding.is_dtensor(plain) else plain

@@ -25,7 +25,7 @@ from keepstep.state import sharding
 from keepstep.state.accelerator import device_of
 from keepstep.state.leaves import Node
 from keepstep.state.refill import pair_generators, place_generators
-from keepstep.state.wrappers import unwrap
+from keepstep.state.wrappers import unwrap_module
 
 log = logging.getLogger("keepstep")
 
@@ -425,7 +425,7 @@ def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         f"{name}.{path}": parameter
         for name, component in components.items()
-        if isinstance(module := unwrap(component), nn.Module)
+        if isinstance(module := unwrap_module(component), nn.Module)
         for path, parameter in module.named_parameters(remove_duplicate=False)
     }
 

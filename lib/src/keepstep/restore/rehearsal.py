@@ -2,12 +2,12 @@
 
 Modules and optimizers are compared with the saved step before anything is filled. So whatever they
 gained or lost since `restore()` would end in an error at each restart, unless the script builds it
-first. It is named while the training still lives (`structure_of`, `changes`).
+first. It is named while the training still lives (`structure_of`, `structure_changes`).
 
 A component that loads in its own way may refuse its own state. That would show at the first restart
 only, and at every one after it. So, before the first step of a run, a deep copy of the component
-loads that state once, after it went through our encoding (`rehearse`). The component itself is
-never loaded: a layer that notes "initialized" when it is loaded would keep its initial weights.
+loads that state once, after it went through our encoding (`rehearse_loading`). The component itself
+is never loaded: a layer that notes "initialized" when it is loaded would keep its initial weights.
 
 What cannot be copied without touching what the script holds is not rehearsed: hooks that close over
 other objects, objects that hold a model or an optimizer, loaders, and copies that would take much
@@ -31,8 +31,8 @@ from keepstep.image import extras
 from keepstep.restore.modules import own_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
-from keepstep.state.leaves import PLAIN_METADATA, Node, TakenState, build, is_extra, leaves_of
-from keepstep.state.wrappers import is_known, unwrap
+from keepstep.state.leaves import PLAIN_METADATA, Node, TakenState, build_tree, is_extra, leaves_of
+from keepstep.state.wrappers import is_known_component, unwrap_module
 
 COMPONENT = "a component"
 _OWN = ", unless its own loading does"
@@ -48,7 +48,7 @@ def structure_of(taken: TakenState) -> Structure:
     lives |= {alias: lives[name] for alias, name in taken.aliases.items()}
     found: dict[str, str] = {}
     for name, node in taken.skeleton[1]:
-        component = unwrap(taken.components[name])
+        component = unwrap_module(taken.components[name])
         if isinstance(component, nn.Module):
             found |= _of_module(name, component, node, lives)
         elif isinstance(component, torch.optim.Optimizer):
@@ -56,7 +56,7 @@ def structure_of(taken: TakenState) -> Structure:
     return found
 
 
-def changes(before: Structure, now: Structure) -> dict[str, str]:
+def structure_changes(before: Structure, now: Structure) -> dict[str, str]:
     """What is in one structure and not in the other, by name, as text."""
     found = {name: f"{name} is gone" for name in before.keys() - now.keys()}
     added = tuple(f"{name}." for name in now.keys() - before.keys() if now[name] == COMPONENT)
@@ -110,21 +110,21 @@ _UNCHANGED = (
 """What a hook may refer to without changing it."""
 
 
-def rehearse(taken: TakenState, *, trusted: bool, models_only: bool = False) -> None:
+def rehearse_loading(taken: TakenState, *, trusted: bool, models_only: bool = False) -> None:
     """Raise UsageError for a component whose `load_state_dict` refuses what its `state_dict` gave.
 
     `taken`: the state of the components, which are not asked again. `models_only`: only modules.
     """
     for name, node in taken.skeleton[1]:
-        component = unwrap(taken.components[name])
+        component = unwrap_module(taken.components[name])
         if not _loads_itself(component) or (models_only and not isinstance(component, nn.Module)):
             continue
-        before = rng.capture()
+        before = rng.capture_generators()
         try:
             made = _copied(component)
             state = _given(component, taken, name, node, trusted=trusted)
         except Exception:  # a lock, a handle, a process group: it cannot be copied
-            rng.apply(before)
+            rng.apply_generators(before)
             continue
         try:
             if made is not None:
@@ -139,7 +139,7 @@ def rehearse(taken: TakenState, *, trusted: bool, models_only: bool = False) -> 
                 " (docs/add-keepstep.md, What cannot be kept)"
             ) from error
         finally:
-            rng.apply(before)
+            rng.apply_generators(before)
 
 
 def _loads_itself(component: Any) -> bool:
@@ -152,13 +152,13 @@ def _loads_itself(component: Any) -> bool:
         return itself and not any(map(_reaches_out, _hooks(component)))
     if (
         not _is_plain(component)
-        or is_known(component)
+        or is_known_component(component)
         or hasattr(component, "__iter__")
         or _is_distributed()
     ):
         return False
     origin = getattr(type(component).load_state_dict, "__module__", None) or ""
-    return not origin.startswith("torch.") and extras.held_by(component) is None
+    return not origin.startswith("torch.") and extras.unpicklable_part(component) is None
 
 
 def _is_plain(value: Any) -> bool:
@@ -260,7 +260,7 @@ def _given(component: Any, taken: TakenState, name: str, node: Node, *, trusted:
             made[first] = live[first].detach().clone()
         return made[first]
 
-    tree = build(node, tensor, values.__getitem__)
+    tree = build_tree(node, tensor, values.__getitem__)
     rows = taken.metadata.get(name, {})
     if not isinstance(component, nn.Module) or rows is None:
         return tree

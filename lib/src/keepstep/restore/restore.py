@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.client.session import RESTORE_S, SidecarSession
-from keepstep.client.slot import SlotMapping, discard
+from keepstep.client.slot import SlotMapping, drop_mappings
 from keepstep.core.vote import Decision
 from keepstep.errors import (
     CoverageError,
@@ -38,13 +38,13 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
-from keepstep.restore.images import Lending, LentImages, LentStep, StepImages, show
+from keepstep.restore.images import Lending, LentImages, LentStep, StepImages, lend_images
 from keepstep.restore.loader import Loader, check_unused
-from keepstep.restore.targets import boxes
-from keepstep.save.frozen_parameters import FrozenBase, loaded_otherwise, restored
+from keepstep.restore.targets import boxes_of_tensor
+from keepstep.save.frozen_parameters import FrozenBase, restored_base, tensors_loaded_otherwise
 from keepstep.state import rng
 from keepstep.state.leaves import TakenState, TensorLeaf, values_of
-from keepstep.state.wrappers import after_loading, unwrap
+from keepstep.state.wrappers import unwrap_module, update_wrappers
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import ChunkRun, OpenedStep, OpenStepRequest
 
@@ -174,14 +174,14 @@ class RankRestore:
         if self._rank not in self._lenders:
             return None
         self._shows = self._all_images(every=True)  # a twin's does not replace a rank's own
-        return show(self._shows)
+        return lend_images(self._shows)
 
     def release(self) -> None:
-        """Unmap the image; see `discard`."""
+        """Unmap the image; see `drop_mappings`."""
         held: list[object] = [self._slot, self._under, self._loader, self._shows, self._lending]
         self._slot = self._under = self._shows = self._lending = None
         del self._loader
-        discard(held)
+        drop_mappings(held)
 
     @without_collections()
     def _map(self, path: str, base: str) -> None:
@@ -196,7 +196,7 @@ class RankRestore:
         check_control(control, slot.layout, step_id=self._id, path=path)
         if control.rank != self._rank:
             raise ForeignError(f"it holds rank {control.rank}", path=path)
-        refuse_dcp(slot.layout.skeleton, self._id)
+        refuse_dcp_image(slot.layout.skeleton, self._id)
         begin = slot.layout.extras_begin
         text = bytes(slot.memory[begin : begin + control.extras_bytes])
         self._kept = extras.decode(text, trusted=self._trusted)
@@ -214,7 +214,7 @@ class RankRestore:
         slot = self._slot
         if slot is not None:
             under = None if self._under is None else self._under.layout
-            slot = slot if fits(slot.layout.joined(under), taken) else None
+            slot = slot if fits_own_image(slot.layout.joined(under), taken) else None
         if self._lenders:
             self._lending = Lending(shown, rank=self._rank, own=self._shows)
         if self._lent:
@@ -247,7 +247,7 @@ class RankRestore:
         self._reloaded = self._kept.get("reloaded") == str(self._control.base.step)
         if self._partial.has_begun:  # some of them are a failed attempt's
             return
-        others = loaded_otherwise(taken, under, self._control.base)
+        others = tensors_loaded_otherwise(taken, under, self._control.base)
         if others and self._reloaded:
             raise MismatchError(
                 f"step {self._id}: the frozen parameters that this script has loaded are not those"
@@ -284,11 +284,13 @@ class RankRestore:
         modules = {
             name
             for name, component in self._components.items()
-            if isinstance(unwrap(component), nn.Module)
+            if isinstance(unwrap_module(component), nn.Module)
         }
         for path, leaf in taken.by_path.items():
             if path[0] in modules:
-                yield from (part for part, _ in boxes(leaf.whole, leaf.whole_offsets, leaf.flat))
+                yield from (
+                    part for part, _ in boxes_of_tensor(leaf.whole, leaf.whole_offsets, leaf.flat)
+                )
 
     def _all_images(self, *, every: bool = False) -> StepImages:
         """`every`: see `StepImages.find`. What this rank lends is asked for once, and is all."""
@@ -300,7 +302,7 @@ class RankRestore:
         return images
 
     def _refuse_dcp(self, images: StepImages) -> None:
-        refuse_dcp(images.skeleton(images.stand_in(self._rank)), self._id)
+        refuse_dcp_image(images.skeleton(images.stand_in(self._rank)), self._id)
 
     def _copy(self, planned: Sequence[Any]) -> None:
         unused = [names for names, _ in planned]
@@ -313,7 +315,7 @@ class RankRestore:
             self._partial.begin(self._loader.targets)
             self.bytes = self._loader.copy(chunks)
             if self._under is not None and self._control.base is not None:
-                self.base = restored(self._taken, self._under, self._control.base)
+                self.base = restored_base(self._taken, self._under, self._control.base)
                 if self.base is not None:
                     self.base.reloaded = self._reloaded
         finally:
@@ -324,7 +326,7 @@ class RankRestore:
         self._loader.finish()
         if not self._whole:
             return
-        after_loading(self._components)
+        update_wrappers(self._components)
         self.rng = self._loader.rng or {}
         if self._loader.difference and self._rank == 0:
             log.warning(
@@ -333,7 +335,7 @@ class RankRestore:
                 *(self._id.step, self._loader.difference),
             )
         if self._rng and not self._rng_later:
-            rng.apply(self.rng)
+            rng.apply_generators(self.rng)
         if self._rng and not self.rng and not self._direct:
             log.warning(
                 "keepstep: rank %d goes on from what other ranks saved of step %s: the state of its"
@@ -343,7 +345,7 @@ class RankRestore:
             )
 
 
-def fits(layout: Layout, taken: TakenState) -> bool:
+def fits_own_image(layout: Layout, taken: TakenState) -> bool:
     """Whether this rank's image alone can fill the live tensors.
 
     It cannot if it holds only this rank's part of a replica. Differences that do not concern the
@@ -464,7 +466,7 @@ def _place(tensor: Tensor) -> _Place:
 _DCP = '{"dcp"'
 
 
-def refuse_dcp(skeleton: str, step_id: StepId) -> None:
+def refuse_dcp_image(skeleton: str, step_id: StepId) -> None:
     """Raise MismatchError for an image of `dcp.save`, which a `Checkpointer` cannot restore."""
     if skeleton.startswith(_DCP):
         raise MismatchError(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keepstep.client import copying
 from keepstep.errors import MismatchError, few
-from keepstep.image import FlatBox, Section, base_of, extras, local_name
+from keepstep.image import FlatBox, Section, extras, local_name, split_local_name
 from keepstep.image.codecs import ViewForm
 from keepstep.restore.fill_plan import Box, ImageIndex, SavedTensor, TensorRequest
 from keepstep.restore.images import StepImages
@@ -30,12 +30,12 @@ from keepstep.state.leaves import (
     DTYPE_OF,
     Node,
     TensorLeaf,
-    build,
+    build_tree,
     check_values,
-    empty,
+    empty_tensor,
     leaves_of,
     metadata_of,
-    parse,
+    parse_skeleton,
     values_of,
 )
 from keepstep.state.refill import Refill
@@ -71,9 +71,9 @@ def target_of(leaf: TensorLeaf, name: str) -> Target:
 
     `name` differs from the leaf's own name if the tensor is tied to another one.
     """
-    first = base_of(leaf.name)[0]
+    first = split_local_name(leaf.name)[0]
     return Target(
-        name=first if name == leaf.name else base_of(name)[0],
+        name=first if name == leaf.name else split_local_name(name)[0],
         first=first,
         tensor=leaf.whole,
         offsets=leaf.whole_offsets,
@@ -84,7 +84,7 @@ def target_of(leaf: TensorLeaf, name: str) -> Target:
     )
 
 
-def boxes(
+def boxes_of_tensor(
     tensor: Tensor, offsets: tuple[int, ...], flat: FlatBox | None
 ) -> Iterator[tuple[Tensor, Box]]:
     """The boxes of the global tensor that a local one consists of, each with its part of it."""
@@ -108,20 +108,20 @@ class NameFinder:
         self._used: set[str] = set()
         self._locals: dict[str, list[int]] = {}
         for name in (*index.tensors, *index.aliases):
-            base, owner = base_of(name)
+            base, owner = split_local_name(name)
             if owner is not None:
                 self._locals.setdefault(base, []).append(owner)
 
     @property
     def bases(self) -> set[str]:
         """All names, without ranks."""
-        return {base_of(tensor)[0] for tensor in self._index.tensors}
+        return {split_local_name(tensor)[0] for tensor in self._index.tensors}
 
     @property
     def unused(self) -> set[str]:
         """Those of `bases` under which nothing was found."""
-        left = {base_of(tensor)[0] for tensor in self._index.tensors.keys() - self._used}
-        return left - {base_of(name)[0] for name in self._used} if left else left
+        left = {split_local_name(tensor)[0] for tensor in self._index.tensors.keys() - self._used}
+        return left - {split_local_name(name)[0] for name in self._used} if left else left
 
     def find(self, name: str, *, whole: bool = True) -> SavedTensor | None:
         """The saved tensor for a live one; None if there is none.
@@ -140,14 +140,14 @@ class NameFinder:
         return saved
 
 
-def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Shape and dtype as text, for messages."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def describe_saved(saved: SavedTensor) -> str:
     """Shape and dtype of a saved tensor as text, for messages."""
-    return describe(saved.shape, DTYPE_OF[saved.dtype])
+    return describe_tensor(saved.shape, DTYPE_OF[saved.dtype])
 
 
 Path = tuple[Any, ...]
@@ -189,7 +189,7 @@ class SavedTree:
 
     def without_tensors(self) -> Any:
         """The tree with None in place of tensors."""
-        return build(self.node, lambda _: None, self.values.__getitem__)
+        return build_tree(self.node, lambda _: None, self.values.__getitem__)
 
 
 ADVICE = (
@@ -292,8 +292,8 @@ class Tensors:
         if saved.name not in self._given and saved.name in self._tied:
             for tensor, (component, path) in self._places.items():
                 here = self._lives[component].get(path)
-                if here is not None and self.names.find(base_of(tensor)[0]) is saved:
-                    return self.kept(base_of(tensor)[0], here)
+                if here is not None and self.names.find(split_local_name(tensor)[0]) is saved:
+                    return self.kept(split_local_name(tensor)[0], here)
         if saved.name not in self._given:
             self._given[saved.name] = self.made(saved, None)
         return self._given[saved.name]
@@ -306,15 +306,15 @@ class Tensors:
     def _request(self, target: Target, saved: SavedTensor | None) -> None:
         dtype = target.tensor.dtype
         if saved is None:
-            here = describe(target.shape, dtype)
+            here = describe_tensor(target.shape, dtype)
             self.differ(f"{target.name}: {here} here, missing in the checkpoint")
         elif saved.shape != target.shape or DTYPE_OF[saved.dtype] != dtype:
             self.differ(
                 f"{target.name}: {describe_saved(saved)} in the checkpoint,"
-                f" {describe(target.shape, dtype)} here"
+                f" {describe_tensor(target.shape, dtype)} here"
             )
         else:
-            for tensor, box in boxes(target.tensor, target.offsets, target.flat):
+            for tensor, box in boxes_of_tensor(target.tensor, target.offsets, target.flat):
                 self.targets.append(tensor)
                 self._requests.append(TensorRequest(saved.name, box, own=target.own))
 
@@ -327,7 +327,7 @@ class Tensors:
     def _base(self, name: str) -> Tensor | None:
         """The tensor that holds the memory of views: a live one, filled in place, or a new one."""
         component, path = self._places.get(name, ("", ()))
-        return self.kept(base_of(name)[0], self._lives.get(component, {}).get(path))
+        return self.kept(split_local_name(name)[0], self._lives.get(component, {}).get(path))
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, Path]]:
@@ -371,9 +371,9 @@ class Tensors:
         """
         if like is not None and sharding.is_dtensor(like) and saved.shape == tuple(like.shape):
             sharing = sharding.sharing_of(like, saved.name)
-            shape = tuple(sharding.local_of(like).shape)
+            shape = tuple(sharding.local_tensor_of(like).shape)
             local = self._new(saved, shape, sharing.offsets, device, flat=sharing.flat)
-            return sharding.like(like, local)
+            return sharding.dtensor_like(like, local)
         tensor = self._made.get(saved.name)
         if tensor is None:
             at = (0,) * len(saved.shape)
@@ -394,9 +394,11 @@ class Tensors:
         device = device_of(saved.device) if device is None else device
         strides = saved.strides if shape == saved.shape else None
         order = saved.dim_order if flat is None else None
-        tensor = empty(shape, order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device)
+        tensor = empty_tensor(
+            shape, order, strides=strides, dtype=DTYPE_OF[saved.dtype], device=device
+        )
         copying.prefer_huge_pages(tensor)
-        for part, box in boxes(tensor, offsets, flat):
+        for part, box in boxes_of_tensor(tensor, offsets, flat):
             self.targets.append(part)
             self._requests.append(TensorRequest(saved.name, box, own=own))
         return tensor
@@ -409,10 +411,13 @@ class Tensors:
         leaves = list(leaves_of(node))
         names = [leaf[1] for _, leaf in leaves if leaf[0] == "t"]
         values = saved.values if len(names) < len(leaves) else []
-        made = {name: tensor(path, base_of(name)[0]) for path, name in plain_places(node, values)}
+        made = {
+            name: tensor(path, split_local_name(name)[0])
+            for path, name in plain_places(node, values)
+        }
         made |= {name: self._base(name) for name in names if name not in made}
         # raises if it makes no sense
-        return build(node, made.__getitem__, values.__getitem__, self._shared)
+        return build_tree(node, made.__getitem__, values.__getitem__, self._shared)
 
     def _first(
         self, target: Target, name: str, saved: SavedTensor | None
@@ -462,7 +467,7 @@ class Tensors:
 
     def _trees_of(self, rank: int) -> dict[str, SavedTree]:
         if rank not in self._trees:
-            branches = parse(self._images.skeleton(rank))
+            branches = parse_skeleton(self._images.skeleton(rank))
             self._trees[rank] = {
                 name: SavedTree(
                     node,

@@ -31,11 +31,11 @@ from keepstep.save.mutation_guard import (
     Fingerprint,
     MutationGuard,
     WatchedTensors,
-    may_wait,
+    can_detect_changes,
 )
 from keepstep.state import accelerator, sharding
 from keepstep.state.leaves import TakenState, TensorLeaf, plain_tensors
-from keepstep.state.wrappers import unwrap
+from keepstep.state.wrappers import unwrap_module
 from keepstep.steps import Epoch
 
 _LEAST_BYTES = 4 << 20
@@ -111,7 +111,7 @@ class FrozenBase:
     @cached_property
     def lots(self) -> dict[torch.device | None, CopyLot]:
         """What to copy into it, by device; None: from memory of the host."""
-        device_of, places = accelerator.here().device_of, dict[Any, list[int]]()
+        device_of, places = accelerator.current_accelerator().device_of, dict[Any, list[int]]()
         for at, leaf in enumerate(self.leaves):
             places.setdefault(device_of(leaf.tensor), []).append(at)
         aliases = self.guard.fingerprint.aliases
@@ -134,7 +134,7 @@ class FrozenBase:
                 self.apart = tuple(self._asked_next())
             return not self.doubted
         differences = self.guard.differences()
-        device_of = accelerator.here().device_of
+        device_of = accelerator.current_accelerator().device_of
         if any(bool(difference) for difference in differences if device_of(difference) is None):
             return False
         on_devices = (difference for difference in differences if device_of(difference) is not None)
@@ -168,7 +168,7 @@ class FrozenBase:
     def _asked_next(self) -> Iterator[Tensor]:
         """Ask each device the same of what it holds: truth values there, once it has come to this
         call. The host waits for nothing."""
-        device = accelerator.here()
+        device = accelerator.current_accelerator()
         for place in self._runs.keys() - {None}:
             for run in self._next(place, cost=_DEVICE_RUN_BYTES):
                 assert place is not None
@@ -201,7 +201,7 @@ class FrozenBase:
     @cached_property
     def _runs(self) -> dict[torch.device | None, list[_Run]]:
         """What can be compared byte by byte: all that is contiguous, by where it is."""
-        device_of, runs = accelerator.here().device_of, dict[Any, list[_Run]]()
+        device_of, runs = accelerator.current_accelerator().device_of, dict[Any, list[_Run]]()
         for leaf, alias in zip(self.leaves, self.guard.fingerprint.aliases, strict=True):
             begin = self.layout.entries[leaf.name].begin
             for at in range(0, alias.nbytes if alias.is_contiguous() else 0, _SLICE_BYTES):
@@ -358,14 +358,16 @@ class FrozenParameters:
         )
 
 
-def loaded_otherwise(taken: TakenState, image: SlotMapping, ref: BaseRef) -> list[str] | None:
+def tensors_loaded_otherwise(
+    taken: TakenState, image: SlotMapping, ref: BaseRef
+) -> list[str] | None:
     """The names of the tensors that are not those of the base yet, by their samples. None if the
     state could not have it."""
-    base = restored(taken, image, ref)
+    base = restored_base(taken, image, ref)
     return None if base is None else sorted(base.guard.all_changed())
 
 
-def restored(taken: TakenState, image: SlotMapping, ref: BaseRef) -> FrozenBase | None:
+def restored_base(taken: TakenState, image: SlotMapping, ref: BaseRef) -> FrozenBase | None:
     """The base from which these tensors were just filled, to be referred to again. None if the
     state could not have it: some of its tensors are trained here, or are not here. What changes
     from now on is noticed at the next save."""
@@ -397,7 +399,7 @@ def _frozen(taken: TakenState) -> dict[str, list[_Place]]:
     places: dict[str, list[_Place]] = {}
     trained: set[str] = set()
     for component in taken.components.values():
-        if not isinstance(inner := unwrap(component), nn.Module):
+        if not isinstance(inner := unwrap_module(component), nn.Module):
             continue
         for module in inner.modules():
             for name, parameter in module._parameters.items():
@@ -407,7 +409,7 @@ def _frozen(taken: TakenState) -> dict[str, list[_Place]]:
                     places.setdefault(leaf.name, []).append(
                         _Place(module._parameters, name, parameter)
                     )
-                    if parameter.requires_grad or not may_wait(leaf.tensor):
+                    if parameter.requires_grad or not can_detect_changes(leaf.tensor):
                         trained.add(leaf.name)
     return {name: place for name, place in places.items() if name not in trained}
 
@@ -417,7 +419,7 @@ def _leaves_of(
 ) -> list[TensorLeaf]:
     found = []
     for _, plain in plain_tensors(parameter, name):
-        local: Tensor = sharding.local_of(plain) if sharding.is_dtensor(plain) else plain
+        local: Tensor = sharding.local_tensor_of(plain) if sharding.is_dtensor(plain) else plain
         if not accelerator.has_memory(local):
             continue
         if (leaf := leaves.get(local.data_ptr())) is not None:

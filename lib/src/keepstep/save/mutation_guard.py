@@ -136,14 +136,14 @@ class MutationGuard(NamedTuple):
                     yield self.watched.name(self.fingerprint.tensor_of(group, sample))
 
 
-def of_bits(tensor: Tensor) -> Tensor:
+def view_small_elements(tensor: Tensor) -> Tensor:
     """The tensor with elements of at most 8 bytes: complex128 as two doubles."""
     return tensor if tensor.element_size() in _BITS else torch.view_as_real(tensor)
 
 
-def sampled(tensor: Tensor) -> tuple[Tensor, int]:
+def sample_view(tensor: Tensor) -> tuple[Tensor, int]:
     """A view of a few elements of a dense tensor, as integers, and how far apart they lie in its
-    memory, in elements. `tensor`: see `of_bits`."""
+    memory, in elements. `tensor`: see `view_small_elements`."""
     flat, size = tensor.as_strided((tensor.numel(),), (1,)), tensor.element_size()
     stride = max(1, min(flat.numel() // SAMPLES, _STRIDE_BYTES // size))
     stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
@@ -164,14 +164,14 @@ class Fingerprint:
         where the bytes of each begin in the image, for `in_image`."""
         self.aliases = [tensor.detach() for tensor in tensors]
         self.references = [1] * len(self.aliases)
-        device_of = accelerator.here().device_of
+        device_of = accelerator.current_accelerator().device_of
         groups: dict[tuple[torch.device | None, int], _Group] = {}
         for number, (tensor, begin) in enumerate(
             zip(self.aliases, begins or [0] * len(tensors), strict=True)
         ):
             if tensor.numel() == 0:
                 continue
-            tensor = of_bits(tensor)
+            tensor = view_small_elements(tensor)
             size = tensor.element_size()
             place = device_of(tensor)
             group = groups.setdefault((place, size), _Group(size, in_host=place is None))
@@ -207,7 +207,7 @@ class _Group:
 
     def add(self, number: int, tensor: Tensor, begin: int) -> list[Tensor]:
         """Returns the tensors by which the samples refer to this one's memory."""
-        view, stride = sampled(tensor)
+        view, stride = sample_view(tensor)
         self._views.append(view)
         self._tensors.append((number, tensor, stride, begin // self._size))
         return [view] if view._base is None else [view, view._base]
@@ -327,7 +327,7 @@ class CopyLot:
         return frozenset(tensor.untyped_storage()._cdata for tensor in self.tensors)
 
 
-def may_wait(tensor: torch.Tensor) -> bool:
+def can_detect_changes(tensor: torch.Tensor) -> bool:
     """Whether later changes of this tensor can be detected: it must be dense, in any order of
     dimensions."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keepstep.errors import few
-from keepstep.save.mutation_guard import Fingerprint, may_wait
+from keepstep.save.mutation_guard import Fingerprint, can_detect_changes
 from keepstep.state import accelerator
 from keepstep.state.leaves import TakenState, TensorLeaf
 from keepstep.steps import EpochId
@@ -61,7 +61,7 @@ Group = tuple[int, ...]
 """The ranks that hold the same box of a tensor."""
 
 
-def differing(digests: Mapping[int, bytes]) -> tuple[int, ...]:
+def differing_ranks(digests: Mapping[int, bytes]) -> tuple[int, ...]:
     """The ranks whose digest is not that of most ranks; all ranks, if there is no majority."""
     (digest, count), *_ = Counter(digests.values()).most_common(1)
     if 2 * count <= len(digests):
@@ -69,7 +69,7 @@ def differing(digests: Mapping[int, bytes]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, chunk in digests.items() if chunk != digest))
 
 
-def describe(ranks: Sequence[int], *, group: Group, step: int) -> str:
+def describe_differing(ranks: Sequence[int], *, group: Group, step: int) -> str:
     """What to tell the user about replicas that differ."""
     named = few(list(map(str, ranks)), _RANKS_NAMED)
     whose = f"ranks {named} hold" if len(ranks) > 1 else f"rank {named} holds"
@@ -128,7 +128,10 @@ class ReplicaCheck:
         if self._closed or (number not in _FIRST and number % _EVERY):
             return
         with contextlib.suppress(Exception):
-            if self._samples.qsize() < _WAITING and not accelerator.here().is_capturing():
+            if (
+                self._samples.qsize() < _WAITING
+                and not accelerator.current_accelerator().is_capturing()
+            ):
                 self._begin(taken, step)
 
     def _begin(self, taken: TakenState, step: int) -> None:
@@ -143,8 +146,8 @@ class ReplicaCheck:
             for group, fingerprint in prints.items()
         }
         for device in flags:
-            ones = accelerator.here().zeros(1, device) + 1
-            flags[device] = accelerator.here().to_host_flag(ones)
+            ones = accelerator.current_accelerator().zeros(1, device) + 1
+            flags[device] = accelerator.current_accelerator().to_host_flag(ones)
         if self._everybody:
             groups.setdefault(self._everybody, [])
         self._samples.put(_Sample(step, groups, tuple(flags.values())))
@@ -168,7 +171,7 @@ class ReplicaCheck:
             store = _store()
             while not self._closed and (sample := self._samples.get()) is not None:
                 for group, samples in sorted(sample.groups.items()):
-                    await_flag = accelerator.here().await_flag
+                    await_flag = accelerator.current_accelerator().await_flag
                     if all(await_flag(tensor, lambda: self._closed) for tensor in sample.flags):
                         self._compare(store, group, sample.step, _digest(samples))
         except Exception as error:  # the store's server ends with rank 0
@@ -184,7 +187,7 @@ class ReplicaCheck:
             there = keys if complete else [key for key in keys if store.check([key])]
             found = {int(key.rpartition("/")[2]): store.get(key) for key in there}
             absent = self._absent_again(group, found)
-            store.set(verdict, json.dumps([differing(found), absent]))
+            store.set(verdict, json.dumps([differing_ranks(found), absent]))
             self._verdicts.append(verdict)
             old = [self._verdicts.popleft()] if len(self._verdicts) > _VERDICTS_KEPT else []
             for key in (*there, *old):
@@ -192,7 +195,7 @@ class ReplicaCheck:
         if self._await(store, [verdict], _WITHIN_S + _SLACK_S):
             differ, absent = json.loads(store.get(verdict))
             if differ:
-                self._report(describe(differ, group=group, step=step))
+                self._report(describe_differing(differ, group=group, step=step))
             if absent and not self._missed:
                 self._missed = True
                 self._warn(describe_absent(absent, saving=group[0], step=step))
@@ -241,7 +244,7 @@ def _fingerprints(leaves: Sequence[TensorLeaf]) -> dict[Group, Fingerprint]:
     found: dict[Group, list[Tensor]] = {}
     for leaf in sorted(leaves, key=lambda leaf: leaf.name):
         sharing = leaf.sharing
-        if sharing is not None and len(sharing.replicas) > 1 and may_wait(leaf.whole):
+        if sharing is not None and len(sharing.replicas) > 1 and can_detect_changes(leaf.whole):
             found.setdefault(tuple(sharing.replicas), []).append(leaf.whole)
     return {group: Fingerprint(many) for group, many in found.items()}
 
@@ -249,9 +252,9 @@ def _fingerprints(leaves: Sequence[TensorLeaf]) -> dict[Group, Fingerprint]:
 def _to_host(samples: Tensor, flags: dict[torch.device, Tensor]) -> Tensor:
     """A copy of the samples in memory of the host. That of a device's is not waited for: then the
     device is noted in `flags`."""
-    device = accelerator.here().device_of(samples)
+    device = accelerator.current_accelerator().device_of(samples)
     if device is None:
         return samples
     flags[device] = samples
-    host = accelerator.here().pinned_zeros_like(samples)
+    host = accelerator.current_accelerator().pinned_zeros_like(samples)
     return host.copy_(samples, non_blocking=True)

@@ -41,7 +41,7 @@ import torch
 
 from keepstep.client.embedded import SidecarRestarter
 from keepstep.client.session import SidecarClient, SidecarSession, ThreadWaker
-from keepstep.client.slot import GrantedSlot, SlotMapping, discard
+from keepstep.client.slot import GrantedSlot, SlotMapping, drop_mappings
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
@@ -285,10 +285,10 @@ class SaveThread:
             if self._layout is not None and self._layout.id == layout.id and self._base is base:
                 return
             self._layout, self._base, self._registered = layout, base, None
-            self._device = accelerator.here().current_device()
+            self._device = accelerator.current_accelerator().current_device()
             self.refusal = ""
             self._drop_ready()
-            discard([self._mappings])
+            drop_mappings([self._mappings])
             self._mappings = {}
             self._patient, self._served = True, False
         self._changed.ring()
@@ -358,7 +358,7 @@ class SaveThread:
         Copies into it that are queued on an accelerator must end first, because another image comes
         next.
         """
-        accelerator.here().quiesce()
+        accelerator.current_accelerator().quiesce()
         with self._lock:
             taken = self.taken
             if taken is not None:
@@ -389,7 +389,7 @@ class SaveThread:
         if pending is None or pending.judged.is_set():
             return
         if pending.waits_on_device:
-            if accelerator.here().is_capturing():
+            if accelerator.current_accelerator().is_capturing():
                 return  # nothing runs during a capture; the docs cover the graph's replay
             pending.fence()
             if decided:
@@ -408,7 +408,7 @@ class SaveThread:
         self._doubted = guard
 
     def _learn(self) -> None:
-        if self._doubted is None or accelerator.here().is_capturing():
+        if self._doubted is None or accelerator.current_accelerator().is_capturing():
             return
         guard, self._doubted = self._doubted, None
         if culprit := guard.changed():

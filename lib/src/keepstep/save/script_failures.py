@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from keepstep.client.uncaught import chain, watch
+from keepstep.client.uncaught import error_chain, watch_uncaught_errors
 from keepstep.errors import KeepstepError
 
 _DIST_ERRORS: tuple[type[BaseException], ...] = (
@@ -77,7 +77,7 @@ _ENDS_WITHIN_S = 30.0
 """The longest time from an uncaught error about a lost peer to the end of the process."""
 
 
-def is_own(error: BaseException | None) -> bool:
+def is_script_failure(error: BaseException | None) -> bool:
     """Whether the script itself failed.
 
     True for an `Exception` if neither it nor any error in its chain (its causes, or errors that
@@ -85,7 +85,7 @@ def is_own(error: BaseException | None) -> bool:
     """
     if not isinstance(error, Exception) or _ENDING.was_asked():
         return False
-    return not any(map(_comes_from_outside, chain(error, contexts=True)))
+    return not any(map(_comes_from_outside, error_chain(error, contexts=True)))
 
 
 def _comes_from_outside(error: BaseException) -> bool:
@@ -201,7 +201,7 @@ def _names_a_peer(error: BaseException) -> bool:
     return isinstance(error, _DIST_ERRORS)
 
 
-def on_uncaught(report: Callable[[BaseException], None]) -> None:
+def watch_uncaught(report: Callable[[BaseException], None]) -> None:
     """Call `report` with an uncaught error of the script that ends this process.
 
     The previous excepthook still runs, and runs first. Errors that `report` raises are ignored.
@@ -212,12 +212,12 @@ def on_uncaught(report: Callable[[BaseException], None]) -> None:
 
     def note(error: BaseException) -> None:
         with contextlib.suppress(Exception):
-            if is_own(error):
+            if is_script_failure(error):
                 report(error)
-            elif any(map(_names_a_peer, chain(error, contexts=True))):
+            elif any(map(_names_a_peer, error_chain(error, contexts=True))):
                 # Python's end joins gloo's thread, and that thread may still wait for the lost
                 # peer, by default for half an hour. This timer is a thread of C, so it also runs
                 # while the interpreter ends.
                 faulthandler.dump_traceback_later(_ENDS_WITHIN_S, exit=True, file=2)
 
-    watch(note)
+    watch_uncaught_errors(note)

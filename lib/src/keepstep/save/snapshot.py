@@ -46,8 +46,8 @@ from keepstep.save.mutation_guard import (
     Fingerprint,
     MutationGuard,
     WatchedTensors,
-    may_wait,
-    of_bits,
+    can_detect_changes,
+    view_small_elements,
 )
 from keepstep.state import accelerator
 from keepstep.state.leaves import TakenState, TensorLeaf
@@ -138,7 +138,7 @@ class PendingImage:
 
     def copy_beside(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
-        await_flag = accelerator.here().await_flag
+        await_flag = accelerator.current_accelerator().await_flag
         self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.flags.values()))
 
     def _copy(self, devices_are_done: Callable[[], bool]) -> None:
@@ -148,9 +148,9 @@ class PendingImage:
             # Spread over threads even if all cores are busy: a computation on all cores is as late
             # as its latest thread, so taking one whole core costs twice as much as taking half of
             # two.
-            copying.run(self.transfers(), threads=copying.default_threads())
+            copying.run_transfers(self.transfers(), threads=copying.default_threads())
         if (filling := self.filling) is not None:
-            copying.run(filling.transfers(), threads=copying.default_threads())
+            copying.run_transfers(filling.transfers(), threads=copying.default_threads())
         if not devices_are_done():  # the slot may still hold another image
             return
         for write in self.late:
@@ -168,7 +168,7 @@ class PendingImage:
         guard = self.guard
         if guard is None:  # the agent thread has given the image up
             return
-        device = accelerator.here()
+        device = accelerator.current_accelerator()
         if not self.fenced.is_set():
             self._await_devices()
             guards, self._differences = self._guards(), []
@@ -235,7 +235,8 @@ class PendingImage:
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
         """Judge by what the devices found when they came to the fence."""
         versions = [
-            accelerator.here().await_flag(difference, give_up) for difference in self._differences
+            accelerator.current_accelerator().await_flag(difference, give_up)
+            for difference in self._differences
         ]
         if 0 not in versions:  # else it was given up
             self._decide(lambda: self.culprit or ("?" if _DIFFERS in versions else ""))
@@ -272,7 +273,7 @@ class PendingImage:
 
     def _let_go(self) -> None:
         """Memory that a device still reads, of an image that was given up, waits for its stream."""
-        device = accelerator.here()
+        device = accelerator.current_accelerator()
         if not all(map(bool, self.flags.values())):
             for tensor in (tensor for lot in self.reads for tensor in lot.tensors):
                 place = device.device_of(tensor)
@@ -304,7 +305,8 @@ class _Aside:
         small = [
             leaf
             for leaf in leaves
-            if may_wait(leaf.tensor) and of_bits(leaf.tensor).numel() < 2 * SAMPLES
+            if can_detect_changes(leaf.tensor)
+            and view_small_elements(leaf.tensor).numel() < 2 * SAMPLES
         ]
         self._small = fingerprint_over(small)
         names = {leaf.name for leaf in small}
@@ -344,9 +346,9 @@ class _Divided:
         host: list[TensorLeaf] = []
         urgent: dict[torch.device, list[TensorLeaf]] = {}
         patient: dict[torch.device, list[TensorLeaf]] = {}
-        device_of = accelerator.here().device_of
+        device_of = accelerator.current_accelerator().device_of
         for leaf in leaves:
-            waits = lazy and leaf.lazy and may_wait(leaf.tensor)
+            waits = lazy and leaf.lazy and can_detect_changes(leaf.tensor)
             (later if waits else now).append(leaf)
             place = device_of(leaf.tensor)
             if place is None:
@@ -432,7 +434,7 @@ class Snapshots:
         else:
             mapping.erase()
             mapping.write_extras(extras)
-            copying.run(divided.now.transfers(mapping), threads=copying.default_threads())
+            copying.run_transfers(divided.now.transfers(mapping), threads=copying.default_threads())
             pending.transfers = functools.partial(divided.later.transfers, mapping)
             pending.reads = (divided.later, *(filling.base.lots.values() if filling else ()))
         return pending
@@ -468,7 +470,7 @@ class Snapshots:
         erased in stream order too: one device erases it once all devices have reached this point.
         Bytes from the CPU are written only when the copies are done.
         """
-        device, mapping = accelerator.here(), pending.slot.mapping
+        device, mapping = accelerator.current_accelerator(), pending.slot.mapping
         pending.late.append(functools.partial(mapping.write_extras, extras))
         if divided.aside is not None:
             pending.late.append(functools.partial(divided.aside.take(), mapping))
@@ -504,7 +506,10 @@ class Snapshots:
 
     def _bring_samples(self, all_samples: list[Tensor], place: torch.device) -> None:
         """Queue copies of what the fingerprint read on a device, for the agent thread."""
-        device, stream = accelerator.here(), accelerator.here().copying(place)
+        device, stream = (
+            accelerator.current_accelerator(),
+            accelerator.current_accelerator().copying(place),
+        )
         for at, samples in enumerate(all_samples):
             if device.device_of(samples) != place:
                 continue
@@ -514,7 +519,7 @@ class Snapshots:
                 device.keep(samples, stream)
 
     def _erase(self, mapping: SlotMapping, place: torch.device, stream: torch.Stream) -> None:
-        device, begin = accelerator.here(), self.layout.control_begin
+        device, begin = accelerator.current_accelerator(), self.layout.control_begin
         control = torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
         if place not in self._zero_pages:
             self._zero_pages[place] = device.zeros(len(control), place)
@@ -524,7 +529,7 @@ class Snapshots:
 
     def _copy(self, mapping: SlotMapping, place: torch.device, lot: CopyLot | None) -> None:
         if lot is not None:
-            device = accelerator.here()
+            device = accelerator.current_accelerator()
             with device.on(device.copying(place)), torch.no_grad():
                 device.copy_again(lot.copies(mapping), place, pinned=mapping.pinned)
 
@@ -534,7 +539,7 @@ class Snapshots:
 
     def guard_of_all(self, taken: TakenState) -> MutationGuard | None:
         """A guard of all tensors; None if changes of one of them cannot be detected."""
-        if not all(may_wait(leaf.tensor) for leaf in taken.tensors):
+        if not all(can_detect_changes(leaf.tensor) for leaf in taken.tensors):
             return None
         fingerprint = taken.cache.get("all")
         if fingerprint is None:

@@ -64,7 +64,7 @@ def check_memory(tensor: Tensor, name: str) -> None:
         )
 
 
-def kind() -> str:
+def accelerator_kind() -> str:
     """The type of the accelerator that torch has here, for example "cuda"; "" if there is none."""
     if not torch.accelerator.is_available():
         return ""
@@ -72,16 +72,16 @@ def kind() -> str:
     return "" if device is None else device.type
 
 
-def module(kind: str) -> Any:
+def torch_module(kind: str) -> Any:
     """`torch.cuda`, `torch.xpu` and so on. Raises RuntimeError for a kind unknown to torch."""
     return torch.get_device_module(kind)
 
 
-def kind_in_use() -> str:
-    """Like `kind`, but "" until this process has used the accelerator: the query must not
-    initialize a device."""
-    found = kind()
-    return found if found and module(found).is_initialized() else ""
+def accelerator_in_use() -> str:
+    """Like `accelerator_kind`, but "" until this process has used the accelerator: the query must
+    not initialize a device."""
+    found = accelerator_kind()
+    return found if found and torch_module(found).is_initialized() else ""
 
 
 def check_device(device: torch.device, name: str) -> None:
@@ -102,8 +102,8 @@ def _why_not(kind_of_tensor: str) -> str:
     """
     if kind_of_tensor == "mps":
         return "it has one stream, and no host memory that another process shares can be pinned"
-    if kind_of_tensor != kind():
-        return f"torch's accelerator here is {kind() or 'none'}"
+    if kind_of_tensor != accelerator_kind():
+        return f"torch's accelerator here is {accelerator_kind() or 'none'}"
     try:
         torch.Stream(kind_of_tensor)
         torch.Event(kind_of_tensor)
@@ -119,10 +119,10 @@ def _why_not(kind_of_tensor: str) -> str:
 def device_name(device: torch.device) -> str:
     """The name of a device. The process's current device gets no number, because the number may be
     another one in the next life."""
-    own = device.type != "cpu" and device.type == kind()
+    own = device.type != "cpu" and device.type == accelerator_kind()
     return (
         device.type
-        if own and device.index == module(device.type).current_device()
+        if own and device.index == torch_module(device.type).current_device()
         else (str(device))
     )
 
@@ -130,12 +130,12 @@ def device_name(device: torch.device) -> str:
 def device_of(name: str | None) -> torch.device:
     """The inverse of `device_name`, as closely as this machine allows; the CPU if nothing
     is known."""
-    here = kind()
+    here = accelerator_kind()
     if name is None or not here or name.partition(":")[0] != here:
         return torch.device("cpu")
     device = torch.device(name)
-    if device.index is None or device.index >= module(here).device_count():
-        return torch.device(here, module(here).current_device())
+    if device.index is None or device.index >= torch_module(here).device_count():
+        return torch.device(here, torch_module(here).current_device())
     return device
 
 
@@ -148,16 +148,16 @@ def generator_states() -> dict[str, list[bytes]]:
     A model may lie on several devices, each with a generator of its own. Empty if no accelerator is
     in use.
     """
-    if not (found := kind_in_use()):
+    if not (found := accelerator_in_use()):
         return {}
-    devices = module(found)
+    devices = torch_module(found)
     count = range(devices.device_count())
     return {found: [bytes(devices.get_rng_state(at).tolist()) for at in count]}
 
 
 def set_generator(kind: str, state: torch.Tensor, at: int) -> None:
     """Set the generator of device `at`."""
-    module(kind).set_rng_state(state, at)
+    torch_module(kind).set_rng_state(state, at)
 
 
 class Accelerator:
@@ -172,8 +172,8 @@ class Accelerator:
 
     def current_device(self) -> int | None:
         """The number of this thread's device; None if this process uses no accelerator."""
-        kind = kind_in_use()
-        return int(module(kind).current_device()) if kind else None
+        kind = accelerator_in_use()
+        return int(torch_module(kind).current_device()) if kind else None
 
     def zeros(self, size_bytes: int, device: torch.device) -> Tensor:
         """Bytes on a device; they are zero once its computing stream has reached this call."""
@@ -263,8 +263,8 @@ class Accelerator:
 
     def is_capturing(self) -> bool:
         """Whether this thread records a graph, so that nothing that it queues runs now."""
-        kind = kind_in_use()
-        ask = getattr(module(kind), "is_current_stream_capturing", None) if kind else None
+        kind = accelerator_in_use()
+        ask = getattr(torch_module(kind), "is_current_stream_capturing", None) if kind else None
         return ask is not None and bool(ask())
 
     def quiesce(self) -> None:
@@ -274,7 +274,7 @@ class Accelerator:
 
     def synchronize(self) -> None:
         """Return when all work that was queued on this thread's device is done."""
-        if kind_in_use():
+        if accelerator_in_use():
             torch.accelerator.synchronize()
 
     def pin(self, address: int, size_bytes: int, device: int | None) -> bool:
@@ -284,7 +284,7 @@ class Accelerator:
         correct. `device`: the device number to use, if the calling thread has no current device or
         another one.
         """
-        if kind_in_use() != "cuda":
+        if accelerator_in_use() != "cuda":
             return False
         # a thread without a current device of its own would use the first GPU
         with torch.cuda.device(device):
@@ -442,6 +442,6 @@ def _forget_error() -> None:
 _HERE = Accelerator()
 
 
-def here() -> Accelerator:
+def current_accelerator() -> Accelerator:
     """The accelerator of this process."""
     return _HERE

@@ -1,8 +1,8 @@
 """Takes apart the state of a training script: named tensors, values, and the tree that they form.
 
-`take` walks what the user gave to `Checkpointer` (modules, optimizers, anything with `state_dict`,
-plain dicts) without copying a byte. A container without tensors is one value, however deep it is,
-so a growing list of losses never changes the layout.
+`capture_state` walks what the user gave to `Checkpointer` (modules, optimizers, anything with
+`state_dict`, plain dicts) without copying a byte. A container without tensors is one value, however
+deep it is, so a growing list of losses never changes the layout.
 
 Tensors that other ranks also have are boxes of one global tensor: as a DTensor's placements say, or
 the same everywhere under DistributedDataParallel. Optimizer state is named after its parameter,
@@ -35,9 +35,9 @@ from keepstep.image.codecs import GradForm
 from keepstep.state import accelerator
 from keepstep.state.leaves import TakenState, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
-from keepstep.state.sharding import ALONE, Bulk, Topology, cut
+from keepstep.state.sharding import ALONE, Bulk, Topology, cut_rows
 from keepstep.state.walk import NOWHERE, Loose, RepeatedWalk, Walker, is_torchs
-from keepstep.state.wrappers import is_deepspeed, unwrap
+from keepstep.state.wrappers import is_deepspeed, unwrap_module
 
 _MISSES = 3
 """After so many saves in a row at which tensors had moved, they are expected to move each time."""
@@ -83,7 +83,7 @@ def loaders_of(components: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def largest(taken: TakenState, trusted: bool) -> str:
+def largest_value(taken: TakenState, trusted: bool) -> str:
     """The path and the size of the value that takes the most bytes, for messages."""
     sizes = {
         ".".join(map(str, path)): len(extras.encode(taken.values[leaf[1]], trusted=trusted))
@@ -94,7 +94,7 @@ def largest(taken: TakenState, trusted: bool) -> str:
     return f"{name} ({sizes.get(name, 0):,} bytes)"
 
 
-def take(
+def capture_state(
     components: Mapping[str, Any], topology: Topology = ALONE, *, loose: Loose = NOWHERE
 ) -> TakenState:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
@@ -107,7 +107,7 @@ def take(
         ]
     walker.tie()
     branches = [(name, walker.numbered(node)) for name, node in branches]
-    leaves = share(walker.tensors, topology)
+    leaves = share_leaves(walker.tensors, topology)
     return TakenState(
         leaves,
         walker.aliases,
@@ -123,15 +123,15 @@ def take(
     )
 
 
-def retake(
+def recapture_state(
     before: TakenState, components: Mapping[str, Any], topology: Topology, *, loose: Loose = NOWHERE
 ) -> TakenState:
-    """The same as `take`, for the same topology. As long as all tensors are those of `before`,
-    which it then shares, it takes a third of the time."""
+    """The same as `capture_state`, for the same topology. As long as all tensors are those of
+    `before`, which it then shares, it takes a third of the time."""
     again = RepeatedWalk(before, loose=loose)
     if again.finds(components):
         return replace(before, values=again.values, metadata=again.metadata)
-    return take(components, topology, loose=loose)
+    return capture_state(components, topology, loose=loose)
 
 
 class StateCapture:
@@ -154,10 +154,10 @@ class StateCapture:
         self._topology = topology
         before, self.before, self._doubted = self.before, None, None
         if before is None:
-            taken = take(self._components, topology, loose=self.loose)
+            taken = capture_state(self._components, topology, loose=self.loose)
             self._misses += self._misses >= _MISSES
         else:
-            taken = retake(before, self._components, topology, loose=self.loose)
+            taken = recapture_state(before, self._components, topology, loose=self.loose)
             self._misses = 0 if taken.cache is before.cache else self._misses + 1
         if not self.moves and (self._misses < _MISSES or self._misses % _MISSES_BETWEEN == 0):
             self.before = _without_values(taken)
@@ -168,17 +168,17 @@ class StateCapture:
     def found_moving(self) -> bool:
         """Called before an optimizer's step: whether what only such a step changes was given other
         memory since it was taken, as between the last two saves. True once."""
-        if self._doubted is None or accelerator.here().is_capturing():
+        if self._doubted is None or accelerator.current_accelerator().is_capturing():
             return False
         doubted, self._doubted = self._doubted, None
         # code of the script's might wait for other ranks, which have no doubts
         plain = {
             name: component
             for name, component in self._components.items()
-            if is_torchs(unwrap(component))
+            if is_torchs(unwrap_module(component))
         }
         before = _lazy(doubted)
-        now = _lazy(take(plain, self._topology, loose=self.loose)) if plain else {}
+        now = _lazy(capture_state(plain, self._topology, loose=self.loose)) if plain else {}
         self.moves = any(now.get(name, place) != place for name, place in before.items())
         if self.moves:
             self.before = None
@@ -230,7 +230,7 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)] or [name]
 
 
-def encode(
+def encode_values(
     taken: TakenState,
     *,
     rng: Mapping[str, Any] | None,
@@ -273,7 +273,7 @@ def _named(taken: TakenState, trusted: bool) -> str:
     return ""
 
 
-def share(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...]:
+def share_leaves(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...]:
     """Reduce replicated tensors to the part that this rank stages.
 
     All ranks stage scalars, which are not worth dividing. So an image of one shard has everything
@@ -302,7 +302,7 @@ def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int)
     bulks = tuple(
         Bulk(tuple(leaves[at].whole.shape), leaves[at].whole.element_size()) for at in places
     )
-    for at, bulk, rows in zip(places, bulks, cut(bulks, sharers), strict=True):
+    for at, bulk, rows in zip(places, bulks, cut_rows(bulks, sharers), strict=True):
         leaf, dim, begin, end = leaves[at], bulk.dim, rows[number], rows[number + 1]
         assert leaf.sharing is not None
         offsets = list(leaf.sharing.offsets)
@@ -357,7 +357,7 @@ class UnsavedBuffers:
 
 def _unsaved(components: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, str]]:
     for component, of_component in components.items():
-        module = unwrap(of_component)
+        module = unwrap_module(of_component)
         if not isinstance(module, nn.Module):
             continue
         for path, part in module.named_modules():

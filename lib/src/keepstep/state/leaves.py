@@ -67,7 +67,7 @@ CODE_OF = {getattr(torch, name): code for name, code in _CODES.items() if hasatt
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 
-def code_of(dtype: torch.dtype, *, name: str) -> str:
+def dtype_code(dtype: torch.dtype, *, name: str) -> str:
     """The name of a dtype in an image. Raises UsageError, naming the tensor, if there is none."""
     try:
         return CODE_OF[dtype]
@@ -93,7 +93,7 @@ class TensorLeaf(NamedTuple):
       under DistributedDataParallel).
     - `fresh`: the tensor cannot be filled in place; a restore makes a new one, as for any value.
     - `unflattened`: see `TensorSpec`.
-    - `mark`: what `mark_of` said when it was taken.
+    - `mark`: what `tensor_mark` said when it was taken.
     """
 
     name: str
@@ -163,7 +163,7 @@ class TakenState:
         return [
             TensorSpec(
                 name=leaf.name,
-                dtype=code_of(leaf.tensor.dtype, name=leaf.name),
+                dtype=dtype_code(leaf.tensor.dtype, name=leaf.name),
                 shape=tuple(leaf.tensor.shape),
                 section=leaf.section,
                 offsets=leaf.offsets,
@@ -201,7 +201,7 @@ class TakenState:
         )
 
 
-def mark_of(live: Tensor, local: Tensor) -> tuple[Any, ...]:
+def tensor_mark(live: Tensor, local: Tensor) -> tuple[Any, ...]:
     """Where and what a tensor is now, as plain values: all of it can change in place."""
     return (
         local.data_ptr(),
@@ -233,7 +233,7 @@ def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from plain_tensors(getattr(tensor, part), f"{name}.{part}")
 
 
-def parse(skeleton: str) -> dict[str, Node]:
+def parse_skeleton(skeleton: str) -> dict[str, Node]:
     """The trees of an image's components, by component name.
 
     Every node is checked, so code that walks the trees need not check again. Raises FormatError.
@@ -252,8 +252,8 @@ def parse(skeleton: str) -> dict[str, Node]:
     return dict(root[1])
 
 
-def text_of(skeleton: Node) -> str:
-    """A tree as JSON; see `parse`."""
+def skeleton_text(skeleton: Node) -> str:
+    """A tree as JSON; see `parse_skeleton`."""
     return json.dumps(_as_json(skeleton), separators=(",", ":"))
 
 
@@ -269,7 +269,7 @@ def _as_json(node: Node) -> Any:
 
 
 def _key_as_json(key: Any) -> Any:
-    return key if type(key) is str or type(key) is int else extras.tree_of(key)
+    return key if type(key) is str or type(key) is int else extras.json_tree_of(key)
 
 
 def _children(node: Any) -> list[Any]:
@@ -295,13 +295,13 @@ def _check_keys(keys: list[Any]) -> None:
         for key in keys:
             str(key)
     except Exception as error:  # a tensor of a rare dtype, an integer of too many digits
-        raise FormatError(f"the tree of this image: {strictjson.reason(error)}") from None
+        raise FormatError(f"the tree of this image: {strictjson.error_text(error)}") from None
     if twice:
         raise FormatError("the tree of this image has a key twice")
 
 
 def _senseless(node: Any) -> FormatError:
-    return FormatError(f"the tree of this image is invalid: {strictjson.quoted(node)}")
+    return FormatError(f"the tree of this image is invalid: {strictjson.quote(node)}")
 
 
 def check_values(node: Node, *, count: int) -> None:
@@ -310,7 +310,7 @@ def check_values(node: Node, *, count: int) -> None:
     for path, leaf in leaves_of(node):
         if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
             where = "/".join(map(str, path))
-            value = strictjson.quoted(leaf[1])
+            value = strictjson.quote(leaf[1])
             raise FormatError(
                 f"the tree of this image names value {value} at {where}, but it holds {count}"
             )
@@ -345,7 +345,7 @@ PLAIN_METADATA = {"version": 1}
 """What a state dict says of a module that says nothing of itself."""
 
 
-def empty(
+def empty_tensor(
     shape: tuple[int, ...],
     order: tuple[int, ...] | None,
     *,
@@ -399,7 +399,7 @@ def is_extra(path: tuple[Any, ...]) -> bool:
     return str(path[0]).rpartition(".")[2] == "_extra_state"
 
 
-def build(
+def build_tree(
     node: Any,
     tensor: Callable[[str], Any],
     value: Callable[[int], Any],
@@ -422,13 +422,13 @@ def build(
         return shared[made.number]
     if kind == "x":
         form = value(node[1])
-        made = _formed(form, build(node[2], tensor, value, shared))
+        made = _formed(form, build_tree(node[2], tensor, value, shared))
         if type(form) is SharedForm:
             shared[form.number] = made
         return made
     if kind == "d":
-        return {key: build(child, tensor, value, shared) for key, child in node[1]}
-    children = [build(child, tensor, value, shared) for child in node[1]]
+        return {key: build_tree(child, tensor, value, shared) for key, child in node[1]}
+    children = [build_tree(child, tensor, value, shared) for child in node[1]]
     return children if kind == "l" else tuple(children)
 
 
@@ -440,14 +440,14 @@ def _formed(form: Any, plain: Any) -> Any:
     if type(form) is ArrayForm and isinstance(plain, Tensor):
         return form.over(plain)
     if type(form) is ViewForm and isinstance(plain, Tensor):
-        return view_of(plain, form)
+        return view_over(plain, form)
     if type(form) is GradForm and isinstance(plain, Tensor):
         return _with_gradient(plain, form)
     if type(form) is SubclassForm and type(plain) is dict:
         return _of_subclass(form, plain)
     if type(form) is ClassForm:
         try:
-            return codecs.of_fields(form.kind, plain)
+            return codecs.from_fields(form.kind, plain)
         except (ValueError, TypeError, AttributeError) as error:
             raise FormatError(f"the tree of this image: {error}") from None
     if type(form) is deque and type(plain) is list:
@@ -483,7 +483,7 @@ def _of_subclass(form: SubclassForm, parts: dict[str, Any]) -> Any:
         raise FormatError(f"the tree of this image makes no {kind.__name__}: {error!r}") from error
 
 
-def view_of(base: Tensor, form: ViewForm) -> Tensor:
+def view_over(base: Tensor, form: ViewForm) -> Tensor:
     """The view over the base's memory. Raises FormatError if it does not lie inside."""
     dtype = dtype_of(form.dtype)
     begin = base.storage_offset() * base.element_size() + form.offset_bytes

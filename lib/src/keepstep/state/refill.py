@@ -73,7 +73,7 @@ class Refill:
         target = self._live.get(id(saved), saved)
         if rng.is_generator(saved):
             if target is not saved:
-                rng.refill(target, saved)
+                rng.refill_generator(target, saved)
             return target
         if isinstance(saved, tuple):
             items = [self.placed(item) for item in saved]
@@ -105,7 +105,7 @@ class Refill:
             )
 
 
-def put_back(name: str, live: Any, saved: Any, refill: Refill) -> None:
+def put_back_component(name: str, live: Any, saved: Any, refill: Refill) -> None:
     """Make the component `live` equal to what was saved: the same keys in the same order, nothing
     else. `refill` has paired the two.
 
@@ -138,7 +138,7 @@ def _is_same(live: Any, saved: Tensor) -> bool:
 def _suits(live: Any, saved: Any) -> bool:
     """Whether `live` can become what `saved` is, in place."""
     if rng.is_generator(saved):
-        return rng.suits(live, saved)
+        return rng.can_take_state(live, saved)
     if isinstance(live, dict):
         # a plain saved dict fits any kind of dict that the script has chosen
         return type(saved) is dict or (

@@ -22,7 +22,7 @@ _HOST = ("torch", "random", "numpy")
 """The keys of a state other than those of accelerators, which are the names of their kinds."""
 
 
-def capture() -> dict[str, Any]:
+def capture_generators() -> dict[str, Any]:
     """States of all generators of this process, as values that `image.extras` can encode."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -52,7 +52,7 @@ def is_generator(value: Any) -> bool:
     )
 
 
-def suits(live: Any, saved: Any) -> bool:
+def can_take_state(live: Any, saved: Any) -> bool:
     """Whether the generator `live` can take the state of `saved`."""
     if type(live) is not type(saved):
         return False
@@ -63,7 +63,7 @@ def suits(live: Any, saved: Any) -> bool:
     return type(_bits(live)) is type(_bits(saved))
 
 
-def refill(live: Any, saved: Any) -> None:
+def refill_generator(live: Any, saved: Any) -> None:
     """Give the generator `live` the state of `saved`, which it suits."""
     if type(saved) is torch.Generator:
         live.set_state(saved.get_state())
@@ -96,7 +96,7 @@ def _numpy_state(state: dict[str, Any]) -> Any:
     return [name, inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(gauss)]
 
 
-def apply(state: dict[str, Any]) -> None:
+def apply_generators(state: dict[str, Any]) -> None:
     """Set every generator whose state was captured."""
     if "torch" in state:
         torch.set_rng_state(_byte_tensor(state["torch"]))
@@ -127,7 +127,11 @@ def _apply_numpy(state: Any) -> None:
 
 
 def _apply_devices(kind: str, states: Any) -> None:
-    count = accelerator.module(kind).device_count() if kind == accelerator.kind() else 0
+    count = (
+        accelerator.torch_module(kind).device_count()
+        if kind == accelerator.accelerator_kind()
+        else 0
+    )
     if len(states) != count:
         log.warning(
             "keepstep: random states of %d devices (%s) were kept, and there are %d here"

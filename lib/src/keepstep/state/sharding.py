@@ -57,7 +57,7 @@ class Sharing(NamedTuple):
 
 
 _GIVEN = "_keepstep_sharing"
-"""The attribute of a DTensor that `placed` has made."""
+"""The attribute of a DTensor that `dtensor_of_box` has made."""
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -68,12 +68,12 @@ def is_dtensor(tensor: Tensor) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def local_of(tensor: Any) -> Tensor:
+def local_tensor_of(tensor: Any) -> Tensor:
     """The local tensor of a DTensor; it shares memory and version counter with the DTensor. The
     call is many times as fast when gradients are not recorded, so it turns recording off."""
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return local_of(tensor)
+            return local_tensor_of(tensor)
     local: Tensor = tensor.to_local()
     return local
 
@@ -89,7 +89,7 @@ def sharing_of(tensor: Any, name: str) -> Sharing:
         sharing, sizes = _sharing(tensor.device_mesh, placements, shape)
     except ValueError as error:
         raise UsageError(f"{name}: {placements} cannot be kept: {error}") from None
-    here = tuple(local_of(tensor).shape)
+    here = tuple(local_tensor_of(tensor).shape)
     if here != sizes:
         raise UsageError(
             f"{name}: {placements} of {list(shape)} should leave {list(sizes)} on this rank, but"
@@ -98,7 +98,7 @@ def sharing_of(tensor: Any, name: str) -> Sharing:
     return sharing
 
 
-def like(pattern: Any, local: Tensor) -> Tensor:
+def dtensor_like(pattern: Any, local: Tensor) -> Tensor:
     """A DTensor over `local` that is placed like `pattern`."""
     from torch.distributed.tensor import DTensor
 
@@ -115,7 +115,7 @@ def like(pattern: Any, local: Tensor) -> Tensor:
     return made
 
 
-def placed(local: Tensor, mesh: Any, sharing: Sharing) -> Tensor:
+def dtensor_of_box(local: Tensor, mesh: Any, sharing: Sharing) -> Tensor:
     """A DTensor over `local`, of which a framework says by itself which box it is. The placements
     that it has on `mesh`, whatever that is, say nothing."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -142,7 +142,7 @@ def _sharing(
     for dim in range(len(shape)):
         begin, size = 0, shape[dim]
         for mesh_dim in _order(kinds, dim, tuple(mesh.shape)):
-            at, size = chunk(size, mesh.shape[mesh_dim], coordinate[mesh_dim])
+            at, size = chunk_bounds(size, mesh.shape[mesh_dim], coordinate[mesh_dim])
             begin += at
         offsets[dim], sizes[dim] = begin, size
     here = tuple(
@@ -153,7 +153,7 @@ def _sharing(
     return Sharing(tuple(offsets), shape, replicas, members), tuple(sizes)
 
 
-def chunk(size: int, parts: int, number: int) -> tuple[int, int]:
+def chunk_bounds(size: int, parts: int, number: int) -> tuple[int, int]:
     """Begin and length of piece `number` of `parts` pieces, cut as torch.chunk cuts them: the last
     pieces may be short or empty."""
     full = -(-size // parts)
@@ -283,7 +283,7 @@ def node_name(socket_path: str) -> str:
     return f"{socket.gethostname()}:{os.path.realpath(socket_path)}"
 
 
-def agree(
+def agree_on_topology(
     claims: Callable[[], Iterable[Claim]],
     gather: Callable[[Any], list[Any]],
     *,
@@ -410,7 +410,7 @@ class Bulk(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def cut(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
+def cut_rows(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
     """For each tensor, `sharers + 1` ascending rows along its `dim`: sharer i has rows [i] to [i +
     1].
 

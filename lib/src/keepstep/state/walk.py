@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, base_of, codecs, extras, local_name
+from keepstep.image import Parameters, Section, codecs, extras, local_name, split_local_name
 from keepstep.image.codecs import (
     LARGE_BYTES,
     ArrayForm,
@@ -47,11 +47,11 @@ from keepstep.state.leaves import (
     TakenState,
     TensorLeaf,
     is_wrapper,
-    mark_of,
     plain_tensors,
+    tensor_mark,
 )
 from keepstep.state.sharding import ALONE, Claim, Members, Sharing, Topology
-from keepstep.state.wrappers import FlatModule, replication_of, tree_of, unwrap
+from keepstep.state.wrappers import FlatModule, replication_of, state_of_component, unwrap_module
 
 _CONJ, _NEG = -2, -1  # in a mark
 
@@ -246,7 +246,7 @@ class Walker:
         self._kept: set[str] = set()
         self._views: dict[str, tuple[str, ViewForm]] = {}
         for name, component in components.items():
-            if isinstance(unwrap(component), nn.Module):
+            if isinstance(unwrap_module(component), nn.Module):
                 self._know(name, component)
 
     def component(self, name: str, component: Any) -> Node:
@@ -260,7 +260,7 @@ class Walker:
         return self._value(tree) if node is None else node
 
     def _begin(self, component: Any) -> None:
-        inner = unwrap(component)
+        inner = unwrap_module(component)
         self._inner, self._there = inner, None
         self._lazy = isinstance(inner, torch.optim.Optimizer)
         self._section = Section.OPTIMIZER if self._lazy else Section.REST
@@ -288,7 +288,7 @@ class Walker:
         if isinstance(component, FlatModule):
             shapes = component.shapes.items()
             self._unflattened.update((f"{name}.{path}", shape) for path, shape in shapes)
-        for path, parameter in unwrap(component).named_parameters(remove_duplicate=False):
+        for path, parameter in unwrap_module(component).named_parameters(remove_duplicate=False):
             members: Members = None
             if replication is not None and path not in replication.ignored:
                 members = replication.ranks
@@ -356,7 +356,7 @@ class Walker:
             name += "~"
         self._names.add(name)
         self._section, self._lazy = beside.section, False
-        mark = mark_of(whole, whole)
+        mark = tensor_mark(whole, whole)
         self._add(name, name, whole, whole, None, fresh=True, mark=mark)
         return name
 
@@ -541,7 +541,7 @@ class Walker:
     # --- tensors -------------------------------------------------------------------------------
 
     def _tensor(self, live: Tensor, path: str, *, fresh: bool = False) -> str:
-        local = sharding.local_of(live) if sharding.is_dtensor(live) else live
+        local = sharding.local_tensor_of(live) if sharding.is_dtensor(live) else live
         check_tensor(local, path)
         strides = local.stride()
         if 0 in strides and _is_expanded(local):
@@ -552,14 +552,14 @@ class Walker:
                 )
             fresh = True
         shown_path = path
-        while path in self._names or base_of(path)[1] is not None:
+        while path in self._names or split_local_name(path)[1] is not None:
             path += "~"
         self._names.add(path)
         sharing, claim = self._common(live, local, path, shown_path)
         self.claims.add(claim)
         carried = self._topology.owner(claim)
         name = path if carried is None else local_name(path, carried)
-        mark = mark_of(live, local)
+        mark = tensor_mark(live, local)
         pointer = mark[0]
         if not pointer or not local.is_cpu:  # other CPU tensors are checked when copied
             check_memory(local, path)
@@ -804,7 +804,7 @@ _READ: tuple[Callable[[Any], Any], ...] = (
     Tensor.is_conj,
     Tensor.is_neg,
 )
-"""What a mark has of a tensor that is no DTensor; see `mark_of`."""
+"""What a mark has of a tensor that is no DTensor; see `tensor_mark`."""
 
 _DIVISION = attrgetter("placements", "device_mesh", "shape")
 """How a DTensor is divided, and the shape of the whole."""
@@ -1181,14 +1181,14 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 def _check_key(key: Any, path: str) -> None:
     try:
-        extras.tree_of(key)
+        extras.json_tree_of(key)
     except FormatError as error:
         raise UsageError(f"{path}: the key {key!r:.200} of a dict: {error}") from None
 
 
 def _tree_of(name: str, component: Any) -> Any:
     try:
-        return tree_of(component)
+        return state_of_component(component)
     except KeepstepError:
         raise
     except Exception as error:  # a foreign state_dict may raise anything
@@ -1205,7 +1205,7 @@ def _same_on(ranks: Members, local: Tensor) -> Sharing | None:
 
 
 def _pointer(parameter: Tensor, name: str) -> int:
-    local = sharding.local_of(parameter) if sharding.is_dtensor(parameter) else parameter
+    local = sharding.local_tensor_of(parameter) if sharding.is_dtensor(parameter) else parameter
     try:
         return local.data_ptr()
     except ValueError:

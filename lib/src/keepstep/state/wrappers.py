@@ -44,7 +44,7 @@ class FlatModule(nn.Module):
         self.shapes = shapes
 
 
-def unwrap(component: Any) -> Any:
+def unwrap_module(component: Any) -> Any:
     """The module inside DistributedDataParallel or torch.compile, or this rank's part of a sharded
     optimizer.
 
@@ -72,7 +72,7 @@ def replication_of(component: Any) -> Replication | None:
     return None
 
 
-def after_loading(components: Mapping[str, Any]) -> None:
+def update_wrappers(components: Mapping[str, Any]) -> None:
     """Update the wrappers after what they wrap was loaded."""
     for component in components.values():
         if is_zero(component):
@@ -119,17 +119,17 @@ def copy_options(source: Any, target: Any) -> None:
         other.update({key: value for key, value in group.items() if key != "params"})
 
 
-def is_known(component: Any) -> bool:
+def is_known_component(component: Any) -> bool:
     """Whether torch's own rules say how it is loaded, or plain data's: it is no foreign object."""
-    inner = unwrap(component)
+    inner = unwrap_module(component)
     if isinstance(inner, nn.Module | torch.optim.Optimizer | dict) or is_generator(inner):
         return True
     return type(inner).__module__ == torch.optim.lr_scheduler.__name__
 
 
-def tree_of(component: Any) -> Any:
+def state_of_component(component: Any) -> Any:
     """What `component` gives as its state: live tensors, not copies."""
-    component = unwrap(component)
+    component = unwrap_module(component)
     if isinstance(component, dict) or is_generator(component):
         return component
     return component.state_dict()

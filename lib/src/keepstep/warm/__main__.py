@@ -57,7 +57,7 @@ def _count(text: str) -> int:
     return number
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print one line on stderr; stdout belongs to the command."""
     print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
@@ -66,7 +66,7 @@ class RestartingCommand:
     """Runs one command, and starts it again as long as its lives finish steps."""
 
     def __init__(self, path: str, command: Sequence[str], modules: Sequence[str]) -> None:
-        self._starter = CommandStarter(path, command, modules, note)
+        self._starter = CommandStarter(path, command, modules, print_note)
         self._stopped = False
 
     def run(self, fruitless: int) -> int:
@@ -89,7 +89,7 @@ class RestartingCommand:
             # a sidecar that is away, or has forgotten its steps, reports no new step
             failed = 0 if after - before else failed + 1
             before |= after
-            note(
+            print_note(
                 f"the command ended with {code}"
                 + (
                     "; it starts again"
@@ -98,7 +98,7 @@ class RestartingCommand:
                 )
             )
         self._starter.close()
-        processes.reap()
+        processes.reap_children()
         return code
 
     def _live(self) -> int:
@@ -110,14 +110,14 @@ class RestartingCommand:
             if information is not None and information.si_signo != signal.SIGCHLD:
                 number = signal.Signals(information.si_signo)
                 self._stopped |= number in _STOP
-                processes.send(pid, number)
-            if (code := processes.reap().get(pid)) is not None:
+                processes.send_signal(pid, number)
+            if (code := processes.reap_children().get(pid)) is not None:
                 return code
 
     def _end_leftovers(self) -> None:
         """End the workers of a killed torchrun: they would keep their ranks from their
         successors."""
-        processes.end_all(
+        processes.end_processes(
             lambda: processes.descendants(os.getpid(), spare=self._starter.pids), grace_s=_GRACE_S
         )
 
@@ -139,12 +139,12 @@ def main() -> int:
     asked = _arguments(sys.argv[1:])
     path = shutil.which(asked.command[0])
     if path is None:
-        note(f"{asked.command[0]}: command not found")
+        print_note(f"{asked.command[0]}: command not found")
         return _NOT_FOUND
     try:
         return RestartingCommand(path, asked.command, asked.preload).run(asked.fruitless)
     except OSError as error:
-        note(f"{path}: {error.strerror}")
+        print_note(f"{path}: {error.strerror}")
         return _NOT_EXECUTABLE
 
 

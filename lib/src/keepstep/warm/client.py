@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from keepstep.errors import KeepstepError
-from keepstep.processes import SAFE_PATH, Process, send, spawn_command, wait_gone
+from keepstep.processes import SAFE_PATH, Process, send_signal, spawn_command, wait_gone
 
 TORCHRUN: Final = "torch.distributed.run"
 
@@ -48,7 +48,7 @@ class PythonCommand:
         return self.kind == "module" and self.what == TORCHRUN
 
 
-def parse(argv: Sequence[str]) -> PythonCommand | None:
+def parse_python_command(argv: Sequence[str]) -> PythonCommand | None:
     """What a command line asks of Python; None if only exec can run it."""
     words = list(argv[1:])
     if os.path.basename(argv[0]) == "torchrun":
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> PythonCommand | None:
     return None
 
 
-def interpreter(path: str) -> str | None:
+def find_interpreter(path: str) -> str | None:
     """The Python that runs the program file `path`: the file itself, or the one that its first line
     names. None if there is none."""
     if _PYTHON.fullmatch(os.path.basename(path)):
@@ -107,7 +107,7 @@ class ColdStart(KeepstepError):
         self.for_good = for_good
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def socket_pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a connection to a server. Exec inherits neither."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
@@ -136,7 +136,7 @@ class ForkServer:
         cls, interpreter: str, environment: Mapping[str, str], modules: Sequence[str] = ()
     ) -> ForkServer:
         """Start a server that imports torch and `modules`; it is not ready yet. Raises OSError."""
-        ours, theirs = pair()
+        ours, theirs = socket_pair()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             words = (interpreter, "-c", _SERVER, _NAME, str(theirs.fileno()), *modules)
@@ -240,7 +240,7 @@ class ForkServer:
         self.ready = False
         self._connection.close()
         if self._process is not None and self._process.alive():
-            send(self.pid, signal.SIGKILL)
+            send_signal(self.pid, signal.SIGKILL)
             wait_gone(self._process, timeout_s=_ANSWER_S)
 
 
@@ -279,8 +279,8 @@ class CommandStarter:
             self._cold("stdin, stdout or stderr is closed")
             return
         path = self._argv[0]
-        found = interpreter(path)
-        if found is None or parse(self._argv) is None:
+        found = find_interpreter(path)
+        if found is None or parse_python_command(self._argv) is None:
             self._cold(f"only `python FILE`, `python -m` and torchrun can start warm, not {path}")
             return
         try:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NoReturn
 
 from keepstep import processes
-from keepstep.warm.client import ColdStart, ForkServer, PythonCommand, parse
+from keepstep.warm.client import ColdStart, ForkServer, PythonCommand, parse_python_command
 
 _PR_SET_NAME: Final = 15
 _THREADS: Final = "OMP_NUM_THREADS"
@@ -63,7 +63,7 @@ class ProcessJob:
 # --- what exec does ----------------------------------------------------------------------------
 
 
-def become(job: ProcessJob) -> None:
+def become_job(job: ProcessJob) -> None:
     """Set what exec would set: files, directory, environment, signals, process group and names."""
     if job.session:
         os.setsid()
@@ -126,7 +126,7 @@ def _retitle(argv: Sequence[str]) -> None:
     """Have ps and pgrep show this command line, as far as there is room for it where the kernel
     finds that of the fork server (proc(5): fields 48 and 49 of stat)."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, os.path.basename(argv[0]).encode()[:15], 0, 0, 0)
-    stat = processes.stat("self")
+    stat = processes.process_stat("self")
     begin, end = (int(stat[number - 3]) for number in (48, 49)) if stat else (0, 0)
     title = os.fsencode(" ".join(argv))[: end - begin - 2] + b"\0"
     if len(title) < end - begin:
@@ -138,9 +138,9 @@ def _retitle(argv: Sequence[str]) -> None:
 # --- what the interpreter does -----------------------------------------------------------------
 
 
-def run(job: ProcessJob, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
+def run_job(job: ProcessJob, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
     """Run `job`'s command line as the interpreter would, to its end; `torchrun` if it is that."""
-    python = parse(job.argv)
+    python = parse_python_command(job.argv)
     assert python is not None, "the server refuses other ones"
     _begin(python)
     sys.orig_argv = list(job.argv)
@@ -191,7 +191,7 @@ def _begin(python: PythonCommand) -> None:
     importlib.invalidate_caches()
 
 
-def end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End as the interpreter does, except for taking apart what torch imported, which takes 0.2 to
     0.35 s.
 
@@ -277,7 +277,7 @@ def run_torchrun(server: ForkServer) -> NoReturn:
         trace = trace.tb_next if trace else None
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
-    end(code if isinstance(code, int) else int(code is not None))
+    end_process(code if isinstance(code, int) else int(code is not None))
 
 
 def _replace_popen(server: ForkServer) -> None:
@@ -319,7 +319,7 @@ def _spawn(
     **unknown: Any,
 ) -> int:
     """The pid of a worker. Raises ColdStart."""
-    if unknown or args[0] != sys.executable or parse(args) is None:
+    if unknown or args[0] != sys.executable or parse_python_command(args) is None:
         raise ColdStart(f"only exec can start {' '.join(args)}")
     files = (0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
     return server.spawn(args, env, own_session=start_new_session, files=files)

@@ -33,8 +33,8 @@ from keepstep.warm.client import (
     ColdStart,
     ForkServer,
     late_differences,
-    pair,
-    parse,
+    parse_python_command,
+    socket_pair,
 )
 from keepstep.warm.process import ProcessJob
 
@@ -59,7 +59,7 @@ _IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 Stamps = dict[str, tuple[int, int, int] | None]
 
 
-def stamps() -> Stamps:
+def module_stamps() -> Stamps:
     """The files of all imported modules, with their time, size and inode."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return {path: _stamp(path) for path in files if isinstance(path, str)}
@@ -122,7 +122,9 @@ def _other_threads() -> list[str]:
     return found
 
 
-def serve(connection: socket.socket, environment: Mapping[str, str], known: Stamps) -> ProcessJob:
+def serve_forks(
+    connection: socket.socket, environment: Mapping[str, str], known: Stamps
+) -> ProcessJob:
     """Fork for each request. Returns in each new process, with its job; never returns in the
     server.
 
@@ -152,7 +154,7 @@ def _receive(connection: socket.socket) -> ProcessJob | None:
 
 
 def _in_the_way(job: ProcessJob, environment: Mapping[str, str], known: Stamps) -> str:
-    if parse(job.argv) is None:
+    if parse_python_command(job.argv) is None:
         return "only exec can start this command"
     if names := late_differences(environment, job.environment):
         return f"imports may have read what differs now: {', '.join(names)}"
@@ -196,7 +198,7 @@ def _fork(
 def _begin(server: socket.socket, job: ProcessJob, set_by_imports: Mapping[str, str]) -> ProcessJob:
     try:
         job.environment.update({**set_by_imports, **job.environment})
-        process.become(job)
+        process.become_job(job)
         server.send(str(os.getpid()).encode())
         message = server.recv(len(GO))
     except BaseException as error:
@@ -229,21 +231,21 @@ def main() -> None:
         _send(connection, {"cold": str(refused)})
         os._exit(0)
     _send(connection, {"pid": os.getpid()})
-    job = serve(connection, environment, stamps())
-    while (python := parse(job.argv)) is not None and python.torchrun:
+    job = serve_forks(connection, environment, module_stamps())
+    while (python := parse_python_command(job.argv)) is not None and python.torchrun:
         # its workers come from a server of its own, forked while it has one thread
-        ours, theirs = pair()
+        ours, theirs = socket_pair()
         pid = os.fork()
         if pid:
             theirs.close()
             become_subreaper()  # the parent of what that server starts
             server = ForkServer(ours, pid)
             server.ready = True
-            return process.run(job, torchrun=partial(process.run_torchrun, server))
+            return process.run_job(job, torchrun=partial(process.run_torchrun, server))
         ours.close()
         os.setsid()  # keeps the agent's signals from the server
-        job = serve(theirs, dict(os.environ), stamps())
-    process.run(job)
+        job = serve_forks(theirs, dict(os.environ), module_stamps())
+    process.run_job(job)
 
 
 def start() -> None:
@@ -258,5 +260,5 @@ def start() -> None:
             trace = trace.tb_next  # a frame of keepstep.warm, which the user does not know
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
-            process.end(-signal.SIGINT)
+            process.end_process(-signal.SIGINT)
         sys.exit(1)

@@ -7,7 +7,7 @@ whole, so a lost or repeated one changes nothing. It names no namespace and no r
 takes these from its own record of the pod whose token came with the report.
 
 A body has at most `LARGEST_BYTES`. The leader cuts each list and text to the bound that is named
-here (`within_bounds`); the operator refuses a report with a longer list.
+here (`cut_to_bounds`); the operator refuses a report with a longer list.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LONGEST_WARNING = 160
 LONGEST_TEXT = 500
 
 
-def utc(seconds: float) -> str:
+def format_utc(seconds: float) -> str:
     """Unix seconds as RFC 3339 text with whole seconds, as the API server writes times."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def seconds_of(written: str) -> float | None:
-    """Inverse of `utc`; None for text that is not a time."""
+def parse_utc(written: str) -> float | None:
+    """Inverse of `format_utc`; None for text that is not a time."""
     try:
         return float(calendar.timegm(time.strptime(written, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
@@ -68,7 +68,8 @@ class BadputSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputTally:
-    """One tally of the run's goodput, as one sidecar counted it. Times as `utc` writes them."""
+    """One tally of the run's goodput, as one sidecar counted it. Times as `format_utc` writes
+    them."""
 
     id: str
     since: str
@@ -217,9 +218,9 @@ class ReportedAlarm:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Something that happened. `time`: as `utc` writes it. `type`: an Event's reason, for example
-    Restored, FreshStart, Forked, RolledBack, LastStepLost, OtherDrive. `tier`: the farthest tier
-    that a restart needed."""
+    """Something that happened. `time`: as `format_utc` writes it. `type`: an Event's reason, for
+    example Restored, FreshStart, Forked, RolledBack, LastStepLost, OtherDrive. `tier`: the farthest
+    tier that a restart needed."""
 
     time: str
     type: str
@@ -322,7 +323,7 @@ class RunReport:
     record: LeaderRecord = LeaderRecord()
 
 
-def within_bounds(report: RunReport) -> RunReport:
+def cut_to_bounds(report: RunReport) -> RunReport:
     """The report with its lists and texts cut to their bounds, as a leader sends it. The first
     items of a list stay, but of commits and tallies, which are oldest first, the last ones."""
     record, goodput = report.record, report.record.goodput

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from cachetools import TTLCache
 
-from keepstep.spans import within
+from keepstep.spans import is_in_spans
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.bodies import Body
@@ -73,12 +73,12 @@ class ExistingRun:
         own = [
             NearNode(holder.node, OWN)
             for holder in self.holders
-            if within(holder.node_ranks, node_rank)
+            if is_in_spans(holder.node_ranks, node_rank)
         ]
         kept = [
             NearNode(holder.node, COPIES)
             for holder in self.holders
-            if within(holder.copies, node_rank)
+            if is_in_spans(holder.copies, node_rank)
         ]
         there = {node.node for node in own}
         return (*own, *(node for node in kept if node.node not in there))[:_MOST_NODES]
@@ -100,11 +100,11 @@ class ExistingRuns:
             body = await self._client.get(RUNS, name, namespace=namespace, timeout_s=_TIMEOUT_S)
         except KubeError:
             body = {}
-        found = self._known[key] = read(body, namespace)
+        found = self._known[key] = read_existing_run(body, namespace)
         return found
 
 
-def read(run: Body, namespace: str) -> ExistingRun:
+def read_existing_run(run: Body, namespace: str) -> ExistingRun:
     """The record in a CheckpointRun; empty if its status cannot be read."""
     try:
         status = msgspec.convert(run.get("status") or {}, _Status)

@@ -25,7 +25,7 @@ from keepstep_operator.journal import info
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.names import ADMISSION_PORT
-from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.serving import metrics_application, serve_application, until_signal
 from keepstep_operator.settings import (
     host_path_option,
     log_level_option,
@@ -34,7 +34,7 @@ from keepstep_operator.settings import (
     option,
     port_option,
 )
-from keepstep_operator.tls import ServerTls, mounted
+from keepstep_operator.tls import ServerTls, mounted_pair
 
 _DRAIN_S: Final = 5.0
 _READ_S: Final = 1.5
@@ -142,7 +142,7 @@ def admission(**options: Any) -> None:
 
 async def serve(settings: AdmissionSettings) -> None:
     """Serve until SIGTERM, and then until all reviews under way are answered."""
-    tls, metrics = ServerTls(lambda: mounted(settings.tls_dir)), AdmissionMetrics()
+    tls, metrics = ServerTls(lambda: mounted_pair(settings.tls_dir)), AdmissionMetrics()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(KubeClient(await find_access(), request_s=_READ_S))
         server = Admission(
@@ -164,8 +164,10 @@ async def serve(settings: AdmissionSettings) -> None:
 
         reloading = asyncio.create_task(tls.keep_fresh())
         async with (
-            listening(observed(metrics.registry, ready), port=settings.metrics_port) as seen,
-            listening(
+            serve_application(
+                metrics_application(metrics.registry, ready), port=settings.metrics_port
+            ) as seen,
+            serve_application(
                 server.application(ready), port=settings.port, ssl_context=tls.context
             ) as port,
         ):

@@ -17,7 +17,7 @@ from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.job_kinds import is_name
 from keepstep_operator.api.policy import Policy, parse_policy
-from keepstep_operator.api.run_status import cut
+from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import NotFound
 from keepstep_operator.kube.resources import POLICIES
@@ -51,7 +51,9 @@ class Policies:
         key = (namespace, name)
         found = self._known.get(key) or await self._asked(key)
         if found is None:
-            message = f"namespace {namespace} has no CheckpointPolicy {cut(name, longest=253)!r}"
+            message = (
+                f"namespace {namespace} has no CheckpointPolicy {cut_text(name, longest=253)!r}"
+            )
             raise PolicyAbsent(message)
         if isinstance(found, PolicyError):
             raise found

@@ -14,9 +14,15 @@ from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.api.run_status import cut
+from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection import InjectionDefaults, NamespaceLimits, NearNode, inject, refuse
+from keepstep_operator.injection import (
+    InjectionDefaults,
+    NamespaceLimits,
+    NearNode,
+    annotate_refusal,
+    inject,
+)
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_NAME: Final = 256
@@ -53,7 +59,9 @@ class Review:
         name = pod.name or (self.body.get("metadata") or {}).get("generateName", "")
         owner = f"{pod.owner.kind}/{pod.owner.name}" if pod.owner else ""
         about = {"namespace": pod.namespace, "pod": name, "owner": owner, "policy": pod.policy}
-        return {key: cut(str(text or ""), longest=_LONGEST_NAME) for key, text in about.items()}
+        return {
+            key: cut_text(str(text or ""), longest=_LONGEST_NAME) for key, text in about.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,7 @@ def parse_review(raw: bytes) -> Review:
         raise ReviewError(f"not an AdmissionReview: {type(error).__name__}: {error}") from error
 
 
-def admit(
+def decide_review(
     review: Review,
     policy: Policy,
     defaults: InjectionDefaults,
@@ -98,7 +106,7 @@ def admit(
     try:
         pod = inject(review.body, policy, defaults, near=near, room=room)
     except (PodError, PolicyError) as error:
-        return decline(review, reason=error.reason, message=str(error))
+        return decline_pod(review, reason=error.reason, message=str(error))
     injected = injected_of(parse_pod(pod))
     return ReviewDecision(
         result=ReviewResult.INJECTED,
@@ -108,11 +116,11 @@ def admit(
     )
 
 
-def decline(
+def decline_pod(
     review: Review, *, reason: str, message: str, result: ReviewResult = ReviewResult.SKIPPED
 ) -> ReviewDecision:
     """Let the pod pass without a sidecar; it carries the reason."""
-    pod = refuse(review.body, reason=reason, message=message)
+    pod = annotate_refusal(review.body, reason=reason, message=message)
     return ReviewDecision(
         result=result,
         reason=reason,
@@ -122,12 +130,12 @@ def decline(
     )
 
 
-def passed(reason: str) -> ReviewDecision:
+def pass_pod(reason: str) -> ReviewDecision:
     """Let the pod pass unchanged."""
     return ReviewDecision(result=ReviewResult.SKIPPED, reason=reason)
 
 
-def answer(uid: str, verdict: ReviewDecision) -> bytes:
+def review_answer(uid: str, verdict: ReviewDecision) -> bytes:
     """The AdmissionReview to send back."""
     response: Body = {"uid": uid, "allowed": True}
     if verdict.warnings:

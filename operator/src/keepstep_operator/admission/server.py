@@ -25,15 +25,15 @@ from keepstep_operator.admission.reviews import (
     ReviewDecision,
     ReviewError,
     ReviewResult,
-    admit,
-    answer,
-    decline,
+    decide_review,
+    decline_pod,
     parse_review,
-    passed,
+    pass_pod,
+    review_answer,
 )
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
-from keepstep_operator.api.run_status import cut
+from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.injection import InjectionDefaults, is_injected
 from keepstep_operator.journal import crash, info
 from keepstep_operator.kube.errors import KubeError, Unavailable
@@ -90,15 +90,19 @@ class Admission:
                 return await self._decided(review)
         except TimeoutError:
             message = f"no policy within {self._deadline_s} s: the API server does not answer"
-            return decline(review, reason="Timeout", message=message, result=ReviewResult.FAILED)
+            return decline_pod(
+                review, reason="Timeout", message=message, result=ReviewResult.FAILED
+            )
         except KubeError as error:
-            return decline(
+            return decline_pod(
                 review, reason="Unavailable", message=str(error), result=ReviewResult.FAILED
             )
         except Exception as error:
             crash("admission.review_crashed", **review.about)
             message = f"{type(error).__name__}: {error}"
-            return decline(review, reason="Internal", message=message, result=ReviewResult.FAILED)
+            return decline_pod(
+                review, reason="Internal", message=message, result=ReviewResult.FAILED
+            )
 
     async def _decided(self, review: Review) -> ReviewDecision:
         """The decision, however often the API server has to be asked."""
@@ -110,11 +114,11 @@ class Admission:
 
     async def _decide(self, review: Review) -> ReviewDecision:
         if (name := review.pod.policy) is None or review.operation != "CREATE":
-            return passed("NotAsked")
+            return pass_pod("NotAsked")
         if is_injected(review.pod):
-            return passed("AlreadyInjected")
+            return pass_pod("AlreadyInjected")
         if (defaults := self._defaults()) is None:
-            return decline(
+            return decline_pod(
                 review,
                 reason="NotReady",
                 message="keepstep's admission does not know the reports CA yet; is"
@@ -128,14 +132,14 @@ class Admission:
             if policy is None or policy.name != name:
                 policy = await self._policies.get(review.pod.namespace, name)
         except PolicyAbsent as error:
-            return decline(review, reason="PolicyNotFound", message=str(error))
+            return decline_pod(review, reason="PolicyNotFound", message=str(error))
         except PolicyError as error:
-            return decline(review, reason=error.reason, message=f"policy {name}: {error}")
+            return decline_pod(review, reason=error.reason, message=f"policy {name}: {error}")
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
         room = await self._rooms.of(review.pod.namespace)
-        return admit(review, policy, defaults, near=near, room=room)
+        return decide_review(review, policy, defaults, near=near, room=room)
 
     async def _recorded(self, review: Review, place: Placement | None) -> ExistingRun:
         if place is None:
@@ -155,7 +159,9 @@ class Admission:
             info("admission.request_refused", level=logging.WARNING, error=str(error))
             return web.Response(text=f"{error}\n", status=400)
         verdict = await self.review(review)
-        response = web.Response(body=answer(review.uid, verdict), content_type="application/json")
+        response = web.Response(
+            body=review_answer(review.uid, verdict), content_type="application/json"
+        )
         seconds = time.perf_counter() - begun
         self._metrics.reviewed(verdict, seconds=seconds)
         _log_verdict(review, verdict, seconds)
@@ -179,7 +185,7 @@ async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _place(review: Review) -> Placement | None:
     try:
         return placement(review.pod)
-    except PodError:  # `admit` reports it
+    except PodError:  # `decide_review` reports it
         return None
 
 
@@ -192,7 +198,7 @@ def _log_verdict(review: Review, verdict: ReviewDecision, seconds: float) -> Non
         level=level,
         result=verdict.result.value,
         reason=verdict.reason,
-        message=cut(verdict.message or "; ".join(verdict.warnings)),
+        message=cut_text(verdict.message or "; ".join(verdict.warnings)),
         duration_ms=round(seconds * 1000, 1),
         **review.about,
     )

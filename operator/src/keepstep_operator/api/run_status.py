@@ -149,7 +149,7 @@ class RunStatus:
         )
 
 
-def as_json(status: RunStatus) -> dict[str, Any]:
+def status_json(status: RunStatus) -> dict[str, Any]:
     """The status as the API server takes it."""
     body: dict[str, Any] = _renamed(msgspec.to_builtins(status), _camel)
     if status.policy is not None:  # what a user wrote stays as it is
@@ -185,7 +185,7 @@ def _snake(name: str) -> str:
     return "".join(f"_{char.lower()}" if char.isupper() else char for char in name)
 
 
-def cut(text: str, *, longest: int = LONGEST_TEXT) -> str:
+def cut_text(text: str, *, longest: int = LONGEST_TEXT) -> str:
     """At most `longest` characters of a text that others wrote, on one line, without what a
     terminal would obey."""
     line = printable(" ".join(text.split()))

@@ -18,11 +18,11 @@ from keepstep_operator.certificates import ring as rings
 from keepstep_operator.certificates.pki import (
     KeyPair,
     Validity,
+    certificate_validity,
     make_authority,
     make_server,
-    validity,
 )
-from keepstep_operator.certificates.ring import CertificateRing, RingMove, due
+from keepstep_operator.certificates.ring import CertificateRing, RingMove, due_move
 from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, NotFound, Rejected
@@ -70,23 +70,23 @@ class CertificateKeeper:
 
     async def _round(self) -> Validity:
         old = await self._read()
-        ring = rings.read(old)
+        ring = rings.read_ring(old)
         if self._kept.webhook and not ring.path:
             ring = replace(ring, path=_new_path())
         if ring.used is not None:
             await self._publish(ring)
-        move = due(ring, now=self._clock(), overlap=self._kept.overlap)
+        move = due_move(ring, now=self._clock(), overlap=self._kept.overlap)
         if move is not RingMove.NONE:
             info("certificate.rotated", secret=self._kept.secret, move=move.value)
             ring = self._moved(ring, move)
-        new = rings.write(old, self._kept.secret, ring)
+        new = rings.ring_secret(old, self._kept.secret, ring)
         if old is None:
             await self._client.create(SECRETS, new, namespace=self._namespace)
         elif new["data"] != old.get("data"):
             await self._client.replace(SECRETS, new, namespace=self._namespace)
         await self._publish(ring)
         assert ring.used is not None
-        return validity(ring.used.certificate)
+        return certificate_validity(ring.used.certificate)
 
     def _moved(self, ring: CertificateRing, move: RingMove) -> CertificateRing:
         match move:

@@ -17,7 +17,12 @@ from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
-from keepstep_operator.serving import listening, metrics_registry, observed, until_signal
+from keepstep_operator.serving import (
+    metrics_application,
+    metrics_registry,
+    serve_application,
+    until_signal,
+)
 from keepstep_operator.settings import (
     log_level_option,
     metrics_port_option,
@@ -113,7 +118,9 @@ async def serve(settings: CertificatesSettings) -> None:
         def ready() -> str:
             return "" if kept.is_set() else "no round has succeeded yet: the log says why"
 
-        async with listening(observed(metrics.registry, ready), port=settings.metrics_port) as port:
+        async with serve_application(
+            metrics_application(metrics.registry, ready), port=settings.metrics_port
+        ) as port:
             info("certificates.started", metrics_port=port)
             await until_signal()
         loop.cancel()

@@ -104,13 +104,13 @@ def sign_request(
     return made.public_bytes(serialization.Encoding.PEM)
 
 
-def validity(certificate: bytes) -> Validity:
+def certificate_validity(certificate: bytes) -> Validity:
     """Of the first certificate in a PEM text. Raises ValueError if there is none."""
     read = x509.load_pem_x509_certificate(certificate)
     return Validity(begins=read.not_valid_before_utc, ends=read.not_valid_after_utc)
 
 
-def fits(pair: KeyPair) -> bool:
+def is_matching_pair(pair: KeyPair) -> bool:
     """Whether both parts can be parsed and the key is the certificate's."""
     try:
         read = x509.load_pem_x509_certificate(pair.certificate)
@@ -119,7 +119,7 @@ def fits(pair: KeyPair) -> bool:
         return False
 
 
-def split(bundle: bytes) -> tuple[bytes, ...]:
+def split_bundle(bundle: bytes) -> tuple[bytes, ...]:
     """The certificates of a PEM bundle, one by one; () if it cannot be read."""
     try:
         read = x509.load_pem_x509_certificates(bundle)

@@ -27,7 +27,12 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from keepstep_operator.bodies import Body
-from keepstep_operator.certificates.pki import KeyPair, fits, split, validity
+from keepstep_operator.certificates.pki import (
+    KeyPair,
+    certificate_validity,
+    is_matching_pair,
+    split_bundle,
+)
 
 ROTATE_ANNOTATION: Final = "keepstep.dev/rotate-ca"
 SINCE_ANNOTATION: Final = "keepstep.dev/since"
@@ -54,7 +59,7 @@ class CertificateRing:
     def bundle(self) -> bytes:
         """All certificates that clients must trust now."""
         pairs = [pair.certificate for pair in (self.used, self.next) if pair is not None]
-        return b"".join(dict.fromkeys([*pairs, *split(self.previous)]))
+        return b"".join(dict.fromkeys([*pairs, *split_bundle(self.previous)]))
 
 
 class RingMove(enum.Enum):
@@ -71,10 +76,10 @@ class RingMove(enum.Enum):
     """Nothing of the previous pair is in use any more."""
 
 
-def due(ring: CertificateRing, *, now: datetime, overlap: timedelta) -> RingMove:
+def due_move(ring: CertificateRing, *, now: datetime, overlap: timedelta) -> RingMove:
     """The one move that is due now."""
-    successor = validity(ring.next.certificate) if ring.next is not None else None
-    used = validity(ring.used.certificate) if ring.used is not None else None
+    successor = certificate_validity(ring.next.certificate) if ring.next is not None else None
+    used = certificate_validity(ring.used.certificate) if ring.used is not None else None
     if used is None or now >= used.ends:
         return (
             RingMove.PROMOTE if successor is not None and now < successor.ends else RingMove.BEGIN
@@ -87,7 +92,7 @@ def due(ring: CertificateRing, *, now: datetime, overlap: timedelta) -> RingMove
     return RingMove.ADD_NEXT if ring.asked or used.is_due(now) else RingMove.NONE
 
 
-def read(secret: Body | None) -> CertificateRing:
+def read_ring(secret: Body | None) -> CertificateRing:
     """Parse the Secret. What cannot be used (no Secret, a key that is not the certificate's) counts
     as missing."""
     if secret is None:
@@ -103,7 +108,7 @@ def read(secret: Body | None) -> CertificateRing:
     )
 
 
-def write(old: Body | None, name: str, ring: CertificateRing) -> Body:
+def ring_secret(old: Body | None, name: str, ring: CertificateRing) -> Body:
     """The Secret to replace `old`. It carries the resource version of `old`, so that a write of
     another client in between is a conflict."""
     data = {
@@ -135,7 +140,7 @@ def _pair_data(prefix: str, pair: KeyPair | None) -> dict[str, bytes]:
 
 def _pair(secret: Body, prefix: str) -> KeyPair | None:
     pair = KeyPair(certificate=_field(secret, f"{prefix}.crt"), key=_field(secret, f"{prefix}.key"))
-    return pair if fits(pair) else None
+    return pair if is_matching_pair(pair) else None
 
 
 def _field(secret: Body, name: str) -> bytes:

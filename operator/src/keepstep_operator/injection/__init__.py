@@ -15,7 +15,14 @@ refusal           what a pod without a sidecar carries instead
 from keepstep_operator.injection.affinity import NearNode
 from keepstep_operator.injection.inject import inject, is_injected
 from keepstep_operator.injection.namespace_limits import NamespaceLimits
-from keepstep_operator.injection.refusal import refuse
+from keepstep_operator.injection.refusal import annotate_refusal
 from keepstep_operator.injection.settings import InjectionDefaults
 
-__all__ = ["InjectionDefaults", "NamespaceLimits", "NearNode", "inject", "is_injected", "refuse"]
+__all__ = [
+    "InjectionDefaults",
+    "NamespaceLimits",
+    "NearNode",
+    "annotate_refusal",
+    "inject",
+    "is_injected",
+]

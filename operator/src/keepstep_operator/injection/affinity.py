@@ -30,7 +30,7 @@ class NearNode:
     weight: int
 
 
-def preferring(spec: Body, near: Iterable[NearNode], *, apart: str = "") -> Body | None:
+def affinity_preferring(spec: Body, near: Iterable[NearNode], *, apart: str = "") -> Body | None:
     """The pod's `affinity` plus a preference for these nodes, and for a node without another pod of
     the run `apart`, '' for none. None: do not change it."""
     added = {_NODES: [_term(node) for node in near], _PODS: [_other_node(apart)] if apart else []}

@@ -58,7 +58,7 @@ _COPIED = re.compile(
 sidecar."""
 
 
-def sidecar(
+def sidecar_container(
     policy: Policy,
     placement: Placement,
     defaults: InjectionDefaults,
@@ -104,11 +104,11 @@ def sidecar(
             "preStop": {"exec": {"command": [_PROGRAM, "flush"]}},
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": confined(user=USER_ID, group=GROUP_ID),
+        "securityContext": confined_security_context(user=USER_ID, group=GROUP_ID),
     }
 
 
-def directories(
+def directories_container(
     policy: Policy,
     placement: Placement,
     defaults: InjectionDefaults,
@@ -125,7 +125,7 @@ def directories(
     """
     if not policy.host_paths:
         return None
-    security = confined(user=0, group=0)
+    security = confined_security_context(user=0, group=0)
     security["capabilities"]["add"] = ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
     return {
         "name": VOLUMES_CONTAINER,
@@ -146,7 +146,7 @@ def directories(
     }
 
 
-def trained(container: Body, policy: Policy, placement: Placement) -> Body:
+def training_container_with_mounts(container: Body, policy: Policy, placement: Placement) -> Body:
     """The training container plus the mounts of the shared memory and of the compile caches, and
     variables for the sidecar's socket, the restore timeout and these caches. Variables of the same
     name that its owner set stay. torch's own are set by the library, which sees those of the image,
@@ -262,7 +262,7 @@ def _plain(variable: Body) -> bool:
     return "fieldRef" in source if source else "$(" not in variable.get("value", "")
 
 
-def confined(*, user: int, group: int) -> Body:
+def confined_security_context(*, user: int, group: int) -> Body:
     """A security context that meets Pod Security "restricted", except for root."""
     return {
         "runAsNonRoot": user != 0,

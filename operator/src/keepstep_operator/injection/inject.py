@@ -23,13 +23,17 @@ from keepstep_operator.api.pod import (
 )
 from keepstep_operator.api.policy import Accounting, Policy, require_allowed
 from keepstep_operator.bodies import Body
-from keepstep_operator.injection.affinity import NearNode, preferring
-from keepstep_operator.injection.containers import directories, sidecar, trained
+from keepstep_operator.injection.affinity import NearNode, affinity_preferring
+from keepstep_operator.injection.containers import (
+    directories_container,
+    sidecar_container,
+    training_container_with_mounts,
+)
 from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports, ports_of
 from keepstep_operator.injection.resources import (
     SidecarCost,
-    carve,
+    carve_resources,
     cost_of,
     storage_limit,
 )
@@ -169,9 +173,9 @@ class _Injection:
         """Why the training container cannot give what the sidecar needs; ''."""
         if self.policy.accounting is not Accounting.CARVE_OUT:
             return ""
-        return carve(_named(spec["containers"], self.container).get("resources") or {}, self.cost)[
-            1
-        ]
+        return carve_resources(
+            _named(spec["containers"], self.container).get("resources") or {}, self.cost
+        )[1]
 
     def apply(self, body: Body) -> Body:
         result = deepcopy(body)
@@ -194,7 +198,7 @@ class _Injection:
         spec["volumes"] = [*(spec.get("volumes") or []), *volumes_of(self.policy)]
         spec["terminationGracePeriodSeconds"] = self._grace_s(spec)
         apart = self.place.run_key if self.policy.peers is not None else ""
-        if (affinity := preferring(spec, self.near, apart=apart)) is not None:
+        if (affinity := affinity_preferring(spec, self.near, apart=apart)) is not None:
             spec["affinity"] = affinity
         result["metadata"] = self._metadata(result.get("metadata") or {})
         return result
@@ -204,10 +208,10 @@ class _Injection:
         sidecar, which writes there."""
         storage, warning = storage_limit(self.policy, spec["containers"])
         self._warn(warning)
-        prepared = directories(
+        prepared = directories_container(
             self.policy, self.place, self.defaults, cost=self.cost, room=self.room
         )
-        added = sidecar(
+        added = sidecar_container(
             self.policy,
             self.place,
             self.defaults,
@@ -224,9 +228,9 @@ class _Injection:
         for variable in container.get("env") or []:
             if variable.get("name") == SOCKET_ENV and variable.get("value") != SOCKET_PATH:
                 self._warn(f"the pod sets {SOCKET_ENV} itself, so its trainer will not find us")
-        result = trained(container, self.policy, self.place)
+        result = training_container_with_mounts(container, self.policy, self.place)
         if self.policy.accounting is Accounting.CARVE_OUT:
-            left, _ = carve(container.get("resources") or {}, self.cost)
+            left, _ = carve_resources(container.get("resources") or {}, self.cost)
             return {**result, "resources": left}
         return result
 

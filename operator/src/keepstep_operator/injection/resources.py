@@ -175,7 +175,7 @@ def is_guaranteed(spec: Body) -> bool:
     )
 
 
-def carve(resources: Body, cost: SidecarCost) -> tuple[Body, str]:
+def carve_resources(resources: Body, cost: SidecarCost) -> tuple[Body, str]:
     """The training container's `resources` less what `cost` takes of requests and of limits; or
     unchanged, with the reason.
 

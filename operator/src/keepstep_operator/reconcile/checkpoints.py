@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep.wire.run_reports import KeptStep, utc
+from keepstep.wire.run_reports import KeptStep, format_utc
 from keepstep_operator import names
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.run import Run
@@ -31,13 +31,13 @@ class ObjectChanges:
     gone: tuple[str, ...] = ()
 
 
-def changes(run: Run, known: Mapping[str, Tiers]) -> ObjectChanges:
+def due_changes(run: Run, known: Mapping[str, Tiers]) -> ObjectChanges:
     """The changes that are due. `known`: by name, the tiers of the present objects that are ours.
     A step that is not reported counts as gone only if the leader is certain."""
     report = run.report
     if report is None:
         return ObjectChanges()
-    target = {name_of(run, checkpoint): checkpoint for checkpoint in report.kept}
+    target = {checkpoint_name(run, checkpoint): checkpoint for checkpoint in report.kept}
     return ObjectChanges(
         made=tuple(checkpoint for name, checkpoint in target.items() if name not in known),
         moved=tuple(
@@ -49,7 +49,7 @@ def changes(run: Run, known: Mapping[str, Tiers]) -> ObjectChanges:
     )
 
 
-def name_of(run: Run, checkpoint: KeptStep) -> str:
+def checkpoint_name(run: Run, checkpoint: KeptStep) -> str:
     """The name of its object. It is a DNS subdomain, since both parts are."""
     return f"{run.key.name}-{checkpoint.step}"
 
@@ -69,7 +69,7 @@ def body_of(run: Run, checkpoint: KeptStep) -> Body:
         "apiVersion": names.API_VERSION,
         "kind": "Checkpoint",
         "metadata": {
-            "name": name_of(run, checkpoint),
+            "name": checkpoint_name(run, checkpoint),
             "namespace": run.key.namespace,
             "labels": {names.RUN_KEY_LABEL: run.key.name, MANAGED_BY: MANAGER},
             "ownerReferences": [owner_of(run)],
@@ -106,7 +106,7 @@ def status_of(checkpoint: KeptStep, *, now: float) -> Body:
                 "message": (
                     f"all {checkpoint.ranks} shards are on: {', '.join(tiers_of(checkpoint))}"
                 ),
-                "lastTransitionTime": utc(now),
+                "lastTransitionTime": format_utc(now),
             }
         ],
     }

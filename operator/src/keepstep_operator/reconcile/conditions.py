@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from keepstep.spans import within
+from keepstep.spans import is_in_spans
 from keepstep.wire.run_reports import Advisory, AdvisoryKind, RunReport
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import PodRecord
 from keepstep_operator.api.quantities import format_bytes
-from keepstep_operator.api.run_status import cut
+from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.messages import and_more, few
 from keepstep_operator.reconcile.run import FINISHED, Run
-from keepstep_operator.reconcile.survival import Survives, survives
+from keepstep_operator.reconcile.survival import Survives, survived_events
 
 SILENT_S: Final = 90.0
 """The leader is silent after this time: three missed reports."""
@@ -69,7 +69,7 @@ _OVER: Final = ConditionState("Unknown", FINISHED, "the job is over")
 _NO_REPORTS: Final = ConditionState("Unknown", "NoReports", "no sidecar has reported yet")
 
 
-def verdicts(run: Run, cluster: ClusterFacts, *, now: float) -> dict[str, ConditionState]:
+def condition_states(run: Run, cluster: ClusterFacts, *, now: float) -> dict[str, ConditionState]:
     """The conditions by type, in the order in which they are shown, without those that do not apply
     to this run."""
     found = {
@@ -110,14 +110,14 @@ def _as_false(verdict: ConditionState | None) -> ConditionState | None:
 
 def _doubted(run: Run, kind: str) -> ConditionState | None:
     """What the first doubt about this condition says; None: there is none."""
-    for doubt in doubts(run):
+    for doubt in current_advisories(run):
         of, status, reason = _DOUBTS[doubt.kind]
         if of == kind:
-            return ConditionState(status, reason, cut(doubt.text))
+            return ConditionState(status, reason, cut_text(doubt.text))
     return None
 
 
-def doubts(run: Run) -> tuple[Advisory, ...]:
+def current_advisories(run: Run) -> tuple[Advisory, ...]:
     """What the leader doubts now."""
     return run.report.doubts if run.report is not None else ()
 
@@ -169,10 +169,10 @@ def _duplicate_node_rank(run: Run) -> ConditionState | None:
     if not twice:
         return None
     rank = min(twice)
-    return ConditionState("True", DUPLICATE_NODE_RANK, messages.same_rank(rank, twice[rank]))
+    return ConditionState("True", DUPLICATE_NODE_RANK, messages.same_rank_text(rank, twice[rank]))
 
 
-def without_library(run: Run, now: float) -> list[str]:
+def pods_without_library(run: Run, now: float) -> list[str]:
     """The names of pods whose training container runs, and to whose sidecar no trainer came."""
     report = run.report
     if report is None or not report.without_library:
@@ -180,7 +180,8 @@ def without_library(run: Run, now: float) -> list[str]:
     return sorted(
         pod.name
         for pod in run.members
-        if _trains(pod, now, messages.LIBRARY_S) and within(report.without_library, pod.node_rank)
+        if _trains(pod, now, messages.LIBRARY_S)
+        and is_in_spans(report.without_library, pod.node_rank)
     )
 
 
@@ -189,10 +190,10 @@ def _trains(pod: PodRecord, now: float, for_s: float) -> bool:
 
 
 def _without_library(run: Run, now: float) -> ConditionState | None:
-    pods = without_library(run, now)
+    pods = pods_without_library(run, now)
     if not pods:
         return None
-    message = messages.without_library(pods[0]) + and_more(pods)
+    message = messages.without_library_text(pods[0]) + and_more(pods)
     return ConditionState("False", "LibraryMissing", message)
 
 
@@ -206,7 +207,7 @@ def _silent(run: Run, now: float) -> ConditionState | None:
         pod.name
         for pod in run.members
         if _trains(pod, now, SILENT_S)
-        and (pod.node_rank == 0 if leads else within(report.missing, pod.node_rank))
+        and (pod.node_rank == 0 if leads else is_in_spans(report.missing, pod.node_rank))
     )
     if not pods:
         return None
@@ -219,7 +220,7 @@ def _silent(run: Run, now: float) -> ConditionState | None:
     )
 
 
-def draining(run: Run, cluster: ClusterFacts) -> list[str]:
+def draining_nodes(run: Run, cluster: ClusterFacts) -> list[str]:
     """The cordoned nodes that hold the only copy of some part of the newest commit."""
     if run.report is None or run.finished_at is not None:
         return []
@@ -233,12 +234,12 @@ def _what_is_kept(run: Run, cluster: ClusterFacts) -> str:
         return "no report of the run has arrived yet"
     restart = report.safe.restart.step if report.safe.restart else 0
     sentences = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, report)]
-    outlived = survives(run)
+    outlived = survived_events(run)
     if Survives.JOB_RECREATE not in outlived and Survives.POD_RESTART in outlived:
         sentences.append(
             "a new job begins at step 0, unless its pods carry the label keepstep.dev/run"
         )
-    sentences += [messages.draining(node, None) for node in draining(run, cluster)]
+    sentences += [messages.draining_text(node, None) for node in draining_nodes(run, cluster)]
     return "; ".join(sentences)
 
 
@@ -280,7 +281,7 @@ def _fully_injected(run: Run) -> ConditionState:
         return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
     if without:
-        message = messages.not_injected(without[0]) + and_more([pod.name for pod in without])
+        message = messages.not_injected_text(without[0]) + and_more([pod.name for pod in without])
         return ConditionState("False", "NotInjected", message)
     all_have = ConditionState("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
     return _doubted(run, FULLY_INJECTED) or all_have
@@ -371,7 +372,7 @@ def _restore_from(run: Run) -> ConditionState | None:
     asked = run.object.restore_from if run.object is not None else ""
     if not asked:
         return None
-    known, requested = run.record.restore_from, cut(asked, longest=128)
+    known, requested = run.record.restore_from, cut_text(asked, longest=128)
     if run.report is None:
         message = "no sidecar has reported the steps of the run yet"
         return ConditionState("Unknown", "NoReports", message)

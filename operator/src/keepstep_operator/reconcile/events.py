@@ -10,10 +10,14 @@ from typing import Final
 from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job, PolicyRecord, RunKey
-from keepstep_operator.api.run_status import cut
+from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile import messages
-from keepstep_operator.reconcile.conditions import doubts, draining, without_library
+from keepstep_operator.reconcile.conditions import (
+    current_advisories,
+    draining_nodes,
+    pods_without_library,
+)
 from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.render import pods_of_other_jobs
 from keepstep_operator.reconcile.run import FINISHED, Run
@@ -46,7 +50,7 @@ class KubernetesEvent:
     about: Job | None = None
 
 
-def events(before: Run, after: Run) -> Iterator[KubernetesEvent]:
+def change_events(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     """What is to be told of the change from `before` to `after`."""
     step, report = after.committed, after.report
     if step is not None and report is not None and step != before.committed:
@@ -64,35 +68,37 @@ def events(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     for alarm in after.report.alarms if after.report is not None else ():
         if alarm not in known:
             yield KubernetesEvent(reason=alarm.kind, message=alarm.text, topic=alarm.text)
-    for doubt in doubts(after):
-        if doubt.kind in _REPORTED and doubt.kind not in {doubt.kind for doubt in doubts(before)}:
+    for doubt in current_advisories(after):
+        if doubt.kind in _REPORTED and doubt.kind not in {
+            doubt.kind for doubt in current_advisories(before)
+        }:
             yield KubernetesEvent(reason=str(doubt.kind), message=doubt.text)
     yield from _of_sidecars(before, after)
     for pod in pods_of_other_jobs(after):
         if pod.job not in before.rivals:
-            message = messages.pod_of_other_job(pod, after.job, after.key)
+            message = messages.other_job_text(pod, after.job, after.key)
             yield KubernetesEvent(
                 reason="RunTaken", message=message, topic=str(pod.job), about=pod.job
             )
 
 
-def standing(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[KubernetesEvent]:
+def standing_events(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[KubernetesEvent]:
     """What holds now and is told again after its period, as long as it does: the API server keeps
     an Event for an hour only."""
     for pod in run.members:
         if not pod.injected and not pod.over:
-            message = messages.not_injected(pod)
+            message = messages.not_injected_text(pod)
             yield KubernetesEvent(
                 reason="NotInjected", message=message, topic=pod.uid, period_s=_HOUR_S / 2
             )
-    for name in without_library(run, now):
-        message = messages.without_library(name)
+    for name in pods_without_library(run, now):
+        message = messages.without_library_text(name)
         yield KubernetesEvent(
             reason="LibraryMissing", message=message, topic=name, period_s=_HOUR_S
         )
     step = run.committed.step if run.committed is not None else None
-    for node in draining(run, cluster):
-        message = messages.draining(node, step)
+    for node in draining_nodes(run, cluster):
+        message = messages.draining_text(node, step)
         yield KubernetesEvent(reason="NodeDraining", message=message, topic=node, period_s=_HOUR_S)
 
 
@@ -124,7 +130,7 @@ def policy_event(policy: PolicyRecord) -> KubernetesEvent | None:
     )
 
 
-def bodies(
+def event_bodies(
     event: KubernetesEvent, key: RunKey, *, job: Job | None, run_uid: str, name: str, now: float
 ) -> Iterator[Body]:
     """The Event on the job (or what else it is about) and the one on the run. Each names the other
@@ -162,7 +168,7 @@ def _body(
         "type": "Warning" if event.warning else "Normal",
         "reason": event.reason,
         "action": "Reconcile",
-        "note": cut(event.message),
+        "note": cut_text(event.message),
         "reportingController": CONTROLLER,
         "reportingInstance": "keepstep-reconcile",
     }

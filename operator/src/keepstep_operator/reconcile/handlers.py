@@ -17,7 +17,7 @@ from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import (
-    asks,
+    asks_for_keepstep,
     parse_node,
     parse_pod_record,
     parse_policy_record,
@@ -30,12 +30,14 @@ from keepstep_operator.reconcile.writers import ObjectWriter
 _OURS: Final = (names.GROUP, names.VERSION)
 
 
-def memo(operator: Operator, writer: ObjectWriter, *, host_paths: tuple[str, ...]) -> kopf.Memo:
+def shared_memo(
+    operator: Operator, writer: ObjectWriter, *, host_paths: tuple[str, ...]
+) -> kopf.Memo:
     """What all handlers share. `host_paths`: the directories of nodes that policies may use."""
     return kopf.Memo(operator=operator, writer=writer, host_paths=host_paths)
 
 
-def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
+def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     """The handlers."""
     handlers = kopf.OperatorRegistry()
 
@@ -50,7 +52,7 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
         body: Body = dict(event["object"])
         if event["type"] == "DELETED":
             memo.operator.pod_gone(uid)
-        elif asks(body) and (record := parse_pod_record(body)) is not None:
+        elif asks_for_keepstep(body) and (record := parse_pod_record(body)) is not None:
             memo.operator.pod_seen(record)
 
     @kopf.on.event(*_OURS, "checkpointruns", registry=handlers)
@@ -94,7 +96,7 @@ def registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     return handlers
 
 
-def settings() -> kopf.OperatorSettings:
+def kopf_settings() -> kopf.OperatorSettings:
     """kopf's settings: the server selects pods, and may be away for hours."""
     made = kopf.OperatorSettings()
     made.posting.enabled = False

@@ -11,7 +11,7 @@ from keepstep_operator.kube.resources import resource_of
 from keepstep_operator.reconcile.parsing import job_state
 
 
-async def state_of(client: KubeClient, job: Job, namespace: str) -> JobState:
+async def read_job_state(client: KubeClient, job: Job, namespace: str) -> JobState:
     """The state of the job. Raises KubeError."""
     resource = resource_of(job)
     if resource is None:
@@ -30,7 +30,7 @@ async def state_of(client: KubeClient, job: Job, namespace: str) -> JobState:
     return job_state(body)
 
 
-async def owner_of(client: KubeClient, job: Job, namespace: str) -> Job | None:
+async def read_job_owner(client: KubeClient, job: Job, namespace: str) -> Job | None:
     """The owner of this job, if it is of the kind that may own it. Raises KubeError."""
     resource, kind = resource_of(job), kind_of(job.api_version, job.kind)
     if resource is None or kind is None:

@@ -37,7 +37,7 @@ class ClusterFacts:
         return known.labels.get(topology_key) or node
 
 
-def requested(
+def leader_answer(
     run: Run, cluster: ClusterFacts, *, interval_s: float = 30.0, authorities: str = ""
 ) -> LeaderAnswer:
     """The answer to the newest report of the run's leader."""

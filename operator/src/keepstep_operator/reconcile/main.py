@@ -24,7 +24,7 @@ from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.periodic_checks import PeriodicChecks
 from keepstep_operator.reconcile.reports_api import ReportsApi
 from keepstep_operator.reconcile.writers import ObjectWriter
-from keepstep_operator.serving import listening, observed, until_signal
+from keepstep_operator.serving import metrics_application, serve_application, until_signal
 from keepstep_operator.settings import (
     host_path_option,
     log_level_option,
@@ -145,9 +145,11 @@ class Parts:
 
     async def _follow(self) -> None:
         await kopf.operator(
-            registry=handlers.registry(watch_nodes=self._settings.watch_nodes),
-            settings=handlers.settings(),
-            memo=handlers.memo(self.operator, self.writer, host_paths=self._settings.host_paths),
+            registry=handlers.handler_registry(watch_nodes=self._settings.watch_nodes),
+            settings=handlers.kopf_settings(),
+            memo=handlers.shared_memo(
+                self.operator, self.writer, host_paths=self._settings.host_paths
+            ),
             clusterwide=True,
             standalone=True,
             identity=cast(Any, "keepstep"),  # otherwise the user's name, which no image has
@@ -173,10 +175,10 @@ async def serve(settings: ReconcileSettings) -> None:
         ended = asyncio.create_task(until_signal())  # kopf takes signals over once it runs
         ended.add_done_callback(lambda task: parts.ending.set())
         async with (
-            listening(
-                observed(parts.metrics.registry, parts.ready), port=settings.metrics_port
+            serve_application(
+                metrics_application(parts.metrics.registry, parts.ready), port=settings.metrics_port
             ) as metrics_port,
-            listening(
+            serve_application(
                 parts.reports.application(), port=settings.port, ssl_context=tls.context
             ) as port,
         ):

@@ -25,7 +25,7 @@ def and_more(pods: Collection[str]) -> str:
     return f" (the same holds for {len(pods) - 1} more pods)" if len(pods) > 1 else ""
 
 
-def not_injected(pod: PodRecord) -> str:
+def not_injected_text(pod: PodRecord) -> str:
     """A pod that asked for a sidecar and got none."""
     again = f"kubectl delete pod -n {pod.namespace} {pod.name}"
     why = (
@@ -41,7 +41,7 @@ def not_injected(pod: PodRecord) -> str:
     )
 
 
-def pod_of_other_job(pod: PodRecord, holder: Job | None, run: RunKey) -> str:
+def other_job_text(pod: PodRecord, holder: Job | None, run: RunKey) -> str:
     """A pod of another job than the one that has the run of its label."""
     own, other = _named(pod.job), _named(holder)
     return (
@@ -55,7 +55,7 @@ def _named(job: Job | None) -> str:
     return f"{job.kind} {job.name}" if job is not None else "another job"
 
 
-def same_rank(rank: int, pods: Collection[str]) -> str:
+def same_rank_text(rank: int, pods: Collection[str]) -> str:
     """Several pods that stay have one node rank."""
     return (
         f"pods {few(pods)} share node rank {rank}, so the leader takes the reports of one of"
@@ -65,7 +65,7 @@ def same_rank(rank: int, pods: Collection[str]) -> str:
     )
 
 
-def without_library(pod: str) -> str:
+def without_library_text(pod: str) -> str:
     """A training container runs, but no trainer has come to its sidecar."""
     return (
         f"the training container of pod {pod} runs for more than {LIBRARY_S:.0f} s, but no trainer"
@@ -75,7 +75,7 @@ def without_library(pod: str) -> str:
     )
 
 
-def acknowledge(run: RunKey) -> str:
+def acknowledge_text(run: RunKey) -> str:
     """What to do about steps that a fresh start set aside."""
     return (
         "They are kept, and fill the volumes. If that start was wanted, let them go: kubectl"
@@ -85,7 +85,7 @@ def acknowledge(run: RunKey) -> str:
     )
 
 
-def draining(node: str, step: int | None) -> str:
+def draining_text(node: str, step: int | None) -> str:
     """A cordoned node holds the only copy of some shards of the newest commit."""
     which = f"step {step}, the newest commit," if step is not None else "the newest commit"
     return (

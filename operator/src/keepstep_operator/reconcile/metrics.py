@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepstep.wire.run_reports import LeaderRecord, RunReport, seconds_of
+from keepstep.wire.run_reports import LeaderRecord, RunReport, parse_utc
 from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.reconcile.run import Run
 from keepstep_operator.serving import metrics_registry
@@ -45,7 +45,7 @@ def _ratio(run: Run) -> float | None:
 
 
 def _committed_at(run: Run) -> float | None:
-    return seconds_of(run.committed.time) if run.committed is not None else None
+    return parse_utc(run.committed.time) if run.committed is not None else None
 
 
 RUNS: Final = (

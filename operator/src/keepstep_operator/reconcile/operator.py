@@ -20,8 +20,8 @@ from keepstep_operator.api.cluster_objects import (
 )
 from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.events import KubernetesEvent, events, policy_event
-from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_pod, requested
+from keepstep_operator.reconcile.events import KubernetesEvent, change_events, policy_event
+from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_answer, leader_pod
 from keepstep_operator.reconcile.run import Run
 
 LEAST_S: Final = 5.0
@@ -62,7 +62,7 @@ class Operator:
             self.mark(key)
             return
         self.runs[key] = after
-        for event in events(before, after):
+        for event in change_events(before, after):
             self.emit(after, event)
         self.mark(key)
 
@@ -182,6 +182,6 @@ class Operator:
         if leads is None or leads.uid != pod.uid:
             return None
         self.change(pod.run, lambda run: transitions.reported(run, report, at=self.clock()))
-        return requested(
+        return leader_answer(
             self.runs[pod.run], self.cluster, interval_s=self.pace_s, authorities=authorities
         )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from keepstep.wire.run_reports import seconds_of
+from keepstep.wire.run_reports import parse_utc
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import (
     AgentRecord,
@@ -36,7 +36,7 @@ from keepstep_operator.api.policy import (
     parse_policy,
     require_allowed,
 )
-from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut, read_status
+from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut_text, read_status
 from keepstep_operator.bodies import Body
 
 _HARMLESS = ("ContainerCreating", "PodInitializing")
@@ -53,7 +53,7 @@ _PHASES = {
 Volcano Job may be suspended, and be resumed."""
 
 
-def asks(body: Body) -> bool:
+def asks_for_keepstep(body: Body) -> bool:
     """Whether the pod asks for keepstep, or has the sidecar."""
     metadata = body.get("metadata") or {}
     return names.POLICY_ANNOTATION in (
@@ -90,10 +90,12 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         created_at=str(metadata.get("creationTimestamp") or ""),
         address=str(status.get("podIP") or ""),
         training_since=_running_since(trainer),
-        trouble=cut(_trouble(status) if injected else annotation.message),
-        warnings=tuple(_shared(cut(warning, longest=_LONGEST_WARNING)) for warning in warnings),
+        trouble=cut_text(_trouble(status) if injected else annotation.message),
+        warnings=tuple(
+            _shared(cut_text(warning, longest=_LONGEST_WARNING)) for warning in warnings
+        ),
         volumes=_volumes(body),
-        policy=_shared(cut(annotation.policy, longest=_LONGEST_NAME)),
+        policy=_shared(cut_text(annotation.policy, longest=_LONGEST_NAME)),
         policy_generation=annotation.generation,
         sidecar_image=_shared(annotation.image),
         sidecar_version=_shared(annotation.version),
@@ -145,7 +147,7 @@ def _container_status(status: Body, name: str) -> Body:
 
 def _running_since(container: Body) -> float | None:
     running = (container.get("state") or {}).get("running")
-    return None if running is None else seconds_of(str(running.get("startedAt"))) or 0.0
+    return None if running is None else parse_utc(str(running.get("startedAt"))) or 0.0
 
 
 def _volumes(body: Body) -> tuple[VolumeKind, ...]:
@@ -188,7 +190,7 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
         policy = parse_policy(body)
         require_allowed(policy, allowed_paths)
     except PolicyError as error:
-        return replace(record, problem=(error.reason, cut(str(error))))
+        return replace(record, problem=(error.reason, cut_text(str(error))))
     return replace(record, policy=policy, advice=advice_on(policy))
 
 

@@ -17,10 +17,16 @@ from urllib.parse import quote
 
 from keepstep.wire.member_reports import AGENTS, CertificateRequest, IssuedCertificate
 from keepstep_operator.api.cluster_objects import AgentRecord, PodRecord
-from keepstep_operator.certificates.pki import KeyPair, fits, sign_request, sign_server, validity
+from keepstep_operator.certificates.pki import (
+    KeyPair,
+    certificate_validity,
+    is_matching_pair,
+    sign_request,
+    sign_server,
+)
 from keepstep_operator.journal import info
 from keepstep_operator.reconcile.token_auth import RequestRefused
-from keepstep_operator.tls import Shown, mounted
+from keepstep_operator.tls import Shown, mounted_pair
 
 LIFE: Final = timedelta(hours=24)
 LARGEST_REQUEST: Final = 16_384
@@ -62,7 +68,7 @@ class PeerCertificates:
         def shown() -> Shown:
             authority, now = self._authority(), datetime.now(UTC)
             known = signed.get(authority.certificate)
-            if known is None or validity(known[0]).is_due(now):
+            if known is None or certificate_validity(known[0]).is_due(now):
                 made = sign_server(authority, names, now=now, life=LIFE)
                 signed.clear()
                 known = signed[authority.certificate] = made.certificate, made.key
@@ -73,9 +79,9 @@ class PeerCertificates:
     def _authority(self) -> KeyPair:
         """Raises OSError if there is none, or if one of its files was replaced and the other not
         yet: what is signed by half of each, nobody accepts."""
-        certificate, key = mounted(self._directory)
+        certificate, key = mounted_pair(self._directory)
         authority = KeyPair(certificate=certificate, key=key)
-        if not fits(authority):
+        if not is_matching_pair(authority):
             raise OSError(f"certificate and key in {self._directory} do not fit together")
         return authority
 

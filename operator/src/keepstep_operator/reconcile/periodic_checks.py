@@ -16,11 +16,11 @@ from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError, NotFound
 from keepstep_operator.kube.resources import PODS, RUNS
-from keepstep_operator.reconcile.events import standing
-from keepstep_operator.reconcile.jobs import owner_of, state_of
+from keepstep_operator.reconcile.events import standing_events
+from keepstep_operator.reconcile.jobs import read_job_owner, read_job_state
 from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import (
-    asks,
+    asks_for_keepstep,
     parse_agent,
     parse_pod_record,
     parse_run_object,
@@ -91,7 +91,7 @@ class PeriodicChecks:
         while True:
             await asyncio.sleep(TICK_S)
             for run in [*operator.runs.values()]:
-                for event in standing(run, operator.cluster, now=operator.clock()):
+                for event in standing_events(run, operator.cluster, now=operator.clock()):
                     operator.emit(run, event)
                 late = operator.clock() - run.reported_at > LATE_S
                 if late and run.finished_at is None:
@@ -126,7 +126,7 @@ class PeriodicChecks:
         found: dict[str, Body] = {}
         for labels in _UNINJECTED:
             async for name in self._client.names(PODS, labels=labels, fields=_LIVING):
-                if asks(name):
+                if asks_for_keepstep(name):
                     found[_uid(name)] = name["metadata"]
         for uid in self._uninjected - set(found):
             self._operator.pod_gone(uid)
@@ -161,11 +161,11 @@ class PeriodicChecks:
         if run.is_empty or now - self._asked.get(run.key, 0.0) < JOB_S:
             return
         if not run.owner_known and (job := run.job_of_pods) is not None:
-            owner = await owner_of(self._client, job, run.key.namespace)
+            owner = await read_job_owner(self._client, job, run.key.namespace)
             operator.change(run.key, partial(owner_found, job=job, owner=owner))
         elif asks_job(run) and (job := run.job) is not None:
             self._asked[run.key] = now
-            state = await state_of(self._client, job, run.key.namespace)
+            state = await read_job_state(self._client, job, run.key.namespace)
             operator.change(run.key, lambda run: job_answered(run, state, at=operator.clock()))
         elif is_expired(run, now) and run.object is not None:
             uid, namespace = run.object.uid, run.key.namespace

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from keepstep.wire.run_reports import RunReport, utc
+from keepstep.wire.run_reports import RunReport, format_utc
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import PodRecord, PolicyRecord
 from keepstep_operator.api.policy import Policy
@@ -24,7 +24,7 @@ from keepstep_operator.api.run_status import (
     PolicyStatus,
     RunStatus,
     StartStatus,
-    cut,
+    cut_text,
 )
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile import messages
@@ -32,22 +32,22 @@ from keepstep_operator.reconcile.conditions import (
     ARCHIVED,
     PROTECTED,
     ConditionState,
-    draining,
-    verdicts,
+    condition_states,
+    draining_nodes,
 )
 from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.run import FINISHED, Run
-from keepstep_operator.reconcile.survival import survives
+from keepstep_operator.reconcile.survival import survived_events
 
 ACCEPTED: Final = "Accepted"
 _NODES_NAMED: Final = 5
 _TEXT: Final = 300
 
 
-def render(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
+def render_status(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
     """The whole status as it should be now. What only a report shows stays as an earlier process
     wrote it, until there is a report."""
-    found = verdicts(run, cluster, now=now)
+    found = condition_states(run, cluster, now=now)
     slots = None if run.policy is None else run.policy.slots
     status = replace(
         run.status,
@@ -71,23 +71,23 @@ def render(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
 
 
 def _with_report(status: RunStatus, run: Run, report: RunReport) -> RunStatus:
-    record, outlived = run.record, [failure.value for failure in survives(run)]
+    record, outlived = run.record, [failure.value for failure in survived_events(run)]
     epoch = str(report.epochs[0].id) if report.epochs else record.counted
     pods = run.pods
     return replace(
         status,
-        sidecar_version=cut(report.sidecar, longest=128),
-        library_version=cut(report.library, longest=128),
+        sidecar_version=cut_text(report.sidecar, longest=128),
+        library_version=cut_text(report.library, longest=128),
         world=report.world,
         epoch=epoch,
-        origin=cut(report.origin, longest=128),
+        origin=cut_text(report.origin, longest=128),
         step=report.step,
         behind=report.behind,
         watermarks={str(tier): str(step) for tier, step in report.watermarks.items()},
         tiers=",".join(map(str, report.held_by)),
         survives=tuple(outlived),
         survives_summary=",".join(outlived),
-        pinned=cut(report.pinned, longest=_TEXT),
+        pinned=cut_text(report.pinned, longest=_TEXT),
         stall=report.stall,
         restarts=record.restarts,
         lost_steps=record.lost_steps,
@@ -163,9 +163,9 @@ def _conditions(run: Run, found: Mapping[str, ConditionState], now: float) -> tu
             type=kind,
             status=verdict.status,
             reason=verdict.reason,
-            message=cut(verdict.message),
+            message=cut_text(verdict.message),
             observed_generation=run.object.generation if run.object is not None else 0,
-            last_transition_time=since(before.get(kind), verdict.status, now),
+            last_transition_time=transition_time(before.get(kind), verdict.status, now),
         )
         for kind, verdict in found.items()
     }
@@ -178,19 +178,19 @@ def _conditions(run: Run, found: Mapping[str, ConditionState], now: float) -> tu
     return tuple({**made, **stand}.values())
 
 
-def since(before: Condition | None, status: str, now: float) -> str:
+def transition_time(before: Condition | None, status: str, now: float) -> str:
     """The time of the last transition. Only a change of status is one; reasons and messages may
     change at any time."""
     if before is not None and before.status == status and before.last_transition_time:
         return before.last_transition_time
-    return utc(now)
+    return format_utc(now)
 
 
 # --- warnings ------------------------------------------------------------------------------------
 
 
 def _warnings(run: Run, cluster: ClusterFacts) -> tuple[str, ...]:
-    texts = dict.fromkeys(cut(text) for text in _all_warnings(run, cluster))
+    texts = dict.fromkeys(cut_text(text) for text in _all_warnings(run, cluster))
     return tuple(texts)[:MOST_WARNINGS]
 
 
@@ -200,21 +200,21 @@ def _all_warnings(run: Run, cluster: ClusterFacts) -> Iterator[str]:
     if run.policy is not None and not over:
         yield from _of_policy(run.policy, run.policy_now)
     if report is not None and report.fresh:
-        warning = f"epoch {cut(report.fresh, longest=40)} began at step 0 beside older steps."
-        yield f"{warning} {messages.acknowledge(run.key)}"
+        warning = f"epoch {cut_text(report.fresh, longest=40)} began at step 0 beside older steps."
+        yield f"{warning} {messages.acknowledge_text(run.key)}"
     if run.earlier and not over:
         yield (
             f"an earlier job of this name was run {run.earlier}; its steps are kept, but this"
             f" job does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
             f" {run.earlier} on its pods"
         )
-    yield from (messages.pod_of_other_job(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
+    yield from (messages.other_job_text(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
     yield from (alarm.text for alarm in (report.alarms if report is not None else ()))
     for pod in sorted(run.members, key=lambda pod: pod.name):
         if pod.trouble and pod.injected:
             yield f"pod {pod.name}: {pod.trouble}"
     step = run.committed.step if run.committed is not None else None
-    yield from (messages.draining(node, step) for node in draining(run, cluster))
+    yield from (messages.draining_text(node, step) for node in draining_nodes(run, cluster))
     for text, pods in sorted(_of_pods(run).items()):
         more = len(pods) - 1
         yield f"{text} (pod {min(pods)}{f' and {more} more' if more else ''})"
@@ -249,7 +249,7 @@ def _of_pods(run: Run) -> dict[str, list[str]]:
 
     def add(texts: Iterable[str], pod: PodRecord) -> None:
         for text in texts:
-            found.setdefault(cut(text, longest=_TEXT), []).append(pod.name)
+            found.setdefault(cut_text(text, longest=_TEXT), []).append(pod.name)
 
     for pod in run.members:
         add(pod.warnings if pod.stays else (), pod)
@@ -274,7 +274,7 @@ def policy_status(policy: PolicyRecord, before: Body, *, now: float) -> Body:
         "reason": reason,
         "message": message,
         "observedGeneration": policy.generation,
-        "lastTransitionTime": since(_accepted(before), status, now),
+        "lastTransitionTime": transition_time(_accepted(before), status, now),
     }
     return {"observedGeneration": policy.generation, "conditions": [condition]}
 

@@ -84,7 +84,7 @@ class ReportsApi:
                 429, "too-often", f"pod {pod.name} reported less than a second ago"
             )
         self._lately[pod.uid] = True
-        report = bounded(_decode_report(await _body(request)))
+        report = check_bounds(_decode_report(await _body(request)))
         answer = self._operator.reported(pod, report, authorities=self._signing.authorities)
         if answer is None:
             message = f"pod {pod.name} does not lead its run: node rank 0 does, its oldest pod"
@@ -176,7 +176,7 @@ class ReportsApi:
         return _json(Problem(code=refused.code, message=str(refused)), status=refused.status)
 
 
-def bounded(report: RunReport) -> RunReport:
+def check_bounds(report: RunReport) -> RunReport:
     """The report, if each list and text of it is within its bound. Raises RequestRefused: a leader
     cuts what it sends, so this one is not ours."""
     record = report.record

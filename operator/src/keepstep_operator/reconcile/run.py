@@ -19,8 +19,8 @@ from keepstep.wire.run_reports import (
     LeaderRecord,
     RunEvent,
     RunReport,
-    seconds_of,
-    utc,
+    format_utc,
+    parse_utc,
 )
 from keepstep_operator.api.cluster_objects import (
     Job,
@@ -220,8 +220,8 @@ def _finished(run: Run, how: str, at: float) -> Run:
         return run
     step = run.committed.step if run.committed else None
     kept = f"; step {step} is committed" if step is not None else ""
-    end = RunEvent(time=utc(at), type=FINISHED, step=step, message=f"the job is {how}{kept}")
-    return replace(run, finished_at=at, recent=merged(run.recent, (end,)))
+    end = RunEvent(time=format_utc(at), type=FINISHED, step=step, message=f"the job is {how}{kept}")
+    return replace(run, finished_at=at, recent=merge_events(run.recent, (end,)))
 
 
 # --- objects -------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def _job_of(status: RunStatus) -> Job | None:
 def _finished_at(status: RunStatus) -> float | None:
     if status.phase != FINISHED:
         return None
-    return next((seconds_of(event.time) for event in status.recent if event.type == FINISHED), None)
+    return next((parse_utc(event.time) for event in status.recent if event.type == FINISHED), None)
 
 
 # --- reports -------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def reported(run: Run, report: RunReport, *, at: float) -> Run:
         reported_at=at,
         record=report.record if report.sequence > 1 else run.record,
         committed=_committed(run, report, at),
-        recent=merged(run.recent, report.recent),
+        recent=merge_events(run.recent, report.recent),
     )
 
 
@@ -326,10 +326,10 @@ def _committed(run: Run, report: RunReport, at: float) -> CommittedStatus | None
         return None if report.settled else known
     if known is not None and known.id == str(step):
         return known
-    return CommittedStatus(step=step.step, id=str(step), time=utc(at))
+    return CommittedStatus(step=step.step, id=str(step), time=format_utc(at))
 
 
-def merged(known: Iterable[RunEvent], more: Iterable[RunEvent]) -> tuple[RunEvent, ...]:
+def merge_events(known: Iterable[RunEvent], more: Iterable[RunEvent]) -> tuple[RunEvent, ...]:
     """What happened, each once, the newest first, and no more than are kept."""
     found = {(event.time, event.type, event.step): event for event in (*known, *more)}
     return tuple(found[key] for key in sorted(found, key=_order, reverse=True)[:MOST_RECENT])

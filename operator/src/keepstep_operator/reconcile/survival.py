@@ -22,7 +22,7 @@ class Survives(str, enum.Enum):
     JOB_RECREATE = "JobRecreate"
 
 
-def survives(run: Run) -> tuple[Survives, ...]:
+def survived_events(run: Run) -> tuple[Survives, ...]:
     """The events that the run would survive now. What survives the loss of a node also survives the
     loss of a pod. A new job replaces all pods at once, so copies on peers do not survive it if they
     lie on volumes that are lost with their pod."""

@@ -23,17 +23,17 @@ from keepstep.wire.run_reports import KeptStep
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.api.leader import service_body
-from keepstep_operator.api.run_status import RunStatus, as_json
+from keepstep_operator.api.run_status import RunStatus, status_json
 from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, info, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, KubeError, NotFound
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES, PatchType
 from keepstep_operator.reconcile import checkpoints
-from keepstep_operator.reconcile.events import KubernetesEvent, bodies
+from keepstep_operator.reconcile.events import KubernetesEvent, event_bodies
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.operator import Operator
-from keepstep_operator.reconcile.render import render
+from keepstep_operator.reconcile.render import render_status
 from keepstep_operator.reconcile.run import Run
 
 LIST_S: Final = 600.0
@@ -120,12 +120,12 @@ class ObjectWriter:
         now = self._operator.clock()
         if run.resumes(now):
             return
-        status = render(run, self._operator.cluster, now=now)
+        status = render_status(run, self._operator.cluster, now=now)
         overwritten = written.shown != written.stored and now - written.at >= _REPAIR_S
         changed = status != run.status or run.object is None or overwritten
         quiet = not overwritten and run.object is not None and _same(status, run.status)
         if changed and not (quiet and now - written.at < self._operator.pace_s):
-            stored = await self._write_status(run, as_json(status))
+            stored = await self._write_status(run, status_json(status))
             written.stored = written.shown = _digest(stored)
             written.at = now
             self._operator.status_written(run.key, status)
@@ -225,12 +225,12 @@ class ObjectWriter:
         if kept == written.kept and now - written.listed_at < LIST_S:
             return
         known, namespace = await self._listed(run.key), run.key.namespace
-        due = checkpoints.changes(run, known)
+        due = checkpoints.due_changes(run, known)
         for checkpoint in due.made:
             body = checkpoints.body_of(run, checkpoint)
             creation = self._client.create(CHECKPOINTS, body, namespace=namespace)
             if await self._create("checkpoint", creation) is None:
-                name = checkpoints.name_of(run, checkpoint)
+                name = checkpoints.checkpoint_name(run, checkpoint)
                 warn("checkpoint.name_conflict", run=str(run.key), checkpoint=name)
             else:
                 await self._show_tiers(run, checkpoint, now)
@@ -257,7 +257,7 @@ class ObjectWriter:
         with contextlib.suppress(NotFound):
             await self._client.patch(
                 CHECKPOINTS,
-                checkpoints.name_of(run, checkpoint),
+                checkpoints.checkpoint_name(run, checkpoint),
                 patch,
                 namespace=run.key.namespace,
                 kind=PatchType.JSON,
@@ -286,7 +286,7 @@ class ObjectWriter:
             run, event = await self._events.get()
             uid = run.object.uid if run.object is not None else ""
             name, now = secrets.token_hex(8), self._operator.clock()
-            for body in bodies(event, run.key, job=run.job, run_uid=uid, name=name, now=now):
+            for body in event_bodies(event, run.key, job=run.job, run_uid=uid, name=name, now=now):
                 await self._write_event(body, run.key)
 
     async def _write_event(self, body: Body, key: RunKey) -> None:

@@ -56,7 +56,7 @@ class StillUsedError(StorageError):
 # --- one directory -------------------------------------------------------------------------------
 
 
-def clean(namespace: OpenDirectory, run: str, *, gone_since: float = math.inf) -> int:
+def remove_run(namespace: OpenDirectory, run: str, *, gone_since: float = math.inf) -> int:
     """Remove the run's directory; returns the number of files removed.
 
     `gone_since`: Unix seconds; a later write is a sign of life. Raises StillUsedError for such a
@@ -177,7 +177,7 @@ class Cleaner:
         """Look at all runs once. What cannot be removed stays, is logged, and is tried again."""
         before, self._gone_since = self._gone_since, {}
         complaints, self._complaints = self._complaints, {}
-        for place, runs in run_directories.places(self._tops):
+        for place, runs in run_directories.find_namespaces(self._tops):
             for name in ("", *runs):
                 path = place.path / name
                 if why := self._failed(place, name, before.get(path)):
@@ -204,7 +204,7 @@ class Cleaner:
         if now - since < self._grace_s:
             return
         try:
-            files = clean(namespace, run, gone_since=since)
+            files = remove_run(namespace, run, gone_since=since)
         except StillUsedError:
             self._gone_since[path] = now
             raise
@@ -212,7 +212,7 @@ class Cleaner:
         info("run.removed", path=str(path), files=files)
 
 
-def run(tops: Sequence[Path], *, grace_s: float) -> None:
+def run_cleaner(tops: Sequence[Path], *, grace_s: float) -> None:
     """Clean until SIGTERM. Agents of all nodes start at once, and ask the API server one by one."""
     log.configure("agent")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # of process 1, the kernel would drop it

@@ -32,7 +32,7 @@ _PASSAGE_MODE = 0o750
 """Mode of directories on the way: the group may pass through them and list them."""
 
 
-def prepare(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None:
+def prepare_directory(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None:
     """Make `directory` (and its parents) and give it to the sidecar. Idempotent.
 
     Raises StorageError, also when a part of the path below the mount is a link or not a directory.
@@ -44,13 +44,13 @@ def prepare(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_ID) -> None
 
 
 def prepare_cache(directory: Path, *, limit_bytes: int) -> None:
-    """As `prepare`, for the compile caches of a pod's trainers. A user's caches of more than
-    `limit_bytes` are removed. Raises StorageError."""
-    prepare(directory)
+    """As `prepare_directory`, for the compile caches of a pod's trainers. A user's caches of more
+    than `limit_bytes` are removed. Raises StorageError."""
+    prepare_directory(directory)
     try:
         place = OpenDirectory.opened(directory)
         for name in _directories(place):
-            compile_cache.bound(place, name, limit_bytes=limit_bytes)
+            compile_cache.limit_cache_size(place, name, limit_bytes=limit_bytes)
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror}") from error
 
@@ -146,7 +146,7 @@ _MOST: Final = 20_000
 """How many directories are looked into, if others keep theirs below the same prefix."""
 
 
-def places(tops: Sequence[Path]) -> Iterator[tuple[OpenDirectory, list[str]]]:
+def find_namespaces(tops: Sequence[Path]) -> Iterator[tuple[OpenDirectory, list[str]]]:
     """All directories below `tops` down to those of namespaces, with the names of the runs whose
     directories lie in each."""
     for top in tops:
@@ -180,8 +180,8 @@ def _directories(place: OpenDirectory) -> Iterator[str]:
 
 
 def _is_run(namespace: OpenDirectory, name: str) -> bool:
-    """Whether a pod's directory lies there: a node rank's, which `prepare` gave to the sidecar, or
-    with the sidecar's own of the same name."""
+    """Whether a pod's directory lies there: a node rank's, which `prepare_directory` gave to the
+    sidecar, or with the sidecar's own of the same name."""
     if not all(map(DNS_LABEL.fullmatch, (namespace.path.name, name))):
         return False
     run = namespace.inside(name)
@@ -191,7 +191,7 @@ def _is_run(namespace: OpenDirectory, name: str) -> bool:
     return any(os.fstat(rank.fd).st_uid == USER_ID or name in rank.names() for rank in ranks)
 
 
-def volumes(run: OpenDirectory) -> Iterator[OpenDirectory]:
+def volumes_of_run(run: OpenDirectory) -> Iterator[OpenDirectory]:
     """The directories of a run's sidecars, one for each node rank that was here."""
     for rank in filter(NODE_RANK.fullmatch, run.names()):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

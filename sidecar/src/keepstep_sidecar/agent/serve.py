@@ -51,9 +51,9 @@ class LeftShardsServer:
         return ServerContext(shards, none, buffers=self._buffers, large=self._large)
 
     def _volumes(self, namespace: str, run: str) -> Iterator[Volume]:
-        for place, runs in run_directories.places(self._tops):
+        for place, runs in run_directories.find_namespaces(self._tops):
             if place.path.name == namespace and run in runs:
-                for left in run_directories.volumes(place.inside(run)):
+                for left in run_directories.volumes_of_run(place.inside(run)):
                     yield _read_only(left, run)
                     if kept_copies.DIRECTORY in left.names():
                         yield _read_only(left.inside(kept_copies.DIRECTORY), run)

@@ -29,8 +29,8 @@ from keepstep_sidecar.api.restoring import RestoreHandlers
 from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Tasks, detached
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.concurrency import Tasks, run_detached
+from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.leases import OwnerProcess
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_allocator import SLOTS
@@ -313,14 +313,16 @@ class SidecarService:
 
         await asyncio.to_thread(end_threads)
         last = functools.partial(self.history_file.append, self.history.all(), self.history.before)
-        await asyncio.wait({detached(last, "last of the history")}, timeout=_LAST_WORD_S)
+        await asyncio.wait({run_detached(last, "last of the history")}, timeout=_LAST_WORD_S)
         self.slots.directories.close()
         await asyncio.to_thread(self.volumes.close)
 
     def welcome(self) -> None:
         """A trainer comes. Raises SidecarError `stopping` once the end has begun."""
         if self.ending or self._closing:
-            raise refuse("stopping", "this sidecar is ending; try again when the next sidecar runs")
+            raise refusal_error(
+                "stopping", "this sidecar is ending; try again when the next sidecar runs"
+            )
         self._arrived += 1
         self.leaves = False
 

@@ -9,7 +9,7 @@ from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned, PinRequest
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.errors import refusal_error
 
 _SHARED_S = 8.0
 """How long the leader may take to say that it has the pins."""
@@ -28,10 +28,12 @@ class PinHandlers:
         """Pin or unpin a step. Raises SidecarError `pins`."""
         node, step_id = self.committer.node, request.id
         if self.operator:
-            raise refuse("pins", "the operator says what is pinned: spec.pins of the CheckpointRun")
+            raise refusal_error(
+                "pins", "the operator says what is pinned: spec.pins of the CheckpointRun"
+            )
         known = {*self.committer.local_shards.shards, *self.committer.remotes.ids}
         if request.pinned and step_id not in known:
-            raise refuse("pins", f"step {step_id} is not here, and in no archive")
+            raise refusal_error("pins", f"step {step_id} is not here, and in no archive")
         now = (
             node.last_reply.pinned | {step_id}
             if request.pinned
@@ -39,6 +41,6 @@ class PinHandlers:
         )
         self.share(now)
         if not await self.changes.until(lambda: node.last_reply.pinned == now, timeout_s=_SHARED_S):
-            raise refuse("pins", "the leader of the run does not answer; try again")
+            raise refusal_error("pins", "the leader of the run does not answer; try again")
         await self.committer.notes.take(at_once=True)
         return Pinned(steps=tuple(sorted(now)))

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from keepstep.core.history import EventKind
-from keepstep.core.vote import Candidates, Ready, VoteFacts, Wait, readiness
+from keepstep.core.vote import Candidates, Ready, VoteFacts, Wait, vote_readiness
 from keepstep.steps import IN_POD, StepId
 from keepstep.wire.member_reports import ReportedRestore
 from keepstep.wire.trainer import (
@@ -24,7 +24,7 @@ from keepstep_sidecar.api.saving import SaveHandlers
 from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.log import info, warn
 
 _RESTORES_KEPT = 16
@@ -49,7 +49,7 @@ class Votes:
         ends = began + timeout_s
 
         def decide() -> Ready | Wait:
-            return readiness(time.monotonic(), self.view(rank), began)
+            return vote_readiness(time.monotonic(), self.view(rank), began)
 
         try:
             while isinstance(wait := decide(), Wait) and time.monotonic() < ends:
@@ -102,10 +102,10 @@ class RestoreHandlers:
         lease = self.leases.require(request.lease)
         await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
         if not self._local_shards.scanned:
-            raise refuse("starting", "the volumes are still being scanned; ask again")
+            raise refusal_error("starting", "the volumes are still being scanned; ask again")
         if contested := self.committer.remotes.contested:
             warn("run.name_conflict", rank=lease.rank, reason=contested)
-            raise refuse("run-taken", contested)
+            raise refusal_error("run-taken", contested)
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenStepRequest) -> OpenedStep:

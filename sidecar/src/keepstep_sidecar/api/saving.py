@@ -42,15 +42,15 @@ from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.history import MachineHistory, RestartTimer
 from keepstep_sidecar.leases import (
     Lease,
     Leases,
     check_protocol,
     check_rank,
-    local_world,
     parse_layout,
+    served_rank_count,
 )
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_allocator import SLOTS, SlotAllocator
@@ -102,7 +102,7 @@ class SaveHandlers:
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
-        ranks_here = local_world(request, environment=os.environ, alone=self.config.alone)
+        ranks_here = served_rank_count(request, environment=os.environ, alone=self.config.alone)
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
         self.unequal_steps.joined(lease.rank, time.monotonic())
@@ -221,7 +221,7 @@ class SaveHandlers:
         lease = self.leases.require(request.lease)
         layout = parse_layout(request.header)
         if (layout.rank, layout.world) != (lease.rank, lease.world):
-            raise refuse(
+            raise refusal_error(
                 "bad-image",
                 f"a layout of rank {layout.rank} of {layout.world}, but this lease is for rank"
                 f" {lease.rank} of {lease.world}",
@@ -230,7 +230,7 @@ class SaveHandlers:
         if layout.is_base or (
             base and (base.number, base.world) != (lease.rank + lease.world, lease.world)
         ):
-            raise refuse("bad-image", f"no base of rank {lease.rank} of {lease.world}")
+            raise refusal_error("bad-image", f"no base of rank {lease.rank} of {lease.world}")
         slots = self.slots.rank(lease.rank)
         slot_set = slots.slot_sets.get(layout.id) or SlotSet(layout)
         filling = slots.filling()
@@ -264,7 +264,7 @@ class SaveHandlers:
         lease = self.leases.require(request.lease)
         slots = self.slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
-            raise refuse("unknown-layout", "register this layout first (POST /v1/layout)")
+            raise refusal_error("unknown-layout", "register this layout first (POST /v1/layout)")
         granted = SlotGranted(slot=None)
 
         def given() -> bool:
@@ -280,7 +280,7 @@ class SaveHandlers:
             (slot_set.failure for slot_set in sets if slot_set is not None and slot_set.failure), ""
         )
         if granted.slot is None and failure:
-            raise refuse("no-memory", failure)
+            raise refusal_error("no-memory", failure)
         return granted
 
     def _next(self, slots: RankSlots) -> SlotGranted:
@@ -320,7 +320,7 @@ class SaveHandlers:
         try:
             slots, step_id = self.slots.rank(lease.rank), StepId(request.epoch.id, request.step)
         except ValueError as error:
-            raise refuse("bad-request", str(error)) from None
+            raise refusal_error("bad-request", str(error)) from None
         slot = self._filled(slots, request, step_id)
         lease.saved = True
         if slot.assigned:
@@ -329,14 +329,16 @@ class SaveHandlers:
 
     def _filled(self, slots: RankSlots, request: StagedRequest, step_id: StepId) -> PooledSlot:
         if (slot := slots.named(request.slot)) is None:
-            raise refuse("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
+            raise refusal_error("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
         if not (slot.used(request.generation) and (slot.assigned or slot.live == step_id)):
-            raise refuse("stale-slot", f"{request.slot} was given to another lease since")
+            raise refusal_error("stale-slot", f"{request.slot} was given to another lease since")
         control = slot.file.control()
         if control is None or control.id != step_id or control.run != self.config.run:
-            raise refuse("bad-image", f"{request.slot} does not seal step {step_id} of this run")
+            raise refusal_error(
+                "bad-image", f"{request.slot} does not seal step {step_id} of this run"
+            )
         if not slots.refer(slot, control):
-            raise refuse("bad-image", f"the base that step {step_id} refers to is not here")
+            raise refusal_error("bad-image", f"the base that step {step_id} refers to is not here")
         return slot
 
     def _seal(self, slots: RankSlots, request: StagedRequest, slot: PooledSlot) -> None:
@@ -589,13 +591,15 @@ class StepLongPoll:
         try:
             state = State(request.state)
         except ValueError as error:
-            raise refuse("bad-request", str(error)) from error
+            raise refusal_error("bad-request", str(error)) from error
         if state is State.STAGED:
             return lambda: self._staged(rank, step_id)
         if state is State.DURABLE:
             return lambda: self._local_shards.was_durable(rank, step_id)
         if state is State.ARCHIVED and not self._remotes.has(Tier.ARCHIVE):
-            raise refuse("bad-request", "this sidecar has no archive; start it with --archive")
+            raise refusal_error(
+                "bad-request", "this sidecar has no archive; start it with --archive"
+            )
         return lambda: self.committer.was_committed(step_id)
 
     def _overtaken(self, rank: int, step_id: StepId) -> bool:

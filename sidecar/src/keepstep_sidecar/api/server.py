@@ -28,13 +28,13 @@ from keepstep.errors import KeepstepError
 from keepstep.wire.trainer import LeaseNews, LeaseRequest, Problem
 from keepstep_sidecar import connections
 from keepstep_sidecar.api.lifecycle import SidecarService
-from keepstep_sidecar.api.status import status, troubles
+from keepstep_sidecar.api.status import collect_status, troubles
 from keepstep_sidecar.concurrency import Tasks
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.errors import answer, refuse
+from keepstep_sidecar.errors import problem_of, refusal_error
 from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.slot_directories import DirectoryLock, make_way
+from keepstep_sidecar.memory.slot_directories import DirectoryLock, free_name
 
 # --- routes ----------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def metric_routes(service: SidecarService) -> list[web.RouteDef]:
     async def metrics(request: web.Request) -> web.Response:
         from keepstep_sidecar.api import metrics
 
-        text = metrics.render(await status(service))
+        text = metrics.render_metrics(await collect_status(service))
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(request: web.Request) -> web.Response:
@@ -130,7 +130,7 @@ async def _read(request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(data)
     except (ValueError, RecursionError) as error:  # a DecodeError, or not UTF-8, or too deep
-        raise refuse("bad-request", f"{request.path}: {error}") from None
+        raise refusal_error("bad-request", f"{request.path}: {error}") from None
 
 
 class _Routes:
@@ -170,13 +170,15 @@ class _Routes:
         return lease.ended or lease.died or self._service.ended.is_set()
 
     async def status(self, request: web.Request) -> web.Response:
-        return _json(await status(self._service))
+        return _json(await collect_status(self._service))
 
     async def history(self, request: web.Request) -> web.Response:
         """The events since a sequence number. Raises SidecarError `bad-request`."""
         since = request.query.get("since", "0")
         if not (since.isascii() and since.isdigit() and len(since) <= 18):
-            raise refuse("bad-request", f"since={since[:80]!r}: expected an event's sequence")
+            raise refusal_error(
+                "bad-request", f"since={since[:80]!r}: expected an event's sequence"
+            )
         return _json(self._service.history.events_since(self._service.config.run, int(since)))
 
 
@@ -186,7 +188,7 @@ async def _problems(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except KeepstepError as error:
-        status, problem = answer(error)
+        status, problem = problem_of(error)
         return _json(problem, status=status)
     except web.HTTPException as error:
         problem = Problem(code="bad-request", message=f"{request.path}: {error.reason}")
@@ -237,7 +239,7 @@ class _Door:
         """Listen under a new socket file. Open connections stay as they are. Raises OSError."""
         if self._site is not None:
             await self._site.stop()
-        make_way(self._path)
+        free_name(self._path)
         self._site = web.UnixSite(self._runner, str(self._path))
         await self._site.start()
         with contextlib.suppress(FileNotFoundError):  # removed at once: it will be made again
@@ -316,13 +318,13 @@ async def _serve_metrics(
         )
     )
     assert runner.server is not None
-    await connections.serve(runner.server, listening, strangers)
+    await connections.serve_connections(runner.server, listening, strangers)
 
 
 def _listening(port: int, service: SidecarService) -> socket.socket | None:
     """A socket that listens on the port; None if it cannot be opened, which the warnings say."""
     try:
-        listening = connections.listen(port)
+        listening = connections.listen_on_all(port)
     except OSError as error:
         if not service.no_metrics:
             warn("metrics.port_unavailable", port=port, error=str(error))

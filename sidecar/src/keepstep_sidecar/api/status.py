@@ -18,23 +18,23 @@ from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, Vol
 from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api.lifecycle import SidecarService
-from keepstep_sidecar.concurrency import detached
+from keepstep_sidecar.concurrency import run_detached
 from keepstep_sidecar.config.settings import format_size
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_directories import advice
-from keepstep_sidecar.memory.slot_file import may_swap, pinning
+from keepstep_sidecar.memory.slot_directories import huge_pages_advice
+from keepstep_sidecar.memory.slot_file import may_swap, pinning_text
 from keepstep_sidecar.memory.slot_pool import RankSlots, SlotSet
 from keepstep_sidecar.volume.volume import Volume
 
 
-async def status(service: SidecarService) -> Status:
+async def collect_status(service: SidecarService) -> Status:
     """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
     committer = service.committer
     node, ledger, totals = committer.node, committer.read_ledger(), committer.images.totals
     pacing, doubt = node.pacing, committer.restart.doubt()
     marks = {
-        Tier.MEMORY: newest_of(ledger.watermark(Tier.MEMORY), node.last_reply.memory),
+        Tier.MEMORY: newest_step(ledger.watermark(Tier.MEMORY), node.last_reply.memory),
         Tier.LOCAL: node.last_commit(),
         **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
     }
@@ -48,8 +48,8 @@ async def status(service: SidecarService) -> Status:
         pid=os.getpid(),
         started_at=service.started_at,
         protocol=PROTOCOL,
-        locked=pinned(service),
-        hints=hints(service),
+        locked=swap_warning(service),
+        hints=speed_hints(service),
         epoch=committer.epochs.current
         or max(ledger.epochs, key=lambda epoch: epoch.id, default=None),
         watermarks={str(tier): step_id for tier, step_id in marks.items() if step_id is not None},
@@ -75,8 +75,8 @@ async def status(service: SidecarService) -> Status:
             for step_id in sorted(committer.copies.ids(), reverse=True)
         ),
         scanned=committer.local_shards.scanned,
-        survives=survives(marks),
-        warnings=warnings(service),
+        survives=survivable_losses(marks),
+        warnings=current_warnings(service),
         leased_at=service.saving.leased_at,
         uncaught=service.saving.uncaught,
         window_bytes={str(tier): size for tier, size in service.chunk_buffers.read_bytes.items()},
@@ -95,7 +95,7 @@ async def note_warnings(service: SidecarService) -> None:
     while True:
         await asyncio.sleep(_KEEP_S)
         service.saving.compare_steps()
-        service.history.warn(warnings(service))
+        service.history.warn(current_warnings(service))
 
 
 async def keep_history(service: SidecarService) -> None:
@@ -113,18 +113,18 @@ async def keep_history(service: SidecarService) -> None:
             continue
         await asyncio.sleep(_KEEP_S)
         append = functools.partial(file.append, history.since(0), history.before)
-        writing = detached(append, "history")
+        writing = run_detached(append, "history")
         if not (await asyncio.wait({writing}, timeout=_HANGS_S))[0]:
             warn("history.write_stalled", path=str(file.path), reason="its volume does not answer")
         await writing
 
 
-def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
+def survivable_losses(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
     """What the run would survive now, apart from losing steps. `marks`: watermarks. Pure.
 
     One machine without another tier never survives its own loss.
     """
-    beyond = newest_of(*(step_id for tier, step_id in marks.items() if not tier.in_pod))
+    beyond = newest_step(*(step_id for tier, step_id in marks.items() if not tier.in_pod))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,
@@ -134,7 +134,7 @@ def survives(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
     return tuple(name for name, step_id in outlived.items() if step_id is not None)
 
 
-def newest_of(*ids: StepId | None) -> StepId | None:
+def newest_step(*ids: StepId | None) -> StepId | None:
     """The newest of the steps that are not None; None if there is none."""
     return max((step_id for step_id in ids if step_id is not None), default=None)
 
@@ -233,16 +233,16 @@ def _step(service: SidecarService, step_id: StepId, doubt: SuspectSteps) -> Step
     )
 
 
-def pinned(service: SidecarService) -> str:
+def swap_warning(service: SidecarService) -> str:
     """Whether slots can be swapped out, and what to do about it."""
     slots = {(file.huge, file.locked) for file in service.slots.files()}
     if not slots:
         return "no slots yet"
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return pinning(slots, swap=may_swap(), limit_bytes=limit_bytes)
+    return pinning_text(slots, swap=may_swap(), limit_bytes=limit_bytes)
 
 
-def hints(service: SidecarService) -> tuple[str, ...]:
+def speed_hints(service: SidecarService) -> tuple[str, ...]:
     """What a person can do to make this run faster."""
     if service.config.small_pages or service.config.reporting is not None:
         return ()  # by request, or a matter of the policy
@@ -253,7 +253,7 @@ def hints(service: SidecarService) -> tuple[str, ...]:
         for slot_set in current
         if slot_set.layout.size_bytes % HUGE_PAGE_BYTES == 0
     )
-    if lacking <= 0 or not (commands := advice(lacking)):
+    if lacking <= 0 or not (commands := huge_pages_advice(lacking)):
         return ()
     size = format_size(lacking)
     return (f"slots of {size} are on small pages; before the next start: {commands}",)
@@ -267,7 +267,7 @@ def troubles(service: SidecarService) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in found if text))
 
 
-def warnings(service: SidecarService) -> tuple[str, ...]:
+def current_warnings(service: SidecarService) -> tuple[str, ...]:
     """What people should look at, each text once."""
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
     committer, node = service.committer, service.node

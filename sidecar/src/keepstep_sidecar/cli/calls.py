@@ -28,7 +28,7 @@ ANSWER_S = 10.0
 """A live sidecar answers a question about itself in much less time."""
 
 
-def status(path: Path) -> Status | None:
+def ask_status(path: Path) -> Status | None:
     """The status of the sidecar; None when no process listens on `path`.
 
     Raises SidecarError when a process listens but its answer is malformed or late.
@@ -36,13 +36,13 @@ def status(path: Path) -> Status | None:
     return _ask(path, lambda client: client.get("/v1/status", Status, timeout_s=ANSWER_S))
 
 
-def history(path: Path, since: int) -> HistoryPage | None:
+def ask_history(path: Path, since: int) -> HistoryPage | None:
     """What happened after the event `since`; None when no process listens. Raises SidecarError."""
     route = f"/v1/history?since={since}"
     return _ask(path, lambda client: client.get(route, HistoryPage, timeout_s=ANSWER_S))
 
 
-def flush(path: Path, *, timeout_s: float) -> Flushed | None:
+def ask_flush(path: Path, *, timeout_s: float) -> Flushed | None:
     """Make the newest two common staged steps durable; None when no process listens.
 
     Raises SidecarError.
@@ -50,17 +50,17 @@ def flush(path: Path, *, timeout_s: float) -> Flushed | None:
     return _call(path, "/v1/flush", FlushRequest(timeout_s=timeout_s), Flushed, timeout_s)
 
 
-def own(path: Path, pid: int) -> None:
+def name_owner(path: Path, pid: int) -> None:
     """Tell the sidecar not to end by itself while process `pid` lives. Raises SidecarError."""
     _call(path, "/v1/owner", OwnerRequest(pid=pid), dict)
 
 
-def pin(path: Path, step_id: StepId, *, pinned: bool) -> Pinned | None:
+def ask_pin(path: Path, step_id: StepId, *, pinned: bool) -> Pinned | None:
     """Pin or unpin a step; None when no process listens. Raises SidecarError."""
     return _call(path, "/v1/pin", PinRequest(id=step_id, pinned=pinned), Pinned)
 
 
-def stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:
+def ask_stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:
     """Ask the sidecar to make its newest steps durable (`drain`) and to end; `forget` frees its
     memory.
 

@@ -32,29 +32,31 @@ _MADE: Final = "made"
 _OF_MADE: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+")
 
 
-def variables(kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int) -> dict[str, str]:
+def cache_variables(
+    kept: RunDir, environment: Mapping[str, str], *, limit_bytes: int
+) -> dict[str, str]:
     """The variables by which the command keeps its caches in the run's directory; {} if the user
     chose another place. Caches of more than `limit_bytes` are removed first; 0: none are kept.
 
     Raises OSError, and StorageError that says why none can be kept.
     """
     home = OpenDirectory.opened(kept.home)
-    if compile_cache.is_chosen(environment):
+    if compile_cache.has_chosen_cache(environment):
         return {}
     if limit_bytes == 0:
-        remove(kept)
+        remove_caches(kept)
         return {}
     _require_private(Path(os.path.realpath(kept.home)))
     place, name = _place(home)
     for entry in filter(_OF_MADE.fullmatch, place.names()):
         if entry == name:
-            compile_cache.bound(place, name, limit_bytes=limit_bytes)
+            compile_cache.limit_cache_size(place, name, limit_bytes=limit_bytes)
         else:
             place.remove(entry)
-    return compile_cache.variables(place, name)
+    return compile_cache.cache_variables(place, name)
 
 
-def remove(kept: RunDir) -> None:
+def remove_caches(kept: RunDir) -> None:
     """Remove the caches of a run that holds no step any more. Raises StorageError."""
     try:
         OpenDirectory.opened(kept.home).remove(_NAME)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from keepstep import steps
 from keepstep.core.history import Goodput, HistoryEvent
 from keepstep.errors import KeepstepError, SidecarAbsent, StorageError, UsageError
-from keepstep.steps import Epoch, StepId, Tier, merged
+from keepstep.steps import Epoch, StepId, Tier, merge_epochs
 from keepstep.wire.status import Status, StepStatus
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.run_dir import RunDir
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from keepstep_sidecar.volume.run_tree import LocalShard, RefusedFile, VolumeScan
 
 
-def named(step: StepStatus) -> str:
+def step_text(step: StepStatus) -> str:
     """`step 5 of epoch 2 (memory, local)`."""
     tiers = ", ".join(map(str, step.ranks))
     doubt = "; suspect" if step.suspect else ""
     return f"step {step.id.step} of epoch {step.id.epoch.number} ({tiers}{doubt})"
 
 
-def document(step: StepStatus | None) -> dict[str, object] | None:
+def step_document(step: StepStatus | None) -> dict[str, object] | None:
     """A step as JSON shows it."""
     if step is None:
         return None
@@ -79,42 +79,44 @@ class RunHoldings:
         return max(whole, key=lambda step: step.id, default=None)
 
 
-def read(kept: RunDir) -> RunHoldings:
+def read_holdings(kept: RunDir) -> RunHoldings:
     """Ask the sidecar or, without one, scan the volumes. Raises SidecarError, StorageError."""
     try:
-        live = calls.status(kept.socket)
+        live = calls.ask_status(kept.socket)
     except SidecarAbsent as error:
         if not isinstance(error.__cause__, PermissionError):
             raise
-        held = on_volumes(kept)
+        held = holdings_on_volumes(kept)
         hidden = f"what memory holds is not shown: {kept.memory} belongs to another user"
         return replace(held, problems=(*held.problems, hidden))
-    return on_volumes(kept) if live is None else of_live(live)
+    return holdings_on_volumes(kept) if live is None else holdings_of_sidecar(live)
 
 
-def of_live(live: Status) -> RunHoldings:
+def holdings_of_sidecar(live: Status) -> RunHoldings:
     """What the sidecar's status `live` says."""
     steps = sorted(live.steps, key=lambda step: step.id)
     return RunHoldings(live=live, steps=tuple(steps), problems=live.warnings)
 
 
-def on_volumes(kept: RunDir) -> RunHoldings:
+def holdings_on_volumes(kept: RunDir) -> RunHoldings:
     """What the volumes hold, without the sidecar. Raises StorageError."""
-    shards, problems = survey(kept)
+    shards, problems = survey_volumes(kept)
     return RunHoldings(
         live=None,
-        steps=of_shards(shards, epochs(kept), failures(kept)),
+        steps=statuses_of_shards(shards, recorded_epochs(kept), recorded_failures(kept)),
         problems=tuple(str(problem.error) for problem in problems),
     )
 
 
-def goodput(kept: RunDir, held: RunHoldings | None) -> Goodput | None:
+def run_goodput(kept: RunDir, held: RunHoldings | None) -> Goodput | None:
     """The goodput of all lives of the run; without a sidecar, up to the last event that it wrote.
     None if nothing is known. Never raises."""
-    return held.live.goodput if held is not None and held.live is not None else history(kept)[1]
+    return (
+        held.live.goodput if held is not None and held.live is not None else read_history(kept)[1]
+    )
 
 
-def history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
+def read_history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
     """The history that the last sidecar left, on the volume with the newest event, and its goodput;
     None if nothing is known. Never raises."""
     from keepstep_sidecar.volume.history_file import HistoryFile
@@ -128,7 +130,7 @@ def history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
     return events, before.after(events).goodput(events[-1].until)
 
 
-def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[RefusedFile, ...]]:
+def survey_volumes(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[RefusedFile, ...]]:
     """Every shard on all volumes, and every file that was refused as a shard. Raises
     StorageError."""
     scans = [_scan(root, kept.run) for root in kept.roots]
@@ -136,7 +138,7 @@ def survey(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[RefusedFile, ...
     return shards, tuple(problem for scan in scans for problem in scan.problems)
 
 
-def copies(kept: RunDir) -> tuple[LocalShard, ...]:
+def copies_on_volumes(kept: RunDir) -> tuple[LocalShard, ...]:
     """The shards of other machines that the volumes hold as copies. Raises StorageError."""
     from keepstep_sidecar.tiers.peer.kept_copies import DIRECTORY
 
@@ -147,23 +149,23 @@ def _scan(root: Path, run: str) -> VolumeScan:
     from keepstep_sidecar.volume import run_tree
 
     try:
-        return run_tree.survey(root, run=run)
+        return run_tree.scan_root(root, run=run)
     except OSError as error:
         raise StorageError(f"cannot read {root}: {error}") from error
 
 
-def of_shards(
+def statuses_of_shards(
     shards: Iterable[LocalShard], epochs: Sequence[Epoch], failures: Iterable[StepId] = ()
 ) -> tuple[StepStatus, ...]:
-    """The status of each step that has a shard in `shards`, ascending. `failures`: the steps at
-    which the script failed by itself."""
-    from keepstep.core.commit_rule import StepStanding, trace
+    """The status of each step that has a shard in `shards`, ascending. `recorded_failures`: the
+    steps at which the script failed by itself."""
+    from keepstep.core.commit_rule import StepStanding, trace_lineage
     from keepstep.core.suspicion import Failure, SuspectSteps
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
     for shard in shards:
         by_step[shard.step_id].append(shard)
-    lineage = trace(
+    lineage = trace_lineage(
         {epoch.id: epoch for epoch in epochs}, seen={step_id.epoch for step_id in by_step}
     )
     parents = {epoch.id: epoch.parent for epoch in epochs}
@@ -203,13 +205,13 @@ def _of_found(step_id: StepId, found: Sequence[LocalShard]) -> StepStatus:
     )
 
 
-def epochs(kept: RunDir) -> tuple[Epoch, ...]:
+def recorded_epochs(kept: RunDir) -> tuple[Epoch, ...]:
     """The epochs in the volumes' run records. An unreadable record is skipped: then more steps
     count as alive, never fewer."""
-    return merged(epoch for record in _records(kept) for epoch in record.epochs)
+    return merge_epochs(epoch for record in _records(kept) for epoch in record.epochs)
 
 
-def failures(kept: RunDir) -> frozenset[StepId]:
+def recorded_failures(kept: RunDir) -> frozenset[StepId]:
     """The steps at which the script failed by itself, from the volumes' run records."""
     return frozenset(at for record in _records(kept) for at in record.failures)
 
@@ -219,25 +221,25 @@ def _records(kept: RunDir) -> Iterator[RunRecord]:
 
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
-            yield run_file.load(RunTree(root).record, run=kept.run)
+            yield run_file.load_run_record(RunTree(root).record, run=kept.run)
 
 
-def chosen(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
+def choose_steps(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:
     """The steps that `words` name. Raises UsageError that names the choices."""
     by_id = {status.id: status for status in held}
     found = []
     for word in dict.fromkeys(words):
-        if (step_id := only(word, by_id)) is None:
+        if (step_id := choose_step(word, by_id)) is None:
             there = ", ".join(str(status.id) for status in held[-5:]) or "none"
             raise UsageError(f"no step {word} on the volumes; the newest there: {there}")
         found.append(by_id[step_id])
     return tuple(found)
 
 
-def only(word: str, ids: Iterable[StepId]) -> StepId | None:
+def choose_step(word: str, ids: Iterable[StepId]) -> StepId | None:
     """The step that `word` names: `0003.1f9c2d7a-000001200`, or `1200` if only one epoch has that
     step. None if there is none. Raises UsageError that names the choices."""
-    found = steps.named(word, ids)
+    found = steps.steps_named(word, ids)
     if len(found) > 1:
         names = ", ".join(map(str, found))
         raise UsageError(f"several epochs have a step {word}; name one of: {names}")

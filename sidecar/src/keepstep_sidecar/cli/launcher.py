@@ -18,8 +18,8 @@ from keepstep.directory import OpenDirectory
 from keepstep.errors import SidecarAbsent, SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
-from keepstep_sidecar.cli.probe import answers
-from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save
+from keepstep_sidecar.cli.probe import is_answering
+from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save_record
 from keepstep_sidecar.config.sidecar import SETTINGS
 from keepstep_sidecar.volume.run_tree import RECORD
 
@@ -39,7 +39,7 @@ _TAIL_BYTES: Final = 2000
 
 
 @contextlib.contextmanager
-def supervising(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
+def hold_supervision(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
     if the lock is not free within `timeout_s`."""
     try:
@@ -92,12 +92,12 @@ def _orphaned(kept: RunDir) -> Process | None:
     return None
 
 
-def launch(kept: RunDir) -> int:
+def launch_sidecar(kept: RunDir) -> int:
     """Start the sidecar; returns its pid at once. It outlives this process: it has a session of its
     own, no stdin, and its output is appended to the log. Raises UsageError, OSError."""
     make_memory(kept.memory)
-    bound_log(kept.log)
-    save(kept)
+    limit_log(kept.log)
+    save_record(kept)
     # -P: no module of the directory in which the training starts is imported (Python's manual)
     words = ("-P", "-m", "keepstep_sidecar", "serve", "--config", str(kept.record))
     owner = ("--owner-pid", str(os.getpid()))
@@ -125,34 +125,34 @@ def launch(kept: RunDir) -> int:
         os.close(log)
 
 
-def wait_up(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -> bool:
+def wait_for_sidecar(kept: RunDir, process: Process | None, *, timeout_s: float = UP_S) -> bool:
     """Wait until the sidecar answers. Returns False if `process` dies first, or after
     `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not answers(kept.socket):
+    while not is_answering(kept.socket):
         if time.monotonic() > deadline or (process is not None and not process.alive()):
             return False
         time.sleep(_POLL_S)
     return True
 
 
-def adopt(kept: RunDir) -> Process | None:
+def adopt_sidecar(kept: RunDir) -> Process | None:
     """The sidecar that an earlier life of this run left, if it has the same options.
 
     Returns None if there is no sidecar. Ends a sidecar that has other options, leaves its memory
     for the successor, and returns None. Raises SidecarError.
     """
-    live = calls.status(kept.socket)
+    live = calls.ask_status(kept.socket)
     if live is None:
         return None
     process = Process.of(live.pid)
     if process is not None and is_recorded(kept):
-        calls.own(kept.socket, os.getpid())
+        calls.name_owner(kept.socket, os.getpid())
         return process
     # making newer steps durable could retire the step that --restore-from names
     drain = not kept.config.restore_from
     with contextlib.suppress(SidecarAbsent):  # it was about to end, as in a job that goes on
-        calls.stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
+        calls.ask_stop(kept.socket, forget=False, drain=drain, timeout_s=DRAIN_S)
     _await_gone(process, kept)
     return None
 
@@ -165,11 +165,11 @@ def free_removed(kept: RunDir, *, orphans: bool) -> bool:
     """
     if kept.record.exists() or any((root / RECORD).exists() for root in kept.roots):
         return False
-    live = calls.status(kept.socket)
+    live = calls.ask_status(kept.socket)
     if live is None:
         return orphans and _remove_memory(kept)
     # the sidecar itself knows whether the directory was removed, its drive is away, or it is in use
-    held, process = slots_left(kept), Process.of(live.pid)
+    held, process = has_slots_left(kept), Process.of(live.pid)
     if process is not None and not wait_gone(process, timeout_s=_NOTICED_S):
         return False
     return _remove_memory(kept) or held
@@ -178,7 +178,7 @@ def free_removed(kept: RunDir, *, orphans: bool) -> bool:
 def _remove_memory(kept: RunDir) -> bool:
     """Remove the directories of a run's memory, which no sidecar has, unless another user owns
     them. Returns whether slots were there."""
-    held = slots_left(kept)
+    held = has_slots_left(kept)
     for place in filter(None, (kept.memory, kept.config.huge_pages_dir)):
         with contextlib.suppress(OSError):
             found = place.lstat()
@@ -220,18 +220,18 @@ def _to_end(kept: RunDir, trainers: Sequence[int]) -> str:
 
 def trainers_of(kept: RunDir) -> tuple[int, ...]:
     """The pids of the live trainers that the run's sidecar serves."""
-    live = calls.status(kept.socket)
+    live = calls.ask_status(kept.socket)
     return () if live is None else tuple(rank.pid for rank in live.ranks if rank.alive)
 
 
-def end(kept: RunDir) -> bool:
+def end_sidecar(kept: RunDir) -> bool:
     """Flush, stop the sidecar and free its memory. Returns False if there is no sidecar.
 
     Raises SidecarError if the sidecar does not end.
     """
-    live = calls.status(kept.socket)
+    live = calls.ask_status(kept.socket)
     process = None if live is None else Process.of(live.pid)
-    if live is None or not calls.stop(kept.socket, forget=True, timeout_s=DRAIN_S):
+    if live is None or not calls.ask_stop(kept.socket, forget=True, timeout_s=DRAIN_S):
         return False
     _await_gone(process, kept)
     return True
@@ -245,13 +245,13 @@ def _await_gone(process: Process | None, kept: RunDir) -> None:
         )
 
 
-def slots_left(kept: RunDir) -> bool:
+def has_slots_left(kept: RunDir) -> bool:
     """Whether shared memory holds slots of this run, with or without a sidecar."""
     roots = filter(None, (kept.memory, kept.config.huge_pages_dir))
     return any(found for root in roots for found in root.glob("rank-*"))
 
 
-def identity(path: Path) -> tuple[int, int] | None:
+def file_identity(path: Path) -> tuple[int, int] | None:
     """The device and inode of `path`; None if nothing is there. If they differ later, the file or
     directory was removed meanwhile."""
     try:
@@ -261,7 +261,7 @@ def identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def bound_log(path: Path) -> None:
+def limit_log(path: Path) -> None:
     """Copy a log that has grown large to `<name>.1`, and cut it.
 
     The log is not renamed, because a live sidecar goes on appending to the file that it has open.

@@ -9,13 +9,13 @@ from keepstep.core.history import Goodput
 from keepstep.core.retention import Retention
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import TierStatus
-from keepstep_sidecar.cli.inventory import RunHoldings, named
+from keepstep_sidecar.cli.inventory import RunHoldings, step_text
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration
 from keepstep_sidecar.config.sidecar import Config
 
 
-def started(kept: RunDir, held: RunHoldings | None, *, adopted: bool) -> str:
+def started_text(kept: RunDir, held: RunHoldings | None, *, adopted: bool) -> str:
     """Where the run is kept, which steps will be kept, and from where it can go on."""
     volumes = " and ".join(str(root) for root in kept.roots)
     memory = "adopted the sidecar and its memory" if adopted else f"memory in {kept.memory}"
@@ -24,10 +24,10 @@ def started(kept: RunDir, held: RunHoldings | None, *, adopted: bool) -> str:
 
 
 def _policy(config: Config) -> str:
-    staged = f"{every(config.stage_every)} is staged"
+    staged = f"{interval_text(config.stage_every)} is staged"
     persisted = "as many as pay off are made durable"
     if config.persist_every is not None:
-        persisted = f"{every(config.persist_base)} is made durable"
+        persisted = f"{interval_text(config.persist_base)} is made durable"
     return f"{staged}, {persisted}, {_of_volumes(config.retention)} are kept"
 
 
@@ -42,7 +42,7 @@ def _of_volumes(keep: Retention) -> str:
     )
 
 
-def every(steps: int) -> str:
+def interval_text(steps: int) -> str:
     """`every step`, `every 4th step`."""
     if steps == 1:
         return "every step"
@@ -57,11 +57,11 @@ def _goes_on(held: RunHoldings) -> str:
 
 def _newest(held: RunHoldings) -> str:
     newest, committed = held.newest, held.committed
-    if newest is None and is_unused(held):
+    if newest is None and has_seen_no_trainer(held):
         return f"the beginning: {_NO_TRAINER}"
     if newest is None:
         return "the beginning: no step is held by all ranks"
-    text = named(newest)
+    text = step_text(newest)
     if committed is None:
         # a sidecar that has just begun publishes what all ranks have on its volumes
         durable = len(newest.ranks.get(Tier.LOCAL, ())) == newest.world
@@ -69,13 +69,13 @@ def _newest(held: RunHoldings) -> str:
     return text if committed == newest else f"{text}, committed is step {committed.id.step}"
 
 
-def restarted(held: RunHoldings | None, *, code: int, attempt: int, restarts: int) -> str:
+def restarted_text(held: RunHoldings | None, *, code: int, attempt: int, restarts: int) -> str:
     """How the command ended, which restart this is, and from where the command can go on."""
     place = "the sidecar does not say what it holds" if held is None else _goes_on(held)
-    return f"the command {ended_how(code)}; restart {attempt} of {restarts}; {place}"
+    return f"the command {exit_text(code)}; restart {attempt} of {restarts}; {place}"
 
 
-def freed_removed(kept: RunDir) -> str:
+def freed_memory_text(kept: RunDir) -> str:
     """Says that memory of an earlier run of this name was freed, because its directory is gone."""
     return (
         f"run {kept.run!r} begins at step 0: its directory was removed, so what an earlier run of"
@@ -83,7 +83,7 @@ def freed_removed(kept: RunDir) -> str:
     )
 
 
-def memory_removed(kept: RunDir) -> str:
+def removed_memory_text(kept: RunDir) -> str:
     """Says that another program removed the run's shared memory while the command runs."""
     return (
         f"{kept.memory} was removed by another program; the sidecar makes it again and the next"
@@ -92,7 +92,7 @@ def memory_removed(kept: RunDir) -> str:
     )
 
 
-def waits_for(tier: Tier, status: TierStatus) -> str:
+def backlog_text(tier: Tier, status: TierStatus) -> str:
     """Says which backlog the end of the run waits for."""
     why = f" ({status.trouble})" if status.trouble else ""
     return (
@@ -108,12 +108,12 @@ _HOW_TO_COME = (
 )
 
 
-def is_unused(held: RunHoldings) -> bool:
+def has_seen_no_trainer(held: RunHoldings) -> bool:
     """Whether the live sidecar has seen neither a trainer nor a step of one."""
     return held.live is not None and not held.live.ranks and not held.steps
 
 
-def saved_nothing(held: RunHoldings) -> StepId | None:
+def step_without_progress(held: RunHoldings) -> StepId | None:
     """The step that the newest life went on from, if it has saved no step since; else None."""
     live = held.live
     if live is None or live.epoch is None or live.epoch.parent is None:
@@ -122,7 +122,7 @@ def saved_nothing(held: RunHoldings) -> StepId | None:
     return None if saved else live.epoch.parent
 
 
-def ended(
+def ended_text(
     kept: RunDir,
     held: RunHoldings | None,
     *,
@@ -133,8 +133,8 @@ def ended(
     complete: StepId | None = None,
 ) -> str:
     """How the command ended, the newest committed step, the goodput, and the memory that remains.
-    `unused`: no trainer ever connected. `complete`: see `saved_nothing`."""
-    parts = [f"the command {ended_how(code)}", _NO_TRAINER if unused else _committed(held)]
+    `unused`: no trainer ever connected. `complete`: see `step_without_progress`."""
+    parts = [f"the command {exit_text(code)}", _NO_TRAINER if unused else _committed(held)]
     if unused and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
     if complete is not None and code == 0:
@@ -143,7 +143,7 @@ def ended(
             " a new training a name of its own (keepstep run --run NAME)"
         )
     if goodput is not None:
-        parts.append(f"goodput {share(goodput)}")
+        parts.append(f"goodput {goodput_text(goodput)}")
     if not freed:
         parts.append(_remains(kept, held))
     return "; ".join(parts)
@@ -168,12 +168,12 @@ def _remains(kept: RunDir, held: RunHoldings | None) -> str:
     )
 
 
-def share(goodput: Goodput) -> str:
+def goodput_text(goodput: Goodput) -> str:
     """`91.3 % of 2h`: the goodput of all lives, and their wall time."""
     return f"{100 * goodput.ratio:.1f} % of {format_duration(goodput.wall_s)}"
 
 
-def badput(goodput: Goodput) -> str:
+def badput_text(goodput: Goodput) -> str:
     """Where the rest of the time went, the largest part first; '' if nothing was lost."""
     lost = [(name, seconds) for name, seconds in goodput.badput.items() if seconds >= _WORTH_S]
     lost.sort(key=lambda pair: -pair[1])
@@ -191,7 +191,7 @@ _BUCKETS = {
 }
 
 
-def ended_how(code: int) -> str:
+def exit_text(code: int) -> str:
     """`ended with 0`, `failed with 1`, `was killed by SIGKILL (137)`."""
     if code == 0:
         return "ended with 0"

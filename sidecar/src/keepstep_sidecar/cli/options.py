@@ -10,8 +10,8 @@ import click
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar.cli import output
-from keepstep_sidecar.cli.run_dir import checked_name
-from keepstep_sidecar.config.settings import Command, parsed
+from keepstep_sidecar.cli.run_dir import check_run_name
+from keepstep_sidecar.config.settings import Command, parsing_callback
 
 
 class _Misuse(click.ClickException):
@@ -52,7 +52,7 @@ def run_option(*, default: str) -> Callable[[Command], Command]:
         "--run",
         "run",
         metavar="NAME",
-        callback=parsed(checked_name),
+        callback=parsing_callback(check_run_name),
         help=f"Name of the run.  [default: {default}]",
     )
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """`value` in types of JSON. Steps and epochs become their names, which commands accept."""
     if isinstance(value, StepId | EpochId | Path):
         return str(value)
@@ -31,17 +31,17 @@ def plain(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
-        return {field.name: plain(getattr(value, field.name)) for field in fields}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(value) for key, value in value.items()}
+        return {str(to_plain(key)): to_plain(value) for key, value in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout."""
-    click.echo(json.dumps(plain(value), indent=2))
+    click.echo(json.dumps(to_plain(value), indent=2))
 
 
 _CONTROL = re.compile(
@@ -56,7 +56,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def echo(text: str, *, err: bool = False) -> None:
+def print_line(text: str, *, err: bool = False) -> None:
     """Print a plain line."""
     click.echo(printable(text), err=err)
 

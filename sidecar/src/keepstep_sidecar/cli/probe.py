@@ -14,7 +14,7 @@ from keepstep_sidecar.config.settings import duration_option
 _PROBE_EVERY_S = 0.02
 
 
-def health(path: Path, *, timeout_s: float = 2.0) -> str | None:
+def sidecar_health(path: Path, *, timeout_s: float = 2.0) -> str | None:
     """What keeps the sidecar on `path` from its work; "" when it is healthy; None when no sidecar
     answers."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -34,9 +34,9 @@ def health(path: Path, *, timeout_s: float = 2.0) -> str | None:
     return None
 
 
-def answers(path: Path, *, timeout_s: float = 2.0) -> bool:
+def is_answering(path: Path, *, timeout_s: float = 2.0) -> bool:
     """Whether a sidecar answers on `path`, healthy or not."""
-    return health(path, timeout_s=timeout_s) is not None
+    return sidecar_health(path, timeout_s=timeout_s) is not None
 
 
 @click.command(context_settings={"max_content_width": 100})
@@ -98,10 +98,10 @@ def probe(
 
 def _configured(file: Path | None) -> Path:
     """The memory directory that `file` names."""
-    from keepstep_sidecar.config.sidecar import values_of  # slow to import
+    from keepstep_sidecar.config.sidecar import given_values  # slow to import
 
     try:
-        values = {} if file is None else values_of("--config", str(file))
+        values = {} if file is None else given_values("--config", str(file))
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     if "memory_dir" not in values:
@@ -111,8 +111,8 @@ def _configured(file: Path | None) -> Path:
 
 
 def _answer(path: Path, timeout_s: float) -> str | None:
-    """Like `health`, but retries until the timeout: the sidecar may still be starting."""
+    """Like `sidecar_health`, but retries until the timeout: the sidecar may still be starting."""
     deadline = time.monotonic() + timeout_s
-    while (found := health(path)) is None and time.monotonic() < deadline:
+    while (found := sidecar_health(path)) is None and time.monotonic() < deadline:
         time.sleep(_PROBE_EVERY_S)
     return found

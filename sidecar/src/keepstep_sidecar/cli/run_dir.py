@@ -52,8 +52,8 @@ from keepstep_sidecar.config.settings import (
     to_toml,
     toml_value,
 )
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, check_apart, values_of
-from keepstep_sidecar.memory.slot_directories import usual_mount
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, check_apart, given_values
+from keepstep_sidecar.memory.slot_directories import hugetlbfs_mount
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 SHARED: Final = "KEEPSTEP_SHARED_DIR"
@@ -81,7 +81,7 @@ class RunDir:
         """`run` below `directory`, with these `values` of its Config. Unless `values` name volumes,
         the only volume is `directory`. Raises UsageError."""
         directory = Path(os.path.abspath(directory))
-        placed = {"run": checked_name(run), **_memory(directory, run)}
+        placed = {"run": check_run_name(run), **_memory(directory, run)}
         config = Config.of({"volumes": (directory,), **values, **placed})
         check_apart((directory,), run, config.archive_config)
         return cls(home=directory / run, config=config)
@@ -129,7 +129,7 @@ def run_name(command: Sequence[str]) -> str:
     return name
 
 
-def checked_name(name: str) -> str:
+def check_run_name(name: str) -> str:
     """Returns `name`. Raises UsageError if it cannot name a run."""
     if not _NAME.fullmatch(name):
         raise UsageError(
@@ -138,7 +138,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def memory_of(directory: Path, run: str) -> Path:
+def memory_directory(directory: Path, run: str) -> Path:
     """The memory directory of `run`, which holds slots and socket."""
     name = hashlib.sha256(f"{os.path.abspath(directory)}/{run}".encode(errors="surrogateescape"))
     return SHARED_MEMORY / f"keepstep-{os.getuid()}" / name.hexdigest()[:12]
@@ -146,7 +146,7 @@ def memory_of(directory: Path, run: str) -> Path:
 
 def _memory(directory: Path, run: str) -> dict[str, Path | None]:
     """The directories of the run's memory on small and on huge pages, by field of a Config."""
-    small, mount = memory_of(directory, run), usual_mount()
+    small, mount = memory_directory(directory, run), hugetlbfs_mount()
     huge = None if mount is None else mount / f"{small.parent.name}-{small.name}"
     return {"memory_dir": small, "huge_pages_dir": huge}
 
@@ -243,14 +243,14 @@ class _Home:
     inode: int
 
 
-def save(kept: RunDir) -> None:
+def save_record(kept: RunDir) -> None:
     """Write the record atomically. Raises OSError, UsageError."""
     home = OpenDirectory.opened(kept.home)
     home.write(_RECORD, _text(kept, home), 0o644)
 
 
 def is_recorded(kept: RunDir) -> bool:
-    """Whether `save` would write what stands there."""
+    """Whether `save_record` would write what stands there."""
     try:
         home = OpenDirectory.opened(kept.home)
         return home.read(_RECORD, most_bytes=LARGEST_FILE_BYTES) == _text(kept, home)
@@ -276,9 +276,9 @@ def _text(kept: RunDir, home: OpenDirectory) -> bytes:
         raise UsageError(f"a path that is not UTF-8 cannot be kept in {kept.record}") from error
 
 
-def load(directory: Path, run: str) -> RunDir:
-    """Read what `save` wrote, without settings: see the module, also for what holds of a directory
-    that was copied or moved.
+def load_record(directory: Path, run: str) -> RunDir:
+    """Read what `save_record` wrote, without settings: see the module, also for what holds of a
+    directory that was copied or moved.
 
     Raises UsageError if the record is missing or unreadable, is of a run of another name, or leads
     to the volumes of another directory.
@@ -366,11 +366,11 @@ def removed_runs(directory: Path, run: str | None) -> tuple[RunDir, ...]:
     return tuple(found)
 
 
-def find(directory: Path, run: str | None) -> RunDir:
+def find_run(directory: Path, run: str | None) -> RunDir:
     """The run named `run`, or the only run of `directory`. Raises UsageError that names the
     choices."""
     if run is not None:
-        return load(directory, checked_name(run))
+        return load_record(directory, check_run_name(run))
     names = runs_in(directory)
     if not names:
         raise UsageError(f"no run is kept in {directory}; choose another place with --dir DIR")
@@ -378,20 +378,20 @@ def find(directory: Path, run: str | None) -> RunDir:
         raise UsageError(
             f"{directory} keeps {len(names)} runs; choose one with --run: {few(names, 10)}"
         )
-    return load(directory, names[0])
+    return load_record(directory, names[0])
 
 
-def seen(directory: Path, run: str | None) -> RunDir:
-    """As `find`, for commands that change nothing: in the container of a pod's sidecar, which has
-    no record, they show the pod's run. Raises UsageError."""
+def find_run_to_read(directory: Path, run: str | None) -> RunDir:
+    """As `find_run`, for commands that change nothing: in the container of a pod's sidecar, which
+    has no record, they show the pod's run. Raises UsageError."""
     pod = None if runs_in(directory) else _of_pod()
-    return pod if pod is not None and run in (None, pod.run) else find(directory, run)
+    return pod if pod is not None and run in (None, pod.run) else find_run(directory, run)
 
 
 def _of_pod() -> RunDir | None:
     """The run of this container's sidecar, which is configured by the environment alone; None
     elsewhere. Raises UsageError."""
-    values = values_of()
+    values = given_values()
     if not values.keys() >= {"run", "memory_dir", "volumes"}:
         return None
     config = Config.of(values)

@@ -24,15 +24,15 @@ class Follower:
     def status(self) -> Status | None:
         """The status; None if no sidecar listens. `events` is of the same moment. Raises
         SidecarError."""
-        if (live := calls.status(self._socket)) is None:
+        if (live := calls.ask_status(self._socket)) is None:
             return None
         if self._started_at != live.started_at:
             # a new sidecar reuses the numbers of events that the previous one had not written
             self._started_at, self.events = live.started_at, ()
         last = self.events[-1].sequence if self.events else 0
-        news = calls.history(self._socket, last)
+        news = calls.ask_history(self._socket, last)
         if news is not None and news.last < last:  # it has lost its history
-            self.events, news = (), calls.history(self._socket, 0)
+            self.events, news = (), calls.ask_history(self._socket, 0)
         if news is not None:
             self.events = (*self.events, *news.events)[-KEPT:]
         return live
@@ -64,24 +64,24 @@ def sidecar_reader(path: Path) -> Callable[[str], RunPage]:
     def read(name: str) -> RunPage:
         if (live := follower.status()) is None:
             return RunPage(name=name, error="its sidecar does not listen")
-        return _page(name, inventory.of_live(live), follower.events, live.goodput)
+        return _page(name, inventory.holdings_of_sidecar(live), follower.events, live.goodput)
 
     return read
 
 
-def reader(directory: Path) -> Callable[[str], RunPage]:
+def run_page_reader(directory: Path) -> Callable[[str], RunPage]:
     """A function that reads one run below `directory`: from its sidecar or, without one, from its
     volumes."""
     followed: dict[str, Follower] = {}
 
     def read(name: str) -> RunPage:
-        kept = run_dir.find(directory, name)
+        kept = run_dir.find_run(directory, name)
         follower = followed.setdefault(name, Follower(kept.socket))
         if (live := follower.status()) is not None:
-            page = _page(name, inventory.of_live(live), follower.events, live.goodput)
+            page = _page(name, inventory.holdings_of_sidecar(live), follower.events, live.goodput)
         else:
-            events, goodput = inventory.history(kept)
-            page = _page(name, inventory.on_volumes(kept), tuple(events), goodput)
+            events, goodput = inventory.read_history(kept)
+            page = _page(name, inventory.holdings_on_volumes(kept), tuple(events), goodput)
         places = tuple(map(str, kept.roots))
         return dataclasses.replace(page, name=kept.run, volumes=places, log=str(kept.log))
 

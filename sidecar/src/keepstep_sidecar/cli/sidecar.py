@@ -16,7 +16,7 @@ from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.options import CommandGroup
 from keepstep_sidecar.cli.probe import probe
 from keepstep_sidecar.config.settings import Setting, size_option
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, Reporting, options
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, Reporting, setting_options
 
 
 class _Program(CommandGroup):
@@ -56,7 +56,7 @@ def program() -> None:
 
 
 @program.command()
-@options(SETTINGS)
+@setting_options(SETTINGS)
 def serve(values: dict[str, Any]) -> None:
     """Be the sidecar of a run (also without a command).
 
@@ -82,7 +82,7 @@ def _socket(values: dict[str, Any]) -> Path:
 
 
 @program.command()
-@options(_named("memory_dir", "flush_timeout"))
+@setting_options(_named("memory_dir", "flush_timeout"))
 def flush(values: dict[str, Any]) -> None:
     """Make the newest steps of the sidecar of --memory-dir durable, and print them.
 
@@ -94,7 +94,7 @@ def flush(values: dict[str, Any]) -> None:
     from keepstep_sidecar.cli import calls
 
     path = _socket(values)
-    flushed = calls.flush(path, timeout_s=values.get("flush_timeout_s", Config.flush_timeout_s))
+    flushed = calls.ask_flush(path, timeout_s=values.get("flush_timeout_s", Config.flush_timeout_s))
     if flushed is None:
         raise StorageError(f"no sidecar listens on {path}; what it left in memory stays there")
     for step_id in flushed.steps:
@@ -106,7 +106,7 @@ def flush(values: dict[str, Any]) -> None:
 
 
 @program.command(hidden=True)
-@options(_named("run", "memory_dir"))
+@setting_options(_named("run", "memory_dir"))
 @click.option("--fd", type=int, required=True, help="A listening socket.")
 def page(values: dict[str, Any], fd: int) -> None:
     """Show the run in a browser to those who show KEEPSTEP_UI_SECRET; ends when it is not used.
@@ -138,10 +138,10 @@ def prepare(
     Example:
       keepstep-sidecar prepare /host/nvme0/team-a/gpt/0
     """
-    from keepstep_sidecar.agent.run_directories import prepare, prepare_cache
+    from keepstep_sidecar.agent.run_directories import prepare_cache, prepare_directory
 
     for directory in directories:
-        prepare(directory)
+        prepare_directory(directory)
         click.echo(f"{directory} is ready")
     if compile_cache is not None:
         try:
@@ -156,7 +156,7 @@ def agent() -> None:
 
 
 @agent.command("serve")
-@options(_named("peer_listen", "report_url", "report_ca_file", "report_token_file"))
+@setting_options(_named("peer_listen", "report_url", "report_ca_file", "report_token_file"))
 @_directories
 def agent_serve(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
     """Serve each run what its pods left below each DIR, a hostPath.
@@ -198,7 +198,7 @@ def agent_clean(directories: tuple[Path, ...], after: float) -> None:
     """
     from keepstep_sidecar.agent import clean
 
-    clean.run(directories, grace_s=after)
+    clean.run_cleaner(directories, grace_s=after)
 
 
 program.add_command(probe)

@@ -69,7 +69,7 @@ _STILL_WAITS_S: Final = 60.0
 
 def note(text: str) -> None:
     """Print one line on stderr. Stdout belongs to the command."""
-    output.echo(f"keepstep: {text}", err=True)
+    output.print_line(f"keepstep: {text}", err=True)
 
 
 def _try_to_note(text: str) -> None:
@@ -88,7 +88,7 @@ def _blocked() -> Iterator[None]:
 
 class _StatusPoll:
     """Looks at the sidecar from time to time. `unused`: no trainer has connected. `complete`: see
-    `messages.saved_nothing`."""
+    `messages.step_without_progress`."""
 
     def __init__(self, kept: RunDir) -> None:
         self.unused = False
@@ -111,16 +111,16 @@ class _StatusPoll:
         while. Note whether a trainer has connected."""
         # stderr or a volume may be gone; neither may hold up the end
         with contextlib.suppress(Exception), self._running:
-            held = inventory.read(self._kept)
+            held = inventory.read_holdings(self._kept)
             if held.live is None:
                 return
-            self.unused = messages.is_unused(held)
-            self.complete = messages.saved_nothing(held)
+            self.unused = messages.has_seen_no_trainer(held)
+            self.complete = messages.step_without_progress(held)
             for warning in held.live.warnings:
                 self._repeat(f"warning: {warning}", after_s=_REPEAT_S)
             for tier, status in held.live.tiers.items() if ending else ():
                 if status.backlog:
-                    self._repeat(messages.waits_for(tier, status), after_s=_STILL_WAITS_S)
+                    self._repeat(messages.backlog_text(tier, status), after_s=_STILL_WAITS_S)
 
     def last(self) -> None:
         """The last look before the sidecar ends, unless one is under way."""
@@ -159,7 +159,7 @@ class _Sidecar:
         """Start it now, if that is possible."""
         self.due, self.since = None, time.monotonic()
         try:
-            self.process = Process.of(launcher.launch(self.kept))
+            self.process = Process.of(launcher.launch_sidecar(self.kept))
         except (OSError, KeepstepError) as error:
             note(f"the sidecar cannot be started: {error}")
             self.process = None
@@ -175,10 +175,10 @@ class _Sidecar:
 
     def answers(self, process: Process) -> bool:
         """Wait until it answers. If it does not, it is killed: its death becomes the event."""
-        if launcher.wait_up(self.kept, process):
+        if launcher.wait_for_sidecar(self.kept, process):
             self.seen = True
             return True
-        processes.send(process.pid, signal.SIGKILL)
+        processes.send_signal(process.pid, signal.SIGKILL)
         return False
 
     def watch_memory(self, *, running: bool) -> None:
@@ -187,17 +187,17 @@ class _Sidecar:
         if self.process is None or not self.seen or not running:
             self._memory, self._gone_since = None, None
             return
-        memory, now = launcher.identity(self.kept.memory), time.monotonic()
+        memory, now = launcher.file_identity(self.kept.memory), time.monotonic()
         if self._memory is not None and memory != self._memory:
-            note(messages.memory_removed(self.kept))
+            note(messages.removed_memory_text(self.kept))
         self._memory = memory
-        if launcher.identity(self.kept.socket) is not None:
+        if launcher.file_identity(self.kept.socket) is not None:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
         elif now - self._gone_since > launcher.UP_S:
             self._gone_since = None
-            processes.send(self.process.pid, signal.SIGKILL)  # its death becomes the event
+            processes.send_signal(self.process.pid, signal.SIGKILL)  # its death becomes the event
 
 
 @dataclass(eq=False)
@@ -264,7 +264,7 @@ class Supervisor:
         if information is not None and information.si_signo != signal.SIGCHLD:
             delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
             yield Signalled(signal.Signals(information.si_signo), delivered)
-        for pid, code in processes.reap().items():
+        for pid, code in processes.reap_children().items():
             if pid == self._command_pid:
                 self._command_pid = 0
                 yield CommandEnded(code)
@@ -288,7 +288,7 @@ class Supervisor:
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
             with contextlib.suppress(OSError):  # it may grow until the next start, which says why
-                launcher.bound_log(self.kept.log)
+                launcher.limit_log(self.kept.log)
         if (self._command_pid or self._ending) and self._view.due():
             probe = functools.partial(self._view, ending=self._ending)
             self._in_background("look for warnings", probe)
@@ -319,10 +319,10 @@ class Supervisor:
                 self._start_command(action.attempt)
             case Forward(number):
                 if self._command_pid:
-                    processes.send(self._command_pid, number)
+                    processes.send_signal(self._command_pid, number)
             case SupervisorAction.KILL_COMMAND:
                 for process in self._descendants():
-                    processes.send(process.pid, signal.SIGKILL)
+                    processes.send_signal(process.pid, signal.SIGKILL)
             case Sweep(now=True):
                 self._hurry.set()
             case Sweep():
@@ -335,7 +335,7 @@ class Supervisor:
                     self._await_sidecar(self._sidecar.process)
             case AnnounceRestart(attempt, code):
                 restarts, held = self.restarts, self._held()
-                note(messages.restarted(held, code=code, attempt=attempt, restarts=restarts))
+                note(messages.restarted_text(held, code=code, attempt=attempt, restarts=restarts))
             case SupervisorAction.FLUSH:
                 self._ending = True
                 self._in_background("flush", self._flush)
@@ -349,7 +349,7 @@ class Supervisor:
         self._life_since = time.time()
         if attempt == 0:
             adopted = self.adopted is not None
-            note(messages.started(self.kept, self._held(), adopted=adopted))
+            note(messages.started_text(self.kept, self._held(), adopted=adopted))
         spawn = (
             functools.partial(processes.spawn_command, self.path, tuple(self.command))
             if self.starter is None
@@ -385,9 +385,9 @@ class Supervisor:
     def _end_leftovers(self) -> Swept:
         """End what is left of the command, and judge whether its life is worth another one. A
         sidecar that does not say, or was started since, says nothing against it."""
-        processes.end_all(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
+        processes.end_processes(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
         try:
-            live = calls.status(self.kept.socket)
+            live = calls.ask_status(self.kept.socket)
         except KeepstepError:
             return Swept()
         if live is None or live.started_at > self._life_since:
@@ -399,17 +399,19 @@ class Supervisor:
 
     def _flush(self) -> Event:
         try:
-            if launcher.wait_up(self.kept, None, timeout_s=_GRACE_S):
-                calls.flush(self.kept.socket, timeout_s=launcher.DRAIN_S)
+            if launcher.wait_for_sidecar(self.kept, None, timeout_s=_GRACE_S):
+                calls.ask_flush(self.kept.socket, timeout_s=launcher.DRAIN_S)
         except KeepstepError as error:
             _try_to_note(f"not flushed: {error}")
         return SupervisorNews.FINISHED
 
     def _close(self) -> Event:
         try:
-            launcher.wait_up(self.kept, None, timeout_s=_GRACE_S)
+            launcher.wait_for_sidecar(self.kept, None, timeout_s=_GRACE_S)
             self._view.last()
-            self._closed = launcher.end(self.kept) and not launcher.slots_left(self.kept)
+            self._closed = launcher.end_sidecar(self.kept) and not launcher.has_slots_left(
+                self.kept
+            )
         except KeepstepError as error:
             _try_to_note(f"not closed: {error}")
         return SupervisorNews.FINISHED
@@ -426,14 +428,14 @@ class Supervisor:
         held = self._held()
         unused = self._view.unused
         if not self._closed:
-            unused = held is not None and messages.is_unused(held)
+            unused = held is not None and messages.has_seen_no_trainer(held)
         note(
-            messages.ended(
+            messages.ended_text(
                 self.kept,
                 held,
                 code=action.code,
                 freed=self._closed,
-                goodput=inventory.goodput(self.kept, held),
+                goodput=inventory.run_goodput(self.kept, held),
                 unused=unused,
                 complete=self._view.complete,
             )
@@ -445,7 +447,7 @@ class Supervisor:
     def _held(self) -> RunHoldings | None:
         """What the run holds; None if that cannot be read. An error must not stop the command."""
         try:
-            return inventory.read(self.kept)
+            return inventory.read_holdings(self.kept)
         except KeepstepError:
             return None
 

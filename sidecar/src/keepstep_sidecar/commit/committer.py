@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
-from keepstep.core.commit_rule import of_ranks
+from keepstep.core.commit_rule import reports_of_ranks
 from keepstep.core.history import EventKind
 from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported
 from keepstep.core.node import (
@@ -439,7 +439,7 @@ class Committer:
         rank, step_id = source.shard.rank, step_id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
             self.remotes.reject(source, error, step_id=step_id)
-            self.feed(Reported(ranks=of_ranks({rank: self.remotes.report(rank)})))
+            self.feed(Reported(ranks=reports_of_ranks({rank: self.remotes.report(rank)})))
             self._changes.ring()
         elif self.local_shards.holds(rank, step_id) is not None:
             self.local_shards.lose(rank, step_id)  # unless the scan finds it sound

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from keepstep.core.commit_rule import RankReport, ReportedTier, bits, is_full, of_ranks
+from keepstep.core.commit_rule import RankReport, ReportedTier, each_rank, is_full, reports_of_ranks
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.vote import NEVER, Offer
 from keepstep.errors import ImageError, VersionError
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merged
+from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merge_epochs
 from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
@@ -397,7 +397,7 @@ class RemoteInventory:
     @property
     def epochs(self) -> tuple[Epoch, ...]:
         """Every epoch that any remote tier knows, oldest first."""
-        return merged(epoch for each in self._inventories.values() for epoch in each.epochs)
+        return merge_epochs(epoch for each in self._inventories.values() for epoch in each.epochs)
 
     def epochs_in(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this kind know."""
@@ -499,7 +499,7 @@ class ReachableCopies:
         self._index_seen = self._remotes.index
         self._remote_ranks.update(self._remotes.ranks)
         ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
-        return Reported(ranks=of_ranks(ranks), epochs=self._remotes.epochs)
+        return Reported(ranks=reports_of_ranks(ranks), epochs=self._remotes.epochs)
 
     @property
     def beyond_is_stale(self) -> bool:
@@ -613,7 +613,7 @@ class ReachableCopies:
                 ranks, tier = 0, max(reached, key=NEAREST_FIRST.index)
                 for there in reached.values():
                     ranks |= there
-                covered, images = Ranks.of(bits(ranks)), self._images(step_id)
+                covered, images = Ranks.of(each_rank(ranks)), self._images(step_id)
                 found.append(
                     Offer(id=step_id, tier=tier, world=world, ranks=covered, images=images)
                 )

@@ -16,7 +16,7 @@ from keepstep.core.commit_rule import StepStanding
 from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
 from keepstep.core.shard import Shard, StepShards
-from keepstep.core.suspicion import KEPT, WITHIN, Failure, SuspectSteps, newest
+from keepstep.core.suspicion import KEPT, WITHIN, Failure, SuspectSteps, newest_failures
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import ReportReply
@@ -46,7 +46,7 @@ class RunLineage:
         """All epochs that are certainly this run's own: those recorded here, told by the run's
         other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
         own = (*self.remotes.epochs_in(Tier.PEER), *self.local.record.epochs, *begun)
-        return line(own, self.node.ledger.epochs)
+        return ancestors_of(own, self.node.ledger.epochs)
 
     def unrecorded(self, epoch: Epoch) -> tuple[Epoch, ...]:
         """All epochs to be recorded before this one begins; none if the volumes have them.
@@ -156,7 +156,7 @@ class RunLineage:
 # line goes on record.
 
 
-def line(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
+def ancestors_of(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
     """The epochs `own` and their ancestors, as far as `known` contains them; oldest first. The line
     of a fork ends where it left the other run."""
     by_id = {epoch.id: epoch for epoch in known}
@@ -280,7 +280,7 @@ class RestartStep:
     def learn(self, reported: Iterable[Failure]) -> None:
         """Add the failures that the leader knows from all machines. They stay known here even if
         the leader forgets them."""
-        self._reported = newest((*self._reported, *reported))
+        self._reported = newest_failures((*self._reported, *reported))
 
     def failures(self) -> tuple[Failure, ...]:
         """All known failures, each with the steps that it casts doubt on."""
@@ -294,7 +294,7 @@ class RestartStep:
             for failure in self._reported
         )
         noted = (Failure.of(at, ledger.parent, alive) for at in self._noted)
-        return tuple(failure for failure in newest((*reported, *noted)) if failure.after)
+        return tuple(failure for failure in newest_failures((*reported, *noted)) if failure.after)
 
     @property
     def trusted(self) -> frozenset[StepId]:

@@ -194,7 +194,7 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def whole(least: int, most: int | None = None) -> SettingKind:
+def integer(least: int, most: int | None = None) -> SettingKind:
     """A kind for whole numbers, such as steps, slots or threads."""
     allowed = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
 
@@ -219,7 +219,7 @@ def _positive(value: object) -> float:
     return number
 
 
-def one_of(kinds: type[enum.Enum]) -> SettingKind:
+def choice(kinds: type[enum.Enum]) -> SettingKind:
     """A kind for the values of an enum."""
     values = [str(kind.value) for kind in kinds]
 
@@ -323,7 +323,7 @@ class _Option(click.Option):
         return read
 
 
-def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
+def parsing_callback(parse: Callable[[str], Any]) -> Callable[..., Any]:
     """A callback of click that checks and reads a text."""
 
     def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
@@ -337,12 +337,16 @@ def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
 
 def duration_option(*names: str, **options: Any) -> Callable[[Command], Command]:
     """An option in seconds, written like `90s`, `15m`, `2h`."""
-    return click.option(*names, metavar="DURATION", callback=parsed(parse_duration), **options)
+    return click.option(
+        *names, metavar="DURATION", callback=parsing_callback(parse_duration), **options
+    )
 
 
 def size_option(*names: str, **options: Any) -> Callable[[Command], Command]:
     """An option in bytes, written like `512Mi`, `5GB`."""
-    return click.option(*names, metavar="SIZE", callback=parsed(_positive_size), **options)
+    return click.option(
+        *names, metavar="SIZE", callback=parsing_callback(_positive_size), **options
+    )
 
 
 def _positive_size(text: str) -> int:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import on_grid
+from keepstep.core.schedule import round_up_to_grid
 from keepstep.errors import UsageError
 from keepstep.steps import Epoch, StepId, StrEnum
 from keepstep.wire.run_reports import PATH as RUNS_PATH
@@ -40,12 +40,12 @@ from keepstep_sidecar.config.settings import (
     URL,
     Command,
     Setting,
-    one_of,
+    choice,
+    integer,
     parse_duration,
     read_file,
     setting,
     settings_of,
-    whole,
 )
 
 # --- the archive -----------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class ArchiveConfig:
     def base(self, persist_base: int) -> int:
         """Multiples of this many steps are sent: `every`, rounded up to the grid of durable
         steps."""
-        return on_grid(self.every, persist_base)
+        return round_up_to_grid(self.every, persist_base)
 
 
 # --- peers -----------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ class PeerSettings:
     def __post_init__(self) -> None:
         """Raises UsageError when the values cannot work together."""
         for address in filter(None, (self.listen, self.advertise)):
-            split(address)
+            split_address(address)
 
 
-def split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
     """Host and port of `host:port` or `[v6]:port`. Raises UsageError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
@@ -344,21 +344,21 @@ class Reporting:
     def trust(self) -> ssl.SSLContext:
         """A context that trusts these authorities and no others. Raises UsageError."""
         try:
-            return believing(self.authorities())
+            return trusting_context(self.authorities())
         except UsageError:  # a partial file: its node lost power
-            return believing(self.ca)
+            return trusting_context(self.ca)
 
     def learn(self, authorities: str) -> None:
         """Trust these authorities from now on, in place of all others. Raises UsageError, or
         OSError when they could not be stored."""
-        believing(authorities)
+        trusting_context(authorities)
         if self.ca_file is not None:
             written = self.ca_file.with_suffix(".new")
             written.write_text(authorities)
             written.replace(self.ca_file)
 
 
-def believing(ca: str) -> ssl.SSLContext:
+def trusting_context(ca: str) -> ssl.SSLContext:
     """A context that trusts these authorities and no others. Raises UsageError."""
     try:
         return ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=ca)
@@ -382,7 +382,7 @@ class Config:
         several=True,
     )
     slots: int | None = setting(
-        whole(2), None,
+        integer(2), None,
         "Images of each rank in memory.  [default: as many as a restart needs to find a common step"
         " there: 3 if all ranks are on this machine, else 4]",
     )
@@ -398,16 +398,16 @@ class Config:
     small_pages: bool = setting(
         SWITCH, False, "Make no slot of huge pages, even where some are free."
     )
-    stage_every: int = setting(whole(1), 1, "Stage every Nth step in memory.")
+    stage_every: int = setting(integer(1), 1, "Stage every Nth step in memory.")
     persist_every: int | None = setting(
-        whole(1), None,
+        integer(1), None,
         "Make every Nth step durable.  [default: as many as drives, failures and lost time allow]",
     )
     drive_writes_per_day: float | None = setting(
         POSITIVE, None,
         "Without --persist-every: how often a day the drives may be written in full, like 0.3.",
     )
-    keep: int = setting(whole(1), 2, "Newest committed steps that stay on the volumes.")
+    keep: int = setting(integer(1), 2, "Newest committed steps that stay on the volumes.")
     keep_every: str | None = setting(
         SPAN, None, "Keep every Kth step there, too, or the first of every DURATION, like 6h."
     )
@@ -419,8 +419,8 @@ class Config:
         "Where steps outlive every machine: s3://bucket/prefix, gs://..., az://... or a directory"
         " that others see, too. Credentials come from the environment.",
     )
-    archive_every: int = setting(whole(1), 1000, "Archive every Nth step.")
-    archive_keep: int = setting(whole(1), 3, "Newest steps that stay in the archive.")
+    archive_every: int = setting(integer(1), 1000, "Archive every Nth step.")
+    archive_keep: int = setting(integer(1), 3, "Newest steps that stay in the archive.")
     archive_keep_every: str | None = setting(
         SPAN, None, "Keep every Kth step, too, or the first of every DURATION, like 6h."
     )
@@ -429,10 +429,10 @@ class Config:
     )
     archive_region: str | None = setting(TEXT, None, "Region of the S3 store.")
     nodes: int = setting(
-        whole(1), 1, "How many machines the run has; under srun, as many as the step has."
+        integer(1), 1, "How many machines the run has; under srun, as many as the step has."
     )
     node_rank: int = setting(
-        whole(0), 0, "Number of this machine, from 0; under srun, as Slurm counts."
+        integer(0), 0, "Number of this machine, from 0; under srun, as Slurm counts."
     )
     leader: str | None = setting(
         ADDRESS, None,
@@ -458,19 +458,19 @@ class Config:
         ADDRESS, None, "Where they find it, if that is elsewhere."
     )
     peer_replicas: int = setting(
-        whole(0), 1, "Copies of each shard on other machines, where no operator chooses them."
+        integer(0), 1, "Copies of each shard on other machines, where no operator chooses them."
     )
     peer_bytes_per_second: int | None = setting(
         RATE, None, "Limit of all copies that are sent, like 500Mi."
     )
-    io_threads: int = setting(whole(1), IO_THREADS, "Chunks under way at a time at each volume.")
+    io_threads: int = setting(integer(1), IO_THREADS, "Chunks under way at a time at each volume.")
     bytes_per_second: int | None = setting(RATE, None, "Limit of all writes together, like 500Mi.")
     flush_timeout_s: float = setting(DURATION, 25.0, "How long a flush may take.")
     linger_s: float | None = setting(
         DURATION, None, "How long memory stays when no trainer is there, like 15m."
     )
     owner_pid: int | None = setting(
-        whole(1), None, "While this process lives, --linger does not count.", for_run=False
+        integer(1), None, "While this process lives, --linger does not count.", for_run=False
     )
     pod: str = setting(TEXT, "", "UID of this pod.", for_run=False)
     node: str = setting(TEXT, "", "Name of the node that this pod is on.", for_run=False)
@@ -494,22 +494,22 @@ class Config:
         " goes on from these.",
     )
     restore_since: int = setting(
-        whole(0), 0,
+        integer(0), 0,
         "The newest epoch when --restore-from was asked for.",
         for_run=False,
         hidden=True,
     )
     on_loss: OnLoss = setting(
-        one_of(OnLoss), OnLoss.WAIT,
+        choice(OnLoss), OnLoss.WAIT,
         "What to do when a part of every step is lost: wait for it, or begin again, because what a"
         " pod kept here goes with that pod for good.",
         for_run=False,
     )
     metrics_port: int | None = setting(
-        whole(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
+        integer(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
     )
     ui_port: int | None = setting(
-        whole(1, 65535), None,
+        integer(1, 65535), None,
         "TCP port on 127.0.0.1 of the run's page, for `kubectl keepstep ui`; KEEPSTEP_UI_SECRET"
         " must be set.",
         for_run=False,
@@ -518,7 +518,8 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Config:
-        """A configuration from values by field, as `values_of` returns them. Raises UsageError."""
+        """A configuration from values by field, as `given_values` returns them. Raises
+        UsageError."""
         for entry in SETTINGS:
             if entry.required and not values.get(entry.field):
                 raise UsageError(f"Missing option '{entry.flag}' (or {entry.variable}).")
@@ -557,7 +558,7 @@ class Config:
         if self.leader is None:
             why = "--report-url" if operated else f"--nodes {self.nodes}"
             raise UsageError(f"{why}: say where machine 0 is found, with --leader HOST:PORT")
-        split(self.leader)
+        split_address(self.leader)
 
     @property
     def alone(self) -> bool:
@@ -574,7 +575,7 @@ class Config:
     def persist_base(self) -> int:
         """A step is persisted every this many steps, or less often if no interval was chosen. Only
         staged steps can be persisted, so the persist grid is a multiple of the stage grid."""
-        return on_grid(self.persist_every or 1, self.stage_every)
+        return round_up_to_grid(self.persist_every or 1, self.stage_every)
 
     @cached_property
     def retention(self) -> Retention:
@@ -600,7 +601,7 @@ class Config:
         if self.alone:
             return None
         leads = self.node_rank == 0
-        port = split(self.leader)[1] if leads and self.leader else PEER_PORT
+        port = split_address(self.leader)[1] if leads and self.leader else PEER_PORT
         return PeerSettings(
             listen=self.peer_listen or f"0.0.0.0:{port}",
             advertise=self.peer_advertise or (self.leader if leads and self.leader else ""),
@@ -652,7 +653,7 @@ _BESIDE: Final = ("home",)
 """What `keepstep run` writes for itself into its sidecar's file (see cli.run_dir)."""
 
 
-def options(settings: Iterable[Setting], **shown: str) -> Callable[[Command], Command]:
+def setting_options(settings: Iterable[Setting], **shown: str) -> Callable[[Command], Command]:
     """Add `--config FILE` and the flags of `settings`. The command gets one argument `values`: what
     flags, environment and file say, by field. `shown`: see `Setting.option`."""
     made = [_config_option, *(entry.option(shown.get(entry.name)) for entry in settings)]
@@ -691,12 +692,12 @@ _config_option: Final = click.option(
 
 
 @click.command()
-@options(SETTINGS)
+@setting_options(SETTINGS)
 def _values(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def values_of(*flags: str) -> dict[str, Any]:
+def given_values(*flags: str) -> dict[str, Any]:
     """The values of `flags`, the environment and a file, by field. Raises UsageError."""
     values: dict[str, Any] = _values.main(flags, standalone_mode=False)
     return values

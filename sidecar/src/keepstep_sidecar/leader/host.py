@@ -16,7 +16,7 @@ from keepstep.leader.leader import Leader
 from keepstep.wire.member_reports import LeaderReply, MemberReport
 from keepstep.wire.run_reports import LeaderAnswer
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.config.sidecar import split
+from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.log import warn
 
 if TYPE_CHECKING:
@@ -216,8 +216,8 @@ def _reachable(address: str, seen: str) -> str:
     there. '' if it serves nothing."""
     if not address:
         return ""
-    host, port = split(address)
+    host, port = split_address(address)
     if host not in _ANYWHERE:
         return address
-    host = split(seen)[0]
+    host = split_address(seen)[0]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,7 +15,7 @@ from typing import Final
 
 from keepstep_sidecar.log import RareWarning
 from keepstep_sidecar.tiers.peer.frames import LIMITS, ConnectionLimits, FrameKind, Frames
-from keepstep_sidecar.tiers.peer.tls import PodIdentity, explain
+from keepstep_sidecar.tiers.peer.tls import PodIdentity, explain_tls_error
 
 HELLO_BYTES: Final = 16
 _MOST_NODES: Final = 4096
@@ -37,7 +37,7 @@ class MemberConnection:
             secure,
             take=self._take,
             ended=lambda reason: hub.leave(self, reason),
-            explain=explain,
+            explain=explain_tls_error,
             limits=hub.limits,
         )
 

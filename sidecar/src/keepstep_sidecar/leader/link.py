@@ -18,12 +18,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 from keepstep.errors import KeepstepError, StorageError
-from keepstep_sidecar.concurrency import detached
-from keepstep_sidecar.config.sidecar import split
+from keepstep_sidecar.concurrency import run_detached
+from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.leader.hub import HELLO_BYTES
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers.peer.frames import LIMITS, ConnectionLimits, FrameKind, Frames
-from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, Tls, explain, of_peer
+from keepstep_sidecar.tiers.peer.tls import (
+    MEMBERSHIP,
+    Credentials,
+    Tls,
+    explain_tls_error,
+    identity_of_peer,
+)
 
 T = TypeVar("T")
 
@@ -56,7 +62,7 @@ class LeaderConnection:
         self.address = address
         self.connected = False
         self.reason = "not connected yet"
-        self._host, self._port = split(address)
+        self._host, self._port = split_address(address)
         self._credentials = credentials
         self._take, self._changed = take, changed
         self._connect_s, self._limits = connect_s, limits
@@ -106,7 +112,7 @@ class LeaderConnection:
             secure,
             take=self._received,
             ended=lambda reason: None if ended.done() else ended.set_result(reason),
-            explain=lambda error: explain(error, tls.remedy),
+            explain=lambda error: explain_tls_error(error, tls.remedy),
             limits=self._limits,
         )
         try:
@@ -135,7 +141,7 @@ class LeaderConnection:
                 why = f"{where} takes the connection, but no TLS: is it keepstep's?"
                 await self._in_time(_shake_hands(secure), why)
             except OSError as error:
-                raise StorageError(f"{where}: {explain(error, tls.remedy)}") from error
+                raise StorageError(f"{where}: {explain_tls_error(error, tls.remedy)}") from error
             self._check(secure, tls)
             undo.pop_all()
             return secure
@@ -151,9 +157,11 @@ class LeaderConnection:
             return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
 
         try:
-            found = await self._in_time(detached(resolve, "resolve"), "no name server answers")
+            found = await self._in_time(run_detached(resolve, "resolve"), "no name server answers")
         except (OSError, UnicodeError) as error:
-            raise StorageError(f"the name does not resolve (yet): {explain(error)}") from error
+            raise StorageError(
+                f"the name does not resolve (yet): {explain_tls_error(error)}"
+            ) from error
         family, *_, address = found[self._failures % len(found)]
         return family, address
 
@@ -165,7 +173,7 @@ class LeaderConnection:
             raise StorageError(f"{why} (after {self._connect_s:g} s)") from None
 
     def _check(self, secure: ssl.SSLSocket, tls: Tls) -> None:
-        who = of_peer(secure.getpeercert(), whose=self.address)
+        who = identity_of_peer(secure.getpeercert(), whose=self.address)
         if not who.shares_run(tls.identity):
             raise StorageError(f"there is {who}, and here is {tls.identity}: another run")
         if who.node_rank != _LEADER:

@@ -22,10 +22,10 @@ from keepstep.errors import NoMemoryError
 from keepstep.image import Layout
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, Leases, sees_all
+from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.leases import Lease, Leases, serves_all_ranks
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.slot_directories import entered
+from keepstep_sidecar.memory.slot_directories import open_rank_directory
 from keepstep_sidecar.memory.slot_file import (
     SlotFile,
     lower_priority,
@@ -166,7 +166,7 @@ class SlotAllocator:
         # A name is used only once: a trainer may still have mapped the slot that had it before.
         names = {*(file.name for file in slot_set.files), *slot_set.orphans}
         names |= {path.name for path in self._names if path.parent == directory}
-        with entered(directory) as fd:
+        with open_rank_directory(directory) as fd:
             names |= {name.removesuffix(".new") for name in os.listdir(fd)}
         taken = {slot_number(name) for name in names}
         return slot_name(slot_set.layout, next(n for n in itertools.count(first) if n not in taken))
@@ -182,7 +182,7 @@ class SlotAllocator:
         """How many images of a rank shall be in memory, if there is room."""
         if self.config.slots is not None:
             return self.config.slots
-        return _SLOTS_TOGETHER if lease is not None and sees_all(lease.request) else SLOTS
+        return _SLOTS_TOGETHER if lease is not None and serves_all_ranks(lease.request) else SLOTS
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone
@@ -215,7 +215,9 @@ class SlotAllocator:
                 self._give_up_gone(lease, keep=keep)
             count = affordable(others)
         if count < LEAST_SLOTS <= affordable([]):
-            raise refuse("memory-busy", "images of a former layout are on their way to the drive")
+            raise refusal_error(
+                "memory-busy", "images of a former layout are on their way to the drive"
+            )
         warning = self._shortage(lease, total_bytes, size_bytes, count)
         slot_set.failure = ""
         slot_set.target = max(count, slot_set.count)

@@ -175,7 +175,7 @@ def page_bytes(path: Path) -> int:
     return os.statvfs(path).f_bsize
 
 
-def usual_mount() -> Path | None:
+def hugetlbfs_mount() -> Path | None:
     """The mount of this machine's hugetlbfs; None unless it has pages and this user may write."""
     with contextlib.suppress(OSError):
         there = page_bytes(USUAL_MOUNT) == HUGE_PAGE_BYTES and os.access(USUAL_MOUNT, os.W_OK)
@@ -198,7 +198,7 @@ def _meminfo(name: str) -> int:
     return 0
 
 
-def advice(lacking_bytes: int) -> str:
+def huge_pages_advice(lacking_bytes: int) -> str:
     """The commands with which a person makes this much more memory available as huge pages; '' if
     none are needed or the default size is another one."""
     if _meminfo("Hugepagesize") != HUGE_PAGE_BYTES:
@@ -245,7 +245,7 @@ def rank_directories(memory_dir: Path) -> dict[int, Path]:
 
 
 @contextlib.contextmanager
-def entered(directory: Path) -> Iterator[int]:
+def open_rank_directory(directory: Path) -> Iterator[int]:
     """Open a rank's directory; yields its descriptor. Never a link or on another file system.
 
     The directory above it is the sidecar's own, so no other user can change its name. Raises
@@ -279,11 +279,11 @@ def make_rank_directory(directory: Path) -> None:
                 os.mkdir(directory.name, 0o770, dir_fd=parent)
     finally:
         os.close(parent)
-    with entered(directory) as fd, contextlib.suppress(PermissionError):
+    with open_rank_directory(directory) as fd, contextlib.suppress(PermissionError):
         os.fchmod(fd, _DIRECTORY_MODE)  # refused if another user's sidecar made it
 
 
-def make_way(path: Path, *, keep_own: bool = False) -> None:
+def free_name(path: Path, *, keep_own: bool = False) -> None:
     """Free a name in the memory directory. `keep_own`: leave a file that we made ourselves.
 
     Of a link, only the name is removed. A directory is renamed. Raises OSError.
@@ -296,11 +296,11 @@ def make_way(path: Path, *, keep_own: bool = False) -> None:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         warn("memory.directory_moved_aside", path=str(path), moved_to=str(aside))
         path.rename(aside)
-    elif not keep_own or foreign(found):
+    elif not keep_own or foreign_reason(found):
         path.unlink()
 
 
-def foreign(found: os.stat_result) -> str:
+def foreign_reason(found: os.stat_result) -> str:
     """Why this cannot be a file that a sidecar of this user made; '' when it can."""
     if not stat.S_ISREG(found.st_mode):
         return "not a regular file"
@@ -339,7 +339,7 @@ class DirectoryLock:
             self._check_owner()
             self._own(self._directory / "sidecar.pid")
             self._describe(self._directory / "sidecar.json")
-            make_way(self._config.socket)
+            free_name(self._config.socket)
         except OSError as error:
             text = f"cannot use the memory directory {self._directory}: {error}"
             raise UsageError(text) from error
@@ -360,7 +360,7 @@ class DirectoryLock:
     def _own(self, path: Path) -> None:
         if self.held:
             return
-        make_way(path, keep_own=True)
+        free_name(path, keep_own=True)
         try:
             taken = FileLock(path)
         except StorageError as error:
@@ -372,10 +372,10 @@ class DirectoryLock:
     def _describe(self, path: Path) -> None:
         about = {"config": asdict(self._config), "pid": os.getpid(), "started_at": time.time()}
         unfinished = path.with_name(f".{path.name}.new")
-        make_way(unfinished)
+        free_name(unfinished)
         with os.fdopen(os.open(unfinished, _CREATE, 0o660), "w") as file:
             json.dump(about, file, default=str, indent=1)
-        make_way(path, keep_own=True)
+        free_name(path, keep_own=True)
         unfinished.replace(path)
 
     def leave(self) -> None:

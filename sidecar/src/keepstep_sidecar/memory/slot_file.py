@@ -28,9 +28,9 @@ from pathlib import Path
 from keepstep.errors import FormatError, ImageError, NoMemoryError
 from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, ControlPage, Layout, read_layout
 from keepstep.steps import StepId
-from keepstep_sidecar.concurrency import for_each_chunk, yield_to_others
+from keepstep_sidecar.concurrency import for_each_chunk, raise_niceness
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.memory.slot_directories import entered, foreign
+from keepstep_sidecar.memory.slot_directories import foreign_reason, open_rank_directory
 
 _MADV_POPULATE_WRITE = 23
 _PIECE_BYTES = 8 << 20
@@ -78,7 +78,7 @@ class SlotFile:
         when the directory is gone.
         """
         unfinished = path.name + _UNFINISHED
-        with entered(path.parent) as directory:
+        with open_rank_directory(path.parent) as directory:
             fd = os.open(unfinished, _CREATE, 0o660, dir_fd=directory)
             slot = None
             try:
@@ -102,7 +102,7 @@ class SlotFile:
     def adopt(cls, path: Path) -> SlotFile:
         """Map a slot that an earlier sidecar made. Raises OSError, ImageError if it is not a
         slot."""
-        with entered(path.parent) as directory:
+        with open_rank_directory(path.parent) as directory:
             _check_slot(os.stat(path.name, dir_fd=directory, follow_symlinks=False), directory)
             fd = os.open(path.name, _OPEN, dir_fd=directory)
             try:
@@ -197,7 +197,7 @@ class SlotFile:
         try:
             # A separate view keeps the mapping while this thread works on it.
             with self.view[:] as view:
-                populate(view, threading.Event())
+                populate_pages(view, threading.Event())
                 self.lock()
         except (ValueError, OSError):
             return  # unlinked meanwhile, and its view released; or truncated
@@ -213,7 +213,7 @@ class SlotFile:
 
     def unlink(self) -> None:
         """Remove the file. Its memory is free once no process maps it any more."""
-        with contextlib.suppress(OSError), entered(self.path.parent) as directory:
+        with contextlib.suppress(OSError), open_rank_directory(self.path.parent) as directory:
             # the name may have been given to another file
             found = os.stat(self.path.name, dir_fd=directory, follow_symlinks=False)
             if os.path.samestat(os.fstat(self._fd), found):
@@ -230,7 +230,7 @@ class SlotFile:
             self._mapping.close()
 
 
-def populate(view: memoryview, stop: threading.Event) -> None:
+def populate_pages(view: memoryview, stop: threading.Event) -> None:
     """Touch every page of `view`, without the GIL. Raises NoMemoryError when `stop` is set."""
     address = _address(view)
     for begin in range(0, len(view), _PIECE_BYTES):
@@ -243,7 +243,7 @@ def populate(view: memoryview, stop: threading.Event) -> None:
 
 def lower_priority() -> None:
     """Give this thread a lower priority than the training."""
-    yield_to_others(_LOW_PRIORITY)
+    raise_niceness(_LOW_PRIORITY)
 
 
 def slot_name(layout: Layout, number: int) -> str:
@@ -265,7 +265,7 @@ def _check_slot(found: os.stat_result, directory: int) -> None:
     """Raises FormatError for a file that a sidecar has not made."""
     if found.st_dev != os.fstat(directory).st_dev:
         raise FormatError("on another file system")
-    if why := foreign(found):
+    if why := foreign_reason(found):
         raise FormatError(why)
 
 
@@ -279,7 +279,7 @@ def may_swap() -> bool:
     return True
 
 
-def pinning(slots: Collection[tuple[bool, str]], *, swap: bool, limit_bytes: int) -> str:
+def pinning_text(slots: Collection[tuple[bool, str]], *, swap: bool, limit_bytes: int) -> str:
     """A text for people: what keeps slots out of swap, or why nothing does. `slots`: for each slot,
     whether it has huge pages, and why it is not locked. Pure."""
     reasons = {why for _, why in slots if why}
@@ -308,7 +308,7 @@ def _allocate(fd: int, slot: SlotFile, stop: threading.Event) -> None:
         with slot.view[begin : begin + _PIECE_BYTES] as piece:
             if not allocated:
                 os.posix_fallocate(fd, begin, len(piece))
-            populate(piece, stop)
+            populate_pages(piece, stop)
 
     pieces = -(-slot.layout.size_bytes // _PIECE_BYTES)
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
@@ -337,7 +337,7 @@ def _populate_failed(number: int, view: memoryview) -> None:
         view[offset] = view[offset]
 
 
-def copy(source: memoryview, target: memoryview) -> None:
+def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy bytes between two mappings of the same length, without the GIL."""
     assert len(source) == len(target), "the same chunk of the same image"
     _libc.memmove(_address(target), _address(source), len(target))

@@ -19,7 +19,7 @@ from keepstep.core.slot_table import SlotState, SlotTable
 from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.slot_directories import SlotDirectories, entered
+from keepstep_sidecar.memory.slot_directories import SlotDirectories, open_rank_directory
 from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished, slot_number
 
 
@@ -157,7 +157,7 @@ class SlotPool:
         for rank, directory in list(self.directories.found()):
             slots = self.rank(rank)
             try:
-                with entered(directory) as fd:
+                with open_rank_directory(directory) as fd:
                     names = sorted(os.listdir(fd))
                     for name in filter(is_unfinished, names):
                         _remove(name, fd)
@@ -176,7 +176,7 @@ class SlotPool:
             file = SlotFile.adopt(path)
         except Exception as error:  # any error of a parser means that it is not a slot
             warn("slot.file_discarded", rank=slots.rank, path=str(path), reason=str(error))
-            with contextlib.suppress(OSError), entered(path.parent) as fd:
+            with contextlib.suppress(OSError), open_rank_directory(path.parent) as fd:
                 _remove(path.name, fd)
             return None
         if file.layout.rank != slots.rank:

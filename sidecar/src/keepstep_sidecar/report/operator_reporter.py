@@ -16,7 +16,7 @@ import msgspec
 
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
-from keepstep.leader.run_report import fitted, summary
+from keepstep.leader.run_report import build_run_report, fit_to_size
 from keepstep.wire.run_reports import LeaderAnswer, RunReport
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Reporting
@@ -98,7 +98,7 @@ class OperatorReporter:
 
     def _summary(self) -> RunReport:
         began = time.monotonic()
-        found = summary(self._leader, sequence=self._sequence, at=time.time())
+        found = build_run_report(self._leader, sequence=self._sequence, at=time.time())
         self._checked_at = time.monotonic()
         took_s = self._checked_at - began
         self._gap_s = min(_CHECK_S, max(_LEAST_GAP_S, _PART * took_s))
@@ -144,7 +144,7 @@ class OperatorReporter:
     async def _post(self, report: RunReport) -> LeaderAnswer:
         """The answer to a report. Raises ReportFailed. No redirects: the token is for this address
         only."""
-        report = fitted(report, lambda report: len(_encode(report)))
+        report = fit_to_size(report, lambda report: len(_encode(report)))
         try:
             token = self._config.token()
         except UsageError as error:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from keepstep.core.commit_rule import RankReport, ReportedTier, together
+from keepstep.core.commit_rule import RankReport, ReportedTier, merge_equal_reports
 from keepstep.core.shard import Ranks, Shard, StepShards
 from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
 from keepstep.wire.member_reports import (
@@ -35,7 +35,7 @@ _WARNING_CHARACTERS = 500
 _REFUSED_CHARACTERS = 1000
 
 
-def urgent(service: SidecarService) -> bool:
+def is_urgent(service: SidecarService) -> bool:
     """Whether the leader's answer is needed soon. This is so if a trainer waits for a commit or
     to vote, or if a rank that holds something has just lost its trainer and will restore what all
     ranks have."""
@@ -45,7 +45,9 @@ def urgent(service: SidecarService) -> bool:
     return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
 
-def report(service: SidecarService, volumes: tuple[VolumeStatus, ...], *, sequence: int) -> Report:
+def build_report(
+    service: SidecarService, volumes: tuple[VolumeStatus, ...], *, sequence: int
+) -> Report:
     """The whole report, with an entry for each rank. `volumes`: measured just before, because that
     may block."""
     committer = service.committer
@@ -62,7 +64,8 @@ def report(service: SidecarService, volumes: tuple[VolumeStatus, ...], *, sequen
         restores=tuple(service.restoring.restores),
         volumes=tuple(map(_volume, service.volumes.volumes, volumes)),
         warnings=tuple(
-            text[:_WARNING_CHARACTERS] for text in shown_status.warnings(service)[:_WARNINGS]
+            text[:_WARNING_CHARACTERS]
+            for text in shown_status.current_warnings(service)[:_WARNINGS]
         ),
         peer_address=service.remote_tiers.address,
         tiers={
@@ -91,7 +94,7 @@ def _stall(service: SidecarService) -> SaveOverhead:
 
 
 def _pinned(service: SidecarService) -> str:
-    return shown_status.pinned(service) if any(service.slots.files()) else ""
+    return shown_status.swap_warning(service) if any(service.slots.files()) else ""
 
 
 def _epochs(service: SidecarService) -> tuple[Epoch, ...]:
@@ -110,7 +113,7 @@ def _ranks(service: SidecarService) -> tuple[ReportedRanks, ...]:
         kept.setdefault(shard.rank, []).append(shard)
     here = [rank for rank in service.committer.copies.ranks() if not _left(service, rank)]
     own = (_rank(service, rank, kept.get(rank, ())) for rank in here)
-    return (*own, *others(service, kept, here=set(here)))
+    return (*own, *reports_of_others(service, kept, here=set(here)))
 
 
 def _left(service: SidecarService, rank: int) -> bool:
@@ -180,16 +183,20 @@ _MOST_COPIES = 8192
 tells only of its own."""
 
 
-def others(
+def reports_of_others(
     service: SidecarService, kept: Mapping[int, list[Shard]], *, here: Collection[int]
 ) -> tuple[ReportedRanks, ...]:
     """Ranks of other pods, of which this pod keeps a copy or knows an archived shard."""
     archived = _archived(service)
     ranks = sorted({*kept, *archived}.difference(here))
-    return tuple(other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks)
+    return tuple(
+        report_of_other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks
+    )
 
 
-def other(rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()) -> ReportedRanks:
+def report_of_other(
+    rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()
+) -> ReportedRanks:
     """A rank of another pod, of which this pod knows some shard."""
     newest = max([*kept, *archived], key=lambda shard: shard.step_id)
     return ReportedRanks(
@@ -228,12 +235,12 @@ def _speaks_for_all(service: SidecarService, step_id: StepId) -> bool:
 # cannot be told as a change is told whole.
 
 
-def changes(known: Report | None, now: Report) -> Report:
+def report_changes(known: Report | None, now: Report) -> Report:
     """`now`, reduced to what changed since `known`, which the leader answered. It is whole if
     `known` is None, or if something that `known` named is no longer there. Ranks of which it says
     the same have one entry together."""
     if known is None or not _goes_on(known, now):
-        return replace(now, ranks=together(now.ranks))
+        return replace(now, ranks=merge_equal_reports(now.ranks))
     before = {rank.ranks: rank for rank in known.ranks}
     return replace(
         now,
@@ -241,7 +248,7 @@ def changes(known: Report | None, now: Report) -> Report:
         epochs=now.epochs[len(known.epochs) :],
         restores=now.restores[len(known.restores) :],
         goodput=None if now.goodput == known.goodput else now.goodput,
-        ranks=together(
+        ranks=merge_equal_reports(
             filter(None, (_changed(before.get(rank.ranks), rank) for rank in now.ranks))
         ),
     )
@@ -300,7 +307,7 @@ def _moved(before: ReportedTier | None, now: ReportedTier) -> ReportedTier | Non
     )
 
 
-def news(report: Report) -> Report:
+def report_news(report: Report) -> Report:
     """The report without what changes all the time and can wait for the next report. If it equals
     the last one, there is no news."""
     steady = (replace(volume, used_bytes=0, free_bytes=0) for volume in report.volumes)
@@ -314,9 +321,9 @@ def news(report: Report) -> Report:
     )
 
 
-def pressing(fresh_report: Report) -> Report:
-    """Of the `news` of a report, what other machines wait for: a commit needs the newest step that
-    each rank has written, not what memory and buddies hold, nor what is deleted."""
+def pressing_news(fresh_report: Report) -> Report:
+    """Of the `report_news` of a report, what other machines wait for: a commit needs the newest
+    step that each rank has written, not what memory and buddies hold, nor what is deleted."""
     return replace(
         fresh_report,
         ranks=tuple(map(_pressing, fresh_report.ranks)),

@@ -24,7 +24,7 @@ from keepstep_sidecar.commit.leader_link import LeaderLink
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import Channel, ReportFailed
-from keepstep_sidecar.report.report import changes, news, pressing
+from keepstep_sidecar.report.report import pressing_news, report_changes, report_news
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -207,9 +207,9 @@ class Reporter:
         """Whether this report is worth sending now."""
         if self._leader.finishing or self._failures or self._sent is None or self._channel.asked:
             return True
-        changed = news(report)
+        changed = report_news(report)
         self._rhythm = replace(self._rhythm, waits=changed != self._sent)
-        if self._rhythm.waits and pressing(changed) != pressing(self._sent):
+        if self._rhythm.waits and pressing_news(changed) != pressing_news(self._sent):
             return True
         return self._since() >= self._silence_s(0.0)
 
@@ -238,7 +238,7 @@ class Reporter:
             return
         self._sequence += 1
         self._tried_at = time.monotonic()
-        changed, self._known = changes(self._known, report), None
+        changed, self._known = report_changes(self._known, report), None
         try:
             reply = await self._channel.exchange(changed)
         except ReportFailed as failure:
@@ -272,7 +272,7 @@ class Reporter:
         follows = reply.changes_since == report.sequence
         self._known = report if follows else None
         taken = follows or not changed.since
-        self._sent = news(report) if taken else None
+        self._sent = report_news(report) if taken else None
         self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
 
 

@@ -31,9 +31,9 @@ from keepstep.wire.trainer import (
     WindowRequest,
 )
 from keepstep_sidecar.concurrency import gather_all
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.leases import Leases
-from keepstep_sidecar.memory.slot_file import copy, populate
+from keepstep_sidecar.memory.slot_file import copy_bytes, populate_pages
 from keepstep_sidecar.restore.fetcher import Fetcher
 from keepstep_sidecar.restore.shared_reads import SharedChunk, SharedReads
 from keepstep_sidecar.tiers import verified_chunks
@@ -71,7 +71,7 @@ class ChunkBuffer:
         finally:
             os.close(fd)
         self._view = memoryview(self._mapping)
-        populate(self._view, threading.Event())
+        populate_pages(self._view, threading.Event())
 
     @property
     def size_bytes(self) -> int:
@@ -126,7 +126,7 @@ class ChunkBuffers:
         memory is short. Raises NoMemoryError, SidecarError `bad-request`."""
         lease = self.leases.require(request.lease)
         if not LEAST_FRAMES <= request.frames <= MOST_FRAMES:
-            raise refuse(
+            raise refusal_error(
                 "bad-request",
                 f"a window has {LEAST_FRAMES} to {MOST_FRAMES} frames, not {request.frames}",
             )
@@ -135,7 +135,7 @@ class ChunkBuffers:
         made = await asyncio.to_thread(ChunkBuffer, path, self._affordable(request.frames))
         if lease.ended:
             made.close()
-            raise refuse("no-lease", "this lease has ended while its window was made")
+            raise refusal_error("no-lease", "this lease has ended while its window was made")
         self.release(lease.rank)  # of a request that was sent twice
         self._buffers[lease.rank] = made
         return Window(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
@@ -175,7 +175,7 @@ class ChunkBuffers:
         """
         rank = self.leases.require(request.lease).rank
         if (window := self._buffers.get(rank)) is None:
-            raise refuse("bad-request", "ask for a window first (POST /v1/window)")
+            raise refusal_error("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)
         if request.announced is not None:
             self._shared_reads.announce(rank, request.id, request.announced)
@@ -189,9 +189,9 @@ class ChunkBuffers:
                 raise
             text = f"step {request.id}: not all chunks came in {request.timeout_s:g} s; raise"
             text += f" {RESTORE_TIMEOUT_ENV} in the training process's environment"
-            raise refuse("no-slot", text) from error
+            raise refusal_error("no-slot", text) from error
         except (ImageError, StorageError) as error:
-            raise refuse("not-verified", f"step {request.id}: {error}") from error
+            raise refusal_error("not-verified", f"step {request.id}: {error}") from error
         farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
         return Chunks(tier=farthest)
 
@@ -215,7 +215,7 @@ class ChunkBuffers:
         self.read_bytes[tier] += sum(map(len, frames))
         await gather_all(
             [
-                asyncio.to_thread(copy, filled, frame)
+                asyncio.to_thread(copy_bytes, filled, frame)
                 for filled, chunk in zip(frames, chunks, strict=True)
                 for _, frame in chunk.frames
                 if frame is not filled
@@ -235,7 +235,7 @@ class ChunkBuffers:
                 raise StorageError(
                     f"{opened.source.where}: another image of rank {layout.rank} than elsewhere"
                 )
-            verified_chunks.fill(opened, frames)
+            verified_chunks.fill_buffers(opened, frames)
 
         async def read(source: ShardSource) -> None:
             await self.fetcher.read(source, fill)
@@ -246,14 +246,14 @@ class ChunkBuffers:
 def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:
     frames = [chunk.frame for chunk in chunks]
     if len(set(frames)) < len(frames) or any(not 0 <= frame < window.frames for frame in frames):
-        raise refuse(
+        raise refusal_error(
             "bad-request", f"each chunk needs a frame of its own, of 0 to {window.frames - 1}"
         )
 
 
 def _frame(window: ChunkBuffer, chunk: Chunk, layout: Layout) -> memoryview:
     if not 0 <= chunk.chunk < layout.chunk_count:
-        raise refuse(
+        raise refusal_error(
             "bad-request",
             f"rank {chunk.rank} has chunks 0 to {layout.chunk_count - 1}, not {chunk.chunk}",
         )

@@ -74,17 +74,17 @@ class Fetcher:
         """Run `work` on a thread, with the source open. Raises StorageError, ImageError."""
 
         def opened(cancel: ReadCancellation) -> T:
-            with verified_chunks.opened(source, cancel, self._manifests) as found:
+            with verified_chunks.open_verified(source, cancel, self._manifests) as found:
                 return work(found)
 
-        return await verified_chunks.run(self.threads, opened)
+        return await verified_chunks.run_cancellable(self.threads, opened)
 
     async def load(self, source: ShardSource, view: memoryview) -> ControlPage:
         """Load the whole image into a slot, verified, seal last. Raises StorageError,
         ImageError."""
-        return await verified_chunks.run(
+        return await verified_chunks.run_cancellable(
             self.threads,
-            lambda cancel: verified_chunks.load(
+            lambda cancel: verified_chunks.load_image(
                 source, view, cancel=cancel, manifests=self._manifests
             ),
         )

@@ -15,8 +15,8 @@ from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Offer
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
 from keepstep.steps import Answer, StepId, Tier
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, OpenedStep
-from keepstep_sidecar.errors import refuse
-from keepstep_sidecar.leases import Lease, sees_all
+from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.leases import Lease, serves_all_ranks
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots
 from keepstep_sidecar.restore.chunks import ChunkBuffers
@@ -67,7 +67,7 @@ class Restorer:
             for step_id, candidate in self.held(lease.rank).items()
             if step_id not in hidden
         }
-        if sees_all(lease.request):
+        if serves_all_ranks(lease.request):
             whole = {*ledger.committed(Tier.MEMORY), *(offer.id for offer in offers)}
             # A step of another world size stays on the list: the vote reports the difference.
             held = {
@@ -233,19 +233,23 @@ class Restorer:
 
     async def _fetch(self, lease: Lease, step_id: StepId, *, timeout_s: float) -> None:
         if not self._copies.origins(step_id, lease.rank):
-            raise refuse("unknown-step", f"rank {lease.rank} does not hold step {step_id} here")
+            raise refusal_error(
+                "unknown-step", f"rank {lease.rank} does not hold step {step_id} here"
+            )
         try:
             async with asyncio.timeout(timeout_s):
                 await self.prefetcher.bring(step_id, lease.rank)
         except (ImageError, StorageError) as error:
-            raise refuse("not-verified", f"step {step_id}: {error}") from error
+            raise refusal_error("not-verified", f"step {step_id}: {error}") from error
         except NoMemoryError as error:
-            raise refuse("no-slot", str(error)) from error
+            raise refusal_error("no-slot", str(error)) from error
         except TimeoutError as error:
             text = (
                 f"step {step_id} could not be read in {timeout_s:g} s; raise {RESTORE_TIMEOUT_ENV}"
             )
-            raise refuse("no-slot", f"{text} in the training process's environment") from error
+            raise refusal_error(
+                "no-slot", f"{text} in the training process's environment"
+            ) from error
 
     def release(self, rank: int) -> None:
         """The rank has copied the image that it opened, or has given up."""

@@ -23,7 +23,7 @@ from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
 from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.concurrency import gather_limited
-from keepstep_sidecar.errors import refuse
+from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_pool import PooledSlot, SlotPool
 from keepstep_sidecar.restore.fetcher import Fetcher
@@ -70,7 +70,7 @@ class ImageSources:
         """
         rank, step_id = self.leases.require(request.lease).rank, request.id
         if not self._local_shards.scanned:
-            raise refuse(
+            raise refusal_error(
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         self.release(rank)  # from now on the rank reads this step, and no other
@@ -81,7 +81,7 @@ class ImageSources:
             left = await self._find_beyond(found, step_id, own=rank, every=request.every)
         world = self._copies.world_of(step_id)
         if not found or world is None:
-            raise refuse(
+            raise refusal_error(
                 "unknown-step", f"no image of step {step_id} is within reach of rank {rank}"
             )
         return Sources(
@@ -184,7 +184,7 @@ class ImageSources:
         try:
             texts = await gather_limited(asked, most=_AT_ONCE)
         except (ImageError, StorageError) as error:
-            raise refuse("not-verified", f"step {request.id}: {error}") from error
+            raise refusal_error("not-verified", f"step {request.id}: {error}") from error
         return Headers(headers=tuple(texts))
 
     async def _header(self, step_id: StepId, saved: int) -> str:

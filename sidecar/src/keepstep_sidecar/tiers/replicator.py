@@ -240,7 +240,7 @@ class _Lane:
     def _next(self) -> StepId | None:
         due = self._replicator.due
         missing = {step_id for step_id, _ in self._missing()}
-        return chosen(due, missing, after=self._newest, outage=self._failures > 0)
+        return next_step_to_send(due, missing, after=self._newest, outage=self._failures > 0)
 
     def needs(self, step_id: StepId) -> bool:
         """Whether the step is being sent, comes next, or is the oldest that was not passed over: of
@@ -365,7 +365,7 @@ class _Lane:
 # --- which step is sent ----------------------------------------------------------------------
 
 
-def chosen(
+def next_step_to_send(
     due: DueShards, missing: Collection[StepId], *, after: StepId | None, outage: bool = False
 ) -> StepId | None:
     """The step to send next; None when no step is missing. `after`: the newest step that was sent.

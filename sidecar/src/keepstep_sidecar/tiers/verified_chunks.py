@@ -1,7 +1,8 @@
 """The one loop that moves chunks: from any source into a slot, into frames, or to a function.
 
 Nothing is trusted. The root is checked against what was promised, the digest table against the
-root, and each chunk against the table. All functions block; `run` is for the event loop.
+root, and each chunk against the table. All functions block; `run_cancellable` is for the event
+loop.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from keepstep.errors import ForeignError, FormatError, UsageError
 from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep_sidecar.concurrency import blocking, for_each_chunk
+from keepstep_sidecar.concurrency import for_each_chunk, run_blocking
 from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
-from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing
+from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing_turn
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class OpenSource:
     source: ShardSource
     manifest: Manifest
     fetch: Read
-    turn: threading.Semaphore = field(default_factory=hashing)
+    turn: threading.Semaphore = field(default_factory=hashing_turn)
 
     def read(self, chunks: ChunkViews) -> Iterator[tuple[int, memoryview]]:
         """Fill the buffers of consecutive chunks, and yield each once it is verified."""
@@ -109,7 +110,7 @@ def _bytes(fetch: Read, begin: int, end: int) -> bytes:
 
 
 @contextmanager
-def opened(
+def open_verified(
     source: ShardSource, cancel: ReadCancellation | None = None, manifests: Manifests | None = None
 ) -> Iterator[OpenSource]:
     """Open `source`. Raises StorageError, ImageError; errors of the copy are raised inside."""
@@ -126,7 +127,7 @@ def opened(
 # --- into buffers ----------------------------------------------------------------------------
 
 
-def fill(open_source: OpenSource, chunks: ChunkViews) -> None:
+def fill_buffers(open_source: OpenSource, chunks: ChunkViews) -> None:
     """Fill every buffer. When this returns or raises, no thread touches the buffers any more."""
     _check_sizes(open_source.manifest, chunks)
     runs = list(_runs(chunks, open_source.source.chunks_per_read))
@@ -138,7 +139,7 @@ def fill(open_source: OpenSource, chunks: ChunkViews) -> None:
     for_each_chunk(fill_run, len(runs), threads=open_source.source.streams)
 
 
-def load(
+def load_image(
     source: ShardSource,
     view: memoryview,
     *,
@@ -148,7 +149,7 @@ def load(
     """Load the whole image into the page-aligned slot `view`, verified, the seal last. After an
     error the slot holds no seal. Raises StorageError, ImageError."""
     view[-PAGE_BYTES:] = bytes(PAGE_BYTES)
-    with opened(source, cancel, manifests) as open_source:
+    with open_verified(source, cancel, manifests) as open_source:
         return _load(open_source, view)
 
 
@@ -159,7 +160,7 @@ def _load(open_source: OpenSource, view: memoryview) -> ControlPage:
         raise UsageError(f"{source.where}: a slot of {len(view)} bytes, not {layout.size_bytes}")
     pieces = [view[slice(*manifest.bounds(chunk))] for chunk in manifest.chunks]
     try:
-        fill(open_source, list(enumerate(pieces)))
+        fill_buffers(open_source, list(enumerate(pieces)))
     finally:
         for piece in pieces:
             piece.release()
@@ -197,7 +198,7 @@ def _runs(chunks: ChunkViews, most: int) -> Iterator[ChunkViews]:
 # --- to whoever takes them -------------------------------------------------------------------
 
 
-def each(
+def for_each_verified(
     open_source: OpenSource,
     chunks: Iterable[int],
     use: Callable[[int, memoryview], None],
@@ -228,8 +229,8 @@ def each(
 # --- from the event loop ---------------------------------------------------------------------
 
 
-async def run(threads: Executor | None, work: Callable[[ReadCancellation], T]) -> T:
+async def run_cancellable(threads: Executor | None, work: Callable[[ReadCancellation], T]) -> T:
     """Run `work(cancel)` on a thread. If this is cancelled, the reads are ended. It returns only
     after `work` has, so no thread touches the buffers of `work` any more."""
     cancel = ReadCancellation()
-    return await blocking(threads, lambda: work(cancel), stop=cancel.cancel)
+    return await run_blocking(threads, lambda: work(cancel), stop=cancel.cancel)

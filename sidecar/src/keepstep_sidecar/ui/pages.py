@@ -101,13 +101,13 @@ class Pages:
             "tiers": [
                 tier for tier in NEAREST_FIRST if any(tier in step.ranks for step in view.steps)
             ],
-            "restores": timeline.restores(view.events)[: -ROWS_SHOWN - 1 : -1],
-            "lost": timeline.lost(view.events)[: -ROWS_SHOWN - 1 : -1],
-            "usual": timeline.usual(timeline.step_times(view.events)),
+            "restores": timeline.shown_restores(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "lost": timeline.lost_steps(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "usual": timeline.median_step_time(timeline.step_times(view.events)),
         }
         names = ("state", "problems", *_TITLES)
         sections = {name: self._render(f"sections/{name}.html", **known) for name in names}
-        return sections, dict(timeline.charts(view))
+        return sections, dict(timeline.chart_lines(view))
 
     def missing(self, name: str) -> str:
         """The page that says that there is no such run."""

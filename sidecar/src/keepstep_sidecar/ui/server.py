@@ -129,7 +129,7 @@ def _refusal(request: web.Request) -> web.Response | None:
     return None
 
 
-async def sign(_: web.Request, response: web.StreamResponse) -> None:
+async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
     """Put the headers on every answer, including errors of the routes; see
     `on_response_prepare`.
     """
@@ -246,7 +246,7 @@ _IDLE_S: Final = 15.0
 """How long a browser's connection stays open between two requests."""
 
 
-def listen(port: int) -> socket.socket:
+def listen_on_loopback(port: int) -> socket.socket:
     """Listen on 127.0.0.1. `port` 0: any free port. Raises UsageError if it cannot be had."""
     try:
         return socket.create_server((HOST, port))
@@ -257,7 +257,7 @@ def listen(port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serving(
+async def serve_page(
     listening: socket.socket,
     access: PageAccess,
     *,
@@ -284,7 +284,7 @@ async def serving(
 
     routes = _Routes(RunBoard(names, read, readers), Pages(place=place, text=text), access)
     app = web.Application(middlewares=[access.middleware(admitted)])
-    app.on_response_prepare.append(sign)
+    app.on_response_prepare.append(add_headers)
     app.router.add_get("/", routes.index, allow_head=False)
     app.router.add_get("/changes", routes.index_changes, allow_head=False)
     app.router.add_get("/runs/{name}", routes.run, allow_head=False)
@@ -302,7 +302,8 @@ async def serving(
     await runner.setup()
     assert runner.server is not None
     accepting = asyncio.create_task(
-        connections.serve(runner.server, listening, strangers), name="accept connections"
+        connections.serve_connections(runner.server, listening, strangers),
+        name="accept connections",
     )
     try:
         yield runner.server
@@ -377,12 +378,12 @@ async def serve_pod(
     fd: int, run: str, *, read: Callable[[str], RunPage], text: Callable[[str], str]
 ) -> None:
     """Serve the page of `run` on the listening socket `fd`. Returns when it had no connection for
-    half a minute. `read`, `text`: see `serving`."""
+    half a minute. `read`, `text`: see `serve_page`."""
     os.nice(_LEAST_NICE)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     access = PageAccess("kubectl keepstep ui", secret=os.environ.get(SECRET, ""))
     place = f"pod {socket.gethostname()}"
-    async with serving(
+    async with serve_page(
         socket.socket(fileno=fd), access, place=place, names=lambda: (run,), read=read, text=text
     ) as server:
         await _unused(server)

@@ -95,9 +95,9 @@ Line = tuple[list[float], list[float | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class ShownRestore:
-    """One rank that went on. `began`: the step from which (None: step 0). `lost`: how many steps
-    were in memory after that one. `restart`: the cost of the interruption; None for a first start,
-    or until the first step after it."""
+    """One rank that went on. `began`: the step from which (None: step 0). `lost_steps`: how many
+    steps were in memory after that one. `restart`: the cost of the interruption; None for a first
+    start, or until the first step after it."""
 
     event: HistoryEvent
     began: StepId | None
@@ -105,7 +105,7 @@ class ShownRestore:
     restart: RestartCost | None
 
 
-def restores(events: Sequence[HistoryEvent]) -> list[ShownRestore]:
+def shown_restores(events: Sequence[HistoryEvent]) -> list[ShownRestore]:
     """All known restores, oldest first."""
     found: list[ShownRestore] = []
     staged: StepId | None = None
@@ -136,7 +136,7 @@ def _restart_of(rank: int | None, after: Iterable[HistoryEvent]) -> RestartCost 
     return None
 
 
-def lost(events: Iterable[HistoryEvent]) -> list[HistoryEvent]:
+def lost_steps(events: Iterable[HistoryEvent]) -> list[HistoryEvent]:
     """Steps that were due and are not held, oldest first."""
     return [
         event
@@ -180,7 +180,7 @@ def _step_times(events: Iterable[HistoryEvent]) -> Iterator[StepTime]:
             )
 
 
-def usual(times: Sequence[StepTime]) -> StepTime | None:
+def median_step_time(times: Sequence[StepTime]) -> StepTime | None:
     """The median of the last step times; None if there are none."""
     if not (recent := times[-_RECENT:]):
         return None
@@ -196,7 +196,7 @@ def usual(times: Sequence[StepTime]) -> StepTime | None:
 # --- charts ----------------------------------------------------------------------------------
 
 
-def charts(view: RunPage) -> dict[str, dict[str, Line]]:
+def chart_lines(view: RunPage) -> dict[str, dict[str, Line]]:
     """Lines by chart and name. `steps`: numbers of steps, by the tier that they reached, and what
     was restored. `time`: milliseconds of a step."""
     events = view.events
@@ -261,7 +261,7 @@ def _broken(line: Line, events: Iterable[HistoryEvent]) -> Line:
 
 
 def _restored(events: Sequence[HistoryEvent]) -> Line:
-    found = restores(events)[-POINTS:]
+    found = shown_restores(events)[-POINTS:]
     steps: list[float | None] = [
         float(restore.began.step) if restore.began else 0.0 for restore in found
     ]

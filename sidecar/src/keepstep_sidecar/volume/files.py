@@ -372,7 +372,7 @@ class IoEngine(StrEnum):
         return threads if self is IoEngine.DIRECT else min(threads, _COPYING_THREADS)
 
 
-def probe(filesystem: Filesystem, directory: Path) -> tuple[IoEngine, str]:
+def probe_engine(filesystem: Filesystem, directory: Path) -> tuple[IoEngine, str]:
     """Write one page with O_DIRECT below `directory`. Returns the engine that works, and why.
 
     Raises OSError when nothing can be written there at all. A full disk is no error: what it holds
@@ -406,7 +406,7 @@ def aligned_buffer(size_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, size_bytes)
 
 
-def hashing() -> threading.Semaphore:
+def hashing_turn() -> threading.Semaphore:
     """To be held while a chunk is hashed; one for all threads of an image. Lets one of them hash at
     a time, or one for four cores."""
     return threading.Semaphore(max(1, (os.cpu_count() or 1) // _CORES_PER_HASH))
@@ -540,7 +540,7 @@ class DurableFile:
         threads: int,
     ) -> Manifest:
         """Write the image in the slot `view` with its digests, and seal it."""
-        digests, turn = [b""] * layout.chunk_count, hashing()
+        digests, turn = [b""] * layout.chunk_count, hashing_turn()
 
         def write_chunk(index: int) -> None:
             begin, end = chunk_bounds(layout, index)
@@ -627,7 +627,7 @@ class DurableFile:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, filesystem: Filesystem, phase: str = "") -> Iterator[DurableFile]:
+def replace_file(path: Path, *, filesystem: Filesystem, phase: str = "") -> Iterator[DurableFile]:
     """A new file for one writer at a time, which leaves nothing if it gets no name. Raises
     OSError."""
     with contextlib.suppress(FileNotFoundError):  # of a process that was killed

@@ -28,7 +28,7 @@ from keepstep.errors import ForeignError, FormatError, ImageError, StorageError,
 from keepstep.image import strictjson
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.volume.files import Filesystem, fault_point
-from keepstep_sidecar.volume.run_tree import opened
+from keepstep_sidecar.volume.run_tree import open_shard_file
 
 FORMAT_VERSION: Final = 1
 _LARGEST_BYTES: Final = 4 << 20
@@ -94,7 +94,7 @@ class HistoryFile:
         return events, before
 
     def _read(self, path: Path, now: float) -> tuple[str, list[HistoryEvent], HistoryTotals]:
-        with opened(path, Filesystem()) as fd:
+        with open_shard_file(path, Filesystem()) as fd:
             size = os.fstat(fd).st_size
             head = self._checked(os.pread(fd, _LARGEST_HEAD, 0).partition(b"\n")[0])
             data = os.pread(fd, _LARGEST_BYTES, max(0, size - _LARGEST_BYTES))
@@ -115,7 +115,7 @@ class HistoryFile:
         if head.format_version > FORMAT_VERSION:
             raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
         if not _ID.fullmatch(head.id):
-            raise FormatError(f"not a history: its id is {strictjson.quoted(head.id)}")
+            raise FormatError(f"not a history: its id is {strictjson.quote(head.id)}")
         if head.run != self._run:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head

@@ -18,9 +18,9 @@ from typing import Any
 
 from keepstep.errors import ForeignError, FormatError, VersionError
 from keepstep.image import strictjson
-from keepstep.steps import Epoch, EpochId, StepId, merged
-from keepstep_sidecar.volume.files import Filesystem, replacing
-from keepstep_sidecar.volume.run_tree import opened
+from keepstep.steps import Epoch, EpochId, StepId, merge_epochs
+from keepstep_sidecar.volume.files import Filesystem, replace_file
+from keepstep_sidecar.volume.run_tree import open_shard_file
 
 FORMAT_VERSION = 1
 _SIZE_LIMIT_BYTES = 16 << 20
@@ -52,7 +52,7 @@ class RunRecord:
         newest = max(began, key=lambda record: record.epochs[-1].id, default=None)
         return cls(
             run=records[0].run,
-            epochs=merged(epoch for record in records for epoch in record.epochs),
+            epochs=merge_epochs(epoch for record in records for epoch in record.epochs),
             committed=max(
                 (record.committed for record in records if record.committed), default=None
             ),
@@ -64,7 +64,7 @@ class RunRecord:
 
     def with_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record with `epochs` added; the same object when all of them are already known."""
-        known = merged((*self.epochs, *epochs))
+        known = merge_epochs((*self.epochs, *epochs))
         return self if known == self.epochs else replace(self, epochs=known)
 
     def to_json(self) -> bytes:
@@ -105,7 +105,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         else:
             value = reader.value()
             if key == "format_version":
-                strictjson.version(value, FORMAT_VERSION)
+                strictjson.check_newest_version(value, FORMAT_VERSION)
             if key in ("format_version", "run", "committed", "asked"):
                 fields[key] = value
     reader.end()
@@ -113,7 +113,7 @@ def _read(reader: strictjson.Reader) -> RunRecord:
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     committed, asked = fields.get("committed"), fields.get("asked")
     return RunRecord(
-        run=strictjson.text(fields["run"], "run"),
+        run=strictjson.as_text(fields["run"], "run"),
         epochs=fields["epochs"],
         committed=None if committed is None else read_step(committed),
         pinned=fields.get("pinned", frozenset()),
@@ -135,34 +135,34 @@ def epoch_json(epoch: Epoch) -> dict[str, str | None]:
 
 def read_epoch(value: object) -> Epoch:
     """Inverse of `epoch_json`. Raises FormatError."""
-    epoch = strictjson.mapping(value, "epoch")
+    epoch = strictjson.as_mapping(value, "epoch")
     parent, epoch_id = epoch.get("parent"), _epoch_id(epoch.get("id"))
-    origin = strictjson.text(epoch.get("origin", ""), "the origin of an epoch")
+    origin = strictjson.as_text(epoch.get("origin", ""), "the origin of an epoch")
     return Epoch(epoch_id, None if parent is None else read_step(parent), origin)
 
 
 def _epoch_id(value: object) -> EpochId:
     try:
-        return EpochId.parse(strictjson.text(value, "the id of an epoch"))
+        return EpochId.parse(strictjson.as_text(value, "the id of an epoch"))
     except ValueError as error:
-        raise FormatError(strictjson.reason(error)) from None
+        raise FormatError(strictjson.error_text(error)) from None
 
 
 def read_step(value: object) -> StepId:
     """A step from parsed JSON. Raises FormatError."""
     try:
-        return StepId.parse(strictjson.text(value, "a step"))
+        return StepId.parse(strictjson.as_text(value, "a step"))
     except ValueError as error:
-        raise FormatError(strictjson.reason(error)) from None
+        raise FormatError(strictjson.error_text(error)) from None
 
 
-def load(path: Path, *, run: str) -> RunRecord:
+def load_run_record(path: Path, *, run: str) -> RunRecord:
     """Read `path`; an empty record when there is no file.
 
     Raises FormatError, VersionError, OSError, or ForeignError when the record is another run's.
     """
     try:
-        with opened(path, Filesystem()) as fd, open(fd, "rb", closefd=False) as file:
+        with open_shard_file(path, Filesystem()) as fd, open(fd, "rb", closefd=False) as file:
             data = file.read(_SIZE_LIMIT_BYTES)
     except FileNotFoundError:
         return RunRecord(run=run)
@@ -172,10 +172,10 @@ def load(path: Path, *, run: str) -> RunRecord:
     return record
 
 
-def save(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
+def save_run_record(path: Path, record: RunRecord, *, filesystem: Filesystem) -> None:
     """Replace `path` by `record`, durably. Raises OSError; if that happens before the rename,
     `path` is as it was."""
-    with replacing(path, filesystem=filesystem, phase="record") as file:
+    with replace_file(path, filesystem=filesystem, phase="record") as file:
         file.write(memoryview(record.to_json()), 0)
         file.flush()
         file.give_name()

@@ -211,13 +211,13 @@ class VolumeScan:
     unread: Mapping[Path, str] = field(default_factory=dict)
 
 
-def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> VolumeScan:
+def scan_root(root: Path, *, run: str, filesystem: Filesystem | None = None) -> VolumeScan:
     """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
 
     Raises OSError when the content cannot be determined: unknown is not the same as absent.
     """
     tree = RunTree(root.absolute())
-    filesystem = filesystem or holding(tree.root)
+    filesystem = filesystem or filesystem_of(tree.root)
     with contextlib.suppress(FileNotFoundError):
         filesystem.directory(tree.root)  # raises if it is a file
     shards: list[LocalShard] = []
@@ -236,7 +236,7 @@ def survey(root: Path, *, run: str, filesystem: Filesystem | None = None) -> Vol
     return VolumeScan(shards=tuple(shards), problems=tuple(problems))
 
 
-def holding(root: Path) -> Filesystem:
+def filesystem_of(root: Path) -> Filesystem:
     """A file system that holds `root`, if that exists. Raises OSError if it is a link or a file."""
     filesystem = Filesystem()
     with contextlib.suppress(FileNotFoundError):
@@ -256,7 +256,7 @@ def step_directories(tree: RunTree, filesystem: Filesystem) -> Iterator[Path]:
         yield from filter(filesystem.is_directory, named)
 
 
-def strangers(tree: RunTree, filesystem: Filesystem) -> list[Path]:
+def stranger_files(tree: RunTree, filesystem: Filesystem) -> list[Path]:
     """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
     moves them. But a stock reader of the directory would take them for a part of the step."""
     found: list[Path] = []
@@ -278,7 +278,7 @@ def _checked(
     good ones.
     """
     try:
-        with opened(path, filesystem) as fd:
+        with open_shard_file(path, filesystem) as fd:
             manifest = read_manifest(fd, path, run=run)
         check_base(path, manifest.control, filesystem)
         return LocalShard.of(path, manifest, published=published)
@@ -298,7 +298,7 @@ def _checked(
 
 
 @contextlib.contextmanager
-def opened(path: Path, filesystem: Filesystem) -> Iterator[int]:
+def open_shard_file(path: Path, filesystem: Filesystem) -> Iterator[int]:
     """Open a shard for reading; yields the descriptor. Raises FormatError for anything that is no
     regular file, OSError."""
     try:
@@ -356,7 +356,7 @@ def base_control(
 ) -> ControlPage:
     """The control page of a base, which must have this size if one is given. Raises ImageError,
     OSError."""
-    with opened(path, filesystem) as fd:
+    with open_shard_file(path, filesystem) as fd:
         found = os.fstat(fd).st_size
         if size_bytes not in (None, found):
             raise TornError(f"{found} bytes, not {size_bytes}", path=path)

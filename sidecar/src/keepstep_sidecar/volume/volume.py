@@ -63,7 +63,7 @@ from keepstep_sidecar.volume.files import (
     drive_id,
     fault_point,
     open_shard,
-    probe,
+    probe_engine,
 )
 from keepstep_sidecar.volume.run_file import RunRecord
 from keepstep_sidecar.volume.run_tree import (
@@ -76,10 +76,10 @@ from keepstep_sidecar.volume.run_tree import (
     base_control,
     check_base,
     is_step,
-    opened,
+    open_shard_file,
     read_manifest,
-    strangers,
-    survey,
+    scan_root,
+    stranger_files,
     temporary_name,
 )
 
@@ -189,7 +189,7 @@ class Volume:
             with contextlib.suppress(OSError, ImageError):
                 self.filesystem.hold(root)
                 self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
-                self.record = run_file.load(RunTree(self.root).record, run=run)
+                self.record = run_file.load_run_record(RunTree(self.root).record, run=run)
         else:
             self._take(run, engine)
         self.io_threads = self.engine.threads(io_threads)
@@ -209,9 +209,11 @@ class Volume:
             self._device = self.root.stat().st_dev
             self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
             try:
-                self.record = run_file.load(RunTree(self.root).record, run=run)
+                self.record = run_file.load_run_record(RunTree(self.root).record, run=run)
                 self.engine, self.engine_reason = (
-                    (engine, "as configured") if engine else probe(self.filesystem, self.root)
+                    (engine, "as configured")
+                    if engine
+                    else probe_engine(self.filesystem, self.root)
                 )
             except BaseException:
                 self._ownership.release()
@@ -260,7 +262,7 @@ class Volume:
         lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
             path = self._directories.locate(path)  # inside the try: a dead drive fails here already
-            with opened(path, self.filesystem):  # never a link or a pipe
+            with open_shard_file(path, self.filesystem):  # never a link or a pipe
                 pass
             with open_shard(path, filesystem=self.filesystem, engine=self.engine) as file:
                 yield file
@@ -298,17 +300,17 @@ class Volume:
     def _scan(self) -> VolumeScan:
         with self._directories.lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
-                return survey(self.root, run=self.record.run, filesystem=self.filesystem)
+                return scan_root(self.root, run=self.record.run, filesystem=self.filesystem)
             self._writer.spares.drop()
             self._directories.sweep(keep=self._writer.in_progress)
-            seen = survey(self.root, run=self.record.run, filesystem=self.filesystem)
-            for path in strangers(RunTree(self.root), self.filesystem):
+            seen = scan_root(self.root, run=self.record.run, filesystem=self.filesystem)
+            for path in stranger_files(RunTree(self.root), self.filesystem):
                 warn("volume.foreign_file_found", path=str(path))
             moved = [self.settle(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
             return replace(
-                survey(self.root, run=self.record.run, filesystem=self.filesystem),
+                scan_root(self.root, run=self.record.run, filesystem=self.filesystem),
                 problems=tuple(moved),
             )
 
@@ -380,7 +382,9 @@ class Volume:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
         path = RunTree(self.root).record
         with self._changing(f"cannot write {path}"):
-            self._writer.with_room(lambda: run_file.save(path, record, filesystem=self.filesystem))
+            self._writer.with_room(
+                lambda: run_file.save_run_record(path, record, filesystem=self.filesystem)
+            )
             self.record = record
 
     def is_removed(self) -> bool:
@@ -404,7 +408,9 @@ class Volume:
             self.filesystem.hold(self.root, make=True)
             self._ownership = FileLock(RunTree(self.root).lock)
             former.release()
-            run_file.save(RunTree(self.root).record, self.record, filesystem=self.filesystem)
+            run_file.save_run_record(
+                RunTree(self.root).record, self.record, filesystem=self.filesystem
+            )
             self.failed = ""
             return True
 
@@ -630,7 +636,7 @@ class ImageFileWriter:
         if path is None:
             return None
         try:
-            with opened(path, self._filesystem) as fd:
+            with open_shard_file(path, self._filesystem) as fd:
                 manifest = read_manifest(fd, path, run=self.run)
             check_base(path, manifest.control, self._filesystem)
         except VersionError as error:

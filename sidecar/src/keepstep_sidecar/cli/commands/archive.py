@@ -14,9 +14,9 @@ import click
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
 from keepstep_sidecar.cli import output, run_dir
 from keepstep_sidecar.cli.options import directory_option, json_option, run_option
-from keepstep_sidecar.cli.run_dir import checked_name
+from keepstep_sidecar.cli.run_dir import check_run_name
 from keepstep_sidecar.config.settings import Command, format_duration, format_size
-from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options
+from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, setting_options
 
 if TYPE_CHECKING:
     from keepstep_sidecar.tiers.archive.browse import ArchivedRun
@@ -31,7 +31,7 @@ _WHERE = ("archive", "archive_endpoint", "archive_region")
 def which_archive(command: Command) -> Command:
     """Add the options that name an archive, or a run in DIR whose archive is meant."""
     placed = directory_option(run_option(default="the only one in the archive")(command))
-    return options([setting for setting in SETTINGS if setting.name in _WHERE])(placed)
+    return setting_options([setting for setting in SETTINGS if setting.name in _WHERE])(placed)
 
 
 def _config(
@@ -40,7 +40,7 @@ def _config(
     """The archive that `values` name, and the run if one is named. Raises UsageError."""
     if (archive := archive_of(values)) is not None:
         return archive, run
-    kept = run_dir.find(directory, run)
+    kept = run_dir.find_run(directory, run)
     raise UsageError(
         f"where are the steps of run {kept.run!r} archived? Name the place with --archive, or take"
         f" all settings of its record with --config {kept.record}"
@@ -62,7 +62,7 @@ def _with_archive(
     from keepstep_sidecar.tiers.archive import browse
 
     async def main() -> T:
-        async with browse.opened(config, run and checked_name(run)) as holding:
+        async with browse.open_archived_run(config, run and check_run_name(run)) as holding:
             return await work(holding)
 
     return asyncio.run(main())

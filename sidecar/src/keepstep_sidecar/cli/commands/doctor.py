@@ -32,7 +32,7 @@ from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.settings import format_duration, format_size, size_option
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.memory.slot_allocator import LEAST_SLOTS, SLOTS
-from keepstep_sidecar.memory.slot_directories import advice, free_huge_bytes
+from keepstep_sidecar.memory.slot_directories import free_huge_bytes, huge_pages_advice
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
 from keepstep_sidecar.volume.files import Filesystem, IoEngine, aligned_buffer
@@ -93,14 +93,14 @@ class Need:
 # --- versions --------------------------------------------------------------------------------
 
 
-def versions() -> Iterator[Finding]:
+def check_versions() -> Iterator[Finding]:
     """The versions of Python, torch and both halves of keepstep. torch is not imported."""
     yield Finding("python", Outcome.OK, platform.python_version())
     yield _torch()
-    yield both_halves(keepstep.version.__version__, __version__)
+    yield check_same_version(keepstep.version.__version__, __version__)
 
 
-def both_halves(library: str, sidecar: str) -> Finding:
+def check_same_version(library: str, sidecar: str) -> Finding:
     """Library and sidecar must be of one version."""
     found = f"library {library}, sidecar {sidecar}"
     if library == sidecar:
@@ -124,7 +124,7 @@ def _torch() -> Finding:
 # --- memory ----------------------------------------------------------------------------------
 
 
-def shared_memory(directory: Path, need: Need) -> Finding:
+def check_shared_memory(directory: Path, need: Need) -> Finding:
     """Whether shared memory has room for the slots. Free huge pages count, too."""
     try:
         status = os.statvfs(directory)
@@ -149,7 +149,7 @@ def shared_memory(directory: Path, need: Need) -> Finding:
     return Finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
 
 
-def huge_pages(need: Need) -> Finding:
+def check_huge_pages(need: Need) -> Finding:
     """Whether enough huge pages are free. Slots are on small pages otherwise."""
     free, needed = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
     found = f"{format_size(free)} free"
@@ -160,12 +160,14 @@ def huge_pages(need: Need) -> Finding:
     if free >= needed:
         return Finding("huge pages", Outcome.OK, found)
     change = (
-        advice(needed) if need.memory_bytes is not None else "give --state SIZE to see how many"
+        huge_pages_advice(needed)
+        if need.memory_bytes is not None
+        else "give --state SIZE to see how many"
     )
     return Finding("huge pages", Outcome.SLOW, found, change)
 
 
-def memory_lock(need: Need) -> Finding:
+def check_memory_lock(need: Need) -> Finding:
     """Whether slots can be kept out of swap."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = limit == resource.RLIM_INFINITY
@@ -179,7 +181,7 @@ def memory_lock(need: Need) -> Finding:
     return Finding("memlock", Outcome.SLOW, f"{found}, and this machine swaps", change)
 
 
-def remove_ipc(root: Path, uid: int) -> Finding:
+def check_remove_ipc(root: Path, uid: int) -> Finding:
     """Whether systemd removes the run's shared memory when user `uid` logs out (logind.conf(5),
     loginctl(1)). `root`: the root of the machine's file system."""
     name = "RemoveIPC"
@@ -220,7 +222,7 @@ def _logind_removes(root: Path) -> bool:
 # --- drives ----------------------------------------------------------------------------------
 
 
-def drive(
+def check_drive(
     directory: Path, need: Need, *, volumes: int, probe_bytes: int, clock: Callable[[], float]
 ) -> Iterator[Finding]:
     """Check space, O_DIRECT and speed of one volume. A file of at most `probe_bytes` is written,
@@ -229,7 +231,7 @@ def drive(
     filesystem = Filesystem()
     try:
         free, total = filesystem.free_bytes(place), filesystem.size_bytes(place)
-        engine, why = files.probe(filesystem, place)
+        engine, why = files.probe_engine(filesystem, place)
     except OSError as error:
         change = "choose another directory, or make it writable for this user"
         yield Finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
@@ -263,7 +265,7 @@ def _speed(
 ) -> Finding:
     name = f"speed {directory}"
     try:
-        written, read = measure(place, engine, probe_bytes, clock)
+        written, read = measure_drive(place, engine, probe_bytes, clock)
     except OSError as error:
         change = "look at the drive (dmesg), or choose another one"
         return Finding(name, Outcome.MISSING, error.strerror or str(error), change)
@@ -277,7 +279,7 @@ def _speed(
     return Finding(name, Outcome.OK, found)
 
 
-def measure(
+def measure_drive(
     place: Path, engine: IoEngine, size_bytes: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[float, float]:
     """Bytes per second written (and flushed), and read. Like a volume, it moves whole chunks, on
@@ -360,13 +362,13 @@ def doctor(
 
 
 def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterator[Finding]:
-    yield from versions()
-    yield shared_memory(run_dir.SHARED_MEMORY, need)
-    yield huge_pages(need)
-    yield memory_lock(need)
-    yield remove_ipc(Path("/"), os.getuid())
+    yield from check_versions()
+    yield check_shared_memory(run_dir.SHARED_MEMORY, need)
+    yield check_huge_pages(need)
+    yield check_memory_lock(need)
+    yield check_remove_ipc(Path("/"), os.getuid())
     for volume in volumes:
-        yield from drive(
+        yield from check_drive(
             volume,
             need,
             volumes=len(volumes),

@@ -15,13 +15,13 @@ import click
 from click.core import ParameterSource
 
 from keepstep.errors import RestoreError, StorageError, UsageError, few
-from keepstep.steps import Epoch, StepId, named
+from keepstep.steps import Epoch, StepId, steps_named
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.commands.archive import archive_of
 from keepstep_sidecar.cli.options import directory_option, json_option, run_option
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_size, size_option
-from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, options, split
+from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, setting_options, split_address
 
 if TYPE_CHECKING:
     from keepstep.export import Exported
@@ -36,7 +36,7 @@ _ELSEWHERE = ("archive", "archive_endpoint", "archive_region", "secret_file")
 
 
 @click.command()
-@options([setting for setting in SETTINGS if setting.name in _ELSEWHERE])
+@setting_options([setting for setting in SETTINGS if setting.name in _ELSEWHERE])
 @directory_option
 @run_option(default="the only one in DIR, or in the archive")
 @json_option
@@ -145,22 +145,22 @@ def _library() -> Any:
 
 def _print(step_id: StepId, exported: Exported, dtype: str | None) -> None:
     files = "1 file" if len(exported.files) == 1 else f"{len(exported.files)} files"
-    output.echo(
+    output.print_line(
         f"{exported.path}: step {step_id}, {exported.tensors} tensors, {files},"
         f" {format_size(exported.bytes)}" + (f", as {dtype}" if dtype else "")
     )
     if exported.files == ("adapter_model.safetensors",):
-        output.echo(
+        output.print_line(
             "PEFT also reads adapter_config.json there: model.peft_config['default']"
             ".save_pretrained(DIR) in the script writes it"
         )
     if exported.tied:
         names = few([f"{name} (is {first})" for name, first in exported.tied.items()], 4)
-        output.echo(f"tied, written once: {names}")
+        output.print_line(f"tied, written once: {names}")
     if exported.left_out:
-        output.echo(f"left out, no tensors: {few(exported.left_out, 4)}")
+        output.print_line(f"left out, no tensors: {few(exported.left_out, 4)}")
     if exported.own:
-        output.echo(
+        output.print_line(
             "warning: ranks have values of their own, the lowest rank's are written, which are not"
             f" the whole model's where they are slices: {few(exported.own, 4)}",
             err=True,
@@ -194,7 +194,7 @@ class _Step:
         with contextlib.ExitStack() as stack:
 
             def enter(source: ShardSource) -> OpenSource:
-                return stack.enter_context(verified_chunks.opened(source, cancel))
+                return stack.enter_context(verified_chunks.open_verified(source, cancel))
 
             try:
                 bases = [source.beside for source in self.sources if source.beside is not None]
@@ -255,17 +255,17 @@ async def _with_step(
     from keepstep_sidecar.tiers import verified_chunks
 
     async def finish(step: _Step) -> tuple[StepId, Exported]:
-        return step.id, await verified_chunks.run(None, functools.partial(work, step))
+        return step.id, await verified_chunks.run_cancellable(None, functools.partial(work, step))
 
     archive = archive_of(values)
     if archive is not None and archive_alone:
         return await _from_archive(archive, run, word, {}, finish)
-    kept = run_dir.find(directory, run)
+    kept = run_dir.find_run(directory, run)
     held = await asyncio.to_thread(_on_volumes, kept)
-    epochs = await asyncio.to_thread(inventory.epochs, kept)
+    epochs = await asyncio.to_thread(inventory.recorded_epochs, kept)
     silent: tuple[str, ...] = ()
     # A restore passes over them, because the script failed by itself twice after one of them.
-    known = (await asyncio.to_thread(inventory.read, kept)).steps
+    known = (await asyncio.to_thread(inventory.read_holdings, kept)).steps
     suspects = frozenset(status.id for status in known if status.suspect)
     step_id = _committed(held, epochs, word, suspects)
     if peers and (step_id is None or word == _NEWEST):
@@ -273,9 +273,9 @@ async def _with_step(
         step_id = _committed(held, epochs, word, suspects)
     if step_id is not None:
         for doubt in _doubts(step_id, epochs, suspects):
-            output.echo(f"warning: step {step_id} {doubt}", err=True)
+            output.print_line(f"warning: step {step_id} {doubt}", err=True)
         if silent:
-            output.echo(f"warning: not in reach: {'; '.join(silent)}", err=True)
+            output.print_line(f"warning: not in reach: {'; '.join(silent)}", err=True)
         sources = tuple(held[step_id][rank] for rank in sorted(held[step_id]))
         return await finish(_Step(run=kept.run, id=step_id, sources=sources))
     if archive is None:
@@ -297,7 +297,7 @@ async def _from_archive(
     """Export a step of the archive. The archive is not read for shards in `held`."""
     from keepstep_sidecar.tiers.archive import browse
 
-    async with browse.opened(config, run) as holding:
+    async with browse.open_archived_run(config, run) as holding:
         step = await _archived(holding, word)
         near = held.get(step.id, {})
         sources = tuple(
@@ -322,9 +322,9 @@ async def _archived(holding: ArchivedRun, word: str) -> ArchivedStep:
 
 
 def _dead(step_id: StepId, epochs: Sequence[Epoch]) -> bool:
-    from keepstep.core.commit_rule import StepStanding, trace
+    from keepstep.core.commit_rule import StepStanding, trace_lineage
 
-    lineage = trace({epoch.id: epoch for epoch in epochs}, seen={step_id.epoch})
+    lineage = trace_lineage({epoch.id: epoch for epoch in epochs}, seen={step_id.epoch})
     return lineage.standing(step_id) is StepStanding.DEAD
 
 
@@ -333,7 +333,7 @@ def _on_volumes(kept: RunDir) -> _Held:
     from keepstep_sidecar.tiers.source import file_source
 
     held: _Held = {}
-    for shard in (*inventory.survey(kept)[0], *inventory.copies(kept)):
+    for shard in (*inventory.survey_volumes(kept)[0], *inventory.copies_on_volumes(kept)):
         source = file_source(shard, run=kept.run)
         held.setdefault(shard.step_id, {}).setdefault(shard.rank, source)
     return held
@@ -348,7 +348,7 @@ async def _add_peers(
     from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
 
     for address in peers:
-        split(address)
+        split_address(address)
     credentials = SecretCredentials(read_secret(secret), kept.run, kept.config.node_rank)
     found, silent = await client.list_peer(peers, credentials, run=kept.run)
     for source in found:
@@ -382,13 +382,13 @@ def _committed(
     if word == _NEWEST:
         alive = [step_id for step_id in whole if not _dead(step_id, epochs)]
         return max([step_id for step_id in alive if step_id not in suspects] or alive, default=None)
-    return inventory.only(word, whole)
+    return inventory.choose_step(word, whole)
 
 
 def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> UsageError:
     """The error for a step that is not whole: what is missing of it, and what to do."""
     away = f"; away: {'; '.join(silent)}" if silent else ""
-    for step_id in named(word, held):
+    for step_id in steps_named(word, held):
         world = next(iter(held[step_id].values())).shard.world
         missing = [str(rank) for rank in range(world) if rank not in held[step_id]]
         return UsageError(

@@ -24,8 +24,8 @@ from keepstep_sidecar.cli import (
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir, make_home
 from keepstep_sidecar.cli.slurm import nodes_of_step
-from keepstep_sidecar.config.settings import parse_size, parsed
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, options
+from keepstep_sidecar.config.settings import parse_size, parsing_callback
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, setting_options
 
 _FOR_RUN: Final = [setting for setting in SETTINGS if setting.for_run]
 _NAME: Final = "stem of the first *.py in COMMAND"
@@ -43,7 +43,7 @@ one starts the sidecar and the others wait."""
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @directory_option
-@options(_FOR_RUN, run=_NAME, volumes="DIR", linger="15m")
+@setting_options(_FOR_RUN, run=_NAME, volumes="DIR", linger="15m")
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
@@ -71,7 +71,7 @@ one starts the sidecar and the others wait."""
     metavar="SIZE",
     default="4Gi",
     show_default=True,
-    callback=parsed(parse_size),
+    callback=parsing_callback(parse_size),
     help="Keep what torch.compile and Triton compile in DIR/RUN for the next start; caches of more"
     " than SIZE start empty. 0: keep none.",
 )
@@ -110,16 +110,16 @@ def run(
     program = _program(command[0])
     kept = _kept(directory, values, command)
     if launcher.free_removed(kept, orphans=True):
-        note(messages.freed_removed(kept))
+        note(messages.freed_memory_text(kept))
     make_home(kept)
-    with launcher.supervising(kept):
+    with launcher.hold_supervision(kept):
         launcher.require_idle(kept, timeout_s=_DYING_S)
         supervisor = Supervisor(
             kept,
             path=program,
             command=command,
             restarts=restarts,
-            adopted=launcher.adopt(kept),
+            adopted=launcher.adopt_sidecar(kept),
             starter=CommandStarter(program, command, preload, note) if warm else None,
             variables=_compile_cache(kept, compile_cache_bytes, note),
         )
@@ -129,7 +129,7 @@ def run(
 def _compile_cache(kept: RunDir, limit_bytes: int, report: Callable[[str], None]) -> dict[str, str]:
     """The variables for COMMAND; none, and a line that says why, if no caches can be kept."""
     try:
-        return compile_caches.variables(kept, os.environ, limit_bytes=limit_bytes)
+        return compile_caches.cache_variables(kept, os.environ, limit_bytes=limit_bytes)
     except (OSError, StorageError) as error:
         report(f"the compile cache is not kept for the next start: {error}")
         return {}
@@ -164,7 +164,7 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
     if config.rollback_request is None:
         return kept
     # the rollback has happened once an epoch newer than this began from its step; forks need none
-    newest = max((epoch.id.number for epoch in inventory.epochs(kept)), default=0)
+    newest = max((epoch.id.number for epoch in inventory.recorded_epochs(kept)), default=0)
     return RunDir.of(directory, name, **given, restore_since=newest)
 
 
@@ -182,7 +182,7 @@ def _secret_id(config: Config) -> dict[str, str]:
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @directory_option
-@options(_FOR_RUN, run=_NAME, volumes="DIR", linger="5m")
+@setting_options(_FOR_RUN, run=_NAME, volumes="DIR", linger="5m")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND...]")
 def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> None:
     """Start the sidecar of a run in the background, if it is not there, and print its socket.
@@ -207,20 +207,20 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
     kept = RunDir.of(directory, name, **given, **_secret_id(kept.config))
     # without a sidecar, a trainer may still live: this command then brings the sidecar back
     if launcher.free_removed(kept, orphans=False):
-        output.echo(messages.freed_removed(kept), err=True)
+        output.print_line(messages.freed_memory_text(kept), err=True)
     make_home(kept)
-    with launcher.supervising(kept, timeout_s=_START_S):
+    with launcher.hold_supervision(kept, timeout_s=_START_S):
         launcher.require_idle_or_same(kept)
-        if launcher.adopt(kept) is None and (end := _start(kept)) is not None:
+        if launcher.adopt_sidecar(kept) is None and (end := _start(kept)) is not None:
             raise SidecarError(f"the sidecar does not start; {end}", code="absent")
-    output.echo(str(kept.socket))
+    output.print_line(str(kept.socket))
 
 
 def _start(kept: RunDir) -> str | None:
     """Start the run's sidecar, and wait until it answers. Returns the end of its log if it does
     not."""
-    process = Process.of(launcher.launch(kept))
-    if launcher.wait_up(kept, process):
+    process = Process.of(launcher.launch_sidecar(kept))
+    if launcher.wait_for_sidecar(kept, process):
         return None
     return f"the end of {kept.log}:\n{launcher.log_tail(kept.log)}"
 
@@ -244,25 +244,27 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
     """
     for removed in run_dir.removed_runs(directory, run):
         if launcher.free_removed(removed, orphans=True):
-            output.echo(f"run {removed.run!r}: its directory was removed; its memory is freed now")
+            output.print_line(
+                f"run {removed.run!r}: its directory was removed; its memory is freed now"
+            )
             return
-    kept = run_dir.find(directory, run)
-    with launcher.supervising(kept):
+    kept = run_dir.find_run(directory, run)
+    with launcher.hold_supervision(kept):
         stopped = _stop(kept)
-    if launcher.slots_left(kept):
+    if launcher.has_slots_left(kept):
         raise StorageError(
             f"run {kept.run!r} stopped, but no volume accepted its newest steps: they"
             f" stay in {kept.memory}. The end of {kept.log} shows the reason; fix it, then run"
             " `keepstep stop` again, or delete that directory to give them up"
         )
-    step = inventory.read(kept).committed
+    step = inventory.read_holdings(kept).committed
     if as_json:
-        committed = inventory.document(step)
+        committed = inventory.step_document(step)
         output.print_json({"run": kept.run, "stopped": stopped, "committed": committed})
         return
     what = "stopped" if stopped else "was not running"
     left = "nothing is committed" if step is None else f"step {step.id.step} is in {step.path}"
-    output.echo(f"run {kept.run!r} {what}; {left}")
+    output.print_line(f"run {kept.run!r} {what}; {left}")
 
 
 def _stop(kept: RunDir) -> bool:
@@ -272,17 +274,17 @@ def _stop(kept: RunDir) -> bool:
     steps. Raises UsageError while the run is training, SidecarError.
     """
     launcher.require_idle(kept)
-    live = calls.status(kept.socket)
+    live = calls.ask_status(kept.socket)
     for tier, status in live.tiers.items() if live is not None else ():
         if status.backlog:
-            output.echo(messages.waits_for(tier, status), err=True)
-    if launcher.end(kept):
+            output.print_line(messages.backlog_text(tier, status), err=True)
+    if launcher.end_sidecar(kept):
         return True
-    if not launcher.slots_left(kept):
+    if not launcher.has_slots_left(kept):
         return False
     if (end := _start(kept)) is not None:
         raise SidecarError(
             f"slots are left in {kept.memory}, but no sidecar starts to save them; delete that"
             f" directory to give them up; {end}"
         )
-    return launcher.end(kept)
+    return launcher.end_sidecar(kept)

@@ -18,7 +18,7 @@ from keepstep.steps import Tier
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.inventory import RunHoldings
-from keepstep_sidecar.cli.messages import badput, every, share
+from keepstep_sidecar.cli.messages import badput_text, goodput_text, interval_text
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration, format_size
@@ -46,13 +46,13 @@ def status(directory: Path, run: str | None, as_json: bool, watch: bool) -> None
       keepstep status --watch
       keepstep status --dir /scratch/ckpt --run train --json
     """
-    kept = run_dir.seen(directory, run)
+    kept = run_dir.find_run_to_read(directory, run)
     show = _print_json if as_json else _print
     if not watch:
-        show(kept, inventory.read(kept))
+        show(kept, inventory.read_holdings(kept))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(functools.partial(run_dir.seen, directory, kept.run), show)
+        _watch(functools.partial(run_dir.find_run_to_read, directory, kept.run), show)
 
 
 def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, RunHoldings], None]) -> None:
@@ -62,10 +62,10 @@ def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, RunHoldings], Non
     while True:
         try:
             kept = find()
-            held = inventory.read(kept)
+            held = inventory.read_holdings(kept)
             state, print_block = _without_times(held), functools.partial(show, kept, held)
         except KeepstepError as error:
-            state, print_block = str(error), functools.partial(output.echo, f"error: {error}")
+            state, print_block = str(error), functools.partial(output.print_line, f"error: {error}")
         if sys.stdout.isatty():
             click.clear()
             print_block()
@@ -93,13 +93,13 @@ def _without_times(held: RunHoldings) -> object:
 
 
 def _print_json(kept: RunDir, held: RunHoldings) -> None:
-    goodput = inventory.goodput(kept, held)
+    goodput = inventory.run_goodput(kept, held)
     shown = ("ratio", "wall_s", "seconds", "steps", "interruptions")
     document = {
         "run": kept.run,
         "running": held.live is not None,
-        "committed": inventory.document(held.committed),
-        "newest": inventory.document(held.newest),
+        "committed": inventory.step_document(held.committed),
+        "newest": inventory.step_document(held.newest),
         "socket": kept.socket,
         "log": kept.log,
         "volumes": kept.roots,
@@ -132,7 +132,7 @@ def _facts(kept: RunDir, held: RunHoldings) -> list[tuple[str, str]]:
     if live is not None:
         newest = held.newest
         none = "no step that all ranks hold"
-        facts.append(("newest", none if newest is None else inventory.named(newest)))
+        facts.append(("newest", none if newest is None else inventory.step_text(newest)))
         facts.append(("persist", _persist(live, auto=kept.config.persist_every is None)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
         facts.append(("memory", f"{kept.memory} (pinned: {live.locked})"))
@@ -141,7 +141,7 @@ def _facts(kept: RunDir, held: RunHoldings) -> list[tuple[str, str]]:
         facts += [
             ("vote", f"rank {rank.rank} waits: {rank.waits}") for rank in live.ranks if rank.waits
         ]
-    facts += [("goodput", text) for text in _goodput(inventory.goodput(kept, held))]
+    facts += [("goodput", text) for text in _goodput(inventory.run_goodput(kept, held))]
     facts += [("volume", text) for text in _volumes(kept, live)]
     if kept.log.exists():  # a pod's sidecar writes to stderr
         facts.append(("log", str(kept.log)))
@@ -152,11 +152,11 @@ def _goodput(found: Goodput | None) -> list[str]:
     """The goodput of all lives of the run here, and where the rest of the time went."""
     if found is None:
         return []
-    lost = badput(found)
+    lost = badput_text(found)
     times = {0: "", 1: "; interrupted once"}.get(
         found.interruptions, f"; interrupted {found.interruptions} times"
     )
-    return [f"{share(found)} were steps that count{times}{lost and f'; lost: {lost}'}"]
+    return [f"{goodput_text(found)} were steps that count{times}{lost and f'; lost: {lost}'}"]
 
 
 def _restart(live: Status) -> list[str]:
@@ -189,7 +189,7 @@ def _committed(held: RunHoldings) -> str:
     ago = ""
     if live is not None and live.committed_at is not None:
         ago = f", {_age(live.committed_at)} ago"
-    return f"{inventory.named(step)}{ago}, {step.path}"
+    return f"{inventory.step_text(step)}{ago}, {step.path}"
 
 
 _LIMITS = {
@@ -204,7 +204,7 @@ _LIMITS = {
 
 def _persist(live: Status, *, auto: bool) -> str:
     """How often a step is made durable, why, and the measurements behind that."""
-    often = every(live.persist_every)
+    often = interval_text(live.persist_every)
     interval, measured = live.persist_interval, live.persist_measured
     if not auto or interval is None or measured is None:
         return f"{often} ({'too early to choose' if auto else 'as asked for'})"
@@ -212,7 +212,7 @@ def _persist(live: Status, *, auto: bool) -> str:
     if live.persist_every > interval.steps:
         why = "the drive does not keep up"
     elif live.persist_every < interval.steps:
-        often += f", soon {every(interval.steps)}"
+        often += f", soon {interval_text(interval.steps)}"
     lost = "" if measured.stall_s is None else f"{measured.stall_s:.3g} s"
     mean = f", one in {format_duration(measured.mtbf_s)}" if measured.mtbf_s else ""
     facts = [

@@ -35,10 +35,10 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
       keepstep steps
       keepstep steps --json | jq -r '.steps[] | select(.committed) | .path'
     """
-    kept = run_dir.seen(directory, run)
-    held = inventory.read(kept)
+    kept = run_dir.find_run_to_read(directory, run)
+    held = inventory.read_holdings(kept)
     if as_json:
-        shown = list(map(inventory.document, held.steps))
+        shown = list(map(inventory.step_document, held.steps))
         output.print_json({"run": kept.run, "steps": shown})
         return
     there = {tier for step in held.steps for tier in step.ranks}.difference(IN_POD)
@@ -84,7 +84,7 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
       keepstep verify
       keepstep verify 1200
     """
-    kept = run_dir.seen(directory, run)
+    kept = run_dir.find_run_to_read(directory, run)
     began = time.monotonic()
     selected, problems = _selected(kept, word)
     shards = [*selected, *_bases(selected)]
@@ -115,7 +115,7 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
         return
     named = f"{len(steps)} steps" if len(steps) != 1 else f"step {steps[0].step}"
     files = f"{len(shards)} shards" if len(shards) != 1 else "1 shard"
-    output.echo(
+    output.print_line(
         f"{named}, {files}, {format_size(total)}: every digest is right"
         f" ({format_duration(seconds)})"
     )
@@ -126,8 +126,8 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
 
     Raises UsageError if there is nothing to verify.
     """
-    shards, problems = inventory.survey(kept)
-    steps = inventory.of_shards(shards, ())
+    shards, problems = inventory.survey_volumes(kept)
+    steps = inventory.statuses_of_shards(shards, ())
     refused = [problem for problem in problems if not isinstance(problem.error, VersionError)]
     if word is None:
         names = {str(step.id) for step in steps if step.committed}
@@ -136,7 +136,7 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
         bad = any(refusal.path.parent.name == word for refusal in refused)
         names = {
             word,
-            *(str(status.id) for status in (() if bad else inventory.chosen(steps, (word,)))),
+            *(str(status.id) for status in (() if bad else inventory.choose_steps(steps, (word,)))),
         }
         refused = [refusal for refusal in refused if refusal.path.parent.name in names]
     if not names and not refused:
@@ -168,10 +168,10 @@ def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: st
 
     with (
         contextlib.suppress(ShardGone),
-        verified_chunks.opened(file_source(shard, run=run)) as opened,
+        verified_chunks.open_verified(file_source(shard, run=run)) as opened,
     ):
         chunks = opened.manifest.chunks
-        verified_chunks.each(opened, chunks, lambda _, data: on_bytes(len(data)))
+        verified_chunks.for_each_verified(opened, chunks, lambda _, data: on_bytes(len(data)))
 
 
 # --- rm --------------------------------------------------------------------------------------
@@ -198,16 +198,16 @@ def rm(
     """
     from keepstep_sidecar.volume.volume import Volume
 
-    kept = run_dir.find(directory, run)
+    kept = run_dir.find_run(directory, run)
     where = ", ".join(map(str, kept.roots))
-    with launcher.supervising(kept):
-        held = inventory.read(kept)
+    with launcher.hold_supervision(kept):
+        held = inventory.read_holdings(kept)
         if held.live is not None:
             raise UsageError(
                 f"the sidecar of run {kept.run!r} (pid {held.live.pid}) owns its steps; end it"
                 " first with `keepstep stop`"
             )
-        doomed = inventory.chosen(held.steps, words)
+        doomed = inventory.choose_steps(held.steps, words)
         committed = {step.id for step in held.steps if step.committed and not step.dead}
         lost = committed & {step.id for step in doomed}
         if lost and lost == committed and not force:
@@ -216,10 +216,12 @@ def rm(
                 " pass --force to delete it all the same"
             )
         if not yes:
-            output.echo(f"run {kept.run!r} in {where}:", err=True)
+            output.print_line(f"run {kept.run!r} in {where}:", err=True)
             for step in doomed:
                 state = "dead" if step.dead else "committed" if step.committed else "not committed"
-                output.echo(f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True)
+                output.print_line(
+                    f"{step.id}  {format_size(step.bytes)}  {state}  {step.path}", err=True
+                )
             click.confirm("Delete?", abort=True, err=True)
         with contextlib.ExitStack() as stack:
             volumes = [
@@ -231,12 +233,12 @@ def rm(
                 volume.retire(step.id, reuse=False) for step in doomed for volume in volumes
             )
         if {status.id for status in doomed} == {step.id for step in held.steps}:
-            compile_caches.remove(kept)
+            compile_caches.remove_caches(kept)
     if as_json:
         output.print_json({"removed": [step.id for step in doomed], "freed_bytes": freed_bytes})
     else:
         names = ", ".join(str(status.id) for status in doomed)
-        output.echo(f"removed {names} from {where}: {format_size(freed_bytes)}")
+        output.print_line(f"removed {names} from {where}: {format_size(freed_bytes)}")
 
 
 # --- pin and unpin ---------------------------------------------------------------------------
@@ -274,12 +276,12 @@ def unpin(directory: Path, run: str | None, as_json: bool, word: str) -> None:
 
 
 def _pin(directory: Path, run: str | None, word: str, *, as_json: bool, pinned: bool) -> None:
-    kept = run_dir.find(directory, run)
-    (step,) = inventory.chosen(inventory.read(kept).steps, (word,))
-    answer = calls.pin(kept.socket, step.id, pinned=pinned)
+    kept = run_dir.find_run(directory, run)
+    (step,) = inventory.choose_steps(inventory.read_holdings(kept).steps, (word,))
+    answer = calls.ask_pin(kept.socket, step.id, pinned=pinned)
     if answer is None:
         raise UsageError(f"run {kept.run!r} has no sidecar now; pin its steps while it runs")
     if as_json:
         output.print_json({"pinned": list(answer.steps)})
     else:
-        output.echo(f"pinned: {', '.join(map(str, answer.steps)) or 'no step'}")
+        output.print_line(f"pinned: {', '.join(map(str, answer.steps)) or 'no step'}")

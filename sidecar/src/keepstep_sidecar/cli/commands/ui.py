@@ -42,22 +42,22 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 async def _serve(directory: Path, *, port: int, browser: bool) -> None:
     from keepstep_sidecar.cli import run_pages
-    from keepstep_sidecar.ui.server import PageAccess, listen, serving
+    from keepstep_sidecar.ui.server import PageAccess, listen_on_loopback, serve_page
 
-    access, listening = PageAccess("keepstep ui"), listen(port)
+    access, listening = PageAccess("keepstep ui"), listen_on_loopback(port)
     port = listening.getsockname()[1]
-    async with serving(
+    async with serve_page(
         listening,
         access,
         place=str(directory),
         names=lambda: run_dir.runs_in(directory),
-        read=run_pages.reader(directory),
+        read=run_pages.run_page_reader(directory),
         text=output.printable,
     ):
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        output.echo(f"runs in {directory}: {access.url(port)}\n(Ctrl-C ends it)")
+        output.print_line(f"runs in {directory}: {access.url(port)}\n(Ctrl-C ends it)")
         # without a display it would be a text browser, in the terminal that shows the URL
         display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         with opened(access.url(port)) if browser and display else contextlib.nullcontext():

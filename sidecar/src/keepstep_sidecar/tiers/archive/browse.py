@@ -12,11 +12,17 @@ from pathlib import Path
 
 from keepstep.directory import OpenDirectory
 from keepstep.errors import ImageError, RestoreError, StorageError, UsageError
-from keepstep.steps import named
+from keepstep.steps import steps_named
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive.archive_source import ArchiveSource
-from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey, Surveyor, remotes, source
+from keepstep_sidecar.tiers.archive.index import (
+    ArchivedStep,
+    Survey,
+    Surveyor,
+    archive_source_of,
+    remote_shards,
+)
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy, part_name
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
@@ -38,7 +44,7 @@ class ArchivedRun:
 
     def shards(self, step: ArchivedStep) -> tuple[RemoteShard, ...]:
         """The shards of a complete step."""
-        return remotes(step, run=self.run)
+        return remote_shards(step, run=self.run)
 
     async def chosen(self, word: str | None, *, sound: bool) -> tuple[ArchivedStep, ...]:
         """Steps by number or by full name. Without a word, all that have a record.
@@ -49,7 +55,7 @@ class ArchivedRun:
         if survey.conflict and sound:
             raise RestoreError(survey.conflict)
         whole = [step for step in survey.steps if not step.partial]
-        meant = named(word, [step.id for step in whole]) if word is not None else ()
+        meant = steps_named(word, [step.id for step in whole]) if word is not None else ()
         found = tuple(step for step in whole if word is None or step.id in meant)
         place = f"{self.store.where}/{self.run}"
         if not found:
@@ -69,12 +75,14 @@ class ArchivedRun:
 
             def work(cancel: ReadCancellation, at: ShardSource = at) -> None:
                 """Verify every byte, with memory for a few chunks."""
-                with verified_chunks.opened(at, cancel) as opened:
+                with verified_chunks.open_verified(at, cancel) as opened:
                     chunks = opened.manifest.chunks
-                    verified_chunks.each(opened, chunks, lambda _, data: on_chunk(len(data)))
+                    verified_chunks.for_each_verified(
+                        opened, chunks, lambda _, data: on_chunk(len(data))
+                    )
 
             try:
-                await verified_chunks.run(None, work)
+                await verified_chunks.run_cancellable(None, work)
             except ImageError as error:
                 faults.append(str(error))
         return faults
@@ -86,11 +94,11 @@ class ArchivedRun:
                 yield at.beside
 
     def source(self, shard: RemoteShard) -> ArchiveSource:
-        return source(self.store, shard, run=self.run)
+        return archive_source_of(self.store, shard, run=self.run)
 
 
 @asynccontextmanager
-async def opened(config: ArchiveConfig, run: str | None) -> AsyncIterator[ArchivedRun]:
+async def open_archived_run(config: ArchiveConfig, run: str | None) -> AsyncIterator[ArchivedRun]:
     """The named run, or the archive's only run. Raises UsageError, StorageError."""
     store = open_store(config)
     try:
@@ -149,7 +157,7 @@ async def _pull(
     filesystem.hold(directory)
 
     def work(cancel: ReadCancellation) -> None:
-        with verified_chunks.opened(at, cancel) as opened:
+        with verified_chunks.open_verified(at, cancel) as opened:
             if filesystem.lstat(path) is not None:  # its bytes are not trusted because of its name
                 filesystem.rename(path, path.with_name(part_name(path.name)))
             copy = IncomingCopy(
@@ -166,10 +174,10 @@ async def _pull(
                 for chunk in set(opened.manifest.chunks).difference(missing):
                     begin, end = opened.manifest.bounds(chunk)
                     on_chunk(end - begin)
-                verified_chunks.each(opened, missing, write, threads=at.streams)
+                verified_chunks.for_each_verified(opened, missing, write, threads=at.streams)
                 copy.seal()
 
-    await verified_chunks.run(None, work)
+    await verified_chunks.run_cancellable(None, work)
 
 
 def _finish(place: OpenDirectory, directory: OpenDirectory, name: str) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from keepstep.directory import NoFileError, OpenDirectory
 from keepstep.errors import FormatError, NoSpaceError, StorageError
-from keepstep_sidecar.concurrency import blocking, detached
+from keepstep_sidecar.concurrency import run_blocking, run_detached
 from keepstep_sidecar.tiers.archive.store import StoredObject
 from keepstep_sidecar.volume.files import FULL, DurableFile, Filesystem, forget_cache
 
@@ -221,12 +221,12 @@ class DirectoryStore:
 
     async def _do(self, work: Callable[[], T]) -> T:
         """Run `work` on a thread."""
-        return await self._named(blocking(self._threads, work))
+        return await self._named(run_blocking(self._threads, work))
 
     async def _attempt(self, work: Callable[[], T]) -> T:
         """Run `work`, which changes nothing, on a thread. A sidecar that ends does not wait for it:
         a server that is away, or a directory without end, may take for ever."""
-        return await self._named(detached(work, "keepstep-archive-look"))
+        return await self._named(run_detached(work, "keepstep-archive-look"))
 
     async def _named(self, work: Awaitable[T]) -> T:
         """An OSError becomes a StorageError that names the archive."""

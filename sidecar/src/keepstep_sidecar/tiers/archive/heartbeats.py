@@ -35,7 +35,7 @@ objects refuse clocks that differ by more."""
 _MOST_BYTES = 4096
 
 
-def found(names: Mapping[str, StoredObject]) -> dict[EpochId, StoredObject]:
+def find_heartbeats(names: Mapping[str, StoredObject]) -> dict[EpochId, StoredObject]:
     """The lives among the objects of that directory."""
     lives = dict[EpochId, StoredObject]()
     for name, stored in names.items():
@@ -125,8 +125,8 @@ class RunHeartbeats:
         data = bytearray(min(stored.bytes, _MOST_BYTES))
         try:
             await self.store.read(stored.name, 0, memoryview(data))
-            fields = strictjson.mapping(json.loads(data), "life")
-            host = strictjson.text(fields.get("host"), "host")
+            fields = strictjson.as_mapping(json.loads(data), "life")
+            host = strictjson.as_text(fields.get("host"), "host")
         except (KeepstepError, ValueError, RecursionError):
             return ""
         return f" on {host[:64]}" if host.isprintable() and host else ""

@@ -18,12 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from keepstep.core.commit_rule import StepStanding, trace
-from keepstep.core.retention import Retention, left_behind, retired
+from keepstep.core.commit_rule import StepStanding, trace_lineage
+from keepstep.core.retention import Retention, steps_to_retire, unneeded_steps
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merged
-from keepstep_sidecar.concurrency import blocking, gather_limited
+from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merge_epochs
+from keepstep_sidecar.concurrency import gather_limited, run_blocking
 from keepstep_sidecar.tiers.archive import heartbeats
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.archive_source import IN_FLIGHT, ArchiveSource, ShardObject
@@ -106,7 +106,7 @@ class Survey:
     def epochs(self) -> tuple[Epoch, ...]:
         """All epochs in the records, oldest first."""
         records = (step.record for step in self.steps if step.record)
-        return merged(epoch for record in records for epoch in record.epochs)
+        return merge_epochs(epoch for record in records for epoch in record.epochs)
 
     @property
     def origin(self) -> str:
@@ -123,7 +123,7 @@ def step_prefix(run: str, step_id: StepId) -> str:
     return f"{run}/{step_id}"
 
 
-def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
+def remote_shards(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
     """The shards of a complete step."""
     record = step.record
     assert record is not None
@@ -148,13 +148,13 @@ def remotes(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
     return tuple(map(remote, record.shards))
 
 
-def whole(shard: Shard, stored: StoredObject) -> RemoteShard:
+def whole_shard(shard: Shard, stored: StoredObject) -> RemoteShard:
     """A shard whose object contains all of it."""
     place = ShardObject(name=stored.name, stored_bytes=stored.bytes)
     return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
 
 
-def inventory(
+def inventory_of(
     complete: Sequence[ArchivedStep],
     *,
     run: str,
@@ -165,14 +165,14 @@ def inventory(
     nothing = Answer.UNKNOWN if reason else Answer.NONE
     return Inventory(
         answer=Answer.STEPS if complete else nothing,
-        shards=tuple(shard for step in complete for shard in remotes(step, run=run)),
+        shards=tuple(shard for step in complete for shard in remote_shards(step, run=run)),
         epochs=epochs,
         complete=frozenset(step.id for step in complete),
         reason=reason,
     )
 
 
-def source(
+def archive_source_of(
     store: Store,
     shard: RemoteShard,
     *,
@@ -184,13 +184,15 @@ def source(
     place: ShardObject = shard.key
     beside = None
     if isinstance(shard.base, RemoteShard):
-        beside = source(store, shard.base, run=run, adopted_by=adopted_by, received=received)
+        beside = archive_source_of(
+            store, shard.base, run=run, adopted_by=adopted_by, received=received
+        )
     return ArchiveSource(
         shard=shard,
         where=f"{store.where}/{place.name}",
         run=run,
         place=place,
-        rest=None if place.rest is None else source(store, place.rest, run=run),
+        rest=None if place.rest is None else archive_source_of(store, place.rest, run=run),
         beside=beside,
         store=store,
         loop=asyncio.get_running_loop(),
@@ -239,7 +241,7 @@ class Surveyor:
             self._judge(step_id, files, found) for step_id, files in sorted(by_step.items())
         )
         conflict = self._conflict(steps, own)
-        return Survey(steps=steps, conflict=conflict, lives=heartbeats.found(of_lives))
+        return Survey(steps=steps, conflict=conflict, lives=heartbeats.find_heartbeats(of_lives))
 
     async def _read(self, stored: StoredObject, total_bytes: int) -> tuple[_Key, _Found]:
         """The record of a step. `total_bytes`: of it and the records of all newer steps."""
@@ -255,7 +257,7 @@ class Surveyor:
         try:
             await self.store.read(stored.name, 0, memoryview(data))
             parse = functools.partial(StepRecord.from_json, data, path=path)
-            return key, await blocking(None, parse)
+            return key, await run_blocking(None, parse)
         except ImageError as error:
             return key, str(error)
 
@@ -290,7 +292,7 @@ class Surveyor:
         """A message if there are two families of epochs that began separately; else ''."""
         own = tuple(own)
         histories = [step.record.epochs for step in steps if step.record and step.complete]
-        found = rooted([*histories, own])
+        found = rooted_families([*histories, own])
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}
@@ -312,7 +314,7 @@ class Surveyor:
 # two models. So neither run is restored, and nothing is deleted.
 
 
-def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
+def epoch_families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     """The families among these records (one per step, and one for the run itself), oldest first."""
     found: list[set[EpochId]] = []
     for record in records:
@@ -325,14 +327,14 @@ def families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     return sorted(map(frozenset, found), key=min)
 
 
-def rooted(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
+def rooted_families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     """The families whose beginning is known. A family without a known beginning may be a later part
     of any of them: a pod that was replaced knows only the epochs since then."""
     lines = [tuple(record) for record in records]
     roots = {
         epoch.id for record in lines for epoch in record if epoch.parent is None or epoch.origin
     }
-    return [family for family in families(lines) if family & roots]
+    return [family for family in epoch_families(lines) if family & roots]
 
 
 def _mentioned(epoch: Epoch) -> Iterable[EpochId]:
@@ -350,7 +352,7 @@ ABANDONED_S = 3600.0
 """This long after the last file of a step arrived, no sidecar is still sending the others."""
 
 
-def expired(
+def expired_steps(
     survey: Survey,
     policy: Retention,
     *,
@@ -374,13 +376,13 @@ def expired(
     dead = {step_id for step_id in complete if standing[step_id] is StepStanding.DEAD}
     abandoned = [step.id for step in survey.steps if _abandoned(step, now)]
     doomed = {
-        *retired(live, policy, written_at=_written_at(survey)),
-        *left_behind(live, policy, dead=dead, unfinished=abandoned),
+        *steps_to_retire(live, policy, written_at=_written_at(survey)),
+        *unneeded_steps(live, policy, dead=dead, unfinished=abandoned),
     }
     return tuple(step for step in survey.steps if step.id in doomed)
 
 
-def unkept(
+def steps_not_kept(
     survey: Survey, policy: Retention, ids: Iterable[StepId], *, epochs: Iterable[Epoch]
 ) -> set[StepId]:
     """Those of `ids` (live steps that are not in the archive) that the policy would delete."""
@@ -390,13 +392,13 @@ def unkept(
     return {
         step_id
         for step_id in ids
-        if step_id in retired([*live, step_id], policy, written_at=written)
+        if step_id in steps_to_retire([*live, step_id], policy, written_at=written)
     }
 
 
 def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, StepStanding]:
     known = {epoch.id: epoch for epoch in (*survey.epochs, *epochs)}
-    lineage = trace(known, seen={step.id.epoch for step in survey.steps})
+    lineage = trace_lineage(known, seen={step.id.epoch for step in survey.steps})
     return {step.id: lineage.standing(step.id) for step in survey.steps}
 
 
@@ -413,7 +415,7 @@ def _abandoned(step: ArchivedStep, now: float) -> bool:
     return step.partial and all(now - file.modified_at > ABANDONED_S for file in files)
 
 
-def names_of(step: ArchivedStep, run: str) -> tuple[str, ...]:
+def names_to_delete(step: ArchivedStep, run: str) -> tuple[str, ...]:
     """The names to delete of a step, in this order. Files that are not keepstep's stay."""
     ours = [name for name in (records.NAME, *step.own_files) if name in step.files]
     return tuple(f"{run}/{step.id}/{name}" for name in ours)

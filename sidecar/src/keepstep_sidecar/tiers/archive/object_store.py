@@ -19,7 +19,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from keepstep.errors import StorageError, UsageError
-from keepstep_sidecar.concurrency import blocking
+from keepstep_sidecar.concurrency import run_blocking
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.archive.store import StoredObject
@@ -120,7 +120,7 @@ class ObjectsStore:
             raise StorageError(
                 f"{self.where}/{name}: {len(data)} bytes instead of {len(view)} from byte {begin}"
             )
-        await blocking(None, lambda: _copy(view, data))
+        await run_blocking(None, lambda: _copy(view, data))
 
     async def write(self, name: str, data: bytes) -> bool:
         with self._translated(name):

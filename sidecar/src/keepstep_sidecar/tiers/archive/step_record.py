@@ -140,7 +140,7 @@ def _check_seal(reader: strictjson.Reader) -> None:
             continue
         value = reader.value()
         if key == "format_version":
-            strictjson.version(value, FORMAT_VERSION)
+            strictjson.check_newest_version(value, FORMAT_VERSION)
         if key == "seal":
             seal = value
         else:
@@ -170,20 +170,20 @@ def _read(reader: strictjson.Reader) -> StepRecord:
         raise FormatError(f"without {' and '.join(sorted(missing))}")
     step_id, world = (
         read_step(fields["step"]),
-        strictjson.integer(fields["world"], "world", 1, _MAX_WORLD),
+        strictjson.as_integer(fields["world"], "world", 1, _MAX_WORLD),
     )
     rows: list[_Row] = fields["shards"]
     shards = tuple(row.shard(step_id, world) for row in rows)
     record = StepRecord(
-        run=strictjson.text(fields["run"], "run"),
+        run=strictjson.as_text(fields["run"], "run"),
         id=step_id,
         world=world,
         epochs=fields["epochs"],
         shards=shards,
-        written_at=strictjson.time(fields["written_at"], "written_at"),
+        written_at=strictjson.as_time(fields["written_at"], "written_at"),
         twins={row.rank: row.twin for row in rows if row.twin},
         base_twins={row.rank: row.base.twin for row in rows if row.base and row.base.twin},
-        keepstep=strictjson.text(fields["keepstep"], "keepstep"),
+        keepstep=strictjson.as_text(fields["keepstep"], "keepstep"),
     )
     _check_names(record, rows)
     return record
@@ -239,9 +239,9 @@ class _Row:
 
 
 def _row(value: object) -> _Row:
-    shard = strictjson.mapping(value, "shard")
-    rank = strictjson.integer(shard.get("rank"), "rank", 0, _MAX_WORLD)
-    base = _file_of(strictjson.mapping(shard["base"], "base"), rank) if "base" in shard else None
+    shard = strictjson.as_mapping(value, "shard")
+    rank = strictjson.as_integer(shard.get("rank"), "rank", 0, _MAX_WORLD)
+    base = _file_of(strictjson.as_mapping(shard["base"], "base"), rank) if "base" in shard else None
     if base is not None and base.step is None:
         raise FormatError("a base of no step")
     return replace(_file_of(shard, rank), step=None, base=base)
@@ -251,10 +251,10 @@ def _file_of(fields: Mapping[str, object], rank: int) -> _Row:
     params, step = fields.get("params"), fields.get("step")
     return _Row(
         rank=rank,
-        name=strictjson.text(fields.get("name"), "name"),
-        size_bytes=strictjson.integer(fields.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
-        root=strictjson.text(fields.get("root"), "root"),
-        params=None if params is None else strictjson.text(params, "params"),
+        name=strictjson.as_text(fields.get("name"), "name"),
+        size_bytes=strictjson.as_integer(fields.get("bytes"), "bytes", 0, strictjson.MAX_BYTES),
+        root=strictjson.as_text(fields.get("root"), "root"),
+        params=None if params is None else strictjson.as_text(params, "params"),
         twin=_twin(fields) if "twin_of" in fields else None,
         step=None if step is None else read_step(step),
     )
@@ -262,8 +262,8 @@ def _file_of(fields: Mapping[str, object], rank: int) -> _Row:
 
 def _twin(shard: Mapping[str, object]) -> TwinOf:
     return TwinOf(
-        rank=strictjson.integer(shard["twin_of"], "twin_of", 0, _MAX_WORLD),
-        stored_bytes=strictjson.integer(
+        rank=strictjson.as_integer(shard["twin_of"], "twin_of", 0, _MAX_WORLD),
+        stored_bytes=strictjson.as_integer(
             shard.get("stored_bytes"), "stored_bytes", 0, strictjson.MAX_BYTES
         ),
     )
@@ -315,7 +315,7 @@ class FoundFile:
     of: int | None = None
 
 
-def found(
+def find_files(
     files: Mapping[str, StoredObject], *, world: int, is_base: bool = False
 ) -> dict[int, FoundFile]:
     """The file of each rank that has one, or of its base; the whole file if there are both."""

@@ -1,8 +1,8 @@
 """The archive as a `RemoteTier`: sends due steps, writes their records, retires, and reads back.
 
 Multiples of a base are due, and steps for which a client waits. Every sidecar sends its own ranks'
-shards of the *same* steps without asking the others (`replicator.chosen`), one shard at a time. So
-it never competes with itself, and the parts in flight bound its memory.
+shards of the *same* steps without asking the others (`replicator.next_step_to_send`), one shard at
+a time. So it never competes with itself, and the parts in flight bound its memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import StepStanding, trace
+from keepstep.core.commit_rule import StepStanding, trace_lineage
 from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
 from keepstep.steps import Answer, Epoch, StepId, Tier
@@ -24,14 +24,14 @@ from keepstep_sidecar.tiers.archive.index import (
     ArchivedStep,
     Survey,
     Surveyor,
-    expired,
-    inventory,
-    names_of,
-    source,
+    archive_source_of,
+    expired_steps,
+    inventory_of,
+    names_to_delete,
     step_prefix,
-    unkept,
+    steps_not_kept,
 )
-from keepstep_sidecar.tiers.archive.step_record import found
+from keepstep_sidecar.tiers.archive.step_record import find_files
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject, open_store
 from keepstep_sidecar.tiers.archive.upload import ArchiveSender
 from keepstep_sidecar.tiers.replicator import DueShards, Key
@@ -109,7 +109,7 @@ class ArchiveTier(RemoteTier):
         if survey.conflict:
             return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
         strangers = self.facts.strangers(survey.epochs)
-        return inventory(
+        return inventory_of(
             survey.complete,
             run=self._sender.run,
             epochs=tuple(epoch for epoch in survey.epochs if epoch.id not in strangers),
@@ -157,7 +157,9 @@ class ArchiveTier(RemoteTier):
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         received = self.replicator.traffic.count_received
-        return [source(self._sender.store, shard, run=self._sender.run, received=received)]
+        return [
+            archive_source_of(self._sender.store, shard, run=self._sender.run, received=received)
+        ]
 
     def refuse(self, source: ShardSource, step_id: StepId) -> None:
         """See `RemoteTier.refuse`."""
@@ -182,7 +184,7 @@ class ArchiveTier(RemoteTier):
         steps = {
             step_id for step_id in held.keys() - self._complete if step_id.step % self._base == 0
         }
-        steps -= unkept(self._listed, self._retention(), steps, epochs=self._epochs())
+        steps -= steps_not_kept(self._listed, self._retention(), steps, epochs=self._epochs())
         owed = frozenset(steps | (self._requested & held.keys()))
         return DueShards(
             shards={step_id: held[step_id] for step_id in owed}, owed=owed, settled=owed
@@ -282,9 +284,9 @@ class ArchiveTier(RemoteTier):
         survey, pinned = await self._survey(), self.facts.pinned()
         if pinned is None:  # one of them may be pinned: wait until the leader has named the pins
             return ()
-        doomed = expired(survey, self._retention(), epochs=self._epochs(), now=time.time())
+        doomed = expired_steps(survey, self._retention(), epochs=self._epochs(), now=time.time())
         for step in doomed:
-            await self._sender.store.delete(names_of(step, self._sender.run))
+            await self._sender.store.delete(names_to_delete(step, self._sender.run))
             info("archive.step_deleted", step=str(step.id))
         gone = tuple(step.id for step in doomed)
         self._complete -= set(gone)
@@ -323,7 +325,7 @@ def _is_there(shard: LocalShard, files: Mapping[str, StoredObject]) -> bool:
     """Whether the shard is there, as far as a listing tells. (A twin's difference was compared when
     it was sent.)"""
     for part, is_base in ((shard, False), (shard.base, True)):
-        there = found(files, world=shard.world, is_base=is_base).get(shard.rank)
+        there = find_files(files, world=shard.world, is_base=is_base).get(shard.rank)
         if part is None:
             continue
         if there is None or (there.of is None and there.stored.bytes != part.size_bytes):
@@ -387,12 +389,12 @@ class AncestorTier(RemoteTier):
             found, why = [], str(error)
         self._trouble = why and f"this run shall begin from {self._fork}, but {why}"
         self.ids |= {step.id for step in found}
-        return inventory(found, run=self.ancestor, reason=self._trouble)
+        return inventory_of(found, run=self.ancestor, reason=self._trouble)
 
     def _chosen(self, survey: Survey) -> list[ArchivedStep]:
         """The chosen step, of those that no later life of the other run left behind."""
         whole = {step.id: step for step in survey.complete}
-        lineage = trace(
+        lineage = trace_lineage(
             {epoch.id: epoch for epoch in survey.epochs}, seen={step_id.epoch for step_id in whole}
         )
         alive = {step_id for step_id in whole if lineage.standing(step_id) is StepStanding.LIVE}
@@ -411,7 +413,7 @@ class AncestorTier(RemoteTier):
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         """In memory the image is this run's: a restarted sidecar would erase another run's
         image."""
-        return [source(self._store, shard, run=self.ancestor, adopted_by=self._own)]
+        return [archive_source_of(self._store, shard, run=self.ancestor, adopted_by=self._own)]
 
     def status(self) -> TierStatus:
         trouble = "" if self.facts.outgrown() else self._trouble

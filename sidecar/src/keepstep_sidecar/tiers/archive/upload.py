@@ -22,13 +22,13 @@ from keepstep.errors import ForeignError, ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage, Section
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.steps import Epoch, StepId, merged
-from keepstep_sidecar.concurrency import blocking, gather_limited
+from keepstep.steps import Epoch, StepId, merge_epochs
+from keepstep_sidecar.concurrency import gather_limited, run_blocking
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.archive_source import control_page, image_bytes
-from keepstep_sidecar.tiers.archive.index import source, step_prefix, whole
+from keepstep_sidecar.tiers.archive.index import archive_source_of, step_prefix, whole_shard
 from keepstep_sidecar.tiers.archive.step_record import (
     FoundFile,
     StepRecord,
@@ -38,7 +38,7 @@ from keepstep_sidecar.tiers.archive.step_record import (
     piece_count,
     twin_name,
 )
-from keepstep_sidecar.tiers.archive.step_record import found as found_in
+from keepstep_sidecar.tiers.archive.step_record import find_files as found_in
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource, file_source
 from keepstep_sidecar.tiers.tier import RemoteShard
@@ -100,8 +100,10 @@ class ArchiveSender:
     ) -> int | None:
         prefix = step_prefix(self.run, name.id)
         with contextlib.ExitStack() as stack:
-            entering = functools.partial(stack.enter_context, verified_chunks.opened(at_rest))
-            shard = await blocking(self.executor, entering)
+            entering = functools.partial(
+                stack.enter_context, verified_chunks.open_verified(at_rest)
+            )
+            shard = await run_blocking(self.executor, entering)
             all_of_it = ArchiveFile(f"{prefix}/{name.file}", shard)
             if await self._there(all_of_it):
                 return None
@@ -111,7 +113,7 @@ class ArchiveSender:
             if file is not all_of_it and await self._there(file):
                 return None
             part_bytes = _part_bytes(shard.manifest)
-            given = pieces(shard, file.pieces, parts=PARTS, executor=self.executor)
+            given = read_pieces(shard, file.pieces, parts=PARTS, executor=self.executor)
             try:
                 await self.store.upload(file.name, given, part_bytes=part_bytes, parts=PARTS)
             finally:
@@ -145,7 +147,7 @@ class ArchiveSender:
             return None
         rest = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
-            theirs = await self._manifest(whole(rest, stored))
+            theirs = await self._manifest(whole_shard(rest, stored))
         except ImageError as error:
             warn(
                 "archive.shard_uploaded_whole", step=str(name.id), rank=name.rank, reason=str(error)
@@ -161,13 +163,13 @@ class ArchiveSender:
         )
 
     async def _manifest(self, shard: RemoteShard) -> Manifest:
-        at = source(self.store, shard, run=self.run)
+        at = archive_source_of(self.store, shard, run=self.run)
 
         def read(cancel: ReadCancellation) -> Manifest:
-            with verified_chunks.opened(at, cancel) as there:
+            with verified_chunks.open_verified(at, cancel) as there:
                 return there.manifest
 
-        return await verified_chunks.run(self.executor, read)
+        return await verified_chunks.run_cancellable(self.executor, read)
 
     async def _awaited(self, name: str, size_bytes: int) -> StoredObject | None:
         """The object, once its sender has sent it; None if that takes too long."""
@@ -251,7 +253,7 @@ class ArchiveSender:
             run=self.run,
             id=step_id,
             world=world,
-            epochs=merged((*(epoch for _, epoch in shards), *epochs)),
+            epochs=merge_epochs((*(epoch for _, epoch in shards), *epochs)),
             shards=tuple(shard for shard, _ in shards),
             written_at=time.time(),
             twins=_twins(there),
@@ -323,7 +325,7 @@ class ArchiveSender:
         name = f"{step_prefix(self.run, step_id)}/{records.NAME}"
         data = await self._read(name, 0, min(size, records.LIMIT_BYTES))
         path = f"{self.store.where}/{name}"
-        return await blocking(None, lambda: StepRecord.from_json(data, path=path))
+        return await run_blocking(None, lambda: StepRecord.from_json(data, path=path))
 
 
 def _twins(there: Mapping[int, FoundFile]) -> dict[int, TwinOf]:
@@ -412,7 +414,7 @@ class PieceBuffers:
         self._freed.set()
 
 
-async def pieces(
+async def read_pieces(
     shard: OpenSource, numbers: Sequence[int], *, parts: int, executor: Executor
 ) -> AsyncGenerator[memoryview, None]:
     """Yield these pieces of the file in order. `parts`: how many the receiver keeps in flight.
@@ -425,7 +427,7 @@ async def pieces(
 
     async def read(index: int) -> memoryview:
         view = await buffers.take(min(CHUNK_BYTES, size - index * CHUNK_BYTES))
-        await blocking(executor, lambda: _read_piece(shard, index, view))
+        await run_blocking(executor, lambda: _read_piece(shard, index, view))
         return view
 
     ahead = asyncio.ensure_future(read(numbers[0]))  # the drive works while the network does

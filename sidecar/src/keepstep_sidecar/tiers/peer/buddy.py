@@ -63,7 +63,7 @@ class Buddy:
     async def write(self, shard: LocalShard) -> int | None:
         began = time.monotonic()
         self.announced = None  # what may go there depends on what is there
-        sent = await self._call(lambda links: send(shard, self._shards, links, self._pace))
+        sent = await self._call(lambda links: send_shard(shard, self._shards, links, self._pace))
         info(
             "peer.copy_sent",
             step=str(shard.step_id),
@@ -88,7 +88,7 @@ class Buddy:
         return await self._calls.run(work, self.address, expected=self._expected)
 
 
-def send(
+def send_shard(
     shard: LocalShard, shards: ServedShards, links: PeerConnections, pace: RateLimit
 ) -> int | None:
     """Make a shard of this machine durable at the buddy, its base first. Returns the bytes sent,
@@ -106,7 +106,7 @@ def send(
 
 def _send(at: ShardSource, name: ShardName, links: PeerConnections, pace: RateLimit) -> int | None:
     shard = at.shard
-    with verified_chunks.opened(at) as source, links.taken() as link:
+    with verified_chunks.open_verified(at) as source, links.taken() as link:
         missing = _Missing(name, source.manifest, links)
         begun = missing.ask()
         if begun.sealed:
@@ -123,7 +123,7 @@ def _send(at: ShardSource, name: ShardName, links: PeerConnections, pace: RateLi
             with missing.lock:
                 sent += len(data)
 
-        verified_chunks.each(
+        verified_chunks.for_each_verified(
             source,
             begun.missing,
             put,
@@ -180,9 +180,9 @@ class _Missing:
 # --- what buddies should hold ---------------------------------------------------------------------
 
 
-def due(local: LocalInventory) -> DueShards:
+def due_shards(local: LocalInventory) -> DueShards:
     """What buddies should hold: the newest commit and all later steps. Before these, of the commits
-    that are still here, those that other pods send as well (`replicator.chosen`)."""
+    that are still here, those that other pods send as well (`replicator.next_step_to_send`)."""
     commit = max(local.commits, default=None)
     return DueShards(
         shards=local.shards,
@@ -197,7 +197,7 @@ def due(local: LocalInventory) -> DueShards:
 def needed_copies(local: LocalInventory) -> NeededCopies:
     """What buddies should keep: what they should hold."""
     ranks: dict[int, tuple[StepId, ...]] = {}
-    for step_id in sorted(due(local).owed):
+    for step_id in sorted(due_shards(local).owed):
         for rank in local.shards[step_id]:
             ranks[rank] = (*ranks.get(rank, ()), step_id)
     return NeededCopies(committed=max(local.commits, default=None), ranks=ranks)

@@ -28,12 +28,17 @@ from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, FormatError, KeepstepError, NoSpaceError, StorageError
 from keepstep.steps import Tier
 from keepstep.wire.trainer import Problem
-from keepstep_sidecar.concurrency import blocking
-from keepstep_sidecar.config.sidecar import split
+from keepstep_sidecar.concurrency import run_blocking
+from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.protocol import PodListing, receive
-from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity, explain, of_peer
+from keepstep_sidecar.tiers.peer.protocol import PodListing, receive_into
+from keepstep_sidecar.tiers.peer.tls import (
+    Credentials,
+    PodIdentity,
+    explain_tls_error,
+    identity_of_peer,
+)
 from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
 from keepstep_sidecar.volume.run_tree import ShardName
 
@@ -51,7 +56,7 @@ Expected = int | str | None
 """Who must answer: the pod of this node rank, the agent of this node, or any pod of the run."""
 
 
-def named(expected: Expected, address: str) -> str:
+def peer_text(expected: Expected, address: str) -> str:
     """A name for people."""
     if expected is None:
         return address
@@ -92,7 +97,7 @@ class PeerConnection:
         """A name for people."""
         known = self._expected if self.identity is None else self.identity.node_rank
         expected = known if isinstance(self._expected, int | None) else self._expected
-        return named(expected, self.address)
+        return peer_text(expected, self.address)
 
     # --- requests; all raise StorageError ----------------------------------------------------
 
@@ -186,7 +191,7 @@ class PeerConnection:
         if self._aborted.is_set():
             raise ConnectionAbortedError("given up")
         if self._connection is None:
-            connection = http.client.HTTPConnection(*split(self.address))
+            connection = http.client.HTTPConnection(*split_address(self.address))
             connection.sock = self._secured()
             self._connection = connection
         if self._aborted.is_set():  # set while we connected: no other thread ends what follows
@@ -196,7 +201,7 @@ class PeerConnection:
     def _secured(self) -> ssl.SSLSocket:
         tls = self._credentials.current()
         self._remedy = tls.remedy
-        plain = socket.create_connection(split(self.address), timeout=CONNECT_S)
+        plain = socket.create_connection(split_address(self.address), timeout=CONNECT_S)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             secure = tls.client.wrap_socket(plain)
@@ -204,7 +209,9 @@ class PeerConnection:
             plain.close()
             raise
         try:
-            self.identity = self._checked(of_peer(secure.getpeercert(), whose=self.address), tls)
+            self.identity = self._checked(
+                identity_of_peer(secure.getpeercert(), whose=self.address), tls
+            )
         except BaseException:
             secure.close()
             raise
@@ -269,7 +276,7 @@ class PeerConnection:
         except (ssl.SSLError, ConnectionError) as error:
             why = self._last_words() or error
             self.close()
-            raise StorageError(f"{self.name}: {explain(why, self._remedy)}") from error
+            raise StorageError(f"{self.name}: {explain_tls_error(why, self._remedy)}") from error
         except TimeoutError as error:
             self.close()
             raise StorageError(f"{self.name} does not answer") from error
@@ -291,7 +298,7 @@ def _fill(response: http.client.HTTPResponse, secure: socket.socket, into: memor
     left = response.length or 0
     if len(into) > left:
         raise http.client.HTTPException(f"a body that ends {len(into) - left} bytes too early")
-    if (done := receive(response.fp, secure, into)) < len(into):
+    if (done := receive_into(response.fp, secure, into)) < len(into):
         raise http.client.HTTPException(f"it ended {len(into) - done} bytes too early")
     response.length = left - done
 
@@ -365,11 +372,11 @@ class PeerCalls:
             with PeerConnections(address, self.credentials, cancel, expected=expected) as links:
                 return work(links)
 
-        return await verified_chunks.run(self._threads, talk)
+        return await verified_chunks.run_cancellable(self._threads, talk)
 
     async def here(self, work: Callable[[], T]) -> T:
         """Run `work()` on a thread, for files of this machine."""
-        return await blocking(self._threads, work)
+        return await run_blocking(self._threads, work)
 
     def close(self) -> None:
         """Accept no more calls."""
@@ -398,7 +405,7 @@ class PeerSource(ShardSource):
     def at(cls, address: str, shard: Shard, *, expected: Expected, **more: Any) -> PeerSource:
         """The shard at this pod. `more`: the other fields."""
         name = ShardName.of(shard)
-        where = f"step {name.id}, rank {name.rank} from {named(expected, address)}"
+        where = f"step {name.id}, rank {name.rank} from {peer_text(expected, address)}"
         at = cls(shard=shard, where=where, address=address, expected=expected, name=name, **more)
         if shard.base is None:
             return at

@@ -55,14 +55,14 @@ class ConnectionLimits:
 LIMITS: Final = ConnectionLimits()
 
 
-def packed(kind: FrameKind, body: bytes) -> bytes:
+def pack_frame(kind: FrameKind, body: bytes) -> bytes:
     """A frame, as it is sent."""
     return _HEAD.pack(kind, len(body)) + body
 
 
-def refusal(reason: str) -> bytes:
+def refusal_frame(reason: str) -> bytes:
     """The frame that tells the other side why its connection ends."""
-    return packed(FrameKind.REFUSAL, reason[:_LONGEST_REASON].encode())
+    return pack_frame(FrameKind.REFUSAL, reason[:_LONGEST_REASON].encode())
 
 
 class FrameParser:
@@ -145,13 +145,13 @@ class Frames:
     def send(self, body: bytes, kind: FrameKind = FrameKind.MESSAGE) -> None:
         """Send a frame in place of one that still waits. Never blocks, and never raises."""
         if self._open:
-            self._next = packed(kind, body)
+            self._next = pack_frame(kind, body)
             self._write()
 
     def refuse(self, reason: str) -> None:
         """Tell the other side why, then close. Idempotent."""
         if self._open:
-            self._next = refusal(reason)
+            self._next = refusal_frame(reason)
             self._end(reason)
             self._timer.cancel()
             self._timer = self._loop.call_later(self._limits.farewell_s, self.close)

@@ -30,7 +30,7 @@ from keepstep.wire.trainer import Problem
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
-from keepstep_sidecar.tiers.peer.protocol import receive
+from keepstep_sidecar.tiers.peer.protocol import receive_into
 from keepstep_sidecar.tiers.peer.served_shards import OpenShard, ServedShards
 from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.files import aligned_buffer
@@ -181,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
         if self._length() != end - begin:
             raise FormatError(f"{self._length()} bytes for a chunk of {end - begin}")
         with self.context.buffers.taken() as whole, whole[: end - begin] as data:
-            if receive(self.rfile, self.connection, data) < len(data):  # type: ignore[arg-type]
+            if receive_into(self.rfile, self.connection, data) < len(data):  # type: ignore[arg-type]
                 raise ConnectionError("it ended within a chunk")
             copies.write(part, chunk, data, whose=str(self.sender))
         self._respond(204, b"")

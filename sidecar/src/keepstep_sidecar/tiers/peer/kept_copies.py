@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.core.retention import crowded_out, superseded
+from keepstep.core.retention import copies_to_drop, superseded_copies
 from keepstep.core.shard import MOST_RANKS, Shard
 from keepstep.errors import (
     ForeignError,
@@ -40,8 +40,8 @@ from keepstep_sidecar.volume.run_tree import (
     ShardName,
     base_control,
     check_base,
+    scan_root,
     step_directories,
-    survey,
 )
 from keepstep_sidecar.volume.volume import Volume
 
@@ -111,7 +111,7 @@ class KeptCopies:
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], LocalShard]:
         try:
-            found = survey(volume.root / DIRECTORY, run=self._run, filesystem=volume.filesystem)
+            found = scan_root(volume.root / DIRECTORY, run=self._run, filesystem=volume.filesystem)
         except OSError as error:
             self._doubt(volume, str(error))
             return {}
@@ -232,7 +232,7 @@ class KeptCopies:
             rank: step_id for rank, step_id in committed_by_rank.items() if step_id is not None
         }
         committed = {**(dict.fromkeys(held, commit) if commit else {}), **known}
-        for step_id, rank in crowded_out(held, committed):
+        for step_id, rank in copies_to_drop(held, committed):
             if any(volume.free_bytes() >= size_bytes for volume in volumes):
                 return
             self._drop(step_id, rank, why="no space")
@@ -243,7 +243,7 @@ class KeptCopies:
             try:
                 with other.open() as file:  # once: the shared blocks must be the verified ones
                     source = replace(other, open=lambda: contextlib.nullcontext(file))
-                    with verified_chunks.opened(source) as image:
+                    with verified_chunks.open_verified(source) as image:
                         part.take_from(image, file.fd, self._pace)
             except CopyBroken as broken:
                 raise broken.error from None
@@ -315,7 +315,7 @@ class KeptCopies:
             )
             while sum(len(request.ranks) for request in self._needed.values()) > MOST_RANKS:
                 self._needed.pop(next(iter(self._needed)))
-            doomed = superseded(self._by_rank(), request.ranks, committed=request.committed)
+            doomed = superseded_copies(self._by_rank(), request.ranks, committed=request.committed)
             for step_id, rank in doomed:
                 self._drop(step_id, rank, why=_SUPERSEDED)
             self._drop_parts(request)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, StepId, Tier, merged
+from keepstep.steps import Answer, Epoch, StepId, Tier, merge_epochs
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
@@ -124,7 +124,7 @@ class PeerList:
 
     def _epochs(self) -> tuple[Epoch, ...]:
         listings = [member.listing for member in self.known.values() if member.listing is not None]
-        return merged(epoch for listing in listings for epoch in listing.epochs)
+        return merge_epochs(epoch for listing in listings for epoch in listing.epochs)
 
 
 def _silent(member: KnownPeer) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep.core.shard import MOST_RANKS, Shard
-from keepstep.image.strictjson import MAX_BYTES, quoted
+from keepstep.image.strictjson import MAX_BYTES, quote
 from keepstep.steps import Epoch, StepId
 
 SHARDS: Final = "/v1/shards"
@@ -47,11 +47,11 @@ class ListedShard(Shard):
     def __post_init__(self) -> None:
         Shard.__post_init__(self)
         if not self.is_possible:
-            raise ValueError(f"rank {quoted(self.rank)} of {quoted(self.world)}, or its twins")
+            raise ValueError(f"rank {quote(self.rank)} of {quote(self.world)}, or its twins")
         if self.root is None:
             raise ValueError("a sealed shard without a root")
         if not 0 < self.size_bytes <= MAX_BYTES:
-            raise ValueError(f"a shard of {quoted(self.size_bytes)} bytes")
+            raise ValueError(f"a shard of {quote(self.size_bytes)} bytes")
         if (base := self.base) is not None:
             alike = (base.rank, base.world) == (self.rank, self.world) and base.base is None
             if not alike or base.root is None or not 0 < base.size_bytes <= MAX_BYTES:
@@ -107,7 +107,7 @@ class NeededCopies:
 # as much as its decryption.
 
 
-def receive(buffered: io.BufferedReader, secure: socket.socket, into: memoryview) -> int:
+def receive_into(buffered: io.BufferedReader, secure: socket.socket, into: memoryview) -> int:
     """Fill `into`, all of which must belong to the body: first with what was read ahead with the
     head, then from the connection itself. Returns the number of bytes; fewer only if the connection
     ended."""

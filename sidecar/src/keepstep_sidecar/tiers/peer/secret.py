@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from keepstep.directory import OpenDirectory
 from keepstep.errors import UsageError
-from keepstep_sidecar.tiers.peer.tls import SHARED_SECRET, Pem, PodIdentity, Tls, contexts
+from keepstep_sidecar.tiers.peer.tls import SHARED_SECRET, Pem, PodIdentity, Tls, tls_contexts
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -50,7 +50,7 @@ class SecretCredentials:
             )
         identity = PodIdentity(namespace=SHARED_SECRET, run=run, node_rank=node_rank)
         pem = _issued(_authority_key(secret, run), identity)
-        self._tls = contexts(pem, whose="the run's secret", remedy=_REMEDY)
+        self._tls = tls_contexts(pem, whose="the run's secret", remedy=_REMEDY)
 
     def current(self) -> Tls:
         return self._tls

@@ -25,9 +25,9 @@ from keepstep_sidecar.volume.run_tree import (
     RunTree,
     ShardName,
     is_shard,
-    opened,
+    open_shard_file,
     read_manifest,
-    survey,
+    scan_root,
 )
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
@@ -80,7 +80,7 @@ class ServedShards:
 
     def _list(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
-            return survey(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
+            return scan_root(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
         except OSError as error:
             return (), str(error)
 
@@ -124,7 +124,7 @@ class ServedShards:
 
     def _shard(self, path: Path, volume: Volume) -> Shard | None:
         try:
-            with opened(path, volume.filesystem) as fd:
+            with open_shard_file(path, volume.filesystem) as fd:
                 return read_manifest(fd, path, run=self._run).shard
         except (ImageError, OSError):
             return None

@@ -21,12 +21,18 @@ import msgspec
 
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.trainer import Problem
-from keepstep_sidecar.config.sidecar import split
+from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, UnauthenticatedConnections
 from keepstep_sidecar.log import RareWarning, info
 from keepstep_sidecar.tiers.peer import frames
 from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext
-from keepstep_sidecar.tiers.peer.tls import MEMBERSHIP, Credentials, PodIdentity, explain, of_peer
+from keepstep_sidecar.tiers.peer.tls import (
+    MEMBERSHIP,
+    Credentials,
+    PodIdentity,
+    explain_tls_error,
+    identity_of_peer,
+)
 
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS, _MOST_OF_AN_ADDRESS = 64, 16
@@ -70,7 +76,7 @@ class Server:
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._stopping = False
-        host, port = split(listen)
+        host, port = split_address(listen)
         try:
             self._socket = socket.create_server(
                 (host, port),
@@ -194,7 +200,7 @@ class Server:
         remedy = ""
         with contextlib.suppress(KeepstepError):
             remedy = self._credentials.current().remedy
-        return explain(error, remedy)
+        return explain_tls_error(error, remedy)
 
     def _secured(self, plain: socket.socket) -> ssl.SSLSocket:
         plain.settimeout(_HANDSHAKE_S)
@@ -223,7 +229,7 @@ class Server:
         """Returns whether the connection was taken over."""
         member = secure.selected_alpn_protocol() == MEMBERSHIP
         try:
-            sender = of_peer(secure.getpeercert(), whose=where)
+            sender = identity_of_peer(secure.getpeercert(), whose=where)
             context = self._context_of(sender)
             if member and self._join is None:
                 raise UsageError("this sidecar does not lead the run")
@@ -254,7 +260,7 @@ def _refuse(secure: ssl.SSLSocket, message: str, *, member: bool) -> None:
     """Read the request, then refuse it: a client that is still sending would miss the answer."""
     with contextlib.suppress(OSError):
         secure.recv(1 << 16)
-        secure.sendall(frames.refusal(message) if member else _forbidden(message))
+        secure.sendall(frames.refusal_frame(message) if member else _forbidden(message))
         secure.unwrap()
 
 

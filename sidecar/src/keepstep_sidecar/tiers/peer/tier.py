@@ -14,7 +14,7 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer.buddy import Buddy, due, needed_copies
+from keepstep_sidecar.tiers.peer.buddy import Buddy, due_shards, needed_copies
 from keepstep_sidecar.tiers.peer.client import PeerCalls, PeerConnection, PeerSource
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
@@ -61,7 +61,7 @@ class PeerTier(RemoteTier):
         self._calls = PeerCalls(credentials)
         self._pace = RateLimit(settings.bytes_per_second)
         self._places: dict[str, Buddy] = {}
-        super().__init__(due=lambda: due(self.facts.local()), places=self._buddies)
+        super().__init__(due=lambda: due_shards(self.facts.local()), places=self._buddies)
         self._changes = self.replicator.changes
         self._directory = PeerList(complete=False)
         self._scanned = False

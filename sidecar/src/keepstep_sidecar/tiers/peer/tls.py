@@ -84,7 +84,7 @@ class PodIdentity:
         return (self.namespace, self.run) == (other.namespace, other.run)
 
 
-def of_uris(uris: list[str], *, whose: str) -> PodIdentity:
+def identity_of_uris(uris: list[str], *, whose: str) -> PodIdentity:
     """The one identity among a certificate's URIs. Raises UsageError that names `whose` it is."""
     ours = [uri for uri in uris if uri.startswith("keepstep://")]
     try:
@@ -97,10 +97,10 @@ def of_uris(uris: list[str], *, whose: str) -> PodIdentity:
         ) from error
 
 
-def of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> PodIdentity:
+def identity_of_peer(certificate: Mapping[str, Any] | None, *, whose: str) -> PodIdentity:
     """The identity in `SSLSocket.getpeercert()`, whose chain was verified. Raises UsageError."""
     names = (certificate or {}).get("subjectAltName", ())
-    return of_uris([value for kind, value in names if kind == "URI"], whose=whose)
+    return identity_of_uris([value for kind, value in names if kind == "URI"], whose=whose)
 
 
 # --- credentials -----------------------------------------------------------------------------
@@ -137,14 +137,14 @@ class Credentials(Protocol):
         """For the next connection; from any thread. Raises KeepstepError while there are none."""
 
 
-def contexts(pem: Pem, *, whose: str, remedy: str) -> Tls:
+def tls_contexts(pem: Pem, *, whose: str, remedy: str) -> Tls:
     """Contexts that show the certificate and demand one. Raises UsageError that names `whose`."""
     try:
         tls = Tls(
             server=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), pem),
             client=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pem),
             member=_filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pem),
-            identity=of_uris(_uris(pem.certificate), whose=whose),
+            identity=identity_of_uris(_uris(pem.certificate), whose=whose),
             remedy=remedy,
         )
     except (ssl.SSLError, ValueError, OSError) as error:
@@ -156,7 +156,7 @@ def contexts(pem: Pem, *, whose: str, remedy: str) -> Tls:
     return tls
 
 
-def explain(error: Exception, remedy: str = "") -> str:
+def explain_tls_error(error: Exception, remedy: str = "") -> str:
     """A text that says what to do. OpenSSL's words alone do not say which side is meant."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused here: {error.verify_message}; {remedy}"
@@ -227,7 +227,9 @@ class IssuedCredentials:
         self._wait_s = 0.0
         if (pem := self._kept()) is not None:
             with contextlib.suppress(UsageError):
-                self._tls = contexts(pem, whose="the certificate kept here", remedy=_ISSUED_REMEDY)
+                self._tls = tls_contexts(
+                    pem, whose="the certificate kept here", remedy=_ISSUED_REMEDY
+                )
                 self._wait_s = _due_s(pem.certificate)
 
     def current(self) -> Tls:
@@ -256,7 +258,7 @@ class IssuedCredentials:
             issued = await self._ask(request)
             certificate, authorities = issued.certificate.encode(), issued.authorities.encode()
             pem = Pem(certificate=certificate, key=key, authorities=authorities)
-            self._tls = contexts(pem, whose=self._address(), remedy=_ISSUED_REMEDY)
+            self._tls = tls_contexts(pem, whose=self._address(), remedy=_ISSUED_REMEDY)
             due_s = _due_s(certificate)
             self._keep(pem)
         except (KeepstepError, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
