@@ -81,7 +81,7 @@ def test_every_code_of_a_refusal_has_a_status_and_a_row() -> None:
     raised = {
         code
         for path in (ROOT / "sidecar/src").rglob("*.py")
-        for code in re.findall(r'\brefuse\(\s*"([a-z-]+)"', path.read_text())
+        for code in re.findall(r'\brefusal_error\(\s*"([a-z-]+)"', path.read_text())
     }
     assert "pins" in raised
     assert raised <= errors.STATUS.keys()
