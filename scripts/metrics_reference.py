@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 
-from keepstep_operator.admission.metrics import AdmissionMetrics as AdmissionMetrics
+from keepstep_operator.admission.metrics import AdmissionMetrics
 from keepstep_operator.certificates.main import CertificatesMetrics as CertificateMetrics
-from keepstep_operator.reconcile.metrics import ReconcileMetrics as ReconcileMetrics
+from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_sidecar.api.metrics import TABLE
 
 Line = tuple[str, str, str]

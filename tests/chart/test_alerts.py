@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from keepstep_operator.admission.metrics import AdmissionMetrics as AdmissionMetrics
-from keepstep_operator.certificates.main import CertificatesMetrics as CertificatesMetrics
-from keepstep_operator.reconcile.metrics import ReconcileMetrics as ReconcileMetrics
+from keepstep_operator.admission.metrics import AdmissionMetrics
+from keepstep_operator.certificates.main import CertificatesMetrics
+from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_sidecar.api.metrics import TABLE
 from tests.chart.charts import CHART, Chart, Object, of_kind
 from tests.harness import ROOT

@@ -31,8 +31,8 @@ from keepstep.core.node import (
     RanksServed,
     Retire,
     Sealed,
+    WriteEnded,
 )
-from keepstep.core.node import WriteEnded as WriteEnded
 from keepstep.core.retention import Retention, superseded_copies
 from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Ranks, Shard

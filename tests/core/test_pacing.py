@@ -151,9 +151,9 @@ def _train(
         pacing.sealed(step_id, now + 0.2)
         if step % persist == 0:
             for drive, seconds in ((0, 0.25), (1, 0.5)):
-                pacing.began()
+                pacing.write_began()
                 pacing.wrote(step_id, drive=drive, seconds=seconds, size_bytes=3 * 10**9)
-                pacing.ended()
+                pacing.write_ended()
             interval = pacing.durable(step_id, epochs) or interval
     return interval
 
@@ -191,9 +191,9 @@ def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
         pacing.sealed(step_id, now)
         if step % every == 0:
             persisted.append(step)
-            pacing.began()
+            pacing.write_began()
             pacing.wrote(step_id, drive=0, seconds=0.5, size_bytes=10**9)
-            pacing.ended()
+            pacing.write_ended()
             if (interval := pacing.durable(step_id, ())) is not None:
                 every = interval.steps
         if step == 1023:

@@ -16,7 +16,7 @@ def begun(ranks: int = 2) -> UnequalSteps:
     steps = UnequalSteps()
     for rank in range(ranks):
         steps.joined(rank, 0.0)
-    steps.began(EPOCH, 0.0)
+    steps.epoch_began(EPOCH, 0.0)
     return steps
 
 
@@ -99,7 +99,7 @@ def test_a_rank_in_a_long_evaluation_is_not_named_for_a_minute() -> None:
 def test_ranks_of_an_earlier_life_do_not_count_in_the_next() -> None:
     steps = begun()
     steps.left(1, closed=True)
-    steps.began(EpochId(2, "00000002"), 2.0)
+    steps.epoch_began(EpochId(2, "00000002"), 2.0)
     for number in range(10):
         steps.staged(0, StepId(EpochId(2, "00000002"), number), 3.0)
     assert steps.difference(100.0) is None

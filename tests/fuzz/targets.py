@@ -51,8 +51,7 @@ from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
-from keepstep_sidecar.tiers.peer.frames import FrameKind as FrameKind
-from keepstep_sidecar.tiers.peer.frames import FrameParser, pack_frame
+from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, pack_frame
 from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
 from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.history_file import HistoryFile

@@ -15,7 +15,7 @@ from trainer import FakeTrainer
 
 from keepstep.core.history import EventKind, HistoryEvent, HistoryTotals
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.status import HistoryPage as HistoryPage
+from keepstep.wire.status import HistoryPage
 from keepstep_sidecar.history import KEPT, TEXT_CHARS, MachineHistory
 from keepstep_sidecar.volume.files import FAULTS_ENV
 from keepstep_sidecar.volume.history_file import HistoryFile

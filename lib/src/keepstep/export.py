@@ -560,7 +560,7 @@ class _Chunks:
     on_bytes: Callable[[int], None] = lambda _: None
     written: list[mmap.mmap] = field(default_factory=list)
 
-    def flat(self, rank: int) -> Tensor | None:
+    def mapped_bytes(self, rank: int) -> Tensor | None:
         """None: everything is read in chunks."""
         return None
 

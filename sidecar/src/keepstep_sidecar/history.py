@@ -24,7 +24,7 @@ from keepstep.core.history import (
     RestartCost,
 )
 from keepstep.steps import Epoch, StepId, Tier
-from keepstep.wire.status import HistoryPage as HistoryPage
+from keepstep.wire.status import HistoryPage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info

@@ -570,7 +570,7 @@ class Node:
             return ()
         if wrote.size_bytes:
             pacing.wrote(wrote.id, wrote.drive, seconds=wrote.seconds, size_bytes=wrote.size_bytes)
-        pacing.ended()
+        pacing.write_ended()
         if not self.planner.is_durable(wrote.id):
             return ()
         before, interval = pacing.interval, pacing.durable(wrote.id, self._epochs())
@@ -596,7 +596,7 @@ class Node:
                 continue
             begun.append(write)
             if self.pacing is not None:
-                self.pacing.began()
+                self.pacing.write_began()
         return tuple(begun)
 
     def _find(self, rank: int, step_id: StepId) -> tuple[SlotTable, int] | None:

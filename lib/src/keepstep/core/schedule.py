@@ -280,12 +280,12 @@ class Pacing:
                 self._times.append(((now - at) / (step_id.step - before.step), self._wrote))
         self._newest, self._wrote = (step_id, now), self._in_flight > 0
 
-    def began(self) -> None:
+    def write_began(self) -> None:
         """A write is in flight."""
         self._in_flight += 1
         self._wrote = True
 
-    def ended(self) -> None:
+    def write_ended(self) -> None:
         """A write is no longer in flight."""
         self._in_flight -= 1
 
@@ -725,7 +725,7 @@ class UnequalSteps:
         if (known := self._ranks.get(rank)) is not None:
             known.present, known.closed = False, closed
 
-    def began(self, epoch: EpochId, now: float) -> None:
+    def epoch_began(self, epoch: EpochId, now: float) -> None:
         """A trainer works in this epoch."""
         if self._epoch is None or epoch > self._epoch:
             self._epoch, self._common, self._found = epoch, None, None
@@ -738,7 +738,7 @@ class UnequalSteps:
     def staged(self, rank: int, step_id: StepId, now: float) -> None:
         """The rank has staged this step."""
         self.joined(rank, now)
-        self.began(step_id.epoch, now)
+        self.epoch_began(step_id.epoch, now)
         if step_id.epoch != self._epoch:
             return
         self._ranks[rank].staged.append(step_id)

@@ -179,7 +179,7 @@ class StepFolder:
         _, begin, end = self.extras_range(rank)
         return bytes(self._map(rank)[1][begin:end])
 
-    def flat(self, rank: int) -> Tensor:
+    def mapped_bytes(self, rank: int) -> Tensor:
         """The bytes of an image."""
         return self._map(rank)[0]
 

@@ -43,8 +43,7 @@ from torch.distributed.checkpoint.planner import (
 
 from keepstep.client import copying
 from keepstep.client.slot import GrantedSlot, SlotMapping
-from keepstep.core.vote import Candidates, vote_limit
-from keepstep.core.vote import choose_step as choose_step
+from keepstep.core.vote import Candidates, choose_step, vote_limit
 from keepstep.errors import (
     FormatError,
     NotDurableError,

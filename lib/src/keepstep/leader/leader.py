@@ -176,7 +176,7 @@ class Leader:
             self._failures = newest_failures((*self._failures, *report.failures))
             for rank in report.ranks:
                 self._owners |= dict.fromkeys(rank.ranks if rank.alive else (), node_rank)
-            self.history.applied(
+            self.history.take_report(
                 sender,
                 report,
                 policy=self.requests.policy,

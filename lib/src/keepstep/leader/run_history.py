@@ -83,7 +83,7 @@ class RunHistory:
 
     # --- reports -------------------------------------------------------------------------
 
-    def applied(
+    def take_report(
         self,
         sender: ReportingPod,
         report: Report,

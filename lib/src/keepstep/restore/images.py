@@ -101,7 +101,7 @@ W = TypeVar("W", bound=ChunkRequest)
 class ImageBytes(Protocol):
     """The bytes of the images of one step, on any tier."""
 
-    def flat(self, rank: int) -> Tensor | None:
+    def mapped_bytes(self, rank: int) -> Tensor | None:
         """The bytes of a mapped image; None for an image that is read in chunks."""
 
     def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
@@ -229,7 +229,7 @@ class StepImages:
             near[rank] = _MAPPED if source.path else _NEARNESS[source.tier]
         return near
 
-    def flat(self, rank: int) -> Tensor | None:
+    def mapped_bytes(self, rank: int) -> Tensor | None:
         """The bytes of a mapped image; None for an image that is read in chunks."""
         return self._mapped.get(rank)
 
@@ -248,7 +248,7 @@ class StepImages:
 
     def header(self, rank: int) -> bytes:
         """The header of a saved rank's image, compressed."""
-        flat = self.flat(rank)
+        flat = self.mapped_bytes(rank)
         if flat is None:
             request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=(rank,))
             answer = self._link.call("/v1/headers", request, Headers, timeout_s=_CALL_S)
@@ -271,7 +271,7 @@ class StepImages:
     def extras(self, rank: int) -> bytes:
         """The bytes of everything in a saved rank's image that is not a tensor."""
         begin, size = self._extras_begin[rank], self.found[rank].extras_bytes
-        mapped = self.flat(rank)
+        mapped = self.mapped_bytes(rank)
         if mapped is not None:
             return _bytes_of(mapped[begin : begin + size])
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
@@ -510,7 +510,9 @@ def _distant(
     plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
 ) -> Iterator[ChunkLoad]:
     """What is needed of images that are not mapped."""
-    return chunk_loads((part for part in plan.parts() if images.flat(part.rank) is None), dtypes)
+    return chunk_loads(
+        (part for part in plan.parts() if images.mapped_bytes(part.rank) is None), dtypes
+    )
 
 
 def copy_view(target: Tensor, source: Tensor) -> int:
@@ -561,7 +563,7 @@ def _mapped(
     moves: list[copying.MemoryMove] = []
     copies: list[copying.TensorCopy] = []
     for piece in plan.pieces():
-        flat = images.flat(piece.rank)
+        flat = images.mapped_bytes(piece.rank)
         if flat is None:
             continue
         target, dtype = targets[piece.request], dtypes[piece.request]
@@ -723,14 +725,14 @@ class Lending:
 def _bytes_in(images: StepImages | None, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     if images is None:
         return
-    for distant, those in groupby(chunks, key=lambda chunk: images.flat(chunk[0]) is None):
+    for distant, those in groupby(chunks, key=lambda chunk: images.mapped_bytes(chunk[0]) is None):
         if distant:
             asked = (Chunk(rank=rank, chunk=chunk, frame=0) for rank, chunk in those)
             for _, frame in images.stream(asked):
                 yield _bytes_of(frame)
             continue
         for rank, chunk in those:
-            flat = images.flat(rank)
+            flat = images.mapped_bytes(rank)
             assert flat is not None, "it is mapped"
             yield _bytes_of(flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
 

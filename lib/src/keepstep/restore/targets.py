@@ -437,7 +437,7 @@ class Tensors:
             return False
         here, there = _spans(first), _spans(other)
         for rank in here.keys() & there.keys():
-            flat = self._images.flat(rank)
+            flat = self._images.mapped_bytes(rank)
             if flat is None or not torch.equal(flat[here[rank]], flat[there[rank]]):
                 return True
         return False

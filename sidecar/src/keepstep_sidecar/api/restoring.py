@@ -122,7 +122,7 @@ class RestoreHandlers:
         self.saving.plan_persists(all_present=True)  # it has voted, and so has every rank here
         await self.committer.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
-        self.saving.unequal_steps.began(request.epoch.id, time.monotonic())
+        self.saving.unequal_steps.epoch_began(request.epoch.id, time.monotonic())
         self.saving.compare_steps()
         self._note(lease.rank, request, lost)
         self.saving.restarts.restored(

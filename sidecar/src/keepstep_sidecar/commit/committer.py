@@ -491,7 +491,7 @@ class Committer:
         if unrecorded := self.epochs.unrecorded(epoch):
             await change_record(lambda record: record.with_epochs(*unrecorded))
         self.epochs.current = epoch
-        self.rollback.began(epoch)
+        self.rollback.epoch_began(epoch)
         await self.directories.carry_out(self.feed(EpochStarted(epoch)))
         info("epoch.started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 

@@ -201,7 +201,7 @@ class Rollback:
         if self._reported != self._began:
             self._began = None
 
-    def began(self, epoch: Epoch) -> None:
+    def epoch_began(self, epoch: Epoch) -> None:
         """This epoch begins now. The leader will hear of it later."""
         if epoch.parent is not None and epoch.parent == self._reported:
             self._began = epoch.parent
