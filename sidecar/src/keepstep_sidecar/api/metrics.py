@@ -53,7 +53,7 @@ tier_behind_seconds             gauge   tier.behind_s                For how lon
 tier_trouble                    gauge   tier.trouble                 1 when the last attempt failed
 window_read_bytes               counter map.window_bytes            Bytes read for restores into another layout
 window_shared_bytes             counter status.window_shared_bytes    Bytes that ranks got from the read of another one, instead
-warnings                        gauge   status.current_warnings               Warnings that `keepstep status` shows
+warnings                        gauge   status.warnings               Warnings that `keepstep status` shows
 goodput_ratio                   gauge   goodput.ratio                 Useful step time over wall time, over all lives of the run here
 goodput_seconds                 gauge   bucket.goodput                Wall time of the run here, productive and by bucket of badput
 interruptions                   gauge   goodput.interruptions         Interruptions of the run here
