@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench import machine, measures
-from bench.ours import KeepstepEager, KeepstepLazy
+from bench.ours import KeepstepByCost, KeepstepEager, KeepstepLazy
 from bench.peers import DcpAsyncReused, LmResiliency, PeerMissing, TorchCheckpointing
 from bench.processes import ROOT
 from bench.report import table
@@ -30,6 +30,7 @@ from bench.state import Gpt, Shape, State
 Figures = dict[str, float | str]
 ON = os.environ.get("TRAIN_ON", "cuda")
 _WARM_STEPS = 3
+_UNTIL_STEADY = 300
 
 
 SHAPES = (
@@ -128,6 +129,9 @@ def _measure_saver(
     numbers = measures.Steps()
     if not isinstance(saver, NoSaver):
         measures.warm_up(saver, numbers, saves=2)
+    if isinstance(saver, KeepstepByCost):
+        figures |= _by_cost(training, saver, numbers, patience_s=patience_s)
+        return
     if isinstance(saver, KeepstepLazy):
         for _ in range(5):  # until all slots are registered
             measures.timed_step(saver, numbers, training.compute)
@@ -155,9 +159,27 @@ def _measure_saver(
         figures["restore_local_s"] = saver.restore_again("local")
 
 
+def _by_cost(
+    training: Training, saver: KeepstepByCost, numbers: measures.Steps, *, patience_s: float
+) -> Figures:
+    """Means over steps of which some are staged, once their interval is chosen."""
+    end = time.perf_counter() + patience_s / 2
+    for _ in range(_UNTIL_STEADY):
+        measures.timed_step(saver, numbers, training.compute)
+        if time.perf_counter() > end:
+            break
+    interval = saver.interval
+    steps = 2 * max(interval, 16)
+    times = [measures.timed_step(saver, numbers, training.compute) for _ in range(steps)]
+    step_s, blocked_s = map(statistics.mean, zip(*times, strict=True))
+    staged = {"step_s": step_s, "blocked_s": blocked_s, "one in": float(interval)}
+    return {**staged, "steps": float(steps), **saver.extra()}
+
+
 SAVERS: tuple[type[Saver], ...] = (
     NoSaver,
     KeepstepLazy,
+    KeepstepByCost,
     LmResiliency,
     KeepstepEager,
     DcpAsyncReused,

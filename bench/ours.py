@@ -28,10 +28,13 @@ class KeepstepLazy(Saver):
     name = "keepstep"
     note = "every step staged and persisted, 3 slots (2 where memory has no room for 3)"
     lazy: ClassVar[bool] = True
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, state: State, directory: Path, *, slots: int | None = None) -> None:
         super().__init__(state, directory)
-        self._sidecar = Sidecar(directory, slots=slots or slots_for(state.size_bytes))
+        self._sidecar = Sidecar(
+            directory, slots=slots or slots_for(state.size_bytes), options=self.options
+        )
         self._peak_kib = 0
         self._unready = 0
         try:
@@ -123,6 +126,17 @@ class KeepstepEager(KeepstepLazy):
     name = "keepstep eager"
     note = "lazy=False: copied before save() returns"
     lazy = False
+
+
+class KeepstepByCost(KeepstepLazy):
+    name = "keepstep by cost"
+    note = "--stage-every auto: as many steps as cost 1 %"
+    options = ("--stage-every", "auto")
+
+    @property
+    def interval(self) -> int:
+        """Steps from one staged step to the next."""
+        return int(self._sidecar.get("/v1/status")["stage_every"])
 
 
 OURS: tuple[type[Saver], ...] = (KeepstepLazy, KeepstepEager)

@@ -88,6 +88,11 @@ def test_what_can_never_be_made_durable_is_refused(keepstep: Keepstep) -> None:
     assert "every 3rd step is staged, every 21st step is made durable" in output
 
 
+def test_the_message_names_a_stage_interval_by_cost(keepstep: Keepstep) -> None:
+    output = keepstep("run", "--run", "a", "--stage-every", "auto", "--", "true").stderr
+    assert "as many steps as cost 1 % of the training time are staged, as many as pay" in output
+
+
 def test_a_clean_end_leaves_no_process_and_no_memory(keepstep: Keepstep) -> None:
     keepstep("run", "--run", "a", "--", PYTHON, "-c", "import keepstep")
     assert keepstep.family() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 
 import pytest
 import torch
@@ -369,3 +370,32 @@ def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar
     live = {"m": Window(), "st": {}}
     bring_back(live)
     assert [row.tolist() for row in live["m"].rows] == [[0], [1, 1]]
+
+
+def test_only_steps_that_cost_a_hundredth_of_the_time_are_saved(sidecars, monkeypatch):
+    """The image takes some 10 ms to copy, a step of the training two."""
+    sidecar = sidecars().start("--stage-every", "auto", "--persist-every", "1024")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    state = {"x": torch.zeros(8 << 20)}
+    with begun({"state": state}, lazy=False, strict=True) as checkpointer:
+        kept = []
+        for step in range(300):
+            state["x"][0] = step
+            time.sleep(0.002)
+            due = checkpointer.should_save(step)
+            assert checkpointer.save(step) is due
+            if due:
+                checkpointer.wait(step, "staged")
+                kept.append(step)
+        assert kept[:10] == list(range(10)), "until enough is known"
+        assert len([step for step in kept if step >= 100]) <= 25
+        assert checkpointer.stats.cost > 0.08
+        with pytest.raises(keepstep.NotDurableError, match=r"one in \d+ steps is"):
+            checkpointer.wait(299, "staged")
+    assert sidecar.get("/v1/status")["stage_every"] >= 8
+    restored = {"x": torch.zeros(8 << 20)}
+    with begun({"state": restored}) as again:
+        assert again.epoch.parent.step == 299, "close() keeps the last one"
+        assert again.should_save(1024)
+        assert not again.should_save(301), "the next life begins with what is known"
+    assert restored["x"][0] == 299

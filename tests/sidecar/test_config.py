@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,9 @@ def test_what_is_written_is_what_is_read(file: Path) -> None:
     plain = Config(run="gpt", memory_dir=Path("/m"), volumes=(Path("/v"),))
     file.write_text(to_toml(SETTINGS, plain))
     assert Config.of(given_values("--config", str(file))) == plain
+    by_cost = replace(plain, stage_every="auto")
+    file.write_text(to_toml(SETTINGS, by_cost))
+    assert Config.of(given_values("--config", str(file))) == by_cost
 
 
 @given(st.text().filter(lambda text: text.isprintable() or text.isascii()))
@@ -177,6 +181,10 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
 
 
 def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UsageError, match=r"^--stage-every: 'often' is not a whole number of at least 1, nor auto$"
+    ):
+        given_values("--stage-every", "often")
     with pytest.raises(UsageError, match=r"^--slots: '1' is not a whole number of at least 2$"):
         given_values("--slots", "1")
     monkeypatch.setenv("KEEPSTEP_ON_LOSS", "half")

@@ -135,3 +135,62 @@ def test_the_sidecar_uses_little_memory_beside_its_slots(
     fields = Path(f"/proc/{sidecar.process.pid}/status").read_text().split("\n")
     kib = {line.split(":")[0]: line.split()[1] for line in fields if "kB" in line}
     assert int(kib["RssAnon"]) + int(kib["RssFile"]) < 80 * 1024
+
+
+def test_all_ranks_of_a_machine_have_the_interval_of_the_costliest_rank(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--stage-every", "auto")
+    ranks = [trainers(sidecar.socket, rank=rank, world=2).begin_run() for rank in (0, 1)]
+    for rank in ranks:
+        rank.begin()
+        rank.fill(0)
+        assert rank.report(0).stage_every == 1, "nothing is known yet"
+    for rank, cost in zip(ranks, (0.001, 0.12), strict=True):
+        rank.begin()
+        rank.fill(1)
+        granted = rank.report(1, cost=cost)
+    assert granted.stage_every == 16, "of the rank that loses most"
+    ranks[0].begin()
+    ranks[0].fill(16)
+    assert ranks[0].report(16, cost=0.001).stage_every == 16
+    assert sidecar.get("/v1/status")["stage_every"] == 16
+    for rank in ranks:
+        rank.disconnect()
+    successor = trainers(sidecar.socket, rank=0, world=2)
+    successor.connect()
+    assert successor.granted.stage_every == 16, "what is known holds for the next life"
+    assert successor.granted.stage_trials
+
+
+@pytest.mark.parametrize(
+    ("options", "interval"),
+    [
+        (("--persist-every", "10"), 10),
+        (("--keep-every", "100"), 100),
+        (("--keep-every", "6h"), 16),
+    ],
+)
+def test_steps_that_are_to_be_durable_are_staged_at_any_cost(
+    sidecars: Callable[..., SidecarProcess],
+    trainers: Trainers,
+    options: tuple[str, ...],
+    interval: int,
+) -> None:
+    sidecar = sidecars().start("--stage-every", "auto", *options)
+    trainer = trainers(sidecar.socket).begin_run()
+    trainer.begin()
+    trainer.fill(0)
+    chosen = trainer.report(0, cost=0.12).stage_every
+    assert 1 < chosen <= interval
+    assert interval % chosen == 0
+
+
+def test_an_interval_that_a_person_set_is_never_changed(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    trainer = trainers(sidecars().start("--stage-every", "2").socket).begin_run()
+    trainer.begin()
+    trainer.fill(0)
+    assert trainer.report(0, cost=5.0).stage_every == 0
+    assert not trainer.granted.stage_trials

@@ -244,7 +244,7 @@ class FakeTrainer:
     def seal(self, control: ControlPage) -> None:
         self._write(control.to_bytes(), self.layout.control_begin)
 
-    def report(self, step: int) -> SlotGranted:
+    def report(self, step: int, *, cost: float | None = None) -> SlotGranted:
         """Say that the image is complete. Returns (and keeps) the next slot."""
         assert self.slot is not None
         request = StagedRequest(
@@ -255,6 +255,7 @@ class FakeTrainer:
             step=step,
             copy_s=0.25,
             blocked_s=0.125,
+            cost=cost,
         )
         self.slot = self.call("/v1/staged", request, SlotGranted)
         return self.slot

@@ -35,6 +35,7 @@ from keepstep import telemetry
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.client.slot import GrantedSlot
+from keepstep.core.staging import StageCost, is_staged
 from keepstep.core.vote import Decision
 from keepstep.errors import (
     FormatError,
@@ -201,7 +202,7 @@ class Checkpointer:
         self._refused: tuple[Structure, str] = {}, ""
         self._unsaved: UnsavedBuffers | None = None
         self._slow_reported = False
-        self._stage_every = 1
+        self._cost = StageCost()
         self._last_step = self._off_grid = self._unhealthy = -1
         self._moved = self._hinted = False
         self._left: UnslottedStep | None = None
@@ -366,7 +367,6 @@ class Checkpointer:
         if probed is not None and self._frozen_once:
             self._frozen.watch(probed)
         self._order_slots()
-        self._stage_every = agreed.stage_every
         if parent is not None and restoring is not None:
             self._last_step = parent.step
         self._epoch = agreed.epoch  # last: what interrupts a restore before lets it be called again
@@ -608,7 +608,11 @@ class Checkpointer:
         number = _whole(step)
         if self._agent is None or self._epoch is None or number is None:
             return False
-        return number > self._last_step and number % self._stage_every == 0
+        return number > self._last_step and self._is_due(self._agent, number)
+
+    @staticmethod
+    def _is_due(agent: SaveThread, step: int) -> bool:
+        return is_staged(step, agent.stage_every, trials=agent.stage_trials)
 
     def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
@@ -634,8 +638,10 @@ class Checkpointer:
             return self._warn_off(step)
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
-        if healthy and number is not None and number % self._stage_every:
+        blocked_s = self._stats.last_blocked_s
+        if healthy and number is not None and not self._is_due(agent, number):
             self._off_grid, self._moved = max(number, self._off_grid), False
+            self._cost.called(started, staged=False, blocked_s=blocked_s)
             return False
         if healthy and number == self._last_step and self._has(agent, number):
             return True
@@ -644,7 +650,9 @@ class Checkpointer:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
             if not healthy:
                 return self._refuse_unhealthy(agent, number)
+            self._stats.cost = self._cost.fraction
             kept = self._save_alone(agent, number, started)
+            self._cost.called(started, staged=kept or None, blocked_s=blocked_s)
             if kept and telemetry.MODULE in sys.modules:
                 seconds = time.perf_counter() - started
                 telemetry.record_span("checkpoint_save", seconds, step=number, rank=self._rank)
@@ -1015,8 +1023,8 @@ class Checkpointer:
         if (asked or agent.outcome(step) is None) and not agent.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
         outcome = agent.outcome(step)
-        if outcome is None and step % self._stage_every and step <= self._off_grid:
-            outcome = f"one in {self._stage_every} steps is (--stage-every)"
+        if outcome is None and step <= self._off_grid and not self._is_due(agent, step):
+            outcome = f"one in {agent.stage_every} steps is (--stage-every)"
         if outcome is None:
             raise UsageError(f"step {step} was never saved here, or longer ago than is remembered")
         if outcome:

@@ -135,7 +135,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         changes=changes,
         spawn=tasks.spawn,
         keep=config.retention,
-        grid=StepGrid(config.persist_base, milestones=_milestones(config)),
+        grid=StepGrid(config.persist_base, milestones=config.milestones),
         pacing=_pacing(config),
         alone=config.alone,
         rollback_request=config.rollback_request,
@@ -212,17 +212,6 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         urgent=lambda: report.is_urgent(service),
     )
     return service, Reporter(channel, observed, leader=leader, apply=apply, changes=changes)
-
-
-def _milestones(config: Config) -> frozenset[int]:
-    """Steps at multiples of these become durable at any interval: they are to be archived or kept.
-
-    Empty where a person chose which steps become durable.
-    """
-    if config.persist_every is not None:
-        return frozenset()
-    archived = config.archive_config and config.archive_config.base(config.persist_base)
-    return frozenset(steps for steps in (archived, config.retention.every_steps) if steps)
 
 
 def _pacing(config: Config) -> Pacing | None:

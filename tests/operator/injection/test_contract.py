@@ -86,6 +86,16 @@ def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
     assert config.persist_base == 5
 
 
+def test_with_auto_the_cost_of_a_save_decides_what_is_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sidecar = inject(pytorch_job(), policy(EMPTY_DIR, stage={"mode": "Auto"}), DEFAULTS)
+    for variable in sidecar["spec"]["initContainers"][0]["env"]:
+        if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
+            monkeypatch.setenv(variable["name"], variable["value"])
+    assert Config.of(given_values()).stages_by_cost
+
+
 def test_every_variable_is_one_that_the_sidecar_reads(
     containers: dict[str, dict[str, Any]],
 ) -> None:

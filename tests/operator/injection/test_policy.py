@@ -69,6 +69,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"limit": "1Gi", "slots": 1}}, r"spec.memory.slots: 1 .* from 2 to 16"),
     ({"memory": []}, r"spec.memory: an object is needed"),
     ({"stage": {"every": True}}, r"spec.stage.every: True is not a whole number"),
+    (
+        {"stage": {"mode": "Auto", "every": 2}},
+        r"spec.stage.every: has no effect with mode Auto; remove it",
+    ),
     ({"persist": {"mode": "Fixed"}}, r"spec.persist.every: mode Fixed needs"),
     ({"persist": {"mode": "Often"}}, r"spec.persist.mode: 'Often' is not Auto or Fixed"),
     (

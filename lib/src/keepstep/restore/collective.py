@@ -70,7 +70,6 @@ class AgreedEpoch(NamedTuple):
     restore."""
 
     epoch: Epoch
-    stage_every: int
     restoring: RankRestore | None = None
 
     @property
@@ -128,7 +127,6 @@ class Collective:
         self.doing = "waiting until all ranks have called it"
         self._session = session
         self._rank, self._world, self._step = rank, world, step
-        self._stage_every = 1
 
     def restore(
         self,
@@ -189,12 +187,12 @@ class Collective:
                 log.warning("keepstep: %s [restore.step_chosen]", text)
             if decision.id is None:
                 begin_fresh(self._gather)
-                return AgreedEpoch(epoch, self._stage_every)
+                return AgreedEpoch(epoch)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
             failures = self._together(restoring)
             if not failures:
-                return AgreedEpoch(epoch, self._stage_every, restoring)
+                return AgreedEpoch(epoch, restoring)
             log.warning(
                 "keepstep: step %s is not used: %s [restore.step_refused]",
                 *(decision.id.step, "; ".join(failures)),
@@ -260,7 +258,7 @@ class Collective:
             mine = mine._replace(without=platform.node() or "?")
         else:
             try:
-                self._stage_every = connect().stage_every
+                connect()
             except SidecarError as error:
                 mine = mine._replace(error=str(error))
         # a sidecar is asked for its candidates only once all ranks have joined: so one that waits

@@ -116,7 +116,8 @@ class Stats:
 
     `saves`: steps that `save` was to keep. Once no step is on its way, each of them was `staged`,
     `skipped` (nothing was written) or `discarded` (its image was begun, and is lost). `reasons`
-    counts the reasons of skipped and discarded steps. `unkept`: how many saves were not kept since
+    counts the reasons of skipped and discarded steps. `cost`: what staging adds to a step, as a
+    part of it; None: not yet known. `unkept`: how many saves were not kept since
     a step was staged; `why_unkept`: the reason of the last one.
     """
 
@@ -128,6 +129,7 @@ class Stats:
     last_blocked_s: float = 0.0
     copy_s: float = 0.0
     last_copy_s: float = 0.0
+    cost: float | None = None
     unkept: int = 0
     why_unkept: str = ""
     reasons: dict[str, int] = field(default_factory=dict)
@@ -212,6 +214,7 @@ class SaveThread:
         self._retry_at = 0.0
         self._failures = 0
         self._patient = True
+        self.stage_every, self.stage_trials = 1, False
         self._warned: set[str] = set()
         self._unkept_at = self._repeated_at = 0.0
         self._unkept_step = -1
@@ -238,6 +241,7 @@ class SaveThread:
                 code="rank-taken",
             )
         granted = self.session.connect(timeout_s=timeout_s)
+        self.stage_every, self.stage_trials = granted.stage_every, granted.stage_trials
         _AGENTS.add(self)
         self._ensure_thread()
         return granted
@@ -646,6 +650,7 @@ class SaveThread:
             step=pending.step,
             copy_s=pending.copy_s,
             blocked_s=pending.blocked_s,
+            cost=self.stats.cost,
         )
         try:
             granted = self._client.call("/v1/staged", request, SlotGranted)
@@ -737,6 +742,7 @@ class SaveThread:
 
     def _keep(self, granted: SlotGranted) -> None:
         """Map a granted slot and put it at hand."""
+        self.stage_every = granted.stage_every or self.stage_every
         layout, base = self._layout, self._base
         if granted.slot is None or layout is None:
             return
@@ -843,6 +849,7 @@ class SaveThread:
         held = self._held
         mine = held.slot.grant.slot if held is not None else None
         granted = self.session.take(() if mine is None else (mine,))
+        self.stage_every, self.stage_trials = granted.stage_every, granted.stage_trials
         with self._lock:
             if mine not in granted.held:
                 self._drop_ready()

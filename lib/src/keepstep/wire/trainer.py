@@ -109,13 +109,15 @@ class LeaseGranted(Message):
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
     also go to an archive. `huge_pages_dir`: a directory on huge pages in which slots may be; '':
-    there is none.
+    there is none. `stage_every`: see `SlotGranted`. `stage_trials`: some steps are left out to
+    learn what a save costs (`core.staging`).
     """
 
     lease: str
     run: str
     huge_pages_dir: str = ""
     stage_every: int = 1
+    stage_trials: bool = False
     held: tuple[str, ...] = ()
     archive: bool = False
 
@@ -174,19 +176,21 @@ class SlotGranted(Message):
     """`slot` None: no slot became free in time. `path`: the slot's file. `generation`: a number for
     this use of the slot. `others`: the files of the layout's other slots, which may be granted
     later. `base`: the file of the base to which the image is to refer. Unless it is sealed, the
-    trainer fills it first."""
+    trainer fills it first. `stage_every`: from now on, multiples of it are staged; 0: as before."""
 
     slot: str | None
     path: str = ""
     generation: int = 0
     others: tuple[str, ...] = ()
     base: str = ""
+    stage_every: int = 0
 
 
 class StagedRequest(UnderLease):
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
-    Times in seconds. `blocked_s`: how long this image blocked the training thread.
+    Times in seconds. `blocked_s`: how long this image blocked the training thread. `cost`: what
+    staging adds to a step, as a part of it (`StageCost.fraction`); None: not yet known.
     """
 
     slot: str
@@ -195,6 +199,7 @@ class StagedRequest(UnderLease):
     step: int
     copy_s: float = 0.0
     blocked_s: float = 0.0
+    cost: float | None = None
 
 
 class DiscardSlotRequest(UnderLease):

@@ -49,8 +49,8 @@ class VolumeKind(str, enum.Enum):
         return self.value
 
 
-class PersistMode(str, enum.Enum):
-    """Which staged steps become durable: as many as the volumes can take, or every N-th."""
+class Mode(str, enum.Enum):
+    """Which steps are staged, or become durable: as many as their cost allows, or every N-th."""
 
     AUTO = "Auto"
     FIXED = "Fixed"
@@ -130,7 +130,8 @@ class Policy:
 
     `memory_limit_bytes`: for the slots of all ranks of one pod. `slots`: None for as many as the
     sidecar finds needed. The sidecar gets `overhead_bytes`
-    in addition. `cpu_limit_millicores`: None for no limit. `persist_every`: None with mode Auto.
+    in addition. `cpu_limit_millicores`: None for no limit. `stage_every`,
+    `persist_every`: None with mode Auto.
     `drive_writes_per_day`: a number, as it is written. `keep`: the committed steps that stay on
     volumes. `compile_cache_bytes`: 0 keeps none. `spec`: as in the object, for snapshots; no code
     reads fields from it.
@@ -143,7 +144,7 @@ class Policy:
     volumes: tuple[PolicyVolume, ...]
     slots: int | None = None
     huge_pages: HugePages = HugePages.NONE
-    stage_every: int = 1
+    stage_every: int | None = 1
     persist_every: int | None = None
     drive_writes_per_day: str | None = None
     accounting: Accounting = Accounting.ADD
@@ -223,7 +224,7 @@ def parse_policy(body: Body) -> Policy:
     resources = sidecar.child("resources")
     cpu = resources.millicores("cpu", "100m")
     metrics_port, peer_port = _ports(sidecar.child("ports"))
-    stage_every = spec.child("stage").number("every", 1, least=1, most=1_000_000)
+    stage_every = _stage(spec.child("stage"))
     volumes, archive = _volumes(spec.value("volumes")), parse_archive(spec)
     _check_apart(volumes, archive)
     return Policy(
@@ -303,20 +304,28 @@ def _compile_cache(fields: Fields) -> int:
     return 0 if fields.value("limit") in (0, "0") else fields.size("limit", "4Gi")
 
 
-def _persist(fields: Fields, stage_every: int) -> int | None:
-    if fields.choice("mode", PersistMode.AUTO) is PersistMode.AUTO:
+def _stage(fields: Fields) -> int | None:
+    if fields.choice("mode", Mode.FIXED) is Mode.FIXED:
+        return fields.number("every", 1, least=1, most=1_000_000)
+    if fields.value("every") is not None:
+        raise fields.wrong("every", "has no effect with mode Auto; remove it")
+    return None
+
+
+def _persist(fields: Fields, stage_every: int | None) -> int | None:
+    if fields.choice("mode", Mode.AUTO) is Mode.AUTO:
         return None
     if fields.value("every") is None:
         raise PolicyError("persist.every", "mode Fixed needs a number of steps, like 100")
     every = fields.number("every", 1, least=1, most=1_000_000)
-    if every % stage_every:
+    if every % (stage_every or 1):
         raise PolicyError("persist.every", f"{every} is no multiple of stage.every {stage_every}")
     return every
 
 
 def _drive_writes_per_day(fields: Fields) -> str | None:
     number = fields.optional_text("driveWritesPerDay", _WRITES_PER_DAY, 'a number like "0.3"')
-    if number is not None and fields.choice("mode", PersistMode.AUTO) is PersistMode.FIXED:
+    if number is not None and fields.choice("mode", Mode.AUTO) is Mode.FIXED:
         raise fields.wrong("driveWritesPerDay", "has no effect with mode Fixed; remove it")
     return number
 

@@ -227,7 +227,7 @@ def _settings(
         "KEEPSTEP_VOLUMES": " ".join(paths_of(policy)),
         "KEEPSTEP_SLOTS": policy.slots,
         "KEEPSTEP_MEMORY_LIMIT": policy.memory_limit_bytes,
-        "KEEPSTEP_STAGE_EVERY": policy.stage_every,
+        "KEEPSTEP_STAGE_EVERY": policy.stage_every or "auto",
         "KEEPSTEP_PERSIST_EVERY": policy.persist_every,
         "KEEPSTEP_DRIVE_WRITES_PER_DAY": policy.drive_writes_per_day,
         "KEEPSTEP_KEEP": policy.keep.last,

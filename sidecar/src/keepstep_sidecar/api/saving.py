@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from keepstep.core.history import EventKind
 from keepstep.core.node import Flush, ImagesSettled, Overwritten, RanksServed, Sealed, TrainerDied
 from keepstep.core.schedule import UnequalSteps
+from keepstep.core.staging import StageInterval
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import State, StepId, Tier
 from keepstep.wire.status import Uncaught
@@ -85,9 +86,15 @@ class SaveHandlers:
     uncaught: Uncaught | None = None
 
     def __post_init__(self) -> None:
+        self._stage = StageInterval(durable_every=self.config.durable_every)
         self._node, self._epochs = self.committer.node, self.committer.epochs
         self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
         self.restarts = RestartTimer(self.history)
+
+    @property
+    def stage_every(self) -> int:
+        """Steps from one staged step to the next."""
+        return self._stage.steps if self.config.stages_by_cost else self.config.stage_base
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -107,6 +114,7 @@ class SaveHandlers:
         lease = await self.leases.take(request, peer_pid=peer_pid)
         self.unequal_steps.joined(lease.rank, time.monotonic())
         self.leased_at = time.time()
+        self._stage.joined()
         self.restarts.connected(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
@@ -124,7 +132,8 @@ class SaveHandlers:
             lease=lease.token,
             run=self.config.run,
             huge_pages_dir=str(self.slots.directories.huge or ""),
-            stage_every=self.config.stage_every,
+            stage_every=self.stage_every,
+            stage_trials=self.config.stages_by_cost and self._stage.may_leave_out_half,
             held=held,
             archive=self.config.archive is not None,
         )
@@ -293,9 +302,10 @@ class SaveHandlers:
         base = slots.bases.granted()
         if base is None and slots.bases.current is not None:
             return SlotGranted(slot=None)  # it is being made
+        stage_every = self.stage_every if self.config.stages_by_cost else 0
         assigned = slot_set.assigned() or slot_set.assign()
         if assigned is None:
-            return SlotGranted(slot=None)
+            return SlotGranted(slot=None, stage_every=stage_every)
         if assigned.lost is not None and slots.find(assigned.lost) is None:
             self.committer.feed(Overwritten(slots.rank, assigned.lost))
         file = slot_set.files[assigned.index]
@@ -307,6 +317,7 @@ class SaveHandlers:
                 str(slot_file.path) for _, slot_file in slot_set.present() if slot_file is not file
             ),
             base="" if base is None else str(base.path),
+            stage_every=stage_every,
         )
 
     def staged(self, request: StagedRequest) -> SlotGranted:
@@ -325,7 +336,15 @@ class SaveHandlers:
         lease.saved = True
         if slot.assigned:
             self._seal(slots, request, slot)
+            if request.cost is not None and self.config.stages_by_cost:
+                self._choose_interval(lease, request.cost)
         return self._next(slots)
+
+    def _choose_interval(self, lease: Lease, cost: float) -> None:
+        if self._stage.measured(lease.rank, cost, ranks=len(self.leases.ranks)):
+            steps = self._stage.steps
+            info("stage.interval_changed", steps=steps, rank=lease.rank, cost=round(cost, 4))
+            self.changes.ring()
 
     def _filled(self, slots: RankSlots, request: StagedRequest, step_id: StepId) -> PooledSlot:
         if (slot := slots.named(request.slot)) is None:

@@ -58,7 +58,7 @@ async def collect_status(service: SidecarService) -> Status:
         persist_every=node.persist_every(newest),
         persist_interval=pacing.interval if pacing else None,
         persist_measured=pacing.measured if pacing else None,
-        stage_every=service.config.stage_every,
+        stage_every=service.saving.stage_every,
         persisted=node.counts.persisted,
         persist_skipped=node.counts.skipped + node.counts.abandoned,
         persist_seconds=totals.seconds,

@@ -24,7 +24,9 @@ def started_text(kept: RunDir, held: RunHoldings | None, *, adopted: bool) -> st
 
 
 def _policy(config: Config) -> str:
-    staged = f"{interval_text(config.stage_every)} is staged"
+    staged = f"{interval_text(config.stage_base)} is staged"
+    if config.stages_by_cost:
+        staged = "as many steps as cost 1 % of the training time are staged"
     persisted = "as many as pay off are made durable"
     if config.persist_every is not None:
         persisted = f"{interval_text(config.persist_base)} is made durable"

@@ -209,6 +209,16 @@ def integer(least: int, most: int | None = None) -> SettingKind:
     return SettingKind("N", parse)
 
 
+AUTO: Final = "auto"
+
+
+def _whole_or_auto(value: object) -> int | str:
+    try:
+        return AUTO if value == AUTO else int(integer(1).parse(value))
+    except ValueError as error:
+        raise ValueError(f"{error}, nor {AUTO}") from None
+
+
 def _positive(value: object) -> float:
     try:
         number = float(value) if type(value) is float else float(_words(value))
@@ -287,6 +297,7 @@ DIR: Final = SettingKind("DIR", _path)
 PATH: Final = SettingKind("PATH", _path)
 PLACE: Final = SettingKind("URL", _place)
 POSITIVE: Final = SettingKind("X", _positive)
+WHOLE_OR_AUTO: Final = SettingKind("N|auto", _whole_or_auto)
 SIZE: Final = SettingKind("SIZE", lambda value: parse_size(_words(value)))
 RATE: Final = SettingKind("SIZE", _rate)
 DURATION: Final = SettingKind("DURATION", _duration)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import ssl
@@ -23,6 +24,7 @@ from keepstep.steps import Epoch, StepId, StrEnum
 from keepstep.wire.run_reports import PATH as RUNS_PATH
 from keepstep_sidecar.config.settings import (
     ADDRESS,
+    AUTO,
     DIR,
     DURATION,
     FILE,
@@ -38,6 +40,7 @@ from keepstep_sidecar.config.settings import (
     SWITCH,
     TEXT,
     URL,
+    WHOLE_OR_AUTO,
     Command,
     Setting,
     choice,
@@ -398,7 +401,10 @@ class Config:
     small_pages: bool = setting(
         SWITCH, False, "Make no slot of huge pages, even where some are free."
     )
-    stage_every: int = setting(integer(1), 1, "Stage every Nth step in memory.")
+    stage_every: int | str = setting(
+        WHOLE_OR_AUTO, 1,
+        "Stage every Nth step in memory; auto: as many as cost 1 % of the training time.",
+    )
     persist_every: int | None = setting(
         integer(1), None,
         "Make every Nth step durable.  [default: as many as drives, failures and lost time allow]",
@@ -575,7 +581,31 @@ class Config:
     def persist_base(self) -> int:
         """A step is persisted every this many steps, or less often if no interval was chosen. Only
         staged steps can be persisted, so the persist grid is a multiple of the stage grid."""
-        return round_up_to_grid(self.persist_every or 1, self.stage_every)
+        return round_up_to_grid(self.persist_every or 1, self.stage_base)
+
+    @property
+    def stage_base(self) -> int:
+        """Steps from one staged step to the next, or more if a save's cost decides."""
+        return 1 if isinstance(self.stage_every, str) else self.stage_every
+
+    @property
+    def stages_by_cost(self) -> bool:
+        """Whether a save's cost decides which steps are staged (`core.staging`)."""
+        return self.stage_every == AUTO
+
+    @property
+    def milestones(self) -> frozenset[int]:
+        """Steps at multiples of these become durable at any interval: they are to be archived or
+        kept. Empty where a person chose which steps become durable."""
+        if self.persist_every is not None:
+            return frozenset()
+        archived = self.archive_config and self.archive_config.base(self.persist_base)
+        return frozenset(steps for steps in (archived, self.retention.every_steps) if steps)
+
+    @property
+    def durable_every(self) -> int | None:
+        """All steps that a person wants to be durable are multiples of this; None: any may be."""
+        return math.gcd(self.persist_every or 0, *self.milestones) or None
 
     @cached_property
     def retention(self) -> Retention:

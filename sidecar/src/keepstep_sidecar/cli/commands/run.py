@@ -153,7 +153,7 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
         given = {**nodes_of_step(os.environ), **given}
     name = given.pop("run", None) or run_dir.run_name(command)
     config = (kept := RunDir.of(directory, name, **given)).config
-    if config.persist_every is not None and config.persist_every % config.stage_every:
+    if config.persist_every is not None and config.persist_every % config.stage_base:
         raise UsageError(
             f"--persist-every {config.persist_every} is no multiple of --stage-every"
             f" {config.stage_every}, and only a staged step can be made durable; for example"

@@ -133,6 +133,8 @@ def _facts(kept: RunDir, held: RunHoldings) -> list[tuple[str, str]]:
         newest = held.newest
         none = "no step that all ranks hold"
         facts.append(("newest", none if newest is None else inventory.step_text(newest)))
+        by_cost = " (at most 1 % of the training time)" if kept.config.stages_by_cost else ""
+        facts.append(("stage", f"{interval_text(live.stage_every)}{by_cost}"))
         facts.append(("persist", _persist(live, auto=kept.config.persist_every is None)))
         facts.append(("survives", ", ".join(live.survives) or "nothing yet"))
         facts.append(("memory", f"{kept.memory} (pinned: {live.locked})"))
