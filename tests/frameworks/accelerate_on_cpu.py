@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed  # noqa: F401  # what it finds of a CPU
 import torch
 from accelerate.state import DistributedType, PartialState
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import training_args
 
 
@@ -26,3 +27,4 @@ PartialState._prepare_backend = backend
 PartialState.set_device = set_device
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 training_args.is_torch_bf16_gpu_available = lambda: True
+CPUOffloadPolicy.__init__.__defaults__ = (False,)  # no memory is pinned where there is no GPU

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import keepstep
 from keepstep.integrations.deepspeed import components, stepped
-from keepstep.integrations.loaders import Batches
 from tests.frameworks.script import (
     OUT,
     RANK,
@@ -117,18 +116,18 @@ def made() -> Any:
     return engine
 
 
-def batches() -> Batches:
+def batches() -> keepstep.Batches:
     sampler = DistributedSampler(Rows(), WORLD, RANK, shuffle=True) if WORLD > 1 else None
     options: dict[str, Any] = {"shuffle": sampler is None, "sampler": sampler}
-    return Batches(
+    return keepstep.Batches(
         DataLoader(Rows(), batch_size=4, num_workers=SETTINGS.get("workers", 0), **options)
     )
 
 
-def train(engine: Any, left: Batches, checkpointer: Any) -> None:
+def train(engine: Any, left: keepstep.Batches, checkpointer: Any) -> None:
     dtype = DTYPE[SETTINGS.get("precision", "bf16")]
     for _ in range(left.epoch, EPOCHS):
-        for batch in left.loader if checkpointer is None else left.left(checkpointer):
+        for batch in left.loader if checkpointer is None else left:
             target = batch.to(dtype)
             loss = ((engine(target) - target) ** 2).float().mean()
             record(engine.global_steps, loss)
@@ -205,7 +204,7 @@ def main() -> None:
     if not SETTINGS.get("bare"):
         checkpointer = keepstep.Checkpointer(components(engine), batches=left)
         try:
-            at = checkpointer.restore(rng="later")
+            at = checkpointer.restore()
         except keepstep.MismatchError as error:
             (OUT / f"refused-{RANK}").write_text(str(error))
             return

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
-from keepstep.integrations.loaders import Batches
+from keepstep import Batches
 from tests.frameworks.script import (
     SETTINGS,
     digest,
@@ -56,9 +56,9 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def left(batches: Batches, checkpointer: Any) -> Any:
+def left(batches: Batches) -> Any:
     """Undisturbed: the loader alone."""
-    return batches.loader if SETTINGS.get("bare") else batches.left(checkpointer)
+    return batches.loader if SETTINGS.get("bare") else batches
 
 
 def on_fabric() -> tuple[Any, Any]:
@@ -75,10 +75,10 @@ def on_fabric() -> tuple[Any, Any]:
         checkpointer = keepstep.Checkpointer(
             model=model, optimizer=optimizer, batches=batches, progress=progress
         )
-        checkpointer.restore(rng="later")
+        checkpointer.restore()
     done = ACCUMULATE * progress["step"]
     for _ in range(batches.epoch, 2):
-        for batch in left(batches, checkpointer):
+        for batch in left(batches):
             done += 1
             with fabric.no_backward_sync(model, enabled=done % ACCUMULATE > 0):
                 loss = ((model(batch) - batch) ** 2).mean()
@@ -142,9 +142,9 @@ def on_accelerate() -> tuple[Any, Any]:
         checkpointer = keepstep.Checkpointer(
             {"scheduler": scheduler, **components, "batches": batches, "progress": progress}
         )
-        checkpointer.restore(rng="later")
+        checkpointer.restore()
     for _ in range(batches.epoch, 2):
-        for batch in left(batches, checkpointer):
+        for batch in left(batches):
             with accelerator.accumulate(model):
                 loss = ((model(batch) - batch) ** 2).mean()
                 record(progress["step"], loss)
@@ -165,19 +165,6 @@ def on_accelerate() -> tuple[Any, Any]:
         **(divided(model) if stage else {"optimizer": digest(optimizer.state_dict())}),
         "schedule": scheduler.get_last_lr(),
     }
-
-
-class Left:
-    """What an Engine of ignite takes for its data."""
-
-    def __init__(self, batches: Batches, checkpointer: keepstep.Checkpointer) -> None:
-        self.batches, self.checkpointer = batches, checkpointer
-
-    def __len__(self) -> int:
-        return len(self.batches.loader)
-
-    def __iter__(self) -> Any:
-        return self.batches.left(self.checkpointer)
 
 
 def on_ignite() -> tuple[Any, Any]:
@@ -208,16 +195,15 @@ def on_ignite() -> tuple[Any, Any]:
             Events.EPOCH_STARTED, lambda: sampler.set_epoch(trainer.state.epoch)
         )
     if not SETTINGS.get("bare"):
-        batches = Batches(data)
+        data = Batches(data)
         checkpointer = keepstep.Checkpointer(
-            model=net, optimizer=optimizer, scheduler=cosine, batches=batches, trainer=trainer
+            model=net, optimizer=optimizer, scheduler=cosine, batches=data, trainer=trainer
         )
-        checkpointer.restore(rng="later")
+        checkpointer.restore()
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED(every=ACCUMULATE),
             lambda: checkpointer.save(trainer.state.iteration // ACCUMULATE),
         )
-        data = Left(batches, checkpointer)
     if trainer.state.iteration < 2 * len(data):
         trainer.run(data, max_epochs=2)
     state = trainer.state

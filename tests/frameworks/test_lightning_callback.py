@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import types
 
 import bitsandbytes
 import lightning.pytorch as lightning
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+from torchao.quantization import quantize_
 
 import keepstep
 from keepstep.integrations import _training_identity
@@ -157,6 +162,41 @@ def test_what_trains_on_a_quantised_base_is_kept_and_another_base_refused(
     lives()
     with pytest.raises(keepstep.MismatchError, match="step 4 was trained on another frozen base"):
         made(tmp_path, KeepstepCallback()).fit(Quantized(**other))
+
+
+class Divided(Quantized):
+    """The same by FSDP2; `trains`: the layer of four bits becomes one of torchao's that trains."""
+
+    def __init__(self, trains):
+        super().__init__()
+        self.trains = trains
+
+    def configure_model(self):
+        if self.trains:
+            self.net[0] = torch.nn.Linear(2, 64)
+            quantize_(self.net[0], int8_weight_only_quantized_training())
+        for part in (self.net[0], self.net):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.parametrize(
+    ("trains", "message"),
+    [
+        (False, "keepstep keeps quantised models without FSDP only"),
+        (True, r"net\.0\.weight: a sharded Int8\w+ keeps its values in other tensors"),
+    ],
+    ids=["bitsandbytes", "torchao"],
+)
+def test_a_quantised_model_that_is_divided_is_refused_by_name(
+    tmp_path, sidecar, monkeypatch, trains, message
+):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # Lightning writes a port into it
+    trainer = made(tmp_path, KeepstepCallback(), devices=1, strategy=ModelParallelStrategy(1, 1))
+    try:
+        with pytest.raises(keepstep.UsageError, match=message):
+            trainer.fit(Divided(trains))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_callbacks_can_be_copied_while_they_train(tmp_path, sidecar):

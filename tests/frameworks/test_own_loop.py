@@ -13,7 +13,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.utils.data import DataLoader, Dataset
 
 import keepstep
-from keepstep.integrations.loaders import Batches, own_generators
+from keepstep import Batches
+from keepstep.integrations.loaders import own_generators
 from tests.frameworks.conftest import Lives, assert_same, drawn, result
 
 EPOCH = 15
@@ -177,20 +178,18 @@ def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of_once(
     loader = DataLoader(Noise())
     batches = Batches(Accelerator(cpu=True).prepare(loader) if prepared else loader)
     checkpointer = keepstep.Checkpointer(batches=batches)
-    checkpointer.restore(rng="later")
+    checkpointer.restore()
     for _ in range(2):
-        assert len(list(batches.left(checkpointer))) == 8
+        assert len(list(batches)) == 8
     assert caplog.text.count("draws from the random generators") == prepared
 
 
 def test_an_epoch_that_was_left_early_begins_anew():
     batches = Batches(DataLoader(torch.arange(6), batch_size=2))
     checkpointer = keepstep.Checkpointer(batches=batches)
-    with pytest.raises(keepstep.UsageError, match='restore\\(rng="later"\\) first'):
-        next(batches.left(checkpointer))
-    checkpointer.restore(rng="later")
-    assert next(batches.left(checkpointer)).tolist() == [0, 1]
-    assert [len(list(batches.left(checkpointer))), batches.epoch] == [3, 1]
+    checkpointer.restore()
+    assert next(iter(batches)).tolist() == [0, 1]
+    assert [len(list(batches)), batches.epoch] == [3, 1]
 
 
 @pytest.mark.parametrize("dataset", [torch.arange(8), Noise()], ids=type)
@@ -200,8 +199,8 @@ def test_what_is_left_of_two_loaders_comes_with_the_random_states_of_the_step(si
         loaders = [DataLoader(dataset, batch_size=2, shuffle=True) for _ in range(2)]
         first, second = map(Batches, loaders)
         checkpointer = keepstep.Checkpointer(first=first, second=second)
-        checkpointer.restore(rng="later")
-        return checkpointer, zip(first.left(checkpointer), second.left(checkpointer), strict=True)
+        checkpointer.restore()
+        return checkpointer, zip(first, second, strict=True)
 
     checkpointer, left = life(0)
     next(left)
@@ -220,25 +219,26 @@ def test_a_save_between_two_epochs_and_workers_that_outlive_them(sidecar):
         lasting = {"num_workers": 1, "persistent_workers": True}
         batches = Batches(DataLoader(torch.arange(8), batch_size=2, shuffle=True, **lasting))
         checkpointer = keepstep.Checkpointer(batches=batches)
-        checkpointer.restore(rng="later")
+        checkpointer.restore()
         return batches, checkpointer
 
     batches, checkpointer = life(0)
-    list(batches.left(checkpointer))
+    list(batches)
     checkpointer.save(0)
-    expected = repr([*batches.left(checkpointer), torch.rand(2)])
+    expected = repr([*batches, torch.rand(2)])
     checkpointer.close()
     batches, checkpointer = life(1)
-    assert repr([*batches.left(checkpointer), torch.rand(2)]) == expected
+    assert repr([*batches, torch.rand(2)]) == expected
     checkpointer.close()
 
 
-def test_batches_that_are_in_a_list_are_left_out_too(sidecar):
+@pytest.mark.parametrize("rng", [True, False])
+def test_batches_that_are_in_a_list_are_left_out_too(sidecar, rng):
     for done in range(3):
         batches = Batches([10, 11, 12])
-        with keepstep.Checkpointer(batches=batches) as checkpointer:
-            checkpointer.restore(rng="later")
-            assert next(batches.left(checkpointer)) == 10 + done
+        with keepstep.Checkpointer(batches=batches, rng=rng) as checkpointer:
+            checkpointer.restore()
+            assert next(iter(batches)) == 10 + done
             checkpointer.save(done)
 
 

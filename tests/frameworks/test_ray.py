@@ -56,6 +56,17 @@ def test_a_worker_is_killed_and_then_a_node_has_no_shared_memory(lives, tmp_path
     assert _steps_on_drives(tmp_path / "kept") == before, "nothing is lost"
 
 
+def test_workers_use_the_sidecar_that_their_pod_has(lives):
+    """As where keepstep's operator injected one: they have its socket, and `dir` is left alone."""
+    training = lives("ray_train.py")
+    plain = training.undisturbed(ranks=2)
+    kept, message = training.kept(kill=drawn(range(5, 25)))
+    assert "keepstep: restored step" in message
+    assert_same(plain, kept, kills=1, ranks=2)
+    assert not any((kept / node).exists() for node in nodes(kept))
+    assert not (kept / "reported").exists(), "Ray gets metrics alone"
+
+
 def test_a_node_is_lost_and_comes_back_and_the_world_follows(lives, tmp_path):
     """Bit by bit as a training whose worlds change at the same steps, handed over by torch.save."""
     training = lives("ray_train.py")

@@ -120,6 +120,7 @@ def by_zero(stage: int, **options: object) -> dict[str, object]:
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}}
+FSDP2_OFFLOADED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "cpu_offload": True}}
 
 
 @pytest.fixture
@@ -136,6 +137,7 @@ def dividing(lives, monkeypatch) -> Lives:
         pytest.param(by_zero(3, stage3_param_persistence_threshold=20), 1, {}, id="zero-3"),
         pytest.param(by_zero(3, **OFFLOADED), 3, {"lora": True}, id="zero-3-offloaded-lora"),
         pytest.param(FSDP2, 3, {"lora": True}, id="fsdp2-lora"),
+        pytest.param(FSDP2_OFFLOADED, 1, {}, id="fsdp2-offloaded"),
         pytest.param({}, 1, {"divides": {"tp_size": 2}}, id="tensor-parallel"),
         pytest.param({}, 1, {"divides": {"fsdp_size": 2}}, id="fsdp2-at-load"),
     ],

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import keepstep
 from keepstep.integrations import TESTED, require_version
-from keepstep.integrations.loaders import Batches
 
 
 def test_importing_keepstep_imports_no_integration():
@@ -75,16 +74,21 @@ def test_a_version_that_was_never_tested_is_tried_with_one_warning(needed, caplo
 
 
 def test_batches_that_are_no_component_are_refused_before_an_epoch_is_done_twice(sidecar):
-    def begun(**components):
-        made = keepstep.Checkpointer(model=nn.Linear(2, 2), **components)
-        made.restore(rng="later")
-        return made
+    batches = keepstep.Batches(DataLoader([1, 2, 3]))
+    for components in ({}, {"batches": batches}):
+        with pytest.raises(keepstep.UsageError, match="no Checkpointer keeps this Batches"):
+            next(iter(batches))
+        with keepstep.Checkpointer(model=nn.Linear(2, 2), **components) as checkpointer:
+            checkpointer.restore()
+            kept = components and len(list(batches))
+    assert kept == 3
 
-    batches = Batches(DataLoader([1, 2, 3]))
-    alone = begun()
-    with pytest.raises(keepstep.UsageError, match="no component of the Checkpointer"):
-        next(batches.left(alone))
-    alone.close()
-    with_it = begun(batches=batches)
-    assert len(list(batches.left(with_it))) == 3
-    with_it.close()
+
+def test_a_script_uses_batches_as_the_loader_that_is_in_it():
+    loader = DataLoader([1, 2, 3], batch_size=2)
+    batches = keepstep.Batches(loader)
+    batches.epoch, batches.mixed = 5, True
+    assert (len(batches), batches.batch_size, batches.epoch) == (2, 2, 5)
+    assert loader.mixed
+    assert not hasattr(loader, "epoch")
+    assert not hasattr(batches, "missing")

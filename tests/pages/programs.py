@@ -201,7 +201,7 @@ if at:
 }
 """In the environment of `make test`."""
 
-EPOCHS = Program(after="print(progress['step'], Data.read)", printed=("8 16", "8 0"))
+EPOCHS = Program(after="print(step, Data.read)", printed=("8 16", "8 0"))
 IN_FRAMEWORKS = {
     f"{FRAMEWORKS} Several trainings in one process": Program(
         before=f"""{ROWS}

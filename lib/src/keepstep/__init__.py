@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keepstep.checkpointer import Checkpointer as Checkpointer
     from keepstep.checkpointer import Restored as Restored
+    from keepstep.integrations.loaders import Batches as Batches
 
 from keepstep.errors import (
     CoverageError,
@@ -38,6 +39,7 @@ from keepstep.errors import (
 from keepstep.version import __version__ as __version__
 
 __all__ = [
+    "Batches",
     "Checkpointer",
     "CoverageError",
     "DigestError",
@@ -73,4 +75,8 @@ def __getattr__(name: str) -> Any:
         from keepstep import checkpointer
 
         return getattr(checkpointer, name)
+    if name == "Batches":
+        from keepstep.integrations.loaders import Batches
+
+        return Batches
     raise AttributeError(f"module 'keepstep' has no attribute {name!r}")

@@ -307,7 +307,8 @@ class Checkpointer:
         then on: no later restore takes them. The script goes back each time that it makes this
         call, so also each time that it is started again; the step is kept as long as it does.
         `keepstep run --restore-from` goes back only once, and takes precedence over `step`.
-        `rng="later"` leaves the random generators to `restore_rng`.
+        `rng="later"` leaves the random generators to `restore_rng`, which a `Batches` among the
+        components calls: then it need not be said.
 
         This is a collective: every rank must call it. It starts a new epoch. If there is nothing to
         restore and some ranks have no sidecar, all ranks train on and nothing is kept.
@@ -333,6 +334,10 @@ class Checkpointer:
             if not self._rng:
                 raise UsageError('restore(rng="later"): this Checkpointer was made with rng=False')
             self._rng_later = {}
+        for component in self._components.values():
+            if hasattr(type(component), "restored_by"):  # a `Batches`
+                component.restored_by(self)
+                self._rng_later = {}
         self._hint()
         self._warn_of_loaders()
         check_components(self._components)  # an adapter completes them after `preview`
@@ -356,7 +361,8 @@ class Checkpointer:
         parent, restoring = agreed.epoch.parent, agreed.restoring
         layout = None
         if restoring is not None:
-            self._rng_later = None if self._rng_later is None else restoring.rng
+            if self._rng_later is not None and self._rng:
+                self._rng_later = restoring.rng
             layout = restoring.layout
             if self._frozen_once:
                 self._frozen = FrozenParameters(restoring.base)

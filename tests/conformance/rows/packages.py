@@ -66,7 +66,8 @@ def _bits(name: str, **options: Any) -> Training:
 _PAGED = "nothing is paged on a CPU; not tried on a GPU"
 for _name in (
     *("Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit", "AdEMAMix8bit", "RMSprop8bit"),
-    *("Adagrad8bit", "LAMB8bit", "PagedAdamW8bit", "PagedLion8bit", "PagedAdEMAMix8bit"),
+    *("Adagrad8bit", "LAMB8bit"),
+    *("PagedAdam8bit", "PagedAdamW8bit", "PagedLion8bit", "PagedAdEMAMix8bit"),
 ):
     _options = {"momentum": 0.9} if _name == "SGD8bit" else {}
     if _name != "LAMB8bit":
@@ -74,7 +75,8 @@ for _name in (
     _paged = {"reason": _PAGED} if _name.startswith("Paged") else {}
     _of("bitsandbytes", _name, functools.partial(_bits, _name, **_options), **_paged)
 _of("bitsandbytes", "AdamW", _bits, "AdamW")
-_of("bitsandbytes", "PagedAdamW", _bits, "PagedAdamW", reason=_PAGED)
+for _name in ("PagedAdam", "PagedAdamW", "PagedLion", "PagedAdEMAMix"):
+    _of("bitsandbytes", _name, _bits, _name, reason=_PAGED)
 
 
 EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/extensions"))

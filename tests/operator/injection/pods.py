@@ -179,7 +179,8 @@ def train_job() -> dict[str, Any]:
 
 
 def ray_worker(*, replica: int = 1, host: int | None = None) -> dict[str, Any]:
-    """As KubeRay 1.6 makes it for a RayCluster; with a host where a replica has several."""
+    """As KubeRay 1.6 makes it for a RayCluster (`BuildPod`, `DefaultWorkerPodTemplate`): with a
+    host where a replica has several, shared memory of its own, and an init container."""
     labels = {
         "ray.io/is-ray-node": "yes",
         "ray.io/cluster": "llama-raycluster-9x7wq",
@@ -199,12 +200,22 @@ def ray_worker(*, replica: int = 1, host: int | None = None) -> dict[str, Any]:
         "annotations": {"ray.io/ft-enabled": "false"},
         "ownerReferences": [owner("RayCluster", "llama-raycluster-9x7wq", api_version="ray.io/v1")],
     }
+    head = "llama-raycluster-9x7wq-head-svc.team-a.svc.cluster.local"
+    field = {"fieldRef": {"fieldPath": "metadata.labels['ray.io/group']"}}
     environment = [
-        {"name": "FQ_RAY_IP", "value": "llama-raycluster-9x7wq-head-svc.team-a.svc.cluster.local"},
+        {"name": "FQ_RAY_IP", "value": head},
+        {"name": "RAY_IP", "value": "llama-raycluster-9x7wq-head-svc"},
+        {"name": "RAY_NODE_TYPE_NAME", "valueFrom": field},
         {"name": "RAY_PORT", "value": "6379"},
-        {"name": "RAY_NODE_TYPE_NAME", "value": "gpu"},
+        {"name": "RAY_ADDRESS", "value": f"{head}:6379"},
     ]
-    return _pod(metadata, _container("ray-worker", *environment), _container("logger"))
+    worker = _container("ray-worker", *environment)
+    worker["volumeMounts"].append({"name": "shared-mem", "mountPath": "/dev/shm"})
+    shared = {"name": "shared-mem", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    waits = _container("wait-gcs-ready", *environment[:2])
+    pod = _pod(metadata, worker, _container("logger"), initContainers=[waits])
+    pod["spec"]["volumes"].append(shared)
+    return pod
 
 
 def bare_pod(name: str = "try") -> dict[str, Any]:

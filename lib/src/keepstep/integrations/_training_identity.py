@@ -298,6 +298,12 @@ def _is_layer(module: nn.Module) -> bool:
     )
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise UsageError for a quantised model that FSDP divides."""
+    if is_quantized(model):
+        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
+
+
 def kept_part(model: nn.Module) -> nn.Module:
     """What is kept of a model, which may be wrapped by DistributedDataParallel: `TrainedPart` if it
     is quantised, else the model. Raises UsageError where a quantised layer trains itself."""

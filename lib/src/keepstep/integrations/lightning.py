@@ -39,7 +39,12 @@ from keepstep.integrations import (
     require_torch,
     require_version,
 )
-from keepstep.integrations._training_identity import NOTHING_YET, FrameworkTraining, kept_part
+from keepstep.integrations._training_identity import (
+    NOTHING_YET,
+    FrameworkTraining,
+    kept_part,
+    refuse_sharded,
+)
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -342,6 +347,8 @@ class _Fit(FrameworkTraining):
 
     def _load_callbacks(self) -> None:
         """Give callbacks the states of the step that will be restored."""
+        if "ModelParallelStrategy" in _kinds(self.trainer.strategy):
+            refuse_sharded(self.trainer.lightning_module)
         self._nothing_yet()
         self.components["trainer"] = self.kept
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,15 +30,19 @@ from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
 
+_OWN = ("loader", "epoch")
+
 
 class Batches:
-    """The remaining batches of each epoch of a loader. It is a component: pass it to the
-    `Checkpointer`.
+    """`loader = Batches(loader)`: a loader that goes on, as a component of the `Checkpointer`.
 
-    `epoch`: the epoch whose remaining batches `left` yields. Pass a wrapped loader (of accelerate
-    or Fabric) as it is. If it has already begun an epoch, that epoch is dropped. Raises UsageError
-    for a version of accelerate that lacks what this needs, and for accelerate's
-    Megatron-LM and FSDP1.
+    It yields the batches of the epoch number `epoch` that were not done yet, and sets the random
+    states that were restored. A `break` does not end the epoch: the next pass begins it again.
+    Length and all other attributes are the loader's.
+
+    Pass a wrapped loader (of accelerate or Fabric) as it is. If it has already begun an epoch, that
+    epoch is dropped. Raises UsageError for a version of accelerate that lacks what this needs, and
+    for accelerate's Megatron-LM and FSDP1.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -59,31 +64,44 @@ class Batches:
             # accelerate began this epoch in prepare(), before anything could be restored
             self._base.load_state_dict({})
         self._done, self._begun = 0, dict[str, Any]()
-        self._resumes = self._is_kept = False
+        self._resumes = False
+        self._checkpointer: Callable[[], Checkpointer | None] = lambda: None
+
+    def restored_by(self, checkpointer: Checkpointer) -> None:
+        """A Checkpointer, of which this is a component, begins to restore."""
+        self._checkpointer = weakref.ref(checkpointer)
 
     def state_dict(self) -> dict[str, Any]:
-        self._is_kept = True
         between = not self._begun
         own = own_generators([self._base]) if between else []
         return {"epoch": self.epoch, "done": self._done, "begun": self._begun, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._is_kept = True  # a restore loads before it asks
         self.epoch, self._done, self._begun = state["epoch"], state["done"], state["begun"]
         set_own_generators(state["own"], [self._base])
         self._resumes = bool(self._begun)
 
-    def left(self, checkpointer: Checkpointer) -> Iterator[Any]:
-        """The batches of this epoch that were not done yet.
+    def __len__(self) -> int:
+        return len(self.loader)
 
-        Sets, at the right moment, the random states that `checkpointer.restore(rng="later")` left;
-        raises UsageError if that was not called, or if this object is no component of the
-        Checkpointer. A `break` does not end the epoch: the next `left` begins the same epoch again.
-        """
-        if checkpointer.epoch is not None and not self._is_kept:
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OWN:
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises UsageError before `restore()` of the Checkpointer that keeps this."""
+        checkpointer = self._checkpointer()
+        if checkpointer is None:
             raise UsageError(
-                "this Batches is no component of the Checkpointer, so a restart would begin its"
-                " epoch again: keepstep.Checkpointer(..., batches=batches)"
+                "no Checkpointer keeps this Batches, so a restart would begin its epoch again: name"
+                " it, Checkpointer(..., batches=batches), and call restore() before the first batch"
             )
         if self._fetches_ahead and checkpointer.epoch is not None:
             warn_of_draws(self._base)

@@ -44,7 +44,7 @@ from keepstep.integrations import (
     require_torch,
     require_version,
 )
-from keepstep.integrations._training_identity import FrameworkTraining, is_quantized, kept_part
+from keepstep.integrations._training_identity import FrameworkTraining, kept_part, refuse_sharded
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -711,8 +711,8 @@ def _refuse(trainer: Any) -> None:
         if own:
             version = importlib.metadata.version(package)
             require_version(package, version, hooks=own)
-    if trainer.is_fsdp_enabled and is_quantized(trainer.model):
-        raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
+    if trainer.is_fsdp_enabled:
+        refuse_sharded(trainer.model)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")
