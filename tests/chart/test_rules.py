@@ -26,6 +26,7 @@ ENVIRONMENT = celpy.Environment()
 RIGHT: list[Object] = [
     {"memory": {"limit": 1 << 30, "slots": 2}},
     {"persist": {"mode": "Fixed", "every": 100}, "stage": {"every": 5}},
+    {"persist": {"mode": "Fixed", "every": 7}, "stage": {"mode": "Auto"}},
     {"persist": {"driveWritesPerDay": "0.5"}},
     {
         "volumes": [

@@ -42,7 +42,10 @@ def _warned(kubectl: Kubectl) -> list[str]:
 
 
 def test_the_librarys_version_is_in_the_status(namespace: Kubectl) -> None:
-    namespace.apply(jobs.policy(), _library('keepstep.version.__version__ = "0.0.9"'))
+    """Also with a policy by which the cost of a save decides what is staged."""
+    namespace.apply(
+        jobs.policy(stage={"mode": "Auto"}), _library('keepstep.version.__version__ = "0.0.9"')
+    )
     runs.committed_beyond(namespace, 3)
     assert runs.status(namespace)["libraryVersion"] == "0.0.9"
 
