@@ -66,7 +66,9 @@ def test_what_would_fail_is_exit_code_1_and_said(keepstep: Keepstep) -> None:
 def test_a_state_is_compared_with_what_is_there(keepstep: Keepstep) -> None:
     checks = keepstep.json("doctor", "--state", "1Mi", "--probe-size", "8Mi")["checks"]
     found = {check["name"].partition(" ")[0]: check["found"] for check in checks}
-    assert "needed" in found["shared"]
+    assert "3.00 MiB needed" in found["shared"]
+    several = keepstep("doctor", "--nodes", "2", "--state", "1Mi", "--probe-size", "8Mi").stdout
+    assert "4.00 MiB needed" in several
     assert "needed" in found["space"]
     assert "a step of all ranks" in found["speed"]
     need = Need(image_bytes=10, ranks=4, slots=4)

@@ -41,7 +41,7 @@ their names."""
 LEAST_SLOTS = 2
 SLOTS = 4
 """Images of a rank that shares its run with ranks of other machines."""
-_SLOTS_TOGETHER = 3
+SLOTS_ON_ONE_MACHINE = 3
 """Images of a rank if this sidecar knows what all ranks have sealed. See `core.slot_table`."""
 _KEPT_OF_GONE = 2
 """Images of a rank that trains here no more, until the run has restored: of its newest two steps,
@@ -182,7 +182,9 @@ class SlotAllocator:
         """How many images of a rank shall be in memory, if there is room."""
         if self.config.slots is not None:
             return self.config.slots
-        return _SLOTS_TOGETHER if lease is not None and serves_all_ranks(lease.request) else SLOTS
+        return (
+            SLOTS_ON_ONE_MACHINE if lease is not None and serves_all_ranks(lease.request) else SLOTS
+        )
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone

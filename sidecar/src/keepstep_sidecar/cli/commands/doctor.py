@@ -31,7 +31,7 @@ from keepstep_sidecar.cli.options import directory_option, json_option
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.settings import format_duration, format_size, size_option
 from keepstep_sidecar.config.sidecar import IO_THREADS
-from keepstep_sidecar.memory.slot_allocator import LEAST_SLOTS, SLOTS
+from keepstep_sidecar.memory.slot_allocator import LEAST_SLOTS, SLOTS, SLOTS_ON_ONE_MACHINE
 from keepstep_sidecar.memory.slot_directories import free_huge_bytes, huge_pages_advice
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
@@ -76,7 +76,7 @@ class Need:
 
     image_bytes: int | None
     ranks: int = 1
-    slots: int = SLOTS
+    slots: int = SLOTS_ON_ONE_MACHINE
 
     @property
     def memory_bytes(self) -> int | None:
@@ -324,6 +324,13 @@ def measure_drive(
 )
 @size_option("--state", help="Of one rank: weights and optimizer.  [default: not known]")
 @click.option("--ranks", type=click.IntRange(1), default=1, help="On this machine.  [default: 1]")
+@click.option(
+    "--nodes",
+    type=click.IntRange(1),
+    default=1,
+    help="Machines of the run: with several, four images of each rank are in memory, on one three."
+    "  [default: 1]",
+)
 @size_option("--probe-size", default="256Mi", help="Written to measure.  [default: 256Mi]")
 @json_option
 def doctor(
@@ -331,6 +338,7 @@ def doctor(
     volumes: tuple[Path, ...],
     state: int | None,
     ranks: int,
+    nodes: int,
     probe_size: int,
     as_json: bool,
 ) -> None:
@@ -346,7 +354,8 @@ def doctor(
       keepstep doctor --volume /nvme0 --volume /nvme1 --state 40Gi --ranks 8
       keepstep doctor --dir /scratch/ckpt --json
     """
-    need = Need(image_bytes=state, ranks=ranks)
+    slots = SLOTS_ON_ONE_MACHINE if nodes == 1 else SLOTS
+    need = Need(image_bytes=state, ranks=ranks, slots=slots)
     places = tuple(volume.absolute() for volume in volumes or (directory,))
     found = []
     for finding in _findings(need, places, probe_size):
