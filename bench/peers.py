@@ -81,7 +81,7 @@ class _DcpAsync(Saver):
         super().__init__(state, directory)
         self._upload: Any = None
         self._staging: Any = None
-        self._agent: Any = self._make_stager() if self.keeps_stager else None
+        self._stager: Any = self._make_stager() if self.keeps_stager else None
         self._store = tempfile.TemporaryDirectory()
         _join_group_of_one(self._store.name)
 
@@ -100,7 +100,7 @@ class _DcpAsync(Saver):
                 self.state.nested(),
                 checkpoint_id=self.path(step),
                 async_checkpointer_type=kind,
-                async_stager=self._agent,
+                async_stager=self._stager,
             )
         self._staging = getattr(response, "staging_completion", None)
         self._upload = getattr(response, "upload_completion", response)
@@ -117,8 +117,8 @@ class _DcpAsync(Saver):
             fsync(self.directory)
 
     def close(self) -> None:
-        if self._agent is not None:
-            self._agent.close()
+        if self._stager is not None:
+            self._stager.close()
         torch.distributed.destroy_process_group()
         self._store.cleanup()
         super().close()

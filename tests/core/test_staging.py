@@ -29,7 +29,7 @@ class Training:
         for _ in range(steps):
             staged = is_staged(self.step, self.interval.steps, trials=True)
             fraction = self.cost.fraction
-            self.cost.called(self.at, staged=staged, blocked_s=self.blocked_s)
+            self.cost.called(self.at, due=staged, kept=True, blocked_s=self.blocked_s)
             self.at += self.step_s * self.random.uniform(1 - noise, 1 + noise)
             self.at += self.added_s if staged else 0.0
             if staged and fraction is not None:
@@ -128,3 +128,10 @@ def test_steps_that_must_become_durable_are_staged_at_any_cost(
     interval = StageInterval(durable_every=durable_every)
     interval.measured(0, 0.04, ranks=1)
     assert interval.steps == steps
+
+
+def test_a_step_that_could_not_be_staged_is_no_sample() -> None:
+    cost = StageCost()
+    for step in range(100):
+        cost.called(step * _STEP_S, due=True, kept=False, blocked_s=_STEP_S)
+    assert cost.fraction is None

@@ -94,7 +94,7 @@ def state_of(held):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def watched_agent():
+def watched_save_thread():
     """Also compares which function moves an image on."""
     rows = moves((row.states, row.where, row.after) for row in save_thread.IMAGE)
     known = {(state, name.partition(".")[2], after) for state, name, after in rows}

@@ -319,7 +319,7 @@ def test_a_step_that_was_only_staged_is_loaded_from_memory(sidecars, monkeypatch
     checkpointer.restore()
     checkpointer.save(3)
     checkpointer.wait(3, "staged")
-    checkpointer._agent.close()
+    checkpointer._saver.close()
     target = {"part.w": torch.zeros(4)}
     load(target)
     assert torch.equal(target["part.w"], part["w"])

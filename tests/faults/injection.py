@@ -19,7 +19,7 @@ from keepstep.client import copying, session, slot
 from keepstep.save import save_thread, snapshot
 
 _LIBRARY = keepstep.__file__.removesuffix("__init__.py")
-AGENT = "keepstep-agent"
+SAVE_THREAD = "keepstep-save"
 Place = tuple[str, int]
 
 
@@ -117,7 +117,7 @@ def signals() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-# --- at a call, in the agent thread ----------------------------------------------------------
+# --- at a call, in the save thread ----------------------------------------------------------
 
 
 def _calls() -> Iterator[tuple[Any, str]]:
@@ -136,26 +136,26 @@ def _calls() -> Iterator[tuple[Any, str]]:
 
 
 # The thread's own loop cannot be replaced while it runs. An error in what it asks between two tasks
-# ends the thread, which is then replaced: `test_an_agent_thread_that_ended_is_replaced`.
+# ends the thread, which is then replaced: `test_a_save_thread_that_ended_is_replaced`.
 _LOOP = {"_work", "_is_due", "_next"}
 CALLS = [
     call for call in _calls() if call not in {(save_thread.SaveThread, name) for name in _LOOP}
 ]
 
 
-class AgentFault:
-    """One call of the agent thread fails, before or after it did its work."""
+class SaveThreadFault:
+    """One call of the save thread fails, before or after it did its work."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def arm(self, owner: Any, name: str, *, after: bool) -> None:
-        """The next time that the agent calls it."""
+        """The next time that the save thread calls it."""
         original = getattr(owner, name)
         armed = [True]
 
         def failing(*arguments: Any, **options: Any) -> Any:
-            strikes = armed and threading.current_thread().name == AGENT
+            strikes = armed and threading.current_thread().name == SAVE_THREAD
             if strikes:
                 armed.clear()
                 if not after:

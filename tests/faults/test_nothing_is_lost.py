@@ -24,7 +24,7 @@ from torch import nn
 import keepstep
 from keepstep.errors import NotDurableError, UsageError
 from keepstep.steps import StepId
-from tests.core.test_states import watched_agent  # noqa: F401
+from tests.core.test_states import watched_save_thread  # noqa: F401
 from tests.faults import injection
 from tests.faults.trainer import digest
 from tests.harness import SidecarProcess, eventually, layout_of, verify_image
@@ -161,8 +161,8 @@ class Trained:
 class Faults:
     """What may happen to a `TrainedPart`; each is one name of `EVENTS`."""
 
-    def __init__(self, run: Trained, agent: injection.AgentFault, signals: Any) -> None:
-        self.run, self.agent, self.signals = run, agent, signals
+    def __init__(self, run: Trained, saver: injection.SaveThreadFault, signals: Any) -> None:
+        self.run, self.saver, self.signals = run, saver, signals
         self.sidecar = run.sidecar
 
     @property
@@ -219,13 +219,13 @@ class Faults:
         error = injection.Injected("in save") if number % 2 else KeyboardInterrupt()
         self.run.save(lambda work: injection.raising_after(1 + number // 2, error, work))
 
-    def error_in_agent(self, number: int) -> None:
+    def error_in_save_thread(self, number: int) -> None:
         owner, name = injection.CALLS[number % len(injection.CALLS)]
-        self.agent.arm(owner, name, after=number // len(injection.CALLS) % 2 == 1)
+        self.saver.arm(owner, name, after=number // len(injection.CALLS) % 2 == 1)
 
     def new_life(self, _: int) -> None:
         """Close, whatever that says, and begin again in this process."""
-        self.agent.disarm()
+        self.saver.disarm()
         self.continue_sidecar(0)
         if not self.alive or not self.sidecar.socket.exists():
             return
@@ -267,14 +267,14 @@ def running(**options: Any):
 def meet(events: list[tuple[str, int]], *, lazy: bool) -> None:
     """The sequence, then quiet: everything that must hold."""
     with running(lazy=lazy) as run, injection.signals() as signals:
-        agent = injection.AgentFault()
-        faults = Faults(run, agent, signals)
+        saver = injection.SaveThreadFault()
+        faults = Faults(run, saver, signals)
         try:
             for name, number in events:
                 print(f"{time.monotonic():.2f} s: {name} {number}, after step {run.step}")
                 getattr(faults, name)(number)
         finally:
-            agent.disarm()
+            saver.disarm()
             faults.continue_sidecar(0)
         run.recovers()
         assert run.closes(), "the last step was committed, and close() says that it is not"

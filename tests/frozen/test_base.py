@@ -154,7 +154,7 @@ def test_a_trainer_outlives_its_sidecar_and_goes_on_with_the_same_base(sidecar):
         (first,) = inodes(sidecar)
         sidecar.kill()
         sidecar.start()
-        eventually(lambda: checkpointer._agent.session.connected, what="its sidecar is back")
+        eventually(lambda: checkpointer._saver.session.connected, what="its sidecar is back")
         checkpointer._strict = False
         step = iter(range(1, 1000))
         eventually(lambda: train(model, optimizer) and checkpointer.save(next(step)), every_s=0.1)

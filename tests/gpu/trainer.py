@@ -216,7 +216,7 @@ def main(variant: str, log: str) -> None:
         if step < first + _PACED:
             time.sleep(0.05)
     if checkpointer is not None:
-        mappings = checkpointer._agent._mappings.values()  # type: ignore[union-attr]
+        mappings = checkpointer._saver._mappings.values()  # type: ignore[union-attr]
         pinned = [
             torch.frombuffer(mapping.memory, dtype=torch.uint8).is_pinned() for mapping in mappings
         ]

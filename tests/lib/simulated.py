@@ -7,8 +7,9 @@ streams interleaved, larger tensors half by half. Copies from a device to the ho
 *source's* device, in what is its current stream there, and what torch does to their target
 afterwards (`conj_physical_`) it does at once, as CUDA's do (pytorch#146286).
 
-Of the two threads, the one that trains and the agent's, one runs at a time. They change places
-where one waits, and where it calls a stream or an event. Time passes when nothing else can run.
+Of the two threads, the one that trains and the one that saves, one runs at a time. They take
+turns where one waits, and where it calls a stream or an event. Time passes when nothing else can
+run.
 """
 
 from __future__ import annotations

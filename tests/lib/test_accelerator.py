@@ -48,7 +48,7 @@ _PLACES = (torch.device("cuda", 0), torch.device("cuda", 1))
 
 
 class Slots:
-    """What a sidecar knows of the slots of one rank: the session and the client of an agent."""
+    """What a sidecar knows of the slots of one rank: the session and the client of an saver."""
 
     connected, lease, run, rank, path, archive, whole = True, "lease", "run", 0, "", False, ""
 
@@ -66,7 +66,7 @@ class Slots:
         self.discarded: list[int] = []
         self.wrong: list[str] = []
 
-    # --- what an agent calls -------------------------------------------------------------------
+    # --- what an saver calls -------------------------------------------------------------------
 
     def call(self, route: str, request: Any, _: object, **__: object) -> Any:
         if route == "/v1/layout":
@@ -212,17 +212,17 @@ class Trainer:
         parts = {"model": self.model, "optimizer": self.optimizers[0], "extra": self.extra}
         self.checkpointer = keepstep.Checkpointer(parts, lazy=lazy, rng=False, frozen_once=True)
         self.checkpointer._epoch = Epoch(EpochId(1, "00c0ffee"), None)
-        agent = self.agent = self.checkpointer._agent
-        agent.session = agent._client = slots
-        take = agent.await_slot
+        saver = self.saver = self.checkpointer._saver
+        saver.session = saver._client = slots
+        take = saver.await_slot
 
         def taken(**options: Any) -> Any:
             slot = take(**options)
             slots.taken[slot.grant.slot] = self.step
             return slot
 
-        agent.await_slot = taken
-        work = agent._work
+        saver.await_slot = taken
+        work = saver._work
 
         def turn() -> None:
             with contextlib.suppress(Stuck):
@@ -230,9 +230,9 @@ class Trainer:
             self.gone = True
             device.turns.leave()
 
-        agent._work = turn
-        agent._ensure_thread()
-        device.turns.joined(agent._thread)
+        saver._work = turn
+        saver._ensure_thread()
+        device.turns.joined(saver._thread)
 
     def _optimizer(self, model: Model) -> torch.optim.Optimizer:
         for parameter in model.layers:
@@ -286,15 +286,15 @@ class Trainer:
 
     def save_interrupted(self) -> None:
         """A signal's handler raises when all copies were queued."""
-        submit = self.agent.submit
+        submit = self.saver.submit
 
         def interrupted(_: object) -> None:
             raise KeyboardInterrupt
 
-        self.agent.submit = interrupted
+        self.saver.submit = interrupted
         with contextlib.suppress(KeyboardInterrupt):
             self.save()
-        self.agent.submit = submit
+        self.saver.submit = submit
 
     def change(self) -> None:
         """Behind everybody's back, between the samples of a fingerprint; version counters tell."""
@@ -359,7 +359,7 @@ class Trainer:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether the image on its way refers to this memory."""
-        pending = self.agent.pending
+        pending = self.saver.pending
         return pending is not None and any(lot.holds(storage) for lot in pending.reads)
 
     def mutate(self) -> None:
@@ -370,7 +370,7 @@ class Trainer:
         self.device.turns.pause()
 
     def drain(self) -> None:
-        assert self.agent.drain(timeout_s=30), "an image is on its way for ever"
+        assert self.saver.drain(timeout_s=30), "an image is on its way for ever"
 
     # --- what is right -------------------------------------------------------------------------
 
@@ -387,9 +387,9 @@ class Trainer:
 
     def end(self) -> None:
         """The training ends in the middle of whatever there is."""
-        self.agent._begin_closing()
+        self.saver._begin_closing()
         self.device.turns.wait_for(lambda: self.gone, 600)
-        assert self.gone, "the agent thread does not end"
+        assert self.gone, "the save thread does not end"
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -433,7 +433,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
             assert not slots.wrong, slots.wrong
         finally:
             device.turns.stop()
-            trainer.agent._thread.join(60)
+            trainer.saver._thread.join(60)
             trainer.checkpointer._end.detach()
             checkpointers._LIVE.discard(trainer.checkpointer)
 
@@ -470,7 +470,7 @@ def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, eage
     with training(seed=seed) as trainer:
         for action in ["save", "drain", "train"] * 2:
             getattr(trainer, action)()
-        trainer.agent._eager = eager
+        trainer.saver._eager = eager
         trainer.change_little_frozen()
         for action in ["save", "drain", "train"] * 2:
             getattr(trainer, action)()
@@ -497,7 +497,7 @@ def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
 def test_the_fence_waits_for_the_copies_and_not_for_all_that_the_device_has_to_do():
     with training(pace="late") as trainer:
         trainer.save()
-        pending = trainer.agent.pending
+        pending = trainer.saver.pending
         trainer.checkpointer._fence(decided=False)
         assert all(event.done for event in pending.done.values()), "something still reads"
         assert not pending.judged.is_set(), "the device had to come to the fence"
@@ -556,7 +556,7 @@ def test_state_that_is_moved_between_steps_costs_none_and_is_soon_copied_at_once
     with training(pace=pace, seed=seed) as trainer:
         for action in ["train", "save", "move"] * 5 + ["drain"]:
             getattr(trainer, action)()
-        assert trainer.agent.copies_eagerly
+        assert trainer.saver.copies_eagerly
     assert (trainer.slots.staged, trainer.slots.discarded) == ([1, 2, 3, 4, 5], [])
 
 
@@ -739,7 +739,7 @@ def test_a_copy_to_a_device_that_fails_is_raised_and_leaves_nothing_pinned(late)
 
 @pytest.fixture
 def an_agent(tmp_path, late):
-    """An agent of a process that uses a device, and the paths of the slots of its layout."""
+    """An saver of a process that uses a device, and the paths of the slots of its layout."""
     table = Slots(tmp_path)
     layout = Layout.build(
         [TensorSpec("w", "F32", (4,), Section.PARAMS)],
@@ -752,35 +752,35 @@ def an_agent(tmp_path, late):
     )
     table._lay_out(SimpleNamespace(header=base64.b64encode(layout.header), base=""))
     paths = [mapping.path for mapping in table.mappings.values()]
-    agent = SaveThread("/nowhere", rank=0, world=1)
-    agent.use_layout(layout)
-    return agent, paths
+    saver = SaveThread("/nowhere", rank=0, world=1)
+    saver.use_layout(layout)
+    return saver, paths
 
 
 def test_slots_that_come_later_are_mapped_and_pinned_beforehand(an_agent, late):
-    agent, (path, *others) = an_agent
+    saver, (path, *others) = an_agent
     gone = f"{path}-gone"
-    agent._keep(SlotGranted(slot="a", path=path, others=(gone, *others)))
-    assert agent.at_hand is not None, "it waits for no other slot"
-    agent._preparing.join(10)
-    assert agent._mappings.keys() == {path, *others}
+    saver._keep(SlotGranted(slot="a", path=path, others=(gone, *others)))
+    assert saver.at_hand is not None, "it waits for no other slot"
+    saver._preparing.join(10)
+    assert saver._mappings.keys() == {path, *others}
     assert len(late.pins) == 2
-    again = agent._mappings[others[0]]
-    agent._held = None
-    agent._keep(SlotGranted(slot="b", path=others[0], others=(path,)))
-    assert agent.at_hand.mapping is again
+    again = saver._mappings[others[0]]
+    saver._held = None
+    saver._keep(SlotGranted(slot="b", path=others[0], others=(path,)))
+    assert saver.at_hand.mapping is again
 
 
 def test_slots_of_a_former_layout_are_let_go(an_agent, late):
-    agent, (path, *others) = an_agent
-    agent._keep(SlotGranted(slot="a", path=path, others=tuple(others)))
-    agent._preparing.join(10)
-    agent.use_layout(SimpleNamespace(id="another"))
+    saver, (path, *others) = an_agent
+    saver._keep(SlotGranted(slot="a", path=path, others=tuple(others)))
+    saver._preparing.join(10)
+    saver.use_layout(SimpleNamespace(id="another"))
     deadline = time.monotonic() + 10
     while late.pins and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not late.pins
-    assert not agent._mappings
+    assert not saver._mappings
 
 
 # --- the batch call of the CUDA runtime -----------------------------------------------------------

@@ -146,7 +146,7 @@ def test_close_that_was_interrupted_says_so_when_it_is_called_again(sidecar, mon
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpointer._agent.session, "wait", interrupted)
+    monkeypatch.setattr(checkpointer._saver.session, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.close()
     with pytest.raises(keepstep.NotDurableError, match=r"interrupted \(KeyboardInterrupt.* step 0"):

@@ -248,28 +248,30 @@ def test_close_says_which_step_is_not_durable(sidecar):
 
 
 def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, monkeypatch):
-    """The agent may wake while the training thread still copies eagerly: asking for a slot then
-    would bring the same one again, and the next save would write over a sealed image."""
+    """The save thread may wake while the training thread still copies eagerly: asking for a slot
+    then would bring the same one again, and the next save would write over a sealed image."""
     from keepstep.save.snapshot import Snapshots
 
     model, extra = nn.Linear(8, 8), {"x": torch.zeros(4)}
     checkpointer = begun({"m": model, "extra": extra}, strict=True)
     begin = Snapshots.begin
 
-    def begin_while_the_agent_wakes(self, *arguments, **options):
-        checkpointer._agent.skip(0, "a reason to wake up")
+    def begin_while_the_save_thread_wakes(self, *arguments, **options):
+        checkpointer._saver.skip(0, "a reason to wake up")
         deadline = time.monotonic() + 5
-        while checkpointer._agent._skips and time.monotonic() < deadline:
+        while checkpointer._saver._skips and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert not checkpointer._agent._skips, "the agent is awake, and has nothing left to do"
-        assert checkpointer._agent.taken is not None, "one slot is being filled, none is at hand"
+        assert not checkpointer._saver._skips, (
+            "the save thread is awake, and has nothing left to do"
+        )
+        assert checkpointer._saver.taken is not None, "one slot is being filled, none is at hand"
         return begin(self, *arguments, **options)
 
-    monkeypatch.setattr(Snapshots, "begin", begin_while_the_agent_wakes)
+    monkeypatch.setattr(Snapshots, "begin", begin_while_the_save_thread_wakes)
     used = []
     for step in range(6):
         assert checkpointer.save(step)
-        used.append(checkpointer._agent.pending or checkpointer._agent.staged_step)
+        used.append(checkpointer._saver.pending or checkpointer._saver.staged_step)
         checkpointer.wait(step, "staged")
     assert len({(save.slot.grant.slot, save.slot.grant.generation) for save in used}) == 6
     checkpointer.close()

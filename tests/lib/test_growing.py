@@ -44,7 +44,7 @@ def kept(checkpointer, step):
     """Whether a save found a slot. If not, all were on their way to the drive: wait for one."""
     if checkpointer.save(step):
         return True
-    eventually(lambda: checkpointer._agent._held is not None)
+    eventually(lambda: checkpointer._saver._held is not None)
     return False
 
 
@@ -84,7 +84,7 @@ def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
     for step in range(5):
         grown["large"] = torch.cat([grown["large"], torch.ones(1, 40_000)])
         assert checkpointer.save(step)
-        checkpointer._agent.drain(timeout_s=20)
+        checkpointer._saver.drain(timeout_s=20)
     checkpointer.close()
     (message,) = [message for message in caplog.messages if "layout of the state" in message]
     assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in message

@@ -15,7 +15,7 @@ from torch import nn
 import keepstep
 from keepstep.client import copying
 from keepstep.save import snapshot
-from tests.core.test_states import watched_agent  # noqa: F401
+from tests.core.test_states import watched_save_thread  # noqa: F401
 from tests.lib.training import begun, hold_copies
 
 
@@ -117,7 +117,7 @@ def test_weights_swapped_out_and_back_during_the_copy_discard_the_image(
     before = weight.detach().clone()
     weight.data.add_(1)
     held_copy.set()
-    assert checkpointer._agent.pending.copied.wait(10)
+    assert checkpointer._saver.pending.copied.wait(10)
     weight.data.copy_(before)
     with pytest.raises(keepstep.NotDurableError, match=r"model\..* changed before it was copied"):
         checkpointer.wait(1, "staged", timeout=10)
@@ -166,7 +166,7 @@ def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypa
     optimizer.step()
 
     def slow(transfers, **options):
-        if threading.current_thread().name != "keepstep-agent":
+        if threading.current_thread().name != "keepstep-save":
             return run(transfers, **options)
         for move in transfers.moves:
             for piece in range(0, move.bytes, 1 << 20):
@@ -179,17 +179,17 @@ def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypa
     for step in range(4):
         reads.clear()
         expected = model.weight.detach().clone()
-        eager = checkpointer._agent.copies_eagerly
+        eager = checkpointer._saver.copies_eagerly
         assert checkpointer.save(step)
         if eager:
-            checkpointer._agent.drain(timeout_s=10)
+            checkpointer._saver.drain(timeout_s=10)
             continue
         momentum = optimizer.state[model.weight]["momentum_buffer"]
         assert reads.wait(10)
         free(model.weight)
         free(momentum)
-        checkpointer._agent.drain(timeout_s=10)
-        staged = checkpointer._agent.staged_step
+        checkpointer._saver.drain(timeout_s=10)
+        staged = checkpointer._saver.staged_step
         if free in (resized, shared):
             assert getattr(staged, "step", None) == step, "it waited for the copy"
         if staged is not None and staged.step == step:
@@ -264,7 +264,7 @@ def test_a_discarded_image_leaves_nothing_sealed(sidecar, held_copy, model):
     checkpointer.save(1)
     by_data(model)
     held_copy.set()
-    assert checkpointer._agent.drain(timeout_s=10)
+    assert checkpointer._saver.drain(timeout_s=10)
     status = sidecar.get("/v1/status")
     assert all(slot["state"] != "sealed" for rank in status["ranks"] for slot in rank["slots"])
     assert status["ranks"][0]["discarded"] == 1

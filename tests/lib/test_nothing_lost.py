@@ -129,7 +129,7 @@ def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_first_discarded_st
     run = copying.run_transfers
 
     def slow(transfers, **options):
-        if threading.current_thread().name == "keepstep-agent":
+        if threading.current_thread().name == "keepstep-save":
             time.sleep(0.02)
         run(transfers, **options)
 
@@ -146,9 +146,9 @@ def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_first_discarded_st
         with torch.no_grad():
             weight.add_(1)
         if not checkpointer.stats.discarded:
-            checkpointer._agent.drain(timeout_s=5)
+            checkpointer._saver.drain(timeout_s=5)
     assert checkpointer.stats.discarded == 1
-    checkpointer._agent.drain(timeout_s=5)
+    checkpointer._saver.drain(timeout_s=5)
     assert accounted(checkpointer)
     assert sum("from now on every step is copied" in message for message in caplog.messages) == 1
     checkpointer.close()

@@ -103,7 +103,7 @@ def test_what_is_written_to_the_other_memory_is_in_no_image(sidecar, monkeypatch
     checkpointer.wait(0, "staged")
     assert checkpointer.save(1)
     checkpointer.wait(1, "staged")
-    image = checkpointer._agent.staged_step.slot.mapping
+    image = checkpointer._saver.staged_step.slot.mapping
     saved = image.view(image.layout.entries["model.0.weight"])
     assert torch.equal(saved, model[0].weight), "the next image has the memory of now"
     assert torch.equal(saved, expected + 1)
@@ -180,7 +180,7 @@ def test_no_code_of_the_scripts_runs_inside_of_an_optimizers_step(sidecar) -> No
         assert checkpointer.save(step)
         checkpointer.wait(step, "staged")
         by_data(model, optimizer)
-    assert checkpointer._agent.copies_eagerly, "what torch makes of model and optimizer was read"
+    assert checkpointer._saver.copies_eagerly, "what torch makes of model and optimizer was read"
     checkpointer.close()
     assert "save" in own.calls
     assert "step" not in own.calls
@@ -218,6 +218,6 @@ def test_a_tensor_of_the_scripts_that_is_made_anew_in_each_forward_pass_is_no_mo
         out.square().mean().backward()
         optimizer.step()
         assert checkpointer.save(step)
-    assert not checkpointer._agent.copies_eagerly
+    assert not checkpointer._saver.copies_eagerly
     checkpointer.close()
     assert "other memory" not in caplog.text

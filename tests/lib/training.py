@@ -35,11 +35,11 @@ def bring_back(components: Any, **options: Any) -> Restored | None:
 
 
 def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Copies of the agent's thread wait until this is set."""
+    """Copies of the save thread wait until this is set."""
     gate, run = threading.Event(), copying.run_transfers
 
     def held(transfers: copying.Transfers, **options: Any) -> None:
-        if threading.current_thread().name == "keepstep-agent":
+        if threading.current_thread().name == "keepstep-save":
             assert gate.wait(30)
         run(transfers, **options)
 

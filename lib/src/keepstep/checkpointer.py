@@ -188,7 +188,7 @@ class Checkpointer:
         self._topology = ALONE
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
         self._rank, self._world = _rank_and_world()
-        self._agent: SaveThread | None = None
+        self._saver: SaveThread | None = None
         self._snapshots: Snapshots | None = None
         self._frozen_once, self._frozen = frozen_once, FrozenParameters()
         self._replicas: ReplicaCheck | None = None
@@ -203,7 +203,7 @@ class Checkpointer:
         self._unsaved: UnsavedBuffers | None = None
         self._slow_reported = False
         self._cost = StageCost()
-        self._last_step = self._off_grid = self._unhealthy = -1
+        self._last_step = self._off_grid = self._unhealthy = self._kept_step = -1
         self._moved = self._hinted = False
         self._left: UnslottedStep | None = None
         self._submitted = self._raised = False
@@ -219,12 +219,12 @@ class Checkpointer:
         self._socket = embedded.socket_path(dir, run)
         if self._socket:
             keeper = embedded.sidecar_restarter(dir, run)
-            self._agent = SaveThread(
+            self._saver = SaveThread(
                 self._socket, rank=self._rank, world=self._world, keeper=keeper
             )
-            self._stats = self._agent.stats
+            self._stats = self._saver.stats
             # if close() is never called: at the end of the process, or of this object
-            self._end = weakref.finalize(self, self._agent.end)
+            self._end = weakref.finalize(self, self._saver.end)
         else:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
@@ -273,7 +273,7 @@ class Checkpointer:
         if self._epoch is not None:
             raise UsageError("preview() comes before restore(), which was called already")
         found: dict[str, Any] = {}
-        session = self._agent.session if self._agent is not None else None
+        session = self._saver.session if self._saver is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, quiet=True)
         nothing: Callable[[Gather], None] = lambda _: None  # noqa: E731
 
@@ -341,7 +341,7 @@ class Checkpointer:
         self._hint()
         self._warn_of_loaders()
         check_components(self._components)  # an adapter completes them after `preview`
-        session = self._agent.session if self._agent is not None else None
+        session = self._saver.session if self._saver is not None else None
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             waits = logging_waits(self._socket, lambda: collective.doing, rank=self._rank)
@@ -410,14 +410,14 @@ class Checkpointer:
         return restored
 
     def _compare_replicas(self, epoch: Epoch) -> None:
-        if self._world > 1 and (agent := self._agent) is not None:
+        if self._world > 1 and (saver := self._saver) is not None:
             from keepstep.save.replica_check import ReplicaCheck
 
             several = len(set(self._topology.nodes)) > 1
             self._replicas = ReplicaCheck(
                 rank=self._rank,
                 epoch=epoch.id,
-                warn=agent.warn_all,
+                warn=saver.warn_all,
                 world=self._world if several else 0,
             )
             weakref.finalize(self, self._replicas.close)
@@ -442,7 +442,7 @@ class Checkpointer:
 
     def _hint(self) -> None:
         """If a framework owns the loop, name its adapter: once, and only on rank 0."""
-        ask = self._agent is not None and self._rank == 0 and not self._hinted
+        ask = self._saver is not None and self._rank == 0 and not self._hinted
         if ask and (adapter := _adapter()):
             self._hinted = True
             log.warning(
@@ -466,8 +466,8 @@ class Checkpointer:
             )
 
     def _connect(self) -> LeaseGranted:
-        assert self._agent is not None
-        return self._agent.session.granted or self._agent.connect(timeout_s=_CONNECT_S)
+        assert self._saver is not None
+        return self._saver.session.granted or self._saver.connect(timeout_s=_CONNECT_S)
 
     def _meet(self, gather: Gather) -> None:
         """Agree which rank has which tensors, so that every rank knows what to stage.
@@ -565,10 +565,10 @@ class Checkpointer:
         return self._probed or capture_state(self._known(), self._topology)
 
     def _restoring(self, partial: FillGuard, decision: Decision) -> RankRestore:
-        assert self._agent is not None
+        assert self._saver is not None
         return RankRestore(
             self._components,
-            self._agent.session,
+            self._saver.session,
             decision,
             rank=self._rank,
             take=self._take,
@@ -584,10 +584,10 @@ class Checkpointer:
     def _order_slots(self) -> None:
         """Have the memory of images made from now on, if the layout is known: as that of what was
         restored, or without. A new optimizer has no state before its first step."""
-        if self._agent is None:
+        if self._saver is None:
             return
         if self._restored is not None:
-            self._agent.use_layout(self._restored, self._frozen.base)
+            self._saver.use_layout(self._restored, self._frozen.base)
             return
         # a foreign object is not asked for its state before the first save: a loader may begin then
         for component in self._components.values():
@@ -598,7 +598,7 @@ class Checkpointer:
                 return
         with contextlib.suppress(Exception):  # the first save raises it again
             taken = self._taking.take(self._topology)
-            self._snapshots_for(self._agent, taken, len(self._encode(taken)))
+            self._snapshots_for(self._saver, taken, len(self._encode(taken)))
 
     # --- save --------------------------------------------------------------------------------
 
@@ -612,13 +612,13 @@ class Checkpointer:
         steps: it returns at once, and `close` makes the very last step durable.
         """
         number = _whole(step)
-        if self._agent is None or self._epoch is None or number is None:
+        if self._saver is None or self._epoch is None or number is None:
             return False
-        return number > self._last_step and self._is_due(self._agent, number)
+        return number > self._last_step and self._is_due(self._saver, number)
 
     @staticmethod
-    def _is_due(agent: SaveThread, step: int) -> bool:
-        return is_staged(step, agent.stage_every, trials=agent.stage_trials)
+    def _is_due(saver: SaveThread, step: int) -> bool:
+        return is_staged(step, saver.stage_every, trials=saver.stage_trials)
 
     def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
@@ -639,26 +639,24 @@ class Checkpointer:
         error that ends the script. After two such failures within 20 steps, the next restore goes
         further back.
         """
-        agent = self._agent
-        if agent is None:
+        saver = self._saver
+        if saver is None:
             return self._warn_off(step)
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
-        blocked_s = self._stats.last_blocked_s
-        if healthy and number is not None and not self._is_due(agent, number):
+        if healthy and number is not None and not self._is_due(saver, number):
             self._off_grid, self._moved = max(number, self._off_grid), False
-            self._cost.called(started, staged=False, blocked_s=blocked_s)
+            self._measure_cost(started, due=False)
             return False
-        if healthy and number == self._last_step and self._has(agent, number):
+        if healthy and number == self._last_step and self._has(saver, number):
             return True
         try:
             if number is None:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
             if not healthy:
-                return self._refuse_unhealthy(agent, number)
-            self._stats.cost = self._cost.fraction
-            kept = self._save_alone(agent, number, started)
-            self._cost.called(started, staged=kept or None, blocked_s=blocked_s)
+                return self._refuse_unhealthy(saver, number)
+            self._measure_cost(started, due=True)
+            kept = self._save_alone(saver, number, started)
             if kept and telemetry.MODULE in sys.modules:
                 seconds = time.perf_counter() - started
                 telemetry.record_span("checkpoint_save", seconds, step=number, rank=self._rank)
@@ -667,46 +665,51 @@ class Checkpointer:
             first, self._raised = not (self._submitted or self._raised), True
             if first or self._strict:
                 raise UsageError(f"step {number} cannot be kept: {error}") from error.__cause__
-            agent.skip(number, str(error), unkeepable=True)
+            saver.skip(number, str(error), unkeepable=True)
             return False
         except Exception as error:
             if is_of_a_handler(error):
-                self._interrupted(agent, number, error)
+                self._interrupted(saver, number, error)
                 raise
             if self._strict:
                 raise
-            agent.skip(number, str(error) or type(error).__name__)
+            saver.skip(number, str(error) or type(error).__name__)
             return False
         except BaseException as error:
-            self._interrupted(agent, number, error)
+            self._interrupted(saver, number, error)
             raise
         finally:
             if torch.is_grad_enabled() is not grad:  # a signal came just where no_grad() ends
                 torch.set_grad_enabled(grad)
             self._count_blocked(started)
-            agent.stats.saves += 1
+            saver.stats.saves += 1
 
-    def _interrupted(self, agent: SaveThread, step: int | None, error: BaseException) -> None:
+    def _measure_cost(self, started: float, *, due: bool) -> None:
+        kept, blocked_s = self._kept_step == self._last_step, self._stats.last_blocked_s
+        self._cost.called(started, due=due, kept=kept, blocked_s=blocked_s)
+        self._stats.cost = self._cost.fraction
+
+    def _interrupted(self, saver: SaveThread, step: int | None, error: BaseException) -> None:
         """A signal's handler raised inside `save`. A step that is on its way is not lost."""
-        if step is not None and not agent.knows_of(step):
-            agent.skip(step, f"{type(error).__name__} inside save()")
+        if step is not None and not saver.knows_of(step):
+            saver.skip(step, f"{type(error).__name__} inside save()")
 
-    def _has(self, agent: SaveThread, step: int) -> bool:
+    def _has(self, saver: SaveThread, step: int) -> bool:
         """Whether the last step is kept, or on its way."""
         parent = self._epoch.parent if self._epoch is not None else None
-        pending = agent.pending
+        pending = saver.pending
         return (
-            agent.outcome(step) == ""
+            saver.outcome(step) == ""
             or (pending is not None and pending.step == step)
             or (parent is not None and parent.step == step)
         )
 
-    def _refuse_unhealthy(self, agent: SaveThread, step: int) -> bool:
+    def _refuse_unhealthy(self, saver: SaveThread, step: int) -> bool:
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         # `close` must not stage this state as an earlier step
         self._unhealthy, self._moved = step, True
-        agent.skip(step, "the script says that it is not healthy")
+        saver.skip(step, "the script says that it is not healthy")
         self._report_failure("save(healthy=False)")
         return False
 
@@ -714,8 +717,8 @@ class Checkpointer:
         """Tell the sidecar that the script itself failed. A sidecar that is away does not learn of
         it."""
         step = max(self._last_step, self._off_grid, self._unhealthy)
-        if self._agent is not None and self._epoch is not None and step >= 0:
-            self._agent.session.failed(StepId(self._epoch.id, step), reason)
+        if self._saver is not None and self._epoch is not None and step >= 0:
+            self._saver.session.failed(StepId(self._epoch.id, step), reason)
 
     def _warn_off(self, step: object) -> bool:
         if self._off and not self._off_reported:
@@ -726,7 +729,7 @@ class Checkpointer:
             )
         return False
 
-    def _save_alone(self, agent: SaveThread, step: int, started: float) -> bool:
+    def _save_alone(self, saver: SaveThread, step: int, started: float) -> bool:
         with self._turn:
             # the flag alone may be stale: an exception may come just where it is reset
             if self._saving and _is_running(Checkpointer._save):
@@ -736,15 +739,15 @@ class Checkpointer:
                 )
             try:
                 self._saving = True
-                return self._save(agent, step, started)
+                return self._save(saver, step, started)
             finally:
                 self._saving = False
 
     def _save(
-        self, agent: SaveThread, step: int, started: float, *, patience_s: float | None = None
+        self, saver: SaveThread, step: int, started: float, *, patience_s: float | None = None
     ) -> bool:
         """An exception at any line costs only this step; see `SaveThread.heal`."""
-        agent.heal()
+        saver.heal()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         if step <= self._last_step:
@@ -753,43 +756,43 @@ class Checkpointer:
                 raise UsageError(f"step {step} comes after step {self._last_step}: {only_grow}")
             # the reason has no step numbers, because reasons are counted and logged by kind
             begin = "after a restore the loop begins at restore().step + 1"
-            agent.skip(step, f"this step or a newer one was saved before: {only_grow}; {begin}")
+            saver.skip(step, f"this step or a newer one was saved before: {only_grow}; {begin}")
             return False
         if not self._submitted:
             self._hint()
         if self._rng_later:
-            agent.warn("rng.not_restored", _NO_RNG)
+            saver.warn("rng.not_restored", _NO_RNG)
         self._last_step, self._left = step, None
         _SAVED_IN.add(self._socket)
-        agent.settle(decided=False)
+        saver.settle(decided=False)
         try:
-            state = self._laid_out(agent)
+            state = self._laid_out(saver)
         except Exception as error:
             if is_of_a_handler(error) or isinstance(error, WithinStepError):
                 raise
             raise _Unkeepable(str(error) or type(error).__name__) from error
         if self._replicas is not None:
             self._replicas.sample(state.taken, step)
-        self._report_unsaved(agent, state.taken)
-        lazy = self._lazy and not agent.copies_eagerly
+        self._report_unsaved(saver, state.taken)
+        lazy = self._lazy and not saver.copies_eagerly
         try:
-            slot = agent.await_slot(timeout_s=patience_s)
+            slot = saver.await_slot(timeout_s=patience_s)
         except SlotUnavailable as error:
             self._left = UnslottedStep.of(step, state)
             if self._strict:
                 raise SlotUnavailable(f"step {step} is not kept: {error}") from None
             # no fault of the script's, and memory may be given later: training goes on
-            agent.skip(step, str(error), unkeepable=bool(agent.refusal))
+            saver.skip(step, str(error), unkeepable=bool(saver.refusal))
             return False
-        doubted, agent.eager_next = agent.eager_next and self._lazy, False
-        self._fill(agent, slot, state, step=step, lazy=lazy, started=started)
+        doubted, saver.eager_next = saver.eager_next and self._lazy, False
+        self._fill(saver, slot, state, step=step, lazy=lazy, started=started)
         if doubted:
-            agent.doubt(state.snapshots.guard_of_lazy(state.taken))
+            saver.doubt(state.snapshots.guard_of_lazy(state.taken))
         return True
 
     def _fill(
         self,
-        agent: SaveThread,
+        saver: SaveThread,
         slot: GrantedSlot,
         state: LaidOutState,
         *,
@@ -808,15 +811,15 @@ class Checkpointer:
                 pending.judge()
                 if pending.verdict is ImageOutcome.VALID:
                     pending.seal()
-            pending.thread = agent.trains or pending.thread
+            pending.thread = saver.trains or pending.thread
             pending.blocked_s = time.perf_counter() - started
-            agent.submit(pending)
+            saver.submit(pending)
         except BaseException:
-            agent.put_back()
+            saver.put_back()
             raise
-        self._submitted = True
+        self._submitted, self._kept_step = True, step
 
-    def _laid_out(self, agent: SaveThread) -> LaidOutState:
+    def _laid_out(self, saver: SaveThread) -> LaidOutState:
         """The state as it is now.
 
         A layout that changes at each save costs the training thread a wait for new memory each
@@ -836,35 +839,35 @@ class Checkpointer:
                 data = self._encode(taken)
         if self._layout_changes > _MOST_CHANGES:
             names = few([f"{name} {what}" for name, what in found.items()], 5)
-            agent.warn(
+            saver.warn(
                 "save.layout_changing",
                 f"the layout of the state has changed at each of the last {self._layout_changes}"
                 f" saves, and each time save() waits for new memory: {names}. Keep what grows as a"
                 " list of numbers, or in a tensor of its final size",
             )
-        return LaidOutState(taken, data, self._snapshots_for(agent, taken, len(data)))
+        return LaidOutState(taken, data, self._snapshots_for(saver, taken, len(data)))
 
-    def _snapshots_for(self, agent: SaveThread, taken: TakenState, extras_bytes: int) -> Snapshots:
+    def _snapshots_for(self, saver: SaveThread, taken: TakenState, extras_bytes: int) -> Snapshots:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
         removed, or changed their shape."""
-        base, snapshots = self._base(agent, taken), self._snapshots
+        base, snapshots = self._base(saver, taken), self._snapshots
         fits = snapshots is not None and snapshots.fits(taken, extras_bytes)
         if snapshots is None or not fits or snapshots.base is not base:
-            self._report_changes(agent, taken)
+            self._report_changes(saver, taken)
             options = self._layout_options(taken, extras_bytes, base)
             specs = [spec for spec in taken.specs if base is None or spec.name not in base.names]
             layout = Layout.build(specs, before=self._restored, **options)
             self._restored = None
-            snapshots = Snapshots(layout, taken, run=agent.session.run, base=base)
+            snapshots = Snapshots(layout, taken, run=saver.session.run, base=base)
             self._snapshots = snapshots
-            agent.use_layout(layout, base)
+            saver.use_layout(layout, base)
         return snapshots
 
-    def _base(self, agent: SaveThread, taken: TakenState) -> FrozenBase | None:
+    def _base(self, saver: SaveThread, taken: TakenState) -> FrozenBase | None:
         """The base to which this state's image refers."""
         if not self._frozen_once:
             return None
-        lazy = self._lazy and not agent.copies_eagerly
+        lazy = self._lazy and not saver.copies_eagerly
         base = self._frozen.of(taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy)
         if self._frozen.unseen:
             message = (
@@ -873,16 +876,16 @@ class Checkpointer:
                 " steps before it hold former values. Wrap such changes in checkpointer.mutating()"
             )
             # again where others are found later
-            agent.warn("save.frozen_parameters_changed", message, per=message)
+            saver.warn("save.frozen_parameters_changed", message, per=message)
         if not self._lazy and self._frozen.left_bytes:
-            agent.warn(
+            saver.warn(
                 "save.frozen_copied",
                 f"each image holds {self._frozen.left_bytes:,} bytes of frozen parameters, which"
                 " could be kept once: lazy=False copies all that may change",
             )
         return base
 
-    def _report_changes(self, agent: SaveThread, taken: TakenState) -> None:
+    def _report_changes(self, saver: SaveThread, taken: TakenState) -> None:
         """Name what a restart could not restore unless the script builds it first."""
         now = {**structure_of(taken), **dict.fromkeys(taken.components, COMPONENT)}
         found = structure_changes(self._structure, now)
@@ -939,11 +942,11 @@ class Checkpointer:
             )
         return data
 
-    def _report_unsaved(self, agent: SaveThread, taken: TakenState) -> None:
+    def _report_unsaved(self, saver: SaveThread, taken: TakenState) -> None:
         if self._unsaved is None:
             self._unsaved = UnsavedBuffers(self._components)
         if names := self._unsaved.changed(taken):
-            agent.warn(
+            saver.warn(
                 "save.buffer_left_out",
                 f"{few(names, 4)}: changes while training, but is in no checkpoint, as it has"
                 " persistent=False; register it with persistent=True, or keep it in a dict of the"
@@ -960,26 +963,26 @@ class Checkpointer:
     def _fence(self, *, decided: bool) -> None:
         """`decided`: wait also until it is certain whether the image is whole. Who changes tensors
         from here on where no stream of this thread waits for the comparison could spoil it."""
-        agent = self._agent
-        if agent is None:
+        saver = self._saver
+        if saver is None:
             return
         self._moved = True
         started = time.perf_counter()
         try:
-            agent.settle(decided=decided)
+            saver.settle(decided=decided)
             if self._taking.found_moving():
-                agent.copy_all_eagerly(_MOVES)
+                saver.copy_all_eagerly(_MOVES)
         except Exception as error:
             if self._strict:
                 raise
             text = "the wait for the copy of the last step failed, which may cost this step"
-            agent.warn("save.wait_failed", f"{text}: {error!r}")
+            saver.warn("save.wait_failed", f"{text}: {error!r}")
         finally:
             self._count_blocked(started, new=False)
 
     def _keeps(self, module: nn.Module) -> bool:
         """Whether a part of this module is one of the components, or a part of one."""
-        if self._agent is None or self._epoch is None:
+        if self._saver is None or self._epoch is None:
             return False
         kept = {
             id(part)
@@ -1005,8 +1008,8 @@ class Checkpointer:
         with the reason if the step is lost, or has not reached the state in time. Raises UsageError
         for a step that was never saved here, or is older than the last 10,000 saved steps.
         """
-        agent = self._agent
-        if agent is None or self._epoch is None:
+        saver = self._saver
+        if saver is None or self._epoch is None:
             why = self._off or "there is no sidecar, or restore() was not called"
             raise UsageError(f"nothing is kept: {why}")
         deadline = time.monotonic() + timeout
@@ -1017,20 +1020,20 @@ class Checkpointer:
             state = State(state)
         except ValueError as error:
             raise UsageError(f"nothing to wait for: {error}") from None
-        self._await_staged(agent, number, timeout)
+        self._await_staged(saver, number, timeout)
         if state is State.STAGED:
             return
         step_id = StepId(self._epoch.id, number)
-        agent.session.wait(step_id, state, timeout_s=_left_s(deadline))
+        saver.session.wait(step_id, state, timeout_s=_left_s(deadline))
 
-    def _await_staged(self, agent: SaveThread, step: int, timeout_s: float) -> None:
-        pending = agent.pending
+    def _await_staged(self, saver: SaveThread, step: int, timeout_s: float) -> None:
+        pending = saver.pending
         asked = pending is not None and pending.step == step
-        if (asked or agent.outcome(step) is None) and not agent.drain(timeout_s=timeout_s):
+        if (asked or saver.outcome(step) is None) and not saver.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
-        outcome = agent.outcome(step)
-        if outcome is None and step <= self._off_grid and not self._is_due(agent, step):
-            outcome = f"one in {agent.stage_every} steps is (--stage-every)"
+        outcome = saver.outcome(step)
+        if outcome is None and step <= self._off_grid and not self._is_due(saver, step):
+            outcome = f"one in {saver.stage_every} steps is (--stage-every)"
         if outcome is None:
             raise UsageError(f"step {step} was never saved here, or longer ago than is remembered")
         if outcome:
@@ -1053,13 +1056,13 @@ class Checkpointer:
         """
         if self._unclosed:
             raise NotDurableError(self._unclosed)
-        agent = self._agent
-        if agent is None:
+        saver = self._saver
+        if saver is None:
             return
         deadline = time.monotonic() + timeout
         try:
             if self._epoch is not None and max(self._last_step, self._off_grid) >= 0:
-                self._close_last(agent, timeout)
+                self._close_last(saver, timeout)
         except BaseException as error:
             last = max(self._last_step, self._off_grid)
             self._unclosed = (
@@ -1072,72 +1075,72 @@ class Checkpointer:
             self._let_go("close() was called", timeout_s=deadline - time.monotonic())
 
     def _let_go(self, reason: str, *, timeout_s: float) -> None:
-        agent, self._agent, self._off = self._agent, None, reason
+        saver, self._saver, self._off = self._saver, None, reason
         self._taking.before = self._snapshots = self._left = None  # they hold the script's tensors
         _LIVE.discard(self)
         if self._replicas is not None:
             self._replicas.close(timeout_s=max(0.0, min(timeout_s, 1.0)))
-        if agent is not None:
-            agent.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
+        if saver is not None:
+            saver.close(timeout_s=max(0.2, min(timeout_s, 5.0)))
             self._end.detach()
 
-    def _close_last(self, agent: SaveThread, timeout_s: float) -> None:
+    def _close_last(self, saver: SaveThread, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         assert self._epoch is not None
         last = max(self._last_step, self._off_grid)
-        if not agent.drain(timeout_s=timeout_s):
+        if not saver.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
-        why_not = self._stage_last(agent, deadline)
-        if agent.outcome(last) is None and _is_running(Checkpointer._save):
+        why_not = self._stage_last(saver, deadline)
+        if saver.outcome(last) is None and _is_running(Checkpointer._save):
             why_not = why_not or "close() was called inside its save()"
-        newest = agent.staged_step
+        newest = saver.staged_step
         if newest is None:
             if self._epoch.parent is not None and last == self._epoch.parent.step:
                 return
-            raise NotDurableError(f"no step was staged: {why_not or agent.stats.why_not()}")
-        agent.session.wait(newest.control.id, State.COMMITTED, timeout_s=_left_s(deadline))
+            raise NotDurableError(f"no step was staged: {why_not or saver.stats.why_not()}")
+        saver.session.wait(newest.control.id, State.COMMITTED, timeout_s=_left_s(deadline))
         if newest.step != last:
-            why_not = why_not or agent.outcome(last) or agent.stats.why_not()
+            why_not = why_not or saver.outcome(last) or saver.stats.why_not()
             text = f"step {last} was not staged; the newest durable one is {newest.step}: {why_not}"
-            if self._strict or agent.mutated_step != last:
+            if self._strict or saver.mutated_step != last:
                 raise NotDurableError(text)
             log.warning(
                 "keepstep: rank %d: %s; call close() first, then load other weights"
                 " [save.last_step_lost]",
                 *(self._rank, text),
             )
-        if agent.session.archive:
-            self._archive_last(agent, newest.control.id, _left_s(deadline))
+        if saver.session.archive:
+            self._archive_last(saver, newest.control.id, _left_s(deadline))
 
-    def _stage_last(self, agent: SaveThread, deadline: float) -> str:
+    def _stage_last(self, saver: SaveThread, deadline: float) -> str:
         """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
         Returns why that was not possible, or ''."""
         left, step = self._left, self._off_grid
         if off_grid := step > self._last_step:
             if self._moved:
                 return "not every step is staged, and the state has changed since (--stage-every)"
-            agent.eager_next = True
+            saver.eager_next = True
         elif left is None:
             return ""
         elif culprit := left.guard.changed():
-            return f"{agent.outcome(left.step)}; {culprit} has changed since"
+            return f"{saver.outcome(left.step)}; {culprit} has changed since"
         started = time.perf_counter()
-        agent.stats.saves += 1
+        saver.stats.saves += 1
         try:
             if off_grid:
                 with self._turn:
-                    self._save(agent, step, started, patience_s=_left_s(deadline))
+                    self._save(saver, step, started, patience_s=_left_s(deadline))
             elif left is not None:
-                slot, step = agent.await_slot(timeout_s=_left_s(deadline)), left.step
-                self._fill(agent, slot, left.state, step=step, lazy=False, started=started)
+                slot, step = saver.await_slot(timeout_s=_left_s(deadline)), left.step
+                self._fill(saver, slot, left.state, step=step, lazy=False, started=started)
         except Exception as error:
             return str(error) or type(error).__name__
-        agent.drain(timeout_s=_left_s(deadline))
-        return agent.outcome(step) or ""
+        saver.drain(timeout_s=_left_s(deadline))
+        return saver.outcome(step) or ""
 
-    def _archive_last(self, agent: SaveThread, step_id: StepId, timeout_s: float) -> None:
+    def _archive_last(self, saver: SaveThread, step_id: StepId, timeout_s: float) -> None:
         try:
-            agent.session.wait(step_id, State.ARCHIVED, timeout_s=timeout_s)
+            saver.session.wait(step_id, State.ARCHIVED, timeout_s=timeout_s)
         except NotDurableError as error:
             if self._strict:
                 raise
@@ -1156,8 +1159,8 @@ class Checkpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._agent is not None:
-            self._agent.drain(timeout_s=1.0)
+        elif self._saver is not None:
+            self._saver.drain(timeout_s=1.0)
             if is_script_failure(error):
                 self._report_failure(_named(error))
             self._let_go("an error ended the `with` block", timeout_s=5.0)
@@ -1244,8 +1247,8 @@ def _hook_optimizers() -> None:
 
     def before(*_: object) -> None:
         for checkpointer in list(_LIVE):
-            if checkpointer._agent is not None:
-                checkpointer._agent.trains = threading.get_ident()
+            if checkpointer._saver is not None:
+                checkpointer._saver.trains = threading.get_ident()
             checkpointer._fence(decided=False)
 
     # torch.compile traces an optimizer's step together with its hooks, and a traced fence would
@@ -1262,8 +1265,8 @@ def _hook_storages() -> None:
         @functools.wraps(method)
         def after_the_copy(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
             for checkpointer in list(_LIVE):
-                agent = checkpointer._agent
-                if agent is not None and agent.reads(storage):
+                saver = checkpointer._saver
+                if saver is not None and saver.reads(storage):
                     checkpointer._fence(decided=True)
             return method(storage, *args, **options)
 
@@ -1342,16 +1345,16 @@ def _adapter() -> str:
 
 def _switch_off_in_child() -> None:
     """Switch off in a forked child, which is no trainer: it has copies of its parent's objects, but
-    neither its agent nor its lease."""
+    neither its saver nor its lease."""
     for checkpointer in list(_LIVE):
-        agent = checkpointer._agent
-        if agent is not None and agent.closed:
-            checkpointer._agent = None
+        saver = checkpointer._saver
+        if saver is not None and saver.closed:
+            checkpointer._saver = None
             checkpointer._off = "this process was forked from the trainer, and is none"
             checkpointer._end.detach()
             _LIVE.discard(checkpointer)
 
 
-# runs after the agent's hook: handlers run in the order of registration, and its module is imported
-# first
+# runs after the save thread's hook, whose module is imported first: handlers run in the order of
+# registration
 os.register_at_fork(after_in_child=_switch_off_in_child)

@@ -65,7 +65,7 @@ _ERRORS: dict[str, type[SidecarError]] = {"protocol": ProtocolError, "no-memory"
 #
 # A signal handler may raise at any point of the training thread (Ctrl-C, an alarm, a preemption
 # notice). `threading.Condition` and `Event` are Python code: an exception inside them may leave
-# their lock taken, and the agent thread would wait for ever. `SimpleQueue` is C code that is safe
+# their lock taken, and the save thread would wait for ever. `SimpleQueue` is C code that is safe
 # against this. Here it only wakes threads; the condition itself is on plain attributes.
 
 

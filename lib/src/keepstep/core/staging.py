@@ -46,20 +46,23 @@ class StageCost:
         self._added, self._blocked = deque[float](maxlen=_SAMPLES), deque[float](maxlen=_SAMPLES)
         self._before: tuple[float, bool] | None = None
 
-    def called(self, at: float, *, staged: bool | None, blocked_s: float) -> None:
-        """`save` was called at `at` (seconds), and stages the step or leaves it out; None: it could
-        not stage it. `blocked_s`: how long the save before this one blocked, fence included."""
-        before, self._before = self._before, None if staged is None else (at, staged)
+    def called(self, at: float, *, due: bool, kept: bool, blocked_s: float) -> None:
+        """`save` was called at `at` (seconds), for a step that is to be staged or left out. `kept`,
+        `blocked_s`: whether the save before this one staged its step, and how long it blocked,
+        fence included."""
+        before, self._before = self._before, (at, due)
         if before is None:
             return
         seconds = at - before[0]
         if not before[1]:
             self._near.append(seconds)
             return
+        if not kept:
+            return
         self._blocked.append(blocked_s / max(seconds - blocked_s, _SHORTEST_S))
         if len(self._near) >= _ENOUGH // 3:
             self._added.append(seconds / max(_median(self._near), _SHORTEST_S) - 1.0)
-        if staged:
+        if due:
             self._near.clear()
 
     @property

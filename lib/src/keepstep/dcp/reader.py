@@ -698,7 +698,7 @@ class StorageReader(storage.StorageReader):
 
 
 def _reach(session: sessions.DcpSession, step_id: StepId) -> StepReader:
-    link = session.agent.session
+    link = session.saver.session
     reached = StepReader.reach(link, step_id, timeout_s=restore_timeout_s())
     if reached.foreign:
         log.warning(

@@ -402,7 +402,7 @@ class DcpSession:
 
     def __init__(self, socket_path: str) -> None:
         self.socket_path = socket_path
-        self._agent: SaveThread | None = None
+        self._saver: SaveThread | None = None
         self._place: tuple[int, int] | None = None
         self._epoch: Epoch | None = None
         self._over: set[EpochId] = set()
@@ -416,25 +416,25 @@ class DcpSession:
         self._shape: tuple[Sequence[TensorSpec], str] | None = None
 
     @property
-    def agent(self) -> SaveThread:
-        """The agent of the lease. Raises UsageError before `join`."""
-        if self._agent is None:
+    def saver(self) -> SaveThread:
+        """The save thread of the lease. Raises UsageError before `join`."""
+        if self._saver is None:
             raise UsageError("the session with the sidecar was closed in the middle of a save")
-        return self._agent
+        return self._saver
 
     def meet(self, rank: int, world: int) -> None:
         """`join`, unless there is already a lease: an agreed place is better than a guessed one."""
-        if self._agent is None:
+        if self._saver is None:
             self.join(rank, world)
 
     def join(self, rank: int, world: int) -> None:
         """Hold the lease of this rank of this world. Raises SidecarError."""
-        if self._agent is not None and self._place == (rank, world):
+        if self._saver is not None and self._place == (rank, world):
             return
         self._let_go()
-        agent = SaveThread(self.socket_path, rank=rank, world=world)
-        agent.connect(timeout_s=_CONNECT_S)
-        self._agent, self._place = agent, (rank, world)
+        saver = SaveThread(self.socket_path, rank=rank, world=world)
+        saver.connect(timeout_s=_CONNECT_S)
+        self._saver, self._place = saver, (rank, world)
 
     def leave(self) -> None:
         """Give the lease back. The next save or load goes on from the step that was last loaded or
@@ -447,9 +447,9 @@ class DcpSession:
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._agent is not None:
-            self._agent.close()
-        self._agent = self._place = self._layout = self._shape = None
+        if self._saver is not None:
+            self._saver.close()
+        self._saver = self._place = self._layout = self._shape = None
         self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -461,7 +461,7 @@ class DcpSession:
 
     def candidates(self) -> Candidates:
         """What this rank's sidecar holds. Waits until the sidecar has looked at its volumes."""
-        return ask_candidates(self.agent.session)
+        return ask_candidates(self.saver.session)
 
     def resume(self, step_id: StepId, tier: Tier) -> None:
         """Note that this step was loaded from `tier` as the run's own step: the next save begins an
@@ -513,7 +513,7 @@ class DcpSession:
         if self._epoch == agreed.epoch and self._place == before:
             return
         tier = self._loaded[1] if self._loaded else None
-        begin_epoch(self.agent.session, agreed.epoch, tier)
+        begin_epoch(self.saver.session, agreed.epoch, tier)
         self._epoch = agreed.epoch
         self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
 
@@ -521,7 +521,7 @@ class DcpSession:
         """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes
         in time.
 
-        Hand it back with `stage`, or with `agent.put_back`.
+        Hand it back with `stage`, or with `saver.put_back`.
         """
         layout = self._layout
         if (
@@ -539,11 +539,11 @@ class DcpSession:
                 extras_capacity_bytes=capacity_for(extras_bytes),
             )
             self._shape = (specs, skeleton)
-        self.agent.use_layout(layout)
+        self.saver.use_layout(layout)
         try:
-            return self.agent.await_slot(timeout_s=_SLOT_S)
+            return self.saver.await_slot(timeout_s=_SLOT_S)
         except SlotUnavailable as error:
-            rank = self.agent.session.rank
+            rank = self.saver.session.rank
             raise SlotUnavailable(f"rank {rank}: no slot to save into: {error}") from None
 
     def stage(self, taken: GrantedSlot, agreed: AgreedSave, extras: bytes) -> None:
@@ -551,12 +551,12 @@ class DcpSession:
 
         Raises NotDurableError.
         """
-        mapping, agent = taken.mapping, self.agent
+        mapping, saver = taken.mapping, self.saver
         step_id = StepId(agreed.epoch.id, agreed.step)
         mapping.write_extras(extras)
         control = ControlPage.staged(
             mapping.layout,
-            run=agent.session.run,
+            run=saver.session.run,
             epoch=agreed.epoch,
             step=agreed.step,
             extras_bytes=len(extras),
@@ -566,16 +566,16 @@ class DcpSession:
         pending.copy()
         pending.judge()
         pending.seal()
-        agent.submit(pending)
+        saver.submit(pending)
         self._last_step = agreed.step
-        if not agent.drain(timeout_s=_SLOT_S) or pending.verdict is not ImageOutcome.STAGED:
-            raise NotDurableError(f"step {step_id} was not staged: {agent.stats.why_not()}")
-        agent.session.wait(step_id, State.DURABLE, timeout_s=_DURABLE_S)
+        if not saver.drain(timeout_s=_SLOT_S) or pending.verdict is not ImageOutcome.STAGED:
+            raise NotDurableError(f"step {step_id} was not staged: {saver.stats.why_not()}")
+        saver.session.wait(step_id, State.DURABLE, timeout_s=_DURABLE_S)
         self._saved = step_id
 
     def await_commit(self, step_id: StepId) -> None:
         """Return when the step is committed and visible to readers. Raises NotDurableError."""
-        self.agent.session.wait(step_id, State.COMMITTED, timeout_s=_DURABLE_S)
+        self.saver.session.wait(step_id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
 _SESSION: DcpSession | None = None

@@ -145,7 +145,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             taken.mapping.erase()
             items.copy_into(taken.mapping, planner.resolve_data)
         except BaseException:
-            session.agent.put_back()
+            session.saver.put_back()
             raise
         return taken
 

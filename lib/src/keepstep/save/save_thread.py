@@ -1,15 +1,15 @@
-"""The agent thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
+"""The save thread of a trainer: keeps a slot at hand, copies, seals, and talks to the sidecar.
 
 An image goes through the states of `IMAGE`, first as the slot that is to have it (`HeldSlot`), then
 as the `PendingImage` that `save` submits:
 
 - `none`, `at hand`, `taken`: no slot; one waits to be filled; the training thread fills it.
-- `open`: the slot has what changes soon; the agent thread copies the rest.
+- `open`: the slot has what changes soon; the save thread copies the rest.
 - `valid`, `sealed`: no tensor changed until it was copied; the control page is written, too.
 - `mutated`, `lost`: a tensor changed, or the image cannot be finished: it is counted and reported.
 - `staged`: the sidecar has taken the sealed image.
 
-The training thread takes and submits, and may judge at the fence (`settle`); the agent thread does
+The training thread takes and submits, and may judge at the fence (`settle`); the save thread does
 the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot` fails at once.
 `HeldSlot` is replaced in one step, so an exception leaves a state from which `heal` goes on.
 
@@ -20,7 +20,7 @@ What may never happen, and the test that would fail:
 - An error costs two steps: `test_an_error_at_whatever_line_of_save_costs_that_step_and_no_other`.
 - A step is lost uncounted: `test_nothing_is_lost_in_silence_whatever_happens_in_whatever_order`.
 - Training waits for a sidecar again: `test_a_hanging_sidecar_costs_one_wait_not_one_a_step`.
-- An image moves otherwise than `IMAGE` says: `watched_agent`.
+- An image moves otherwise than `IMAGE` says: `watched_save_thread`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class SaveThread:
     # --- called by the training thread -------------------------------------------------------
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
-        """Get the lease now; see `SidecarSession.connect`. Starts the agent thread.
+        """Get the lease now; see `SidecarSession.connect`. Starts the save thread.
 
         Raises SidecarError `rank-taken` at once if this very process already holds the rank.
         """
@@ -242,21 +242,21 @@ class SaveThread:
             )
         granted = self.session.connect(timeout_s=timeout_s)
         self.stage_every, self.stage_trials = granted.stage_every, granted.stage_trials
-        _AGENTS.add(self)
+        _SAVERS.add(self)
         self._ensure_thread()
         return granted
 
     def _is_second(self) -> bool:
         mine = self.session.path, self.session.rank
         return any(
-            agent is not self and (agent.session.path, agent.session.rank) == mine
-            for agent in list(_AGENTS)
+            saver is not self and (saver.session.path, saver.session.rank) == mine
+            for saver in list(_SAVERS)
         )
 
     def _ensure_thread(self) -> None:
         if self.closed or (self._thread is not None and self._thread.is_alive()):
             return
-        self._thread = threading.Thread(target=self._work, name="keepstep-agent", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="keepstep-save", daemon=True)
         self._thread.start()
 
     @property
@@ -349,7 +349,7 @@ class SaveThread:
         return 1.0 if self._layout is None or self._layout.size_bytes < _LARGE_BYTES else 0.1
 
     def submit(self, pending: PendingImage) -> None:
-        """Hand over an image, copied or not. The agent does the rest."""
+        """Hand over an image, copied or not. The save thread does the rest."""
         with self._lock:
             if self.closed:
                 raise SlotUnavailable("this process gave its rank back before the step was staged")
@@ -374,7 +374,7 @@ class SaveThread:
         """Called before a save: repair what an exception interrupted in an earlier save.
 
         The exception may have come in the training thread (a signal handler may raise anywhere) or
-        in the agent.
+        in the save thread.
         """
         while self._lock._is_owned():  # type: ignore[attr-defined]  # this thread is in no `with`
             self._lock.release()
@@ -518,7 +518,7 @@ class SaveThread:
         """Give the lease back and end the thread; wait at most `timeout_s` for the thread."""
         deadline = time.monotonic() + timeout_s
         self._begin_closing()
-        # the agent thread may still write an image: then only the end of this process ends the
+        # the save thread may still write an image: then only the end of this process ends the
         # lease
         self.session.close(goodbye=self.pending is None, timeout_s=min(2.0, timeout_s))
         self._client.end()
@@ -528,7 +528,7 @@ class SaveThread:
 
     def _begin_closing(self) -> None:
         self.closed = True
-        _AGENTS.discard(self)
+        _SAVERS.discard(self)
         self._changed.ring()
 
     def end(self) -> None:
@@ -540,7 +540,7 @@ class SaveThread:
         """
         if self.closed or self._thread is None:
             return
-        if self._thread is threading.current_thread():  # garbage-collected in the agent thread
+        if self._thread is threading.current_thread():  # garbage-collected in the save thread
             self._begin_closing()
             return
         try:
@@ -557,7 +557,7 @@ class SaveThread:
         self._mappings = {}
         self.session.forget()
 
-    # --- the agent thread --------------------------------------------------------------------
+    # --- the save thread --------------------------------------------------------------------
 
     def _work(self) -> None:
         while not (self.closed and self.pending is None):
@@ -871,7 +871,7 @@ class SaveThread:
         self._retry_at = time.monotonic() + pause_s
         if not absent:
             self.warn("sidecar.request_refused", str(error), per=error.code)
-            self.session.drop()  # the sidecar and this agent disagree: begin anew
+            self.session.drop()  # the sidecar and this saver disagree: begin anew
 
     def _stumbled(self, task: Callable[[], None], error: BaseException) -> None:
         """Handle an unforeseen exception: it costs the step that it struck, and no other step."""
@@ -894,14 +894,14 @@ class SaveThread:
             self._clear(pending)
 
 
-_AGENTS: weakref.WeakSet[SaveThread] = weakref.WeakSet()
+_SAVERS: weakref.WeakSet[SaveThread] = weakref.WeakSet()
 """The agents of this process that hold a rank."""
 
 
 def _disown_in_child() -> None:
-    for agent in list(_AGENTS):
-        agent.disown()
-    _AGENTS.clear()
+    for saver in list(_SAVERS):
+        saver.disown()
+    _SAVERS.clear()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)

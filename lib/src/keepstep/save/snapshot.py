@@ -3,7 +3,7 @@ copies are guarded.
 
 Before `Snapshots.begin` returns, it copies what the forward pass or Python may change: buffers,
 tensors in plain dicts, values, random states. If `lazy`, it leaves parameters and optimizer state,
-which only an optimizer step changes, to the agent thread. The image (`PendingImage`) is *judged*
+which only an optimizer step changes, to the save thread. The image (`PendingImage`) is *judged*
 once, when it is certain whether the tensors stayed unchanged until they were copied. Then it is
 sealed, or discarded.
 
@@ -18,7 +18,7 @@ are two safe moments:
   and a kill then loses only the step in flight.
 
 Of an image of an accelerator, the fence waits for the copies, and then only begins the judgement:
-the device compares the fingerprints when it comes to the fence, and the agent thread reads the
+the device compares the fingerprints when it comes to the fence, and the save thread reads the
 result. So the training thread does not wait until the device has come there.
 """
 
@@ -72,8 +72,8 @@ class PendingImage:
     """One image on its way; see the module.
 
     `control`: the control page that seals it. `transfers`: builds the remaining copies; called on
-    the agent thread. `done`: per accelerator, the event after its queued copies; `flags`: what
-    tells the agent thread of it; `reads`: what they read, which is not freed until then. `late`:
+    the save thread. `done`: per accelerator, the event after its queued copies; `flags`: what
+    tells the save thread of it; `reads`: what they read, which is not freed until then. `late`:
     writes into the slot that must wait for them. `samples`: those
     of the guard, in host memory once the copies are done. `thread`: the thread that trains.
     `fenced`: of an image of an accelerator, whether its copies are done and the devices were asked
@@ -137,7 +137,7 @@ class PendingImage:
         return True
 
     def copy_beside(self, give_up: Callable[[], bool]) -> None:
-        """Move the bytes (agent thread). After `give_up`, what devices copy is left as it is."""
+        """Move the bytes (save thread). After `give_up`, what devices copy is left as it is."""
         await_flag = accelerator.current_accelerator().await_flag
         self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.flags.values()))
 
@@ -166,7 +166,7 @@ class PendingImage:
         """Return when the devices have made their copies; begin to compare fingerprints. The later
         work of this thread's streams waits for that."""
         guard = self.guard
-        if guard is None:  # the agent thread has given the image up
+        if guard is None:  # the save thread has given the image up
             return
         device = accelerator.current_accelerator()
         if not self.fenced.is_set():
@@ -214,7 +214,7 @@ class PendingImage:
         self.judged.set()
 
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
-        """Judge as soon as the training thread has been seen to make progress (agent thread)."""
+        """Judge as soon as the training thread has been seen to make progress (save thread)."""
         if self.guard is None and self.filling is None:
             self.judge()
             return
@@ -505,7 +505,7 @@ class Snapshots:
                 pending.flags[place] = device.to_host_flag(self._ones[place])
 
     def _bring_samples(self, all_samples: list[Tensor], place: torch.device) -> None:
-        """Queue copies of what the fingerprint read on a device, for the agent thread."""
+        """Queue copies of what the fingerprint read on a device, for the save thread."""
         device, stream = (
             accelerator.current_accelerator(),
             accelerator.current_accelerator().copying(place),
