@@ -206,7 +206,7 @@ class Checkpointer:
         self._last_step = self._off_grid = self._unhealthy = self._kept_step = -1
         self._moved = self._hinted = False
         self._left: UnslottedStep | None = None
-        self._submitted = self._raised = False
+        self._raised = False
         self._unclosed = ""
         # what `restore_rng` will set: None before restore(rng="later"), {} once it is set
         self._rng_later: dict[str, Any] | None = None
@@ -662,7 +662,7 @@ class Checkpointer:
                 telemetry.record_span("checkpoint_save", seconds, step=number, rank=self._rank)
             return kept
         except _Unkeepable as error:
-            first, self._raised = not (self._submitted or self._raised), True
+            first, self._raised = self._kept_step < 0 and not self._raised, True
             if first or self._strict:
                 raise UsageError(f"step {number} cannot be kept: {error}") from error.__cause__
             saver.skip(number, str(error), unkeepable=True)
@@ -758,7 +758,7 @@ class Checkpointer:
             begin = "after a restore the loop begins at restore().step + 1"
             saver.skip(step, f"this step or a newer one was saved before: {only_grow}; {begin}")
             return False
-        if not self._submitted:
+        if self._kept_step < 0:
             self._hint()
         if self._rng_later:
             saver.warn("rng.not_restored", _NO_RNG)
@@ -817,7 +817,7 @@ class Checkpointer:
         except BaseException:
             saver.put_back()
             raise
-        self._submitted, self._kept_step = True, step
+        self._kept_step = step
 
     def _laid_out(self, saver: SaveThread) -> LaidOutState:
         """The state as it is now.
