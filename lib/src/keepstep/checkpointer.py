@@ -687,7 +687,7 @@ class Checkpointer:
     def _measure_cost(self, started: float, *, due: bool) -> None:
         kept, blocked_s = self._kept_step == self._last_step, self._stats.last_blocked_s
         self._cost.called(started, due=due, kept=kept, blocked_s=blocked_s)
-        self._stats.cost = self._cost.fraction
+        self._stats.staging_cost = self._cost.fraction
 
     def _interrupted(self, saver: SaveThread, step: int | None, error: BaseException) -> None:
         """A signal's handler raised inside `save`. A step that is on its way is not lost."""

@@ -116,9 +116,9 @@ class Stats:
 
     `saves`: steps that `save` was to keep. Once no step is on its way, each of them was `staged`,
     `skipped` (nothing was written) or `discarded` (its image was begun, and is lost). `reasons`
-    counts the reasons of skipped and discarded steps. `cost`: what staging adds to a step, as a
-    part of it; None: not yet known. `unkept`: how many saves were not kept since
-    a step was staged; `why_unkept`: the reason of the last one.
+    counts the reasons of skipped and discarded steps. `staging_cost`: what staging adds to a
+    step, as a part of it; None: not yet known. `unkept`: how many saves were not kept since a step
+    was staged; `why_unkept`: the reason of the last one.
     """
 
     saves: int = 0
@@ -129,7 +129,7 @@ class Stats:
     last_blocked_s: float = 0.0
     copy_s: float = 0.0
     last_copy_s: float = 0.0
-    cost: float | None = None
+    staging_cost: float | None = None
     unkept: int = 0
     why_unkept: str = ""
     reasons: dict[str, int] = field(default_factory=dict)
@@ -650,7 +650,7 @@ class SaveThread:
             step=pending.step,
             copy_s=pending.copy_s,
             blocked_s=pending.blocked_s,
-            cost=self.stats.cost,
+            cost=self.stats.staging_cost,
         )
         try:
             granted = self._client.call("/v1/staged", request, SlotGranted)
