@@ -1,6 +1,6 @@
 """A tiny loop with DeepSpeed's engine: `python deepspeed_loop.py OUT SETTINGS`; as trainer.py.
 
-No operator of DeepSpeed's is built. Its accelerator is the CPU (DS_ACCELERATOR), on which torch can
+Its accelerator is the CPU (DS_ACCELERATOR), on which torch can
 compute in float16 though DeepSpeed does not think so.
 """
 
@@ -106,7 +106,8 @@ def made() -> Any:
     ]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    kind = deepspeed.ops.adam.DeepSpeedCPUAdam if SETTINGS.get("own") else torch.optim.AdamW
+    optimizer = kind(groups, lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

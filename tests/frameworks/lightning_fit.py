@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
@@ -133,6 +138,17 @@ class Sharded(Model):
     def configure_model(self) -> None:
         for module in (self.net[0], self.net[3], self.net):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+class Tensors(Model):
+    """Divided by tensors; what is between the layers is whole."""
+
+    def configure_model(self) -> None:
+        plan = {
+            "0": ColwiseParallel(output_layouts=Replicate()),
+            "3": RowwiseParallel(input_layouts=Replicate()),
+        }
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
 class Two(Model):
@@ -271,8 +287,9 @@ def by_zero(config: dict[str, Any]) -> Any:
 def strategy(ranks: int) -> Any:
     if zero := SETTINGS.get("zero"):
         return by_zero(zero)
-    if SETTINGS.get("fsdp2"):
-        return lightning.strategies.ModelParallelStrategy(ranks, 1)
+    if SETTINGS.get("fsdp2") or SETTINGS.get("tensors"):
+        sizes = (ranks, 1) if SETTINGS.get("fsdp2") else (1, ranks)
+        return lightning.strategies.ModelParallelStrategy(*sizes)
     return "ddp" if ranks > 1 else "auto"
 
 
@@ -319,7 +336,7 @@ def main() -> None:
         default_root_dir=str(OUT),
         **options,
     )
-    kinds = {"two": Two, "finetune": Backbone, "fsdp2": Sharded}
+    kinds = {"two": Two, "finetune": Backbone, "fsdp2": Sharded, "tensors": Tensors}
     kind = next((kinds[setting] for setting in kinds if SETTINGS.get(setting)), Model)
     model = kind()
     data = Data()

@@ -112,6 +112,14 @@ def by_zero(stage: int) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
+def by_fsdp2() -> Any:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from tests.frameworks import accelerate_on_cpu  # noqa: F401
+
+    return FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
 def on_accelerate() -> tuple[Any, Any]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
@@ -124,6 +132,8 @@ def on_accelerate() -> tuple[Any, Any]:
     options: dict[str, Any] = {"cpu": True}
     if stage := SETTINGS.get("zero"):
         options = {"deepspeed_plugin": by_zero(stage)}
+    elif SETTINGS.get("fsdp2"):
+        options = {"fsdp_plugin": by_fsdp2()}
     accelerator = Accelerator(dataloader_config=config, gradient_accumulation_steps=2, **options)
     net, plain = made()
     if stage:  # whose engine steps within `backward`

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.conformance.rows.packages import EXTENSIONS
 from tests.frameworks.conftest import Lives, assert_same, drawn, result
 
 BATCHES = 28
@@ -115,6 +118,25 @@ def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
     options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}, "workers": 2}
     plain = loop.undisturbed(**options)
     kept, _ = loop.kept(**options, kill=kill_within(BATCHES))
+    assert_same(plain, kept, kills=2)
+
+
+@pytest.mark.skipif(
+    not (EXTENSIONS / "cpu_adam").exists(),
+    reason="DeepSpeed's CPU Adam is not compiled: make test-frameworks does that",
+)
+def test_zero_2_with_deepspeeds_own_adam_on_the_cpu(loop, monkeypatch):
+    """Whose powers of betas round as they are multiplied, which is seen after some 50 steps."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin", prepend=os.pathsep)  # of ninja
+    options = {
+        "stage": 2,
+        "own": True,
+        "epochs": 6,
+        "zero": {"offload_optimizer": {"device": "cpu"}},
+    }
+    plain = loop.undisturbed(**options)
+    kept, _ = loop.kept(**options, kill=drawn(range(1, 30), range(50, 70)))
     assert_same(plain, kept, kills=2)
 
 

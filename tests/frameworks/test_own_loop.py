@@ -129,13 +129,15 @@ def test_ignite_on_two_ranks(loop):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accelerates_deepspeed_plugin(lives, monkeypatch, stage):
+@pytest.mark.parametrize(
+    "options", [{"zero": 2}, {"zero": 3}, {"fsdp2": True}], ids=["zero-2", "zero-3", "fsdp2"]
+)
+def test_accelerates_plugins_that_divide_a_model(lives, monkeypatch, options):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
     loop = lives("own_loop.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
-    plain = loop.undisturbed(ranks=2, on="accelerate", zero=stage)
+    plain = loop.undisturbed(ranks=2, on="accelerate", **options)
     kill = drawn(range(1, 4), range(5, 8))
-    kept, output = loop.kept(ranks=2, on="accelerate", zero=stage, kill=kill)
+    kept, output = loop.kept(ranks=2, on="accelerate", **options, kill=kill)
     assert "restored step" in output
     assert_same(plain, kept, kills=2, ranks=2)
 

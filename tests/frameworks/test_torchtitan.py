@@ -10,7 +10,7 @@ from tests.frameworks.test_transformers import drawn
 
 @pytest.fixture
 def titan(lives) -> Lives:
-    return lives("titan.py", "tests.frameworks.titan_on_cpu")
+    return lives("titan.py", "tests.frameworks.titan_on_cpu", "torchtitan.models.qwen3")
 
 
 def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
@@ -46,6 +46,29 @@ def test_a_run_without_a_step_begins_with_what_torchtitan_itself_would_load(tita
     kept, _ = titan.kept(ranks=2, steps=12, checkpoint=path, kill=[9])
     assert min(losses(kept)) == 7
     assert result(kept)["weights"] == result(plain)["weights"]
+
+
+PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "batch", "parts"),
+    [
+        pytest.param({"tensor_parallel_degree": 2}, 2, 1, id="tensor"),
+        pytest.param({"expert_parallel_degree": 2}, 2, 1, id="expert"),
+        pytest.param(PIPELINE, 4, 2, id="pipeline"),
+    ],
+)
+def test_a_model_that_is_divided_otherwise(titan, parallelism, batch, parts):
+    """Each of its parts has two optimizers. Where there are several, the adapter is in both
+    trainings: without it torchtitan's experts count tokens of memory with any content."""
+    options = {"ranks": 2, "steps": 8, "parallelism": parallelism, "batch": batch}
+    options["layers"] = 4 if parts > 1 else 1
+    plain = titan.undisturbed(**options, bare=parts == 1)
+    kept, output = titan.kept(**options, kill=drawn(range(2, 5), range(5, 9)))
+    assert "does the training change the model" not in output
+    assert_same(plain, kept, kills=2, ranks=2)
+    assert result(kept)["divided"] == [parts, 2 * parts]
 
 
 def test_an_async_mode_is_refused(titan):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
@@ -106,7 +108,7 @@ def test_two_ranks(trainer):
     assert_same(plain, kept, kills=2, ranks=2)
 
 
-def by_zero(stage: int, **options: object) -> dict[str, object]:
+def by_zero(stage: int, **options: object) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -116,6 +118,17 @@ def by_zero(stage: int, **options: object) -> dict[str, object]:
         "zero_optimization": {"stage": stage, **options},
     }
     return {"deepspeed": config, "bf16": True}
+
+
+def by_its_own(divided: dict[str, Any]) -> dict[str, Any]:
+    """With the optimizer and the scheduler of DeepSpeed's configuration."""
+    same = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    warmup = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    divided["deepspeed"] |= {
+        "optimizer": {"type": "AdamW", "params": {**same, "torch_adam": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
+    }
+    return divided
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -132,14 +145,14 @@ def dividing(lives, monkeypatch) -> Lives:
 @pytest.mark.parametrize(
     ("divided", "accumulate", "model"),
     [
-        pytest.param(by_zero(1), 3, {"lora": True}, id="zero-1-lora"),
+        pytest.param(by_its_own(by_zero(1)), 3, {"lora": True}, id="zero-1-lora"),
         pytest.param(by_zero(2, **OFFLOADED), 1, {}, id="zero-2-offloaded"),
         pytest.param(by_zero(3, stage3_param_persistence_threshold=20), 1, {}, id="zero-3"),
         pytest.param(by_zero(3, **OFFLOADED), 3, {"lora": True}, id="zero-3-offloaded-lora"),
         pytest.param(FSDP2, 3, {"lora": True}, id="fsdp2-lora"),
         pytest.param(FSDP2_OFFLOADED, 1, {}, id="fsdp2-offloaded"),
         pytest.param({}, 1, {"divides": {"tp_size": 2}}, id="tensor-parallel"),
-        pytest.param({}, 1, {"divides": {"fsdp_size": 2}}, id="fsdp2-at-load"),
+        pytest.param({}, 1, {"divides": {"fsdp_size": 2, "ep_size": 2}}, id="fsdp2-experts"),
     ],
 )
 def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, model):

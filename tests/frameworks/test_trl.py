@@ -33,12 +33,15 @@ def test_pairs_and_labels_with_sums_for_the_log(trainer, kind):
     check(trainer, kind=kind, arguments={"max_length": 32}, **more)
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+ROLLOUTS = {"steps_per_generation": 4, "num_generations": 4, "max_completion_length": 6}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "Reward", "GRPO"])
 def test_two_ranks(trainer, kind):
-    arguments = {"max_length": 32, "ddp_backend": "gloo", "packing": True}
-    if kind == "DPO":
-        del arguments["packing"]
-    check(trainer, ranks=2, kind=kind, lora=True, arguments=arguments)
+    some = {"SFT": {"max_length": 32, "packing": True}, "GRPO": ROLLOUTS}
+    arguments = some.get(kind, {"max_length": 32})
+    more = {"lora": kind in ("SFT", "DPO"), "reference": kind == "KTO"}
+    check(trainer, ranks=2, kind=kind, arguments={"ddp_backend": "gloo", **arguments}, **more)
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
@@ -49,13 +52,7 @@ def test_a_reference_model_that_is_trained_along(trainer, kind):
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_rollouts_that_last_for_several_steps(trainer, kind):
-    arguments = {
-        "steps_per_generation": 4,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "beta": 0.0,
-    }
-    check(trainer, kind=kind, arguments=arguments)
+    check(trainer, kind=kind, arguments={**ROLLOUTS, "beta": 0.0})
 
 
 @pytest.mark.parametrize("bits", ["4", "8"])

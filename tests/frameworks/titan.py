@@ -6,7 +6,7 @@ As `trainer.py`.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.frameworks.script import OUT, SETTINGS, digest, maybe_kill, random_states, record, write
@@ -14,17 +14,20 @@ from tests.frameworks.titan_on_cpu import Trainer, metrics
 
 # isort: split
 import torch
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.models.common import Embedding, Linear
-from torchtitan.protocols import BaseModel
-from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.models import qwen3
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.common.attention import ScaledDotProductAttention
 
 LENGTH, VOCABULARY, WIDTH = 8, 64, 16
 
@@ -74,32 +77,42 @@ class Loader(ParallelAwareDataloader):
         )
 
 
-class Model(BaseModel):
-    """torchtitan's own attention takes a GPU, or compiles."""
+class Attention(ScaledDotProductAttention):
+    """Without torchtitan's masks, which take a GPU, or compile; with dropout."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseModel.Config):
-        def update_from_config(self, **_: Any) -> None:
-            pass
+    class Config(ScaledDotProductAttention.Config):
+        pass
 
-        def get_nparams_and_flops(self, model: Any, seq_len: int) -> tuple[int, int]:
-            return sum(parameter.numel() for parameter in model.parameters()), 1
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        normal = {"weight": torch.nn.init.normal_, "bias": torch.nn.init.zeros_}
-        embedding = Embedding.Config(
-            num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=normal
-        )
-        linear = Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=normal)
-        self.embedding, self.head = embedding.build(), linear.build()
-
-    def forward(self, tokens: Any, **_: Any) -> Any:
-        return self.head(torch.dropout(self.embedding(tokens), 0.2, self.training))
+    def forward(self, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, **options: Any) -> Any:  # noqa: N803
+        output = super().forward(q_BLNH, k_BLNH, v_BLNH, **options)
+        return torch.dropout(output, 0.2, self.training)
 
 
-def sharded(model: Any, *, parallel_dims: Any, **_: Any) -> Any:
-    return fully_shard(model, mesh=parallel_dims.get_mesh("dp_shard"))
+def decoder() -> Any:
+    """torchtitan's Qwen3 with experts, but small."""
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=SETTINGS.get("layers", 1), dim=WIDTH, n_heads=2, n_kv_heads=2, head_dim=8,
+        moe_hidden_dim=WIDTH, num_experts=4, top_k=2, attn_backend="flex",
+        moe_comm_backend="standard", rope=CosSinRoPE.Config(dim=8, max_seq_len=LENGTH, theta=1e4),
+    )  # fmt: skip
+    for layer in layers:
+        layer.attention.inner_attention = Attention.Config()
+    spec = qwen3.model_registry("debugmodel_moe")
+    model = replace(spec.model, vocab_size=VOCABULARY, dim=WIDTH, layers=layers)
+    model.norm.normalized_shape = model.lm_head.in_features = WIDTH
+    model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
+    model.tok_embeddings.embedding_dim = WIDTH
+    return replace(spec, model=model, state_dict_adapter=None)
+
+
+def optimizers() -> Any:
+    """Two for each part of the model."""
+    groups = [
+        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": 1e-3})
+        for pattern, name in (("norm", "Adam"), (".", "AdamW"))
+    ]
+    return OptimizersContainer.Config(param_groups=groups, implementation="foreach")
 
 
 class Tokenizer(BaseTokenizer):
@@ -137,36 +150,29 @@ class Recorded(Trainer):
 
 
 def made() -> Any:
-    spec = ModelSpec(
-        name="tiny",
-        flavor="tiny",
-        model=Model.Config(),
-        parallelize_fn=sharded,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=None,
-    )
     options = {"enable": not SETTINGS.get("bare"), **SETTINGS.get("checkpoint", {})}
     manager: Any = CheckpointManager
     if not SETTINGS.get("bare"):
         manager = importlib.import_module("keepstep.integrations.torchtitan")
         manager = manager.KeepstepCheckpointManager
     return Recorded.Config(
-        model_spec=spec,
+        model_spec=decoder(),
         dump_folder=str(OUT / "titan"),
         tokenizer=Tokenizer.Config(),
         dataloader=Loader.Config(num_workers=SETTINGS.get("workers", 0)),
         loss=CrossEntropyLoss.Config(),
-        optimizer=default_adamw(lr=1e-3, fused=False, foreach=True),
+        optimizer=optimizers(),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=3, decay_ratio=0.8),
         training=TrainingConfig(
-            local_batch_size=2,
+            local_batch_size=SETTINGS.get("batch", 2),
             global_batch_size=SETTINGS.get("global_batch", -1),
             seq_len=LENGTH,
             steps=SETTINGS.get("steps", 20),
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(**SETTINGS.get("parallelism", {})),
+        parallelism=ParallelismConfig(
+            **{"spmd_backend": "full_dtensor", **SETTINGS.get("parallelism", {})}
+        ),
         metrics=metrics.MetricsProcessor.Config(log_freq=1),
         checkpoint=manager.Config(**options),
     ).build()
@@ -176,7 +182,10 @@ def main() -> None:
     trainer = made()
     trainer.optimizers.optimizers[0].register_step_pre_hook(trainer.killed)
     trainer.train()
+    parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
     result = {
+        "divided": [len(trainer.model_parts), len(trainer.optimizers)],
+        "placements": sorted({str(getattr(each, "placements", None)) for each in parameters}),
         "progress": trainer.step,
         "tokens": trainer.ntokens_seen,
         "weights": digest([part.state_dict() for part in trainer.model_parts]),

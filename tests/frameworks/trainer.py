@@ -12,11 +12,12 @@ import transformers
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
+    AutoModelForCausalLM,
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
+    Qwen3MoeConfig,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -147,17 +148,21 @@ def gpt2() -> Any:
 
 
 def divided_at_load() -> Any:
-    """A model that transformers divides as it is loaded: by tensors, or by FSDP2."""
+    """A model that transformers divides as it is loaded: by tensors, by FSDP2, or by experts."""
     from transformers.distributed import DistributedConfig
 
-    small = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
-    )  # fmt: skip
-    place = OUT / f"llama-{RANK}"
-    LlamaForCausalLM(small).save_pretrained(place)
+    small: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.1,
+    }  # fmt: skip
+    config: Any = LlamaConfig(**small)
+    if "ep_size" in SETTINGS["divides"]:
+        experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        config = Qwen3MoeConfig(**small, **experts, head_dim=8)
+    place = OUT / f"divided-{RANK}"
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
     divides = DistributedConfig(**SETTINGS["divides"])
-    return LlamaForCausalLM.from_pretrained(place, distributed_config=divides)
+    return AutoModelForCausalLM.from_pretrained(place, distributed_config=divides)
 
 
 def made() -> Any:

@@ -319,6 +319,19 @@ class _Counters:
         for name, value in state["scaler"].items():
             setattr(self._scaler, name, value)
         self._then()
+        _multiply_again(getattr(engine.optimizer, "optimizer", engine.optimizer))
+
+
+def _multiply_again(optimizer: Any) -> None:
+    """Bring DeepSpeed's Adam of the CPU to its step. It multiplies powers of its betas from step to
+    step, which has other roundings than a power, and keeps them in C++."""
+    if (native := getattr(optimizer, "ds_opt_adam", None)) is None:
+        return
+    steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+    betas, nothing = [group["betas"] for group in optimizer.param_groups], [torch.empty(0)] * 4
+    for step in range(1, steps + 1):
+        for pair in betas:
+            native.adam_update(optimizer.opt_id, step, 0.0, *pair, 1e-8, 0.0, True, *nothing)
 
 
 @torch.no_grad()

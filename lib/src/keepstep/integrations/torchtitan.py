@@ -44,7 +44,10 @@ require_version(
         "torchtitan.components.checkpointer:CheckpointManager": (
             *("_load(step)", "_save(curr_step, last_step)", "_should_save(curr_step, last_step)"),
             *("_close", "states", "exclude_from_loading", "load_only"),
-        )
+        ),
+        "torch.distributed.pipelining.schedules:_PipelineSchedule": (
+            "_initialize_pp_stages(stages, args, kwargs, target, fwd_initialized, bwd_initialized)",
+        ),
     },
 )
 
@@ -80,6 +83,8 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
         _spread(components, OPTIMIZER, list(given["optimizers"]))
         if components[DATALOADER] is None:
             del components[DATALOADER]
+        if (schedule := getattr(components["train_state"], "pp_schedule", None)) is not None:
+            _infer_aside(schedule, given["model_parts"])
         self._training = FrameworkTraining("torchtitan's Trainer", {}, speaks=False)
         self.checkpointer = Checkpointer(components)
 
@@ -145,3 +150,20 @@ def _after_iter(loader: Any, checkpointer: Checkpointer) -> None:
     Resumed.__name__, Resumed.__qualname__ = kind.__name__, kind.__qualname__
     Resumed.__module__ = kind.__module__
     loader.__class__ = Resumed
+
+
+def _infer_aside(schedule: Any, parts: list[Any]) -> None:
+    """Undo what the pass that infers shapes does to buffers. A pipeline has it in the first step of
+    each life, on memory with any content, and experts count their tokens there."""
+    infer = schedule._initialize_pp_stages
+
+    def inferred(*args: Any, **options: Any) -> Any:
+        if args[4] and args[5] == schedule._has_backward:
+            return infer(*args, **options)
+        buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
+        done = infer(*args, **options)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return done
+
+    schedule._initialize_pp_stages = inferred
