@@ -38,15 +38,12 @@ _FULL_BEFORE_EVICTION = 0.95
 more than the limit, and checks this only now and then."""
 
 
-class VolumeKind(str, enum.Enum):
+class VolumeKind(enum.StrEnum):
     """The kind of a policy's volume. It decides what the shards on it outlive."""
 
     EMPTY_DIR = "emptyDir"
     HOST_PATH = "hostPath"
     EPHEMERAL = "ephemeral"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class Mode(str, enum.Enum):
