@@ -20,7 +20,7 @@ from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.injection.resources import SidecarCost, resources_of
 from keepstep_operator.injection.settings import InjectionDefaults
-from keepstep_operator.injection.tiers import environment_of
+from keepstep_operator.injection.tiers import Settings, environment_of, variables
 from keepstep_operator.injection.volumes import (
     compile_cache_mounts,
     host_mounts,
@@ -183,7 +183,7 @@ def _environment(
         "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
     }
     return [
-        *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
+        *variables(ours),
         *environment_of(policy, ports),
         {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
@@ -216,8 +216,8 @@ def _other_run(text: str | None, *, own: str) -> str | None:
 
 def _settings(
     policy: Policy, placement: Placement, defaults: InjectionDefaults, ports: Ports
-) -> dict[str, str | int | None]:
-    """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
+) -> Settings:
+    """The variables that `keepstep-sidecar` reads."""
     return {
         "KEEPSTEP_RUN": placement.run_key,
         "KEEPSTEP_NODE_RANK": placement.node_rank,
