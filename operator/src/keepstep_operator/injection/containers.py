@@ -88,12 +88,23 @@ def sidecar_container(
         for kind in resources.values():
             kind["ephemeral-storage"] = storage
     declared = [] if host_network else [*_declared(ports)]
+    settings = {
+        **_settings(policy, placement, defaults, ports),
+        "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
+    }
     return {
         "name": SIDECAR_CONTAINER,
         "image": defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "restartPolicy": "Always",
-        "env": _environment(policy, placement, defaults, training, ports, restore_from),
+        "env": [
+            *variables(settings),
+            *environment_of(policy, ports),
+            {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+            *_page(ports),
+            *_copied(training.get("env") or []),
+        ],
         **({"ports": declared} if declared else {}),
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
@@ -168,28 +179,6 @@ def _declared(ports: Ports) -> Iterator[Body]:
     for name, port in (("keepstep", ports.metrics), ("keepstep-peer", ports.peer)):
         if port is not None:
             yield {"name": name, "containerPort": port, "protocol": "TCP"}
-
-
-def _environment(
-    policy: Policy,
-    placement: Placement,
-    defaults: InjectionDefaults,
-    training: Body,
-    ports: Ports,
-    restore_from: str | None,
-) -> list[Body]:
-    ours = {
-        **_settings(policy, placement, defaults, ports),
-        "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
-    }
-    return [
-        *variables(ours),
-        *environment_of(policy, ports),
-        {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-        {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
-        *_page(ports),
-        *_copied(training.get("env") or []),
-    ]
 
 
 def _page(ports: Ports) -> list[Body]:
