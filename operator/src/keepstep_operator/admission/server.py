@@ -12,6 +12,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
@@ -54,28 +55,18 @@ def deadline_of(timeout_s: float) -> float:
     return 0.7 * timeout_s
 
 
+@dataclass(frozen=True, kw_only=True)
 class Admission:
     """Reviews pods. `defaults` is called for each pod; it returns None until the reports CA is
     known. `path`: where reviews are taken; '' for nowhere yet."""
 
-    def __init__(
-        self,
-        *,
-        policies: Policies,
-        records: ExistingRuns,
-        rooms: NamespaceLimitsReader,
-        defaults: Callable[[], InjectionDefaults | None],
-        metrics: AdmissionMetrics,
-        deadline_s: float,
-        path: Callable[[], str],
-    ) -> None:
-        self._records = records
-        self._rooms = rooms
-        self._policies = policies
-        self._defaults = defaults
-        self._metrics = metrics
-        self._deadline_s = deadline_s
-        self._path = path
+    policies: Policies
+    records: ExistingRuns
+    rooms: NamespaceLimitsReader
+    defaults: Callable[[], InjectionDefaults | None]
+    metrics: AdmissionMetrics
+    deadline_s: float
+    path: Callable[[], str]
 
     def application(self, ready: Ready) -> web.Application:
         """The application of the webhook's port."""
@@ -86,10 +77,10 @@ class Admission:
     async def review(self, review: Review) -> ReviewDecision:
         """Decide about one pod. Never raises, and never takes much longer than the deadline."""
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 return await self._decided(review)
         except TimeoutError:
-            message = f"no policy within {self._deadline_s} s: the API server does not answer"
+            message = f"no policy within {self.deadline_s} s: the API server does not answer"
             return decline_pod(
                 review, reason="Timeout", message=message, result=ReviewResult.FAILED
             )
@@ -117,7 +108,7 @@ class Admission:
             return pass_pod("NotAsked")
         if is_injected(review.pod):
             return pass_pod("AlreadyInjected")
-        if (defaults := self._defaults()) is None:
+        if (defaults := self.defaults()) is None:
             return decline_pod(
                 review,
                 reason="NotReady",
@@ -130,7 +121,7 @@ class Admission:
         try:
             policy = record.policy
             if policy is None or policy.name != name:
-                policy = await self._policies.get(review.pod.namespace, name)
+                policy = await self.policies.get(review.pod.namespace, name)
         except PolicyAbsent as error:
             return decline_pod(review, reason="PolicyNotFound", message=str(error))
         except PolicyError as error:
@@ -138,19 +129,19 @@ class Admission:
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
-        room = await self._rooms.of(review.pod.namespace)
+        room = await self.rooms.of(review.pod.namespace)
         return decide_review(review, policy, defaults, near=near, room=room)
 
     async def _recorded(self, review: Review, place: Placement | None) -> ExistingRun:
         if place is None:
             return ExistingRun()
-        return await self._records.get(review.pod.namespace, place.run_key)
+        return await self.records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
-        asked, path = request.path.encode(), self._path().encode()
+        asked, path = request.path.encode(), self.path().encode()
         if not hmac.compare_digest(asked, path):
             raise web.HTTPNotFound  # before the body is read
-        async with asyncio.timeout(self._deadline_s):
+        async with asyncio.timeout(self.deadline_s):
             raw = await request.read()
         begun = time.perf_counter()
         try:
@@ -163,7 +154,7 @@ class Admission:
             body=review_answer(review.uid, verdict), content_type="application/json"
         )
         seconds = time.perf_counter() - begun
-        self._metrics.reviewed(verdict, seconds=seconds)
+        self.metrics.reviewed(verdict, seconds=seconds)
         _log_verdict(review, verdict, seconds)
         return response
 
