@@ -255,25 +255,17 @@ def parse_policy(body: Body) -> Policy:
     )
 
 
-def refused_host_paths(policy: Policy, allowed: Iterable[str]) -> tuple[str, ...]:
-    """The directories of the node that lie below none of the `allowed` prefixes."""
-    prefixes = [PurePosixPath(path) for path in allowed]
-    return tuple(
-        path
-        for path in policy.host_paths
-        if not any(PurePosixPath(path).is_relative_to(prefix) for prefix in prefixes)
-    )
-
-
 def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
     """Raises PolicyError (HostPathNotAllowed) if a hostPath lies below no allowed prefix."""
     allowed = tuple(allowed)
-    if refused := refused_host_paths(policy, allowed):
+    for path in policy.host_paths:
+        if any(PurePosixPath(path).is_relative_to(prefix) for prefix in allowed):
+            continue
         places = ", ".join(allowed) or "none"
         shared = policy.archive.directory if policy.archive else None
         raise PolicyError(
-            "archive.directory" if shared and shared.path == refused[0] else "volumes",
-            f"hostPath {refused[0]} is not allowed by the administrator (allowed: {places}); use an"
+            "archive.directory" if shared and shared.path == path else "volumes",
+            f"hostPath {path} is not allowed by the administrator (allowed: {places}); use an"
             " allowed path, emptyDir or ephemeral, or have the chart value hostPaths extended",
             reason="HostPathNotAllowed",
         )
