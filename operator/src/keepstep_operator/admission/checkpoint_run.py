@@ -15,9 +15,8 @@ from cachetools import TTLCache
 
 from keepstep.spans import is_in_spans
 from keepstep.wire.run_reports import NodeHoldings
-from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.policy import Policy, parse_policy
-from keepstep_operator.api.run_status import PolicyStatus, read_status
+from keepstep_operator.api.policy import Policy, parse_snapshot
+from keepstep_operator.api.run_status import read_status
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection import NearNode
 from keepstep_operator.kube.client import KubeClient
@@ -89,17 +88,7 @@ def read_existing_run(run: Body, namespace: str) -> ExistingRun:
         return ExistingRun(holders=status.holders)
     return ExistingRun(
         holders=status.holders,
-        policy=_parsed(status.policy, namespace),
+        policy=parse_snapshot(status.policy, namespace),
         image=status.start.image,
         version=status.start.version,
     )
-
-
-def _parsed(written: PolicyStatus | None, namespace: str) -> Policy | None:
-    if written is None:
-        return None
-    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
-    try:
-        return parse_policy({"metadata": metadata, "spec": dict(written.spec)})
-    except PolicyError:  # written by a release with other rules
-        return None

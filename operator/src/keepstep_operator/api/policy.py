@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from keepstep.core.retention import Retention
 from keepstep_operator.api.fields import Fields, PolicyError
+from keepstep_operator.api.run_status import PolicyStatus
 from keepstep_operator.api.tiers import (
     Archive,
     PeerSpec,
@@ -253,6 +254,18 @@ def parse_policy(body: Body) -> Policy:
         archive=archive,
         spec=spec.fields,
     )
+
+
+def parse_snapshot(written: PolicyStatus | None, namespace: str) -> Policy | None:
+    """The policy in a run's status; None if there is none, or if a release with other rules wrote
+    it. Its directories are not checked again: they were allowed when it was written."""
+    if written is None:
+        return None
+    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
+    try:
+        return parse_policy({"metadata": metadata, "spec": dict(written.spec)})
+    except PolicyError:
+        return None
 
 
 def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:

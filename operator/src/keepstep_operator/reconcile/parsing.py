@@ -34,6 +34,7 @@ from keepstep_operator.api.policy import (
     Policy,
     VolumeKind,
     parse_policy,
+    parse_snapshot,
     require_allowed,
 )
 from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut_text, read_status
@@ -238,24 +239,13 @@ def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:
         restore_from=restore_from if isinstance(restore_from, str) else "",
         paused=spec.get("paused") is True,
         fresh_start=str((metadata.get("annotations") or {}).get(names.FRESH_START_ANNOTATION, "")),
-        policy=_snapshot(status, namespace),
+        policy=parse_snapshot(status.policy, namespace),
         status=status,
     )
 
 
 def _object(value: object) -> Body:
     return value if isinstance(value, dict) else {}
-
-
-def _snapshot(status: RunStatus, namespace: str) -> Policy | None:
-    """The policy in the run's status. Its directories are not checked again: they were allowed when
-    it was written."""
-    written = status.policy
-    if written is None:
-        return None
-    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
-    body = {"metadata": metadata, "spec": dict(written.spec)}
-    return parse_policy_record(body, allowed_paths=("/",)).policy
 
 
 def job_state(body: Body) -> JobState:
