@@ -11,11 +11,12 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from keepstep_operator.admission.checkpoint_run import ExistingRun, ExistingRuns
 from keepstep_operator.admission.metrics import AdmissionMetrics
@@ -45,8 +46,6 @@ TIMEOUT_S: Final = 10
 _LARGEST_REVIEW_BYTES: Final = 4 << 20
 """An API server accepts objects of at most 3 MiB."""
 _AGAIN_S: Final = 0.25
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def deadline_of(timeout_s: float) -> float:
@@ -80,20 +79,14 @@ class Admission:
             async with asyncio.timeout(self.deadline_s):
                 return await self._decided(review)
         except TimeoutError:
+            reason = "Timeout"
             message = f"no policy within {self.deadline_s} s: the API server does not answer"
-            return decline_pod(
-                review, reason="Timeout", message=message, result=ReviewResult.FAILED
-            )
         except KubeError as error:
-            return decline_pod(
-                review, reason="Unavailable", message=str(error), result=ReviewResult.FAILED
-            )
+            reason, message = "Unavailable", str(error)
         except Exception as error:
             crash("admission.review_crashed", **review.about)
-            message = f"{type(error).__name__}: {error}"
-            return decline_pod(
-                review, reason="Internal", message=message, result=ReviewResult.FAILED
-            )
+            reason, message = "Internal", f"{type(error).__name__}: {error}"
+        return decline_pod(review, reason=reason, message=message, result=ReviewResult.FAILED)
 
     async def _decided(self, review: Review) -> ReviewDecision:
         """The decision, however often the API server has to be asked."""
