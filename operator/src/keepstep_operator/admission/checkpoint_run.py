@@ -9,6 +9,7 @@ image; it never waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Final
 
 from cachetools import TTLCache
@@ -46,18 +47,10 @@ class ExistingRun:
     def near(self, node_rank: int) -> tuple[NearNode, ...]:
         """The nodes to prefer for this place: first those with its own shards, then those with
         copies."""
-        own = [
-            NearNode(holder.node, OWN)
-            for holder in self.holders
-            if is_in_spans(holder.node_ranks, node_rank)
-        ]
-        kept = [
-            NearNode(holder.node, COPIES)
-            for holder in self.holders
-            if is_in_spans(holder.copies, node_rank)
-        ]
-        there = {node.node for node in own}
-        return (*own, *(node for node in kept if node.node not in there))[:_MOST_NODES]
+        own = {held.node: OWN for held in self.holders if is_in_spans(held.node_ranks, node_rank)}
+        copies = {held.node: COPIES for held in self.holders if is_in_spans(held.copies, node_rank)}
+        weights = {**own, **copies, **own}  # own ones first, and with their own weight
+        return tuple(starmap(NearNode, weights.items()))[:_MOST_NODES]
 
 
 class ExistingRuns:
