@@ -51,8 +51,8 @@ def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     async def checkpoint_run(
         event: kopf.RawEvent, namespace: str | None, name: str, memo: kopf.Memo, **_: Any
     ) -> None:
-        key = RunKey(namespace or "", name)
-        known = memo.operator.object(key) is not None
+        run: Run | None = memo.operator.runs.get(RunKey(namespace or "", name))
+        known = run is not None and run.object is not None
         target = parse_run_object(dict(event["object"]), with_status=not known)
         if event["type"] == "DELETED":
             memo.operator.object_gone(target.key)

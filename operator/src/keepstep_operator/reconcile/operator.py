@@ -131,11 +131,6 @@ class Operator:
         for key in [key for key in self.runs if key.namespace == namespace]:
             self.change(key, self._with_policy)
 
-    def object(self, key: RunKey) -> RunObject | None:
-        """The run's CheckpointRun, if it is known."""
-        run = self.runs.get(key)
-        return run.object if run is not None else None
-
     def status_written(self, key: RunKey, status: RunStatus) -> None:
         """This status is in the run's object now, which is nothing to write."""
         if key in self.runs:
