@@ -14,7 +14,7 @@ from keepstep_operator.kube.errors import (
     Unavailable,
     error_of,
 )
-from keepstep_operator.kube.resources import CONFIG_MAPS, PODS
+from keepstep_operator.kube.resources import PODS, SECRETS
 from tests.operator.apiserver import ApiServer
 
 
@@ -31,16 +31,16 @@ def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[K
 async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
     async with ApiServer().running() as server, KubeClient(server.access) as client:
         body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
-        made = await client.create(CONFIG_MAPS, body, namespace="n")
+        made = await client.create(SECRETS, body, namespace="n")
         with pytest.raises(Conflict):
-            await client.create(CONFIG_MAPS, body, namespace="n")
-        await client.replace(CONFIG_MAPS, {**made, "data": {"x": "2"}}, namespace="n")
+            await client.create(SECRETS, body, namespace="n")
+        await client.replace(SECRETS, {**made, "data": {"x": "2"}}, namespace="n")
         with pytest.raises(Conflict) as caught:
-            await client.replace(CONFIG_MAPS, {**made, "data": {"x": "3"}}, namespace="n")
+            await client.replace(SECRETS, {**made, "data": {"x": "3"}}, namespace="n")
         assert (caught.value.status, caught.value.reason) == (409, "Conflict")
-        assert (await client.get(CONFIG_MAPS, "a", namespace="n"))["data"] == {"x": "2"}
+        assert (await client.get(SECRETS, "a", namespace="n"))["data"] == {"x": "2"}
         with pytest.raises(NotFound):
-            await client.get(CONFIG_MAPS, "b", namespace="n")
+            await client.get(SECRETS, "b", namespace="n")
 
 
 async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:

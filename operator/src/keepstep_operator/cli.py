@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any, Final
+from typing import Final
 
 import click
 
-from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator import __version__
+from keepstep_operator.settings import ErrorGroup
 
 _COMMANDS: Final = {
     "admission": (
@@ -38,11 +38,7 @@ def _leave_out_synchronous_client() -> None:
     sys.modules.setdefault("kubernetes.client", None)  # type: ignore[arg-type]
 
 
-class _Misuse(click.ClickException):
-    exit_code = 2
-
-
-class _Components(click.Group):
+class _Components(ErrorGroup):
     """A group that knows its commands by name and imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -59,13 +55,6 @@ class _Components(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Components"):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeepstepError as error:
-            kind = _Misuse if isinstance(error, UsageError) else click.ClickException
-            raise kind(str(error)) from error
 
 
 @click.group(

@@ -20,10 +20,10 @@ RUN_LABEL = "keepstep.dev/run"
 RESTORE_FROM_ANNOTATION = "keepstep.dev/restore-from"
 """`RUN/STEP`: a run without a step of its own begins from this step of the archive."""
 FRESH_START_ANNOTATION = "keepstep.dev/fresh-start"
-FRESH_START_ALLOW = "allow"
-"""Its value that asks to begin at step 0 if no step can be restored. It becomes an epoch's name."""
 """On a CheckpointRun: the epoch (or "newest") that rightly began at step 0. Older steps may then be
 deleted."""
+FRESH_START_ALLOW = "allow"
+"""Its value that asks to begin at step 0 if no step can be restored. It becomes an epoch's name."""
 
 POD_SECURITY_LABEL = "pod-security.kubernetes.io/enforce"
 """Of Kubernetes, on a namespace: the level of Pod Security that its pods must meet."""

@@ -96,15 +96,9 @@ async def serve_application(
 
 async def until_signal() -> str:
     """Wait for SIGTERM or SIGINT. Returns its name."""
-    loop = asyncio.get_running_loop()
-    caught: asyncio.Future[str] = loop.create_future()
-
-    def note(number: signal.Signals) -> None:
-        if not caught.done():
-            caught.set_result(number.name)
-
+    caught = asyncio.Queue[str]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, note, number)
-    name = await caught
+        asyncio.get_running_loop().add_signal_handler(number, caught.put_nowait, number.name)
+    name = await caught.get()
     info("process.stopping", signal=name)
     return name

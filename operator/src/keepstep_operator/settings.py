@@ -1,5 +1,6 @@
-"""Options that several components share. Each names its variable: an automatic prefix would meet
-the `<SERVICE>_PORT` variables that Kubernetes sets for Services named `keepstep-...`."""
+"""Options that several components share, and how commands fail. Each option names its variable: an
+automatic prefix would meet the `<SERVICE>_PORT` variables that Kubernetes sets for Services named
+`keepstep-...`."""
 
 from __future__ import annotations
 
@@ -8,9 +9,26 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator.names import METRICS_PORT
+from keepstep_operator.printing import printable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class _Misuse(click.ClickException):
+    exit_code = 2
+
+
+class ErrorGroup(click.Group):
+    """Our own errors become one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeepstepError as error:
+            kind = _Misuse if isinstance(error, UsageError) else click.ClickException
+            raise kind(printable(str(error), lines=True)) from error
 
 
 def option(name: str, *more: str, **settings: Any) -> Callable[[Command], Command]:

@@ -9,14 +9,15 @@ image; it never waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import starmap
+from typing import Final
 
-import msgspec
 from cachetools import TTLCache
 
 from keepstep.spans import is_in_spans
-from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.policy import Policy, parse_policy
+from keepstep.wire.run_reports import NodeHoldings
+from keepstep_operator.api.policy import Policy, parse_snapshot
+from keepstep_operator.api.run_status import read_status
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection import NearNode
 from keepstep_operator.kube.client import KubeClient
@@ -29,32 +30,8 @@ _TIMEOUT_S: Final = 0.5
 _REMEMBERED_S: Final = 5.0
 _MOST_RUNS: Final = 1000
 _MOST_NODES: Final = 4
-
-
-class HolderEntry(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """One entry of CheckpointRun.status.holders. `node_ranks`, `copies`: the node ranks of which
-    the node holds their own shards, or copies of their shards."""
-
-    node: str
-    node_ranks: str = ""
-    copies: str = ""
-
-
-class _Policy(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    generation: int = 0
-    spec: dict[str, Any] = {}
-
-
-class _Start(msgspec.Struct, frozen=True, kw_only=True):
-    image: str = ""
-    version: str = ""
-
-
-class _Status(msgspec.Struct, frozen=True, kw_only=True):
-    holders: tuple[HolderEntry, ...] = ()
-    policy: _Policy | None = None
-    start: _Start | None = None
+_READ: Final = ("holders", "policy", "start")
+"""The fields of its status: the others are many, and none of them keeps these from being read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +39,7 @@ class ExistingRun:
     """The record of one run. `policy`, `image`, `version`: those of the run's existing pods; None
     and '' if the next pod is the first one, or may not have the same."""
 
-    holders: tuple[HolderEntry, ...] = ()
+    holders: tuple[NodeHoldings, ...] = ()
     policy: Policy | None = None
     image: str = ""
     version: str = ""
@@ -70,18 +47,10 @@ class ExistingRun:
     def near(self, node_rank: int) -> tuple[NearNode, ...]:
         """The nodes to prefer for this place: first those with its own shards, then those with
         copies."""
-        own = [
-            NearNode(holder.node, OWN)
-            for holder in self.holders
-            if is_in_spans(holder.node_ranks, node_rank)
-        ]
-        kept = [
-            NearNode(holder.node, COPIES)
-            for holder in self.holders
-            if is_in_spans(holder.copies, node_rank)
-        ]
-        there = {node.node for node in own}
-        return (*own, *(node for node in kept if node.node not in there))[:_MOST_NODES]
+        own = {held.node: OWN for held in self.holders if is_in_spans(held.node_ranks, node_rank)}
+        copies = {held.node: COPIES for held in self.holders if is_in_spans(held.copies, node_rank)}
+        weights = {**own, **copies, **own}  # own ones first, and with their own weight
+        return tuple(starmap(NearNode, weights.items()))[:_MOST_NODES]
 
 
 class ExistingRuns:
@@ -106,25 +75,13 @@ class ExistingRuns:
 
 def read_existing_run(run: Body, namespace: str) -> ExistingRun:
     """The record in a CheckpointRun; empty if its status cannot be read."""
-    try:
-        status = msgspec.convert(run.get("status") or {}, _Status)
-    except msgspec.ValidationError:
-        return ExistingRun()
+    written = run.get("status") or {}
+    status = read_status({name: written[name] for name in _READ if name in written})
     if status.start is None:
         return ExistingRun(holders=status.holders)
     return ExistingRun(
         holders=status.holders,
-        policy=_parsed(status.policy, namespace),
+        policy=parse_snapshot(status.policy, namespace),
         image=status.start.image,
         version=status.start.version,
     )
-
-
-def _parsed(written: _Policy | None, namespace: str) -> Policy | None:
-    if written is None:
-        return None
-    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
-    try:
-        return parse_policy({"metadata": metadata, "spec": written.spec})
-    except PolicyError:  # written by a release with other rules
-        return None

@@ -11,10 +11,12 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from keepstep_operator.admission.checkpoint_run import ExistingRun, ExistingRuns
 from keepstep_operator.admission.metrics import AdmissionMetrics
@@ -45,8 +47,6 @@ _LARGEST_REVIEW_BYTES: Final = 4 << 20
 """An API server accepts objects of at most 3 MiB."""
 _AGAIN_S: Final = 0.25
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 def deadline_of(timeout_s: float) -> float:
     """The deadline of a review. It is shorter than the webhook's timeout, which includes the
@@ -54,28 +54,18 @@ def deadline_of(timeout_s: float) -> float:
     return 0.7 * timeout_s
 
 
+@dataclass(frozen=True, kw_only=True)
 class Admission:
     """Reviews pods. `defaults` is called for each pod; it returns None until the reports CA is
     known. `path`: where reviews are taken; '' for nowhere yet."""
 
-    def __init__(
-        self,
-        *,
-        policies: Policies,
-        records: ExistingRuns,
-        rooms: NamespaceLimitsReader,
-        defaults: Callable[[], InjectionDefaults | None],
-        metrics: AdmissionMetrics,
-        deadline_s: float,
-        path: Callable[[], str],
-    ) -> None:
-        self._records = records
-        self._rooms = rooms
-        self._policies = policies
-        self._defaults = defaults
-        self._metrics = metrics
-        self._deadline_s = deadline_s
-        self._path = path
+    policies: Policies
+    records: ExistingRuns
+    rooms: NamespaceLimitsReader
+    defaults: Callable[[], InjectionDefaults | None]
+    metrics: AdmissionMetrics
+    deadline_s: float
+    path: Callable[[], str]
 
     def application(self, ready: Ready) -> web.Application:
         """The application of the webhook's port."""
@@ -86,23 +76,17 @@ class Admission:
     async def review(self, review: Review) -> ReviewDecision:
         """Decide about one pod. Never raises, and never takes much longer than the deadline."""
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 return await self._decided(review)
         except TimeoutError:
-            message = f"no policy within {self._deadline_s} s: the API server does not answer"
-            return decline_pod(
-                review, reason="Timeout", message=message, result=ReviewResult.FAILED
-            )
+            reason = "Timeout"
+            message = f"no policy within {self.deadline_s} s: the API server does not answer"
         except KubeError as error:
-            return decline_pod(
-                review, reason="Unavailable", message=str(error), result=ReviewResult.FAILED
-            )
+            reason, message = "Unavailable", str(error)
         except Exception as error:
             crash("admission.review_crashed", **review.about)
-            message = f"{type(error).__name__}: {error}"
-            return decline_pod(
-                review, reason="Internal", message=message, result=ReviewResult.FAILED
-            )
+            reason, message = "Internal", f"{type(error).__name__}: {error}"
+        return decline_pod(review, reason=reason, message=message, result=ReviewResult.FAILED)
 
     async def _decided(self, review: Review) -> ReviewDecision:
         """The decision, however often the API server has to be asked."""
@@ -117,7 +101,7 @@ class Admission:
             return pass_pod("NotAsked")
         if is_injected(review.pod):
             return pass_pod("AlreadyInjected")
-        if (defaults := self._defaults()) is None:
+        if (defaults := self.defaults()) is None:
             return decline_pod(
                 review,
                 reason="NotReady",
@@ -130,7 +114,7 @@ class Admission:
         try:
             policy = record.policy
             if policy is None or policy.name != name:
-                policy = await self._policies.get(review.pod.namespace, name)
+                policy = await self.policies.get(review.pod.namespace, name)
         except PolicyAbsent as error:
             return decline_pod(review, reason="PolicyNotFound", message=str(error))
         except PolicyError as error:
@@ -138,19 +122,19 @@ class Admission:
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
-        room = await self._rooms.of(review.pod.namespace)
+        room = await self.rooms.of(review.pod.namespace)
         return decide_review(review, policy, defaults, near=near, room=room)
 
     async def _recorded(self, review: Review, place: Placement | None) -> ExistingRun:
         if place is None:
             return ExistingRun()
-        return await self._records.get(review.pod.namespace, place.run_key)
+        return await self.records.get(review.pod.namespace, place.run_key)
 
     async def _inject(self, request: web.Request) -> web.Response:
-        asked, path = request.path.encode(), self._path().encode()
+        asked, path = request.path.encode(), self.path().encode()
         if not hmac.compare_digest(asked, path):
             raise web.HTTPNotFound  # before the body is read
-        async with asyncio.timeout(self._deadline_s):
+        async with asyncio.timeout(self.deadline_s):
             raw = await request.read()
         begun = time.perf_counter()
         try:
@@ -163,7 +147,7 @@ class Admission:
             body=review_answer(review.uid, verdict), content_type="application/json"
         )
         seconds = time.perf_counter() - begun
-        self._metrics.reviewed(verdict, seconds=seconds)
+        self.metrics.reviewed(verdict, seconds=seconds)
         _log_verdict(review, verdict, seconds)
         return response
 

@@ -150,7 +150,7 @@ class RunObject:
     status: RunStatus = field(default_factory=RunStatus)
 
 
-class JobState(str, enum.Enum):
+class JobState(enum.StrEnum):
     """The state of the root job. `UNKNOWN`: we may not read its kind, or it is not served."""
 
     ACTIVE = "active"
@@ -158,6 +158,3 @@ class JobState(str, enum.Enum):
     FINISHED = "finished"
     FAILED = "failed"
     GONE = "gone"
-
-    def __str__(self) -> str:
-        return self.value

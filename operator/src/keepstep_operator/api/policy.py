@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from keepstep.core.retention import Retention
 from keepstep_operator.api.fields import Fields, PolicyError
+from keepstep_operator.api.run_status import PolicyStatus
 from keepstep_operator.api.tiers import (
     Archive,
     PeerSpec,
@@ -38,15 +39,12 @@ _FULL_BEFORE_EVICTION = 0.95
 more than the limit, and checks this only now and then."""
 
 
-class VolumeKind(str, enum.Enum):
+class VolumeKind(enum.StrEnum):
     """The kind of a policy's volume. It decides what the shards on it outlive."""
 
     EMPTY_DIR = "emptyDir"
     HOST_PATH = "hostPath"
     EPHEMERAL = "ephemeral"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class Mode(str, enum.Enum):
@@ -258,25 +256,29 @@ def parse_policy(body: Body) -> Policy:
     )
 
 
-def refused_host_paths(policy: Policy, allowed: Iterable[str]) -> tuple[str, ...]:
-    """The directories of the node that lie below none of the `allowed` prefixes."""
-    prefixes = [PurePosixPath(path) for path in allowed]
-    return tuple(
-        path
-        for path in policy.host_paths
-        if not any(PurePosixPath(path).is_relative_to(prefix) for prefix in prefixes)
-    )
+def parse_snapshot(written: PolicyStatus | None, namespace: str) -> Policy | None:
+    """The policy in a run's status; None if there is none, or if a release with other rules wrote
+    it. Its directories are not checked again: they were allowed when it was written."""
+    if written is None:
+        return None
+    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
+    try:
+        return parse_policy({"metadata": metadata, "spec": dict(written.spec)})
+    except PolicyError:
+        return None
 
 
 def require_allowed(policy: Policy, allowed: Iterable[str]) -> None:
     """Raises PolicyError (HostPathNotAllowed) if a hostPath lies below no allowed prefix."""
     allowed = tuple(allowed)
-    if refused := refused_host_paths(policy, allowed):
+    for path in policy.host_paths:
+        if any(PurePosixPath(path).is_relative_to(prefix) for prefix in allowed):
+            continue
         places = ", ".join(allowed) or "none"
         shared = policy.archive.directory if policy.archive else None
         raise PolicyError(
-            "archive.directory" if shared and shared.path == refused[0] else "volumes",
-            f"hostPath {refused[0]} is not allowed by the administrator (allowed: {places}); use an"
+            "archive.directory" if shared and shared.path == path else "volumes",
+            f"hostPath {path} is not allowed by the administrator (allowed: {places}); use an"
             " allowed path, emptyDir or ephemeral, or have the chart value hostPaths extended",
             reason="HostPathNotAllowed",
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta
 
 from keepstep_operator.bodies import Body
@@ -48,16 +48,15 @@ class KeptCertificate:
     webhook: str = ""
 
 
+@dataclass(frozen=True)
 class CertificateKeeper:
     """Keeps one ring."""
 
-    def __init__(
-        self, client: KubeClient, kept: KeptCertificate, *, namespace: str, clock: Clock
-    ) -> None:
-        self._client = client
-        self._kept = kept
-        self._namespace = namespace
-        self._clock = clock
+    client: KubeClient
+    kept: KeptCertificate
+    _: KW_ONLY
+    namespace: str
+    clock: Clock
 
     async def round(self) -> Validity:
         """Do all that is due. Returns the validity of the certificate in use. Raises KubeError."""
@@ -65,25 +64,25 @@ class CertificateKeeper:
             try:
                 return await self._round()
             except Conflict as error:  # noqa: PERF203
-                info("certificate.write_conflicted", secret=self._kept.secret, error=str(error))
+                info("certificate.write_conflicted", secret=self.kept.secret, error=str(error))
         return await self._round()
 
     async def _round(self) -> Validity:
         old = await self._read()
         ring = rings.read_ring(old)
-        if self._kept.webhook and not ring.path:
+        if self.kept.webhook and not ring.path:
             ring = replace(ring, path=_new_path())
         if ring.used is not None:
             await self._publish(ring)
-        move = due_move(ring, now=self._clock(), overlap=self._kept.overlap)
+        move = due_move(ring, now=self.clock(), overlap=self.kept.overlap)
         if move is not RingMove.NONE:
-            info("certificate.rotated", secret=self._kept.secret, move=move.value)
+            info("certificate.rotated", secret=self.kept.secret, move=move.value)
             ring = self._moved(ring, move)
-        new = rings.ring_secret(old, self._kept.secret, ring)
+        new = rings.ring_secret(old, self.kept.secret, ring)
         if old is None:
-            await self._client.create(SECRETS, new, namespace=self._namespace)
+            await self.client.create(SECRETS, new, namespace=self.namespace)
         elif new["data"] != old.get("data"):
-            await self._client.replace(SECRETS, new, namespace=self._namespace)
+            await self.client.replace(SECRETS, new, namespace=self.namespace)
         await self._publish(ring)
         assert ring.used is not None
         return certificate_validity(ring.used.certificate)
@@ -91,33 +90,33 @@ class CertificateKeeper:
     def _moved(self, ring: CertificateRing, move: RingMove) -> CertificateRing:
         match move:
             case RingMove.BEGIN:
-                made, now = self._made(), self._clock()
+                made, now = self._made(), self.clock()
                 return CertificateRing(used=made, previous=ring.bundle, since=now, path=ring.path)
             case RingMove.ADD_NEXT:
                 return replace(ring, next=self._made(), asked=False)
             case RingMove.PROMOTE:
                 used = ring.used.certificate if ring.used else b""
                 return CertificateRing(
-                    used=ring.next, previous=used, since=self._clock(), path=ring.path
+                    used=ring.next, previous=used, since=self.clock(), path=ring.path
                 )
             case _:
                 return replace(ring, previous=b"")
 
     def _made(self) -> KeyPair:
-        now, life = self._clock(), self._kept.life
-        if self._kept.names:
-            return make_server(self._kept.names, now=now, life=life)
-        return make_authority(self._kept.secret, now=now, life=life)
+        now, life = self.clock(), self.kept.life
+        if self.kept.names:
+            return make_server(self.kept.names, now=now, life=life)
+        return make_authority(self.kept.secret, now=now, life=life)
 
     async def _read(self) -> Body | None:
         try:
-            return await self._client.get(SECRETS, self._kept.secret, namespace=self._namespace)
+            return await self.client.get(SECRETS, self.kept.secret, namespace=self.namespace)
         except NotFound:
             return None
 
     async def _publish(self, ring: CertificateRing) -> None:
-        if self._kept.webhook:
-            await publish_in_webhook(self._client, self._kept.webhook, ring)
+        if self.kept.webhook:
+            await publish_in_webhook(self.client, self.kept.webhook, ring)
 
 
 async def publish_in_webhook(client: KubeClient, name: str, ring: CertificateRing) -> None:

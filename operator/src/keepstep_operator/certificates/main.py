@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 import click
 from prometheus_client import Counter, Gauge
@@ -35,33 +34,22 @@ _FIRST_S: Final = 2.0
 """The pause between two rounds until one has succeeded, because helm --wait waits for that."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CertificatesSettings:
-    """The command's options. `release`: what the names of the release's objects begin with."""
-
-    namespace: str
-    release: str
-    metrics_port: int
-
-    @property
-    def kept(self) -> tuple[KeptCertificate, ...]:
-        """The webhook's certificate, of which the API server hears within a second; and the
-        authority of sidecars, whose bundle a sidecar gets with its certificate, once a day."""
-        service = f"{self.release}-admission.{self.namespace}.svc"
-        return (
-            KeptCertificate(
-                secret=f"{self.release}-admission-tls",
-                life=timedelta(days=90),
-                overlap=timedelta(days=1),
-                names=(service, f"{service}.cluster.local"),
-                webhook=self.release,
-            ),
-            KeptCertificate(
-                secret=f"{self.release}-peers-ca",
-                life=timedelta(days=3650),
-                overlap=timedelta(days=2),
-            ),
-        )
+def kept_certificates(release: str, namespace: str) -> tuple[KeptCertificate, ...]:
+    """The webhook's certificate, of which the API server hears within a second; and the authority
+    of sidecars, whose bundle a sidecar gets with its certificate, once a day."""
+    service = f"{release}-admission.{namespace}.svc"
+    return (
+        KeptCertificate(
+            secret=f"{release}-admission-tls",
+            life=timedelta(days=90),
+            overlap=timedelta(days=1),
+            names=(service, f"{service}.cluster.local"),
+            webhook=release,
+        ),
+        KeptCertificate(
+            secret=f"{release}-peers-ca", life=timedelta(days=3650), overlap=timedelta(days=2)
+        ),
+    )
 
 
 class CertificatesMetrics:
@@ -93,7 +81,7 @@ class CertificatesMetrics:
 )
 @log_level_option
 @metrics_port_option
-def certificates(**options: Any) -> None:
+def certificates(*, namespace: str, release: str, log_level: str, metrics_port: int) -> None:
     """Make and replace the certificate of the webhook, and the authority of sidecars.
 
     Replace one now with
@@ -103,24 +91,26 @@ def certificates(**options: Any) -> None:
     Examples:
       keepstep-operator certificates --namespace keepstep-system
     """
-    journal.configure("certificates", level=options.pop("log_level"))
-    asyncio.run(serve(CertificatesSettings(**options)))
+    journal.configure("certificates", level=log_level)
+    kept = kept_certificates(release, namespace)
+    asyncio.run(serve(kept, namespace=namespace, metrics_port=metrics_port))
 
 
-async def serve(settings: CertificatesSettings) -> None:
+async def serve(kept: Iterable[KeptCertificate], *, namespace: str, metrics_port: int) -> None:
     """Do rounds until SIGTERM. A failed round is logged and tried again."""
-    metrics, kept = CertificatesMetrics(), asyncio.Event()
-    async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(KubeClient(await find_access()))
-        group = await stack.enter_async_context(asyncio.TaskGroup())
-        loop = group.create_task(_rounds(client, settings, metrics, kept), name="rounds")
+    metrics, succeeded = CertificatesMetrics(), asyncio.Event()
+    async with KubeClient(await find_access()) as client, asyncio.TaskGroup() as group:
+        keepers = [
+            CertificateKeeper(client, certificate, namespace=namespace, clock=_now)
+            for certificate in kept
+        ]
+        loop = group.create_task(_rounds(keepers, metrics, succeeded), name="rounds")
 
         def ready() -> str:
-            return "" if kept.is_set() else "no round has succeeded yet: the log says why"
+            return "" if succeeded.is_set() else "no round has succeeded yet: the log says why"
 
-        async with serve_application(
-            metrics_application(metrics.registry, ready), port=settings.metrics_port
-        ) as port:
+        app = metrics_application(metrics.registry, ready)
+        async with serve_application(app, port=metrics_port) as port:
             info("certificates.started", metrics_port=port)
             await until_signal()
         loop.cancel()
@@ -128,22 +118,13 @@ async def serve(settings: CertificatesSettings) -> None:
 
 
 async def _rounds(
-    client: KubeClient,
-    settings: CertificatesSettings,
-    metrics: CertificatesMetrics,
-    kept: asyncio.Event,
+    keepers: list[CertificateKeeper], metrics: CertificatesMetrics, succeeded: asyncio.Event
 ) -> None:
-    """Do rounds for ever. Sets `kept` once all keepers have succeeded in one round."""
-    keepers = {
-        checkpoint.secret: CertificateKeeper(
-            client, checkpoint, namespace=settings.namespace, clock=_now
-        )
-        for checkpoint in settings.kept
-    }
+    """Do rounds for ever. Sets `succeeded` once all keepers have succeeded in one round."""
     while True:
         failed = False
-        for secret, keeper in keepers.items():
-            result = "ok"
+        for keeper in keepers:
+            result, secret = "ok", keeper.kept.secret
             try:
                 used = await keeper.round()
                 metrics.expiry.labels(secret).set(used.ends.timestamp())
@@ -157,8 +138,8 @@ async def _rounds(
                 )
             metrics.rounds.labels(secret, result).inc()
         if not failed:
-            kept.set()
-        await asyncio.sleep(_EVERY_S if kept.is_set() else _FIRST_S)
+            succeeded.set()
+        await asyncio.sleep(_EVERY_S if succeeded.is_set() else _FIRST_S)
 
 
 def _now() -> datetime:

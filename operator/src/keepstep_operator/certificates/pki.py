@@ -8,7 +8,6 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -94,7 +93,7 @@ def sign_request(
     """
     asked = x509.load_pem_x509_csr(request)
     key = asked.public_key()
-    if not isinstance(key, ec.EllipticCurvePublicKey) or not _is_proven(asked):
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not asked.is_signature_valid:
         raise ValueError("it must be signed with its own elliptic curve key")
     if not isinstance(key.curve, ec.SECP256R1):
         raise ValueError(f"the key must be on the curve P-256, not {key.curve.name}")
@@ -194,10 +193,3 @@ def _subject(name: str) -> x509.Name:
 
 def _dns(names: Iterable[str]) -> x509.SubjectAlternativeName:
     return x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
-
-
-def _is_proven(request: x509.CertificateSigningRequest) -> bool:
-    try:
-        return request.is_signature_valid
-    except (InvalidSignature, ValueError):
-        return False

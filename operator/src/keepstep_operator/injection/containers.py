@@ -20,7 +20,7 @@ from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.injection.resources import SidecarCost, resources_of
 from keepstep_operator.injection.settings import InjectionDefaults
-from keepstep_operator.injection.tiers import environment_of
+from keepstep_operator.injection.tiers import Settings, environment_of, variables
 from keepstep_operator.injection.volumes import (
     compile_cache_mounts,
     host_mounts,
@@ -88,12 +88,23 @@ def sidecar_container(
         for kind in resources.values():
             kind["ephemeral-storage"] = storage
     declared = [] if host_network else [*_declared(ports)]
+    settings = {
+        **_settings(policy, placement, defaults, ports),
+        "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
+    }
     return {
         "name": SIDECAR_CONTAINER,
         "image": defaults.sidecar_image,
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "restartPolicy": "Always",
-        "env": _environment(policy, placement, defaults, training, ports, restore_from),
+        "env": [
+            *variables(settings),
+            *environment_of(policy, ports),
+            {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+            *_page(ports),
+            *_copied(training.get("env") or []),
+        ],
         **({"ports": declared} if declared else {}),
         "resources": resources,
         "volumeMounts": mounts_of(policy, placement),
@@ -170,28 +181,6 @@ def _declared(ports: Ports) -> Iterator[Body]:
             yield {"name": name, "containerPort": port, "protocol": "TCP"}
 
 
-def _environment(
-    policy: Policy,
-    placement: Placement,
-    defaults: InjectionDefaults,
-    training: Body,
-    ports: Ports,
-    restore_from: str | None,
-) -> list[Body]:
-    ours = {
-        **_settings(policy, placement, defaults, ports),
-        "KEEPSTEP_RESTORE_FROM": _other_run(restore_from, own=placement.run_key),
-    }
-    return [
-        *({"name": name, "value": str(value)} for name, value in ours.items() if value is not None),
-        *environment_of(policy, ports),
-        {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-        {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
-        *_page(ports),
-        *_copied(training.get("env") or []),
-    ]
-
-
 def _page(ports: Ports) -> list[Body]:
     """The variables of the page. What it asks for is the pod's UID: those who may read the pod know
     it, and other users of its network do not."""
@@ -216,8 +205,8 @@ def _other_run(text: str | None, *, own: str) -> str | None:
 
 def _settings(
     policy: Policy, placement: Placement, defaults: InjectionDefaults, ports: Ports
-) -> dict[str, str | int | None]:
-    """The variables that `keepstep-sidecar` reads. Those that are None are left out."""
+) -> Settings:
+    """The variables that `keepstep-sidecar` reads."""
     return {
         "KEEPSTEP_RUN": placement.run_key,
         "KEEPSTEP_NODE_RANK": placement.node_rank,

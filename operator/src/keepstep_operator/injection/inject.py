@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -91,16 +91,29 @@ def inject(
             f" {room.pod_security}, which admits none: use emptyDir or ephemeral, or have the"
             f" namespace labelled {POD_SECURITY_LABEL}: privileged",
         )
+    spec, container = pod["spec"], training_container(parsed).name
+    ports = ports_of(policy, spec)
     objections: list[str] = []
     for asked in _accountings(policy):
         warnings = [
             f"accounting CarveOut is not possible, Add is used: {objection}"
             for objection in objections
         ]
-        made = _Injection.of(pod, parsed, asked, defaults, near, room, warnings)
-        if not (objection := made.objection(pod["spec"])):
+        made = _Injection(
+            pod=parsed,
+            policy=asked,
+            defaults=defaults,
+            place=placement(parsed),
+            container=container,
+            cost=cost_of(asked, spec, _named(spec["containers"], container), room),
+            ports=ports,
+            near=near,
+            room=room,
+            warnings=[*warnings, *ports.warnings],
+        )
+        if not (objection := made.objection(spec)):
             result = made.apply(pod)
-            if not (objection := room.objection(pod["spec"], result["spec"])):
+            if not (objection := room.objection(spec, result["spec"])):
                 return result
         objections.append(objection)
     raise PodError("NoRoom", f"{'; '.join(objections)}. {_MAKE_ROOM}")
@@ -141,33 +154,7 @@ class _Injection:
     ports: Ports
     near: tuple[NearNode, ...]
     room: NamespaceLimits
-    warnings: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
-        body: Body,
-        pod: Pod,
-        policy: Policy,
-        defaults: InjectionDefaults,
-        near: tuple[NearNode, ...],
-        room: NamespaceLimits,
-        warnings: list[str],
-    ) -> _Injection:
-        spec, container = body["spec"], training_container(pod).name
-        ports = ports_of(policy, spec)
-        return cls(
-            pod=pod,
-            policy=policy,
-            defaults=defaults,
-            place=placement(pod),
-            container=container,
-            cost=cost_of(policy, spec, _named(spec["containers"], container), room),
-            ports=ports,
-            near=near,
-            room=room,
-            warnings=[*warnings, *ports.warnings],
-        )
+    warnings: list[str]
 
     def objection(self, spec: Body) -> str:
         """Why the training container cannot give what the sidecar needs; ''."""

@@ -80,10 +80,10 @@ class NamespaceLimits:
         return max((bounds.least.get(resource, 0) for bounds in self._of("Container")), default=0)
 
     def most(self, resource: str) -> int | None:
-        return _least(bounds.most.get(resource) for bounds in self._of("Container"))
+        return smallest(bounds.most.get(resource) for bounds in self._of("Container"))
 
     def ratio(self, resource: str) -> int | None:
-        return _least(bounds.ratio.get(resource) for bounds in self._of("Container"))
+        return smallest(bounds.ratio.get(resource) for bounds in self._of("Container"))
 
     def limits(self, resource: str) -> bool:
         """Whether a LimitRange gives or asks for a limit of every container."""
@@ -234,7 +234,8 @@ def _claims(spec: Body) -> Iterator[int]:
             yield parse_bytes(requests["storage"])
 
 
-def _least(amounts: Iterable[int | None]) -> int | None:
+def smallest(amounts: Iterable[int | None]) -> int | None:
+    """The smallest amount that is known; None: none is."""
     return min((amount for amount in amounts if amount is not None), default=None)
 
 

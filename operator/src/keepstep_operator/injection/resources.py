@@ -35,6 +35,7 @@ from keepstep_operator.injection.namespace_limits import (
     REQUESTS,
     NamespaceLimits,
     container_amounts,
+    smallest,
 )
 from keepstep_operator.names import HUGE_PAGES
 
@@ -66,20 +67,8 @@ class SidecarCost:
         limit = self.cpu_limit
         if limit is not None and limit != self.millicores:
             ratio = room.ratio("cpu")
-            most = [room.most("cpu"), None if ratio is None else cpu * ratio // 1000]
-            limit = max(
-                cpu,
-                min(
-                    (
-                        limit,
-                        *(
-                            most_millicores
-                            for most_millicores in most
-                            if most_millicores is not None
-                        ),
-                    )
-                ),
-            )
+            most = room.most("cpu"), None if ratio is None else cpu * ratio // 1000
+            limit = _between(limit, cpu, smallest(most))
         elif limit is not None:
             limit = cpu
         memory = max(self.memory_bytes, room.least("memory"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.api.tiers import CREDENTIALS, Archive, ArchiveBucket, ArchiveDirectory
+from keepstep_operator.api.tiers import CREDENTIALS, ArchiveBucket, ArchiveDirectory
 from keepstep_operator.bodies import Body
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME
@@ -21,6 +21,14 @@ HOST_ARCHIVE: Final = "/host-archive"
 policy chooses the names."""
 
 POD_IP: Final = "KEEPSTEP_POD_IP"
+
+Settings = dict[str, str | int | None]
+
+
+def variables(settings: Settings) -> list[Body]:
+    """The variables with these values. Those that are None are left out."""
+    given = {name: str(value) for name, value in settings.items() if value is not None}
+    return [{"name": name, "value": value} for name, value in given.items()]
 
 
 def environment_of(policy: Policy, ports: Ports) -> list[Body]:
@@ -67,28 +75,16 @@ def _of_archive(policy: Policy) -> list[Body]:
     if (archive := policy.archive) is None:
         return []
     bucket = archive.bucket
-    settings: dict[str, str | int | None] = {
+    settings: Settings = {
         "KEEPSTEP_ARCHIVE": ARCHIVE_PATH if bucket is None else bucket.url(policy.namespace),
-        **_schedule(archive),
+        "KEEPSTEP_ARCHIVE_EVERY": archive.every,
+        "KEEPSTEP_ARCHIVE_KEEP": archive.kept.last,
+        "KEEPSTEP_ARCHIVE_KEEP_EVERY": archive.kept.every,
         "KEEPSTEP_ARCHIVE_ENDPOINT": bucket.endpoint if bucket else None,
         "KEEPSTEP_ARCHIVE_REGION": bucket.region if bucket else None,
         "AZURE_STORAGE_ACCOUNT_NAME": bucket.account if bucket else None,
     }
-    known = [
-        {"name": name, "value": str(setting)}
-        for name, setting in settings.items()
-        if setting is not None
-    ]
-    return [*known, *(_credentials(bucket) if bucket is not None else ())]
-
-
-def _schedule(archive: Archive) -> dict[str, str | int | None]:
-    kept = archive.kept
-    return {
-        "KEEPSTEP_ARCHIVE_EVERY": archive.every,
-        "KEEPSTEP_ARCHIVE_KEEP": kept.last,
-        "KEEPSTEP_ARCHIVE_KEEP_EVERY": kept.every,
-    }
+    return [*variables(settings), *(_credentials(bucket) if bucket is not None else ())]
 
 
 def _credentials(bucket: ArchiveBucket) -> list[Body]:
@@ -108,18 +104,13 @@ def _of_peers(policy: Policy, ports: Ports) -> list[Body]:
     a pod that moved fetches from the others what it left. The pod's address comes before the
     variables that refer to it; otherwise `$(...)` would not be replaced."""
     peers = policy.peers
-    settings: dict[str, str | int | None] = {
+    settings: Settings = {
         "KEEPSTEP_PEER_LISTEN": f":{ports.peer}",
         "KEEPSTEP_PEER_ADVERTISE": f"$({POD_IP}):{ports.peer}",
         "KEEPSTEP_PEER_REPLICAS": peers.replicas if peers is not None else 0,
         "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second if peers is not None else None,
     }
-    known = [
-        {"name": name, "value": str(setting)}
-        for name, setting in settings.items()
-        if setting is not None
-    ]
-    return [pod_address(), *known]
+    return [pod_address(), *variables(settings)]
 
 
 def pod_address() -> Body:

@@ -46,7 +46,7 @@ _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 
 def volumes_of(policy: Policy) -> list[Body]:
     """The volumes to add to `spec.volumes`."""
-    local = (_volume(volume) for volume in policy.volumes)
+    local = ({"name": VOLUME_PREFIX + each.name, **_source(each)} for each in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
     return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *tier_volumes(policy)]
 
@@ -148,10 +148,6 @@ def token_volume(name: str) -> Body:
     source = {"audience": AUDIENCE, "expirationSeconds": _TOKEN_S, "path": "token"}
     projected = {"defaultMode": _READABLE, "sources": [{"serviceAccountToken": source}]}
     return {"name": name, "projected": projected}
-
-
-def _volume(volume: PolicyVolume) -> Body:
-    return {"name": VOLUME_PREFIX + volume.name, **_source(volume)}
 
 
 def _source(volume: PolicyVolume) -> Body:

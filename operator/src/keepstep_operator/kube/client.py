@@ -161,34 +161,25 @@ class KubeClient:
         path: str,
         *,
         timeout_s: float | None = None,
-        decode: Callable[[bytes], Body] = msgspec.json.decode,
-        **request: Any,
-    ) -> Body:
-        """Send one request; returns the decoded JSON answer. `request`: as for `_send`."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self._request_s)
-        with mapped_errors():
-            response = await self._send(method, path, timeout=timeout, **request)
-            return decode(await response.read())
-
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        *,
-        timeout: aiohttp.ClientTimeout,
         query: dict[str, str] | None = None,
         body: Patch | None = None,
         content_type: str = _JSON,
         accept: str = _JSON,
-    ) -> Any:
-        headers = {"Accept": accept, "Content-Type": content_type}
-        method, url, headers, body, _ = await self._api.param_serialize(
-            method, path, {}, query, headers, body, auth_settings=["BearerToken"]
-        )
-        target = URL(url, encoded=True)  # its parts are quoted already
-        response = await self._api.call_api(method, target, headers, body, _request_timeout=timeout)
-        await _require_success(response)
-        return response
+        decode: Callable[[bytes], Body] = msgspec.json.decode,
+    ) -> Body:
+        """Send one request; returns the decoded JSON answer."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._request_s)
+        given = {"Accept": accept, "Content-Type": content_type}
+        with mapped_errors():
+            method, url, headers, content, _ = await self._api.param_serialize(
+                method, path, {}, query, given, body, auth_settings=["BearerToken"]
+            )
+            target = URL(url, encoded=True)  # its parts are quoted already
+            response = await self._api.call_api(
+                method, target, headers, content, _request_timeout=timeout
+            )
+            await _require_success(response)
+            return decode(await response.read())
 
 
 async def _require_success(response: Any) -> None:

@@ -1,7 +1,7 @@
 """The API server, as the user's kubeconfig reaches it: the official client, objects as JSON.
 
 UsageError      no kubeconfig, no such context
-Refused         the server's answer: not found, not allowed
+ApiRefusal      the server's answer: not found, not allowed
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 from kubernetes import config
@@ -18,18 +18,13 @@ from urllib3.exceptions import HTTPError
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator import names
-
-Body = dict[str, Any]
+from keepstep_operator.bodies import Body
 
 _TIMEOUT_S: Final = 30.0
 
 
 class ApiRefusal(KeepstepError):
-    """The API server refused a request. `code`: the HTTP status; 0 if it was not reached."""
-
-    def __init__(self, message: str, *, code: int) -> None:
-        super().__init__(message)
-        self.code = code
+    """The API server refused a request, or was not reached."""
 
 
 class Cluster:
@@ -93,9 +88,11 @@ class Cluster:
             response = self._api.call_api(*asked, _request_timeout=_TIMEOUT_S)
             text = str(response.read().decode(errors="replace"))
         except (ApiException, HTTPError, OSError) as error:
-            raise ApiRefusal(f"the API server does not answer: {error}", code=0) from error
+            raise ApiRefusal(f"the API server does not answer: {error}") from error
         if response.status >= 400:
-            raise ApiRefusal(_words(path, response.status, text), code=response.status)
+            message = _message(text) or text[:200] or f"HTTP {response.status}"
+            where = f"{path}: " if response.status in (401, 403) else ""
+            raise ApiRefusal(f"{where}{message}")
         body: Body = json.loads(text)
         return body
 
@@ -104,24 +101,18 @@ def _not_forwarded(error: ApiException, place: str) -> ApiRefusal:
     """Why a port of the pod `place` cannot be reached, and what to do."""
     cause = error.__context__
     code = int(getattr(cause, "status_code", 0) or 0)
+    answer = _message(getattr(cause, "resp_body", None) or b"")
+    message = answer or (f"the API server answered {code}" if code else str(error.reason))
     hint = "; the rights are get and create of pods/portforward in the namespace"
-    body = getattr(cause, "resp_body", None) or b""
-    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-    try:
-        message = str(json.loads(text)["message"])
-    except (ValueError, TypeError, KeyError):
-        message = f"the API server answered {code}" if code else str(error.reason)
-    return ApiRefusal(
-        f"no way to the page in pod {place}: {message}{hint if code == 403 else ''}", code=code
-    )
+    return ApiRefusal(f"no way to the page in pod {place}: {message}{hint if code == 403 else ''}")
 
 
-def _words(path: str, code: int, text: str) -> str:
+def _message(answer: str | bytes) -> str:
+    """What a Status of the API server says; '' if the answer is none."""
     try:
-        message = str(json.loads(text)["message"])
+        return str(json.loads(answer)["message"])
     except (ValueError, TypeError, KeyError):
-        message = text[:200] or f"HTTP {code}"
-    return f"{path}: {message}" if code in (401, 403) else message
+        return ""
 
 
 def _quoted(name: str) -> str:

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import click
 
-from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator import __version__
 from keepstep_operator.kubectl.cluster import Cluster
 from keepstep_operator.kubectl.page import ForwardedPage, serve
 from keepstep_operator.printing import printable
+from keepstep_operator.settings import ErrorGroup
 
 
-class _Misuse(click.ClickException):
-    exit_code = 2
-
-
-class _Commands(click.Group):
-    """Our own errors become one line and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeepstepError as error:
-            kind = _Misuse if isinstance(error, UsageError) else click.ClickException
-            raise kind(printable(str(error), lines=True)) from error
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kubectl keepstep")
 def cli() -> None:
     """The page of a run of keepstep in this cluster. All else is in kubectl's own commands: get and

@@ -18,7 +18,8 @@ from typing import Final
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
-from keepstep_operator.kubectl.cluster import ApiRefusal, Body, Cluster
+from keepstep_operator.bodies import Body
+from keepstep_operator.kubectl.cluster import ApiRefusal, Cluster
 
 HOST: Final = "127.0.0.1"
 _ENTRY: Final = "/entry"
@@ -45,7 +46,7 @@ class ForwardedPage:
     def entered(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """A token that lets in one browser, once, and a function that blocks until the page has
         ended. The page does not end by itself while this context is open. Blocks. Raises
-        Refused."""
+        ApiRefusal."""
         connection = http.client.HTTPConnection(HOST, self._port)
         connection.sock = wire = self.open()
         wire.settimeout(_ANSWERS_S)
@@ -74,8 +75,7 @@ class ForwardedPage:
     def _none(self, reason: str) -> ApiRefusal:
         return ApiRefusal(
             f"no page in pod {self.pod}: {reason}; kubectl logs -c keepstep-sidecar shows what it"
-            " wrote. On the host's network, one pod of each node has a page",
-            code=0,
+            " wrote. On the host's network, one pod of each node has a page"
         )
 
 
@@ -106,7 +106,7 @@ async def serve(page: ForwardedPage, *, port: int, run: str, report: Callable[[s
             await asyncio.wait({gone, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     interrupted.cancel()
     if not ended.is_set():
-        raise ApiRefusal(f"the page in pod {page.pod} has ended; start this command again", code=0)
+        raise ApiRefusal(f"the page in pod {page.pod} has ended; start this command again")
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from typing import Final
 
@@ -37,13 +37,14 @@ _HOUR_S: Final = 3600.0
 _LONGEST_NAME: Final = 200
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KubernetesEvent:
     """An Event about the run and its job. It is not repeated within `period_s`, unless its reason
     or `topic` differ. `about`: another object than the run's job."""
 
     reason: str
     message: str
+    _: KW_ONLY
     warning: bool = True
     topic: str = ""
     period_s: float = _AGAIN_S
@@ -55,31 +56,25 @@ def change_events(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     step, report = after.committed, after.report
     if step is not None and report is not None and step != before.committed:
         message = f"step {step.step} is durable on all {report.world} ranks"
-        yield KubernetesEvent(
-            reason="Committed", message=message, warning=False, period_s=_COMMITTED_S
-        )
+        yield KubernetesEvent("Committed", message, warning=False, period_s=_COMMITTED_S)
     for event in after.recent:
         if event not in before.recent and event.type != FINISHED:
             quiet, topic = event.type in _NORMAL, f"{event.time} {event.step}"
-            yield KubernetesEvent(
-                reason=event.type, message=event.message, warning=not quiet, topic=topic
-            )
+            yield KubernetesEvent(event.type, event.message, warning=not quiet, topic=topic)
     known = before.report.alarms if before.report is not None else ()
     for alarm in after.report.alarms if after.report is not None else ():
         if alarm not in known:
-            yield KubernetesEvent(reason=alarm.kind, message=alarm.text, topic=alarm.text)
+            yield KubernetesEvent(alarm.kind, alarm.text, topic=alarm.text)
     for doubt in current_advisories(after):
         if doubt.kind in _REPORTED and doubt.kind not in {
             doubt.kind for doubt in current_advisories(before)
         }:
-            yield KubernetesEvent(reason=str(doubt.kind), message=doubt.text)
+            yield KubernetesEvent(str(doubt.kind), doubt.text)
     yield from _of_sidecars(before, after)
     for pod in pods_of_other_jobs(after):
         if pod.job not in before.rivals:
             message = messages.other_job_text(pod, after.job, after.key)
-            yield KubernetesEvent(
-                reason="RunTaken", message=message, topic=str(pod.job), about=pod.job
-            )
+            yield KubernetesEvent("RunTaken", message, topic=str(pod.job), about=pod.job)
 
 
 def standing_events(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[KubernetesEvent]:
@@ -88,18 +83,14 @@ def standing_events(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[
     for pod in run.members:
         if not pod.injected and not pod.over:
             message = messages.not_injected_text(pod)
-            yield KubernetesEvent(
-                reason="NotInjected", message=message, topic=pod.uid, period_s=_HOUR_S / 2
-            )
+            yield KubernetesEvent("NotInjected", message, topic=pod.uid, period_s=_HOUR_S / 2)
     for name in pods_without_library(run, now):
         message = messages.without_library_text(name)
-        yield KubernetesEvent(
-            reason="LibraryMissing", message=message, topic=name, period_s=_HOUR_S
-        )
+        yield KubernetesEvent("LibraryMissing", message, topic=name, period_s=_HOUR_S)
     step = run.committed.step if run.committed is not None else None
     for node in draining_nodes(run, cluster):
         message = messages.draining_text(node, step)
-        yield KubernetesEvent(reason="NodeDraining", message=message, topic=node, period_s=_HOUR_S)
+        yield KubernetesEvent("NodeDraining", message, topic=node, period_s=_HOUR_S)
 
 
 def _of_sidecars(before: Run, after: Run) -> Iterator[KubernetesEvent]:
@@ -111,9 +102,7 @@ def _of_sidecars(before: Run, after: Run) -> Iterator[KubernetesEvent]:
             if pod is not None and text not in warnings.get(node.node_rank, ()):
                 message = f"{pod.name}: {text}"
                 topic = f"{pod.uid} {text}"
-                yield KubernetesEvent(
-                    reason="SidecarWarning", message=message, topic=topic, period_s=_HOUR_S
-                )
+                yield KubernetesEvent("SidecarWarning", message, topic=topic, period_s=_HOUR_S)
 
 
 def policy_event(policy: PolicyRecord) -> KubernetesEvent | None:
@@ -125,9 +114,7 @@ def policy_event(policy: PolicyRecord) -> KubernetesEvent | None:
     )
     reason, message = policy.problem
     topic = str(policy.generation)
-    return KubernetesEvent(
-        reason=reason, message=message, topic=topic, period_s=_HOUR_S, about=about
-    )
+    return KubernetesEvent(reason, message, topic=topic, period_s=_HOUR_S, about=about)
 
 
 def event_bodies(

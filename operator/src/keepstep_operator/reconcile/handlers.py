@@ -15,7 +15,6 @@ import kopf
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import RunKey
 from keepstep_operator.bodies import Body
-from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import (
     asks_for_keepstep,
     parse_node,
@@ -25,20 +24,13 @@ from keepstep_operator.reconcile.parsing import (
 )
 from keepstep_operator.reconcile.render import policy_status
 from keepstep_operator.reconcile.run import Run
-from keepstep_operator.reconcile.writers import ObjectWriter
 
 _OURS: Final = (names.GROUP, names.VERSION)
 
 
-def shared_memo(
-    operator: Operator, writer: ObjectWriter, *, host_paths: tuple[str, ...]
-) -> kopf.Memo:
-    """What all handlers share. `host_paths`: the directories of nodes that policies may use."""
-    return kopf.Memo(operator=operator, writer=writer, host_paths=host_paths)
-
-
 def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
-    """The handlers."""
+    """The handlers. Their memo has `operator` (an Operator), `writer` (an ObjectWriter), and
+    `host_paths`, the directories of nodes that policies may use."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
@@ -59,8 +51,8 @@ def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     async def checkpoint_run(
         event: kopf.RawEvent, namespace: str | None, name: str, memo: kopf.Memo, **_: Any
     ) -> None:
-        key = RunKey(namespace or "", name)
-        known = memo.operator.object(key) is not None
+        run: Run | None = memo.operator.runs.get(RunKey(namespace or "", name))
+        known = run is not None and run.object is not None
         target = parse_run_object(dict(event["object"]), with_status=not known)
         if event["type"] == "DELETED":
             memo.operator.object_gone(target.key)

@@ -147,8 +147,8 @@ class Parts:
         await kopf.operator(
             registry=handlers.handler_registry(watch_nodes=self._settings.watch_nodes),
             settings=handlers.kopf_settings(),
-            memo=handlers.shared_memo(
-                self.operator, self.writer, host_paths=self._settings.host_paths
+            memo=kopf.Memo(
+                operator=self.operator, writer=self.writer, host_paths=self._settings.host_paths
             ),
             clusterwide=True,
             standalone=True,

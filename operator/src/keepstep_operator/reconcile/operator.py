@@ -28,9 +28,6 @@ LEAST_S: Final = 5.0
 LONGEST_S: Final = 30.0
 _EACH_S: Final = 0.03
 
-Mark = Callable[[RunKey], None]
-Emit = Callable[[Run, KubernetesEvent], None]
-
 
 class Operator:
     """The runs, and what is known beside them. `mark`: this run may have to be written. `emit`:
@@ -40,8 +37,8 @@ class Operator:
         self.runs: dict[RunKey, Run] = {}
         self.cluster = ClusterFacts()
         self.clock = clock
-        self.mark: Mark = lambda key: None
-        self.emit: Emit = lambda run, event: None
+        self.mark: Callable[[RunKey], None] = lambda key: None
+        self.emit: Callable[[Run, KubernetesEvent], None] = lambda run, event: None
         self._run_of_pod: dict[str, RunKey] = {}
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
 
@@ -53,7 +50,8 @@ class Operator:
 
     def change(self, key: RunKey, step: Callable[[Run], Run]) -> None:
         """Take a run one step on."""
-        before = self.runs.get(key) or self._begun(key)
+        now = self.clock()
+        before = self.runs.get(key) or Run(key=key, since=now, idle_since=now)
         after = step(before)
         if after is before:
             return
@@ -65,10 +63,6 @@ class Operator:
         for event in change_events(before, after):
             self.emit(after, event)
         self.mark(key)
-
-    def _begun(self, key: RunKey) -> Run:
-        now = self.clock()
-        return Run(key=key, since=now, idle_since=now)
 
     # --- pods --------------------------------------------------------------------------------
 
@@ -109,7 +103,7 @@ class Operator:
         if run.earlier or run.labelled or job is None:
             return run
         found = [
-            other
+            (other.committed.time, other.key.name)
             for other in self.runs.values()
             if other.key.namespace == run.key.namespace
             and other.key != run.key
@@ -117,10 +111,7 @@ class Operator:
             and other.job is not None
             and (other.job.kind, other.job.name) == (job.kind, job.name)
         ]
-        newest = max(
-            found, key=lambda run: run.committed.time if run.committed else "", default=None
-        )
-        return run if newest is None else replace(run, earlier=newest.key.name)
+        return replace(run, earlier=max(found)[1]) if found else run
 
     # --- objects -----------------------------------------------------------------------------
 
@@ -139,11 +130,6 @@ class Operator:
     def _policy_changed(self, namespace: str) -> None:
         for key in [key for key in self.runs if key.namespace == namespace]:
             self.change(key, self._with_policy)
-
-    def object(self, key: RunKey) -> RunObject | None:
-        """The run's CheckpointRun, if it is known."""
-        run = self.runs.get(key)
-        return run.object if run is not None else None
 
     def status_written(self, key: RunKey, status: RunStatus) -> None:
         """This status is in the run's object now, which is nothing to write."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.wire.run_reports import parse_utc
@@ -34,6 +34,7 @@ from keepstep_operator.api.policy import (
     Policy,
     VolumeKind,
     parse_policy,
+    parse_snapshot,
     require_allowed,
 )
 from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut_text, read_status
@@ -138,11 +139,8 @@ def _training_name(pod: Pod, injected: Injected) -> str:
 
 
 def _container_status(status: Body, name: str) -> Body:
-    for container in status.get("containerStatuses") or []:
-        if container.get("name") == name:
-            found: Body = container
-            return found
-    return {}
+    containers: list[Body] = status.get("containerStatuses") or []
+    return next((container for container in containers if container.get("name") == name), {})
 
 
 def _running_since(container: Body) -> float | None:
@@ -151,14 +149,10 @@ def _running_since(container: Body) -> float | None:
 
 
 def _volumes(body: Body) -> tuple[VolumeKind, ...]:
-    return tuple(kind for volume in _added(body) for kind in VolumeKind if kind.value in volume)
-
-
-def _added(body: Body) -> Iterator[Body]:
-    """The volumes that injection added for the policy."""
-    for volume in (body.get("spec") or {}).get("volumes") or []:
-        if str(volume.get("name", "")).startswith(names.VOLUME_PREFIX):
-            yield volume
+    """The kinds of the volumes that injection added for the policy."""
+    prefix, volumes = names.VOLUME_PREFIX, (body.get("spec") or {}).get("volumes") or []
+    added = [volume for volume in volumes if str(volume.get("name", "")).startswith(prefix)]
+    return tuple(kind for volume in added for kind in VolumeKind if kind.value in volume)
 
 
 def _trouble(status: Body) -> str:
@@ -191,12 +185,8 @@ def parse_policy_record(body: Body, *, allowed_paths: Iterable[str]) -> PolicyRe
         require_allowed(policy, allowed_paths)
     except PolicyError as error:
         return replace(record, problem=(error.reason, cut_text(str(error))))
-    return replace(record, policy=policy, advice=advice_on(policy))
-
-
-def advice_on(policy: Policy) -> str:
-    """What an accepted policy protects against and what not, so that people know it in time."""
-    return "; ".join((_volume_advice(policy), _tier_advice(policy)))
+    advice = f"{_volume_advice(policy)}; {_tier_advice(policy)}"
+    return replace(record, policy=policy, advice=advice)
 
 
 def _volume_advice(policy: Policy) -> str:
@@ -211,15 +201,15 @@ def _volume_advice(policy: Policy) -> str:
 
 
 def _tier_advice(policy: Policy) -> str:
-    mistakes = []
+    outlive = []
     if policy.peers is not None:
-        mistakes.append("copies with peers outlive the loss of a node")
+        outlive.append("copies with peers outlive the loss of a node")
     if policy.archive is not None:
-        mistakes.append(
+        outlive.append(
             f"every {policy.archive.every} steps one goes to {policy.archive.where}, which outlives"
             " nodes and jobs"
         )
-    return "; ".join(mistakes) or "no tier outlives the loss of a node (see peers and archive)"
+    return "; ".join(outlive) or "no tier outlives the loss of a node (see peers and archive)"
 
 
 def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:
@@ -238,24 +228,13 @@ def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:
         restore_from=restore_from if isinstance(restore_from, str) else "",
         paused=spec.get("paused") is True,
         fresh_start=str((metadata.get("annotations") or {}).get(names.FRESH_START_ANNOTATION, "")),
-        policy=_snapshot(status, namespace),
+        policy=parse_snapshot(status.policy, namespace),
         status=status,
     )
 
 
 def _object(value: object) -> Body:
     return value if isinstance(value, dict) else {}
-
-
-def _snapshot(status: RunStatus, namespace: str) -> Policy | None:
-    """The policy in the run's status. Its directories are not checked again: they were allowed when
-    it was written."""
-    written = status.policy
-    if written is None:
-        return None
-    metadata = {"namespace": namespace, "name": written.name, "generation": written.generation}
-    body = {"metadata": metadata, "spec": dict(written.spec)}
-    return parse_policy_record(body, allowed_paths=("/",)).policy
 
 
 def job_state(body: Body) -> JobState:

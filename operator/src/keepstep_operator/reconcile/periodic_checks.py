@@ -113,8 +113,10 @@ class PeriodicChecks:
         operator = self._operator
         pods_before = {*operator.pods}
         runs_before = {key for key, run in operator.runs.items() if run.object is not None}
-        pods = {_uid(name) async for name in self._client.names(PODS, labels=names.INJECTED_LABEL)}
-        runs = {_key(name) async for name in self._client.names(RUNS)}
+        listed = self._client.names(PODS, labels=names.INJECTED_LABEL)
+        pods = {pod["metadata"]["uid"] async for pod in listed}
+        found = [run["metadata"] async for run in self._client.names(RUNS)]
+        runs = {RunKey(run["namespace"], run["name"]) for run in found}
         for uid in pods_before - pods - self._uninjected:
             operator.pod_gone(uid)
         for key in runs_before - runs:
@@ -127,7 +129,7 @@ class PeriodicChecks:
         for labels in _UNINJECTED:
             async for name in self._client.names(PODS, labels=labels, fields=_LIVING):
                 if asks_for_keepstep(name):
-                    found[_uid(name)] = name["metadata"]
+                    found[name["metadata"]["uid"]] = name["metadata"]
         for uid in self._uninjected - set(found):
             self._operator.pod_gone(uid)
         self._uninjected &= set(found)
@@ -146,10 +148,10 @@ class PeriodicChecks:
 
     async def _find_agents(self) -> None:
         """The agents of nodes. Only the chart makes pods in their namespace."""
-        labels, found = names.AGENT_LABEL, list[Body]()
-        async for body in self._client.list(PODS, namespace=self._namespace, labels=labels):
-            found.append(body)
-        agents = {record.node: record.address for record in map(parse_agent, found) if record.node}
+        labels = names.AGENT_LABEL
+        listed = self._client.list(PODS, namespace=self._namespace, labels=labels)
+        records = [parse_agent(body) async for body in listed]
+        agents = {record.node: record.address for record in records if record.node}
         self._operator.cluster = replace(self._operator.cluster, agents=agents)
 
     # --- jobs --------------------------------------------------------------------------------
@@ -171,12 +173,3 @@ class PeriodicChecks:
             uid, namespace = run.object.uid, run.key.namespace
             await self._client.delete(RUNS, run.key.name, namespace=namespace, uid=uid)
             self._asked.pop(run.key, None)
-
-
-def _uid(body: Body) -> str:
-    return str((body.get("metadata") or {}).get("uid") or "")
-
-
-def _key(body: Body) -> RunKey:
-    metadata = body.get("metadata") or {}
-    return RunKey(str(metadata.get("namespace") or ""), str(metadata.get("name") or ""))

@@ -6,10 +6,8 @@ A status contains no ages and no "now", so it changes only when the run does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
-
-import msgspec
 
 from keepstep.wire.run_reports import RunReport, format_utc
 from keepstep_operator import names
@@ -25,6 +23,7 @@ from keepstep_operator.api.run_status import (
     RunStatus,
     StartStatus,
     cut_text,
+    read_status,
 )
 from keepstep_operator.bodies import Body
 from keepstep_operator.reconcile import messages
@@ -53,7 +52,7 @@ def render_status(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
         run.status,
         observed_generation=run.object.generation if run.object is not None else 0,
         phase=_phase(run),
-        job=_job(run),
+        job=JobStatus(**asdict(run.job)) if run.job is not None else None,
         job_name=run.job.name if run.job is not None else "",
         policy=_policy(run.policy),
         start=_start(run),
@@ -119,13 +118,6 @@ def _phase(run: Run) -> str:
     if report.world and report.alive >= report.world:
         return "Running"
     return "Restoring" if report.step or run.committed else "Waiting"
-
-
-def _job(run: Run) -> JobStatus | None:
-    if run.job is None:
-        return None
-    job = run.job
-    return JobStatus(api_version=job.api_version, kind=job.kind, name=job.name, uid=job.uid)
 
 
 def _policy(policy: Policy | None) -> PolicyStatus | None:
@@ -264,6 +256,7 @@ def _of_pods(run: Run) -> dict[str, list[str]]:
 
 def policy_status(policy: PolicyRecord, before: Body, *, now: float) -> Body:
     """CheckpointPolicy.status: the condition Accepted, which says what to change."""
+    known = {condition.type: condition for condition in read_status(before).conditions}
     status, reason, message = "True", ACCEPTED, policy.advice
     if policy.problem is not None:
         status, (reason, message) = "False", policy.problem
@@ -274,20 +267,6 @@ def policy_status(policy: PolicyRecord, before: Body, *, now: float) -> Body:
         "reason": reason,
         "message": message,
         "observedGeneration": policy.generation,
-        "lastTransitionTime": transition_time(_accepted(before), status, now),
+        "lastTransitionTime": transition_time(known.get(ACCEPTED), status, now),
     }
     return {"observedGeneration": policy.generation, "conditions": [condition]}
-
-
-def _accepted(status: Body) -> Condition | None:
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == ACCEPTED:
-            fields = {
-                **condition,
-                "last_transition_time": condition.get("lastTransitionTime") or "",
-            }
-            try:
-                return msgspec.convert(fields, Condition)
-            except msgspec.ValidationError:
-                return None
-    return None

@@ -8,11 +8,11 @@ logged once per source and reason in a while.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from cachetools import TTLCache
 
 from keepstep.wire import run_reports as wire
@@ -39,8 +39,6 @@ _SOURCES: Final = 1000
 _LEAST_GAP_S: Final = 1.0
 """Between two reports of one pod."""
 _PODS: Final = 10_000
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _decode_report: Final = msgspec.json.Decoder(RunReport).decode
 _decode_request: Final = msgspec.json.Decoder(CertificateRequest).decode

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from keepstep.steps import StepId
@@ -287,10 +287,7 @@ def policy_name(run: Run) -> str:
 
 
 def _job_of(status: RunStatus) -> Job | None:
-    job = status.job
-    if job is None:
-        return None
-    return job_of(api_version=job.api_version, kind=job.kind, name=job.name, uid=job.uid)
+    return job_of(**asdict(status.job)) if status.job is not None else None
 
 
 def _finished_at(status: RunStatus) -> float | None:

@@ -28,7 +28,14 @@ from keepstep_operator.bodies import Body
 from keepstep_operator.journal import crash, info, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, KubeError, NotFound
-from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES, PatchType
+from keepstep_operator.kube.resources import (
+    CHECKPOINTS,
+    EVENTS,
+    RUNS,
+    SERVICES,
+    PatchType,
+    Resource,
+)
 from keepstep_operator.reconcile import checkpoints
 from keepstep_operator.reconcile.events import KubernetesEvent, event_bodies
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
@@ -138,31 +145,27 @@ class ObjectWriter:
 
     async def _write_status(self, run: Run, status: Body) -> Mapping[str, Any]:
         """Write the status; the object is created if there is none. Returns it as it is stored."""
+        name, namespace = run.key.name, run.key.namespace
         try:
-            stored = await self._patch_status(run.key, status)
+            stored = await self._patch_status(RUNS, name, status, namespace=namespace)
         except NotFound:
             body = {
                 "apiVersion": names.API_VERSION,
                 "kind": "CheckpointRun",
-                "metadata": {"name": run.key.name, "namespace": run.key.namespace},
+                "metadata": {"name": name, "namespace": namespace},
                 "spec": {},
             }
-            await self._create("run", self._client.create(RUNS, body, namespace=run.key.namespace))
-            stored = await self._patch_status(run.key, status)
+            await self._create("run", self._client.create(RUNS, body, namespace=namespace))
+            stored = await self._patch_status(RUNS, name, status, namespace=namespace)
+        self._metrics.wrote("status")
         return stored.get("status") or {}
 
-    async def _patch_status(self, key: RunKey, status: Body) -> Body:
+    async def _patch_status(self, of: Resource, name: str, status: Body, *, namespace: str) -> Body:
+        """Replace the whole status of an object. Returns the object as it is stored."""
         patch = [{"op": "add", "path": "/status", "value": status}]
-        stored = await self._client.patch(
-            RUNS,
-            key.name,
-            patch,
-            namespace=key.namespace,
-            kind=PatchType.JSON,
-            subresource="status",
+        return await self._client.patch(
+            of, name, patch, namespace=namespace, kind=PatchType.JSON, subresource="status"
         )
-        self._metrics.wrote("status")
-        return stored
 
     async def _write_service(self, run: Run, written: _Written) -> None:
         """The run's headless Service, once for each CheckpointRun."""
@@ -251,18 +254,10 @@ class ObjectWriter:
 
     async def _show_tiers(self, run: Run, checkpoint: KeptStep, now: float) -> None:
         """Write the object's status. One that is deleted meanwhile is made again later."""
-        patch = [
-            {"op": "add", "path": "/status", "value": checkpoints.status_of(checkpoint, now=now)}
-        ]
+        name = checkpoints.checkpoint_name(run, checkpoint)
+        status = checkpoints.status_of(checkpoint, now=now)
         with contextlib.suppress(NotFound):
-            await self._client.patch(
-                CHECKPOINTS,
-                checkpoints.checkpoint_name(run, checkpoint),
-                patch,
-                namespace=run.key.namespace,
-                kind=PatchType.JSON,
-                subresource="status",
-            )
+            await self._patch_status(CHECKPOINTS, name, status, namespace=run.key.namespace)
             self._metrics.wrote("checkpoint")
 
     # --- Events ------------------------------------------------------------------------------
