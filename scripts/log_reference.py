@@ -26,7 +26,7 @@ CALLS: Final = {
     **{"exception": "ERROR", "info": "INFO", "warning": "WARNING", "error": "ERROR"},
 }
 """The calls that log, and the level of each."""
-LOGGERS: Final = {"log", "_log", "_journal", "self", "agent", "logging.getLogger('keepstep')"}
+LOGGERS: Final = {"log", "_log", "_journal", "self", "saver", "logging.getLogger('keepstep')"}
 PRINTS: Final = {"cli", "kubectl", "warm/__main__.py", "log.py", "journal.py"}
 """Where `info` prints, and where the calls are defined."""
 
