@@ -28,7 +28,7 @@ from keepstep.image import (
     Section,
     TensorSpec,
     chunk_bounds,
-    extras,
+    extras_codec,
     seal_for_disk,
 )
 from keepstep.image.layout import digest_of
@@ -82,7 +82,7 @@ def control(layout: Layout, **changes: Any) -> ControlPage:
         rank=layout.rank,
         world=layout.world,
         step=ID.step,
-        extras_bytes=len(extras.encode({"epoch": 7})),
+        extras_bytes=len(extras_codec.encode({"epoch": 7})),
         staged_at=1.0,
         written_at=2.0,
     )
@@ -92,7 +92,7 @@ def control(layout: Layout, **changes: Any) -> ControlPage:
 def image(kept: bytes | None = None, *, rank: int = 0, **changes: Any) -> bytes:
     """A whole shard, sealed; `kept` in place of the extras, `changes` in the control page."""
     place = layout(rank=rank)
-    kept = extras.encode({"epoch": 7}) if kept is None else kept
+    kept = extras_codec.encode({"epoch": 7}) if kept is None else kept
     data = bytearray(place.size_bytes)
     data[: len(place.header)] = place.header
     for at in range(len(place.header), place.extras_begin):
@@ -375,7 +375,7 @@ def kept() -> Iterator[Attack]:
     """Valid images whose extras are hostile."""
     numbers = b'[{"!numbers":["d",1]},{"!numbers":["d",1]}'
     for name, text, message in [
-        ("pickle", extras.encode(print, trusted=True), "trusted=True"),
+        ("pickle", extras_codec.encode(print, trusted=True), "trusted=True"),
         ("deep", b'{"a":' + b"[" * 1500, "too deeply"),
         ("duplicate-key", b'{"a":1,"a":2}', "comes twice"),
         ("unknown-tag", b'{"!eval":"1"}', "unknown tag"),

@@ -298,13 +298,13 @@ async def _lead(clock: Clock, port: int, connection: Connection) -> None:
         f"127.0.0.1:{port}",
         SecretCredentials(SECRET, "bench", OWN),
         lambda _: None,  # type: ignore[arg-type, return-value]
-        join=Hub(host.take, host.gone, nodes=clock.machines).join,
+        join=Hub(host.receive_frame, host.gone, nodes=clock.machines).join,
     )
     server.start()
     loop = asyncio.get_running_loop()
 
     def send(report: MemberReport) -> bool:
-        loop.call_soon(machine.take, host.take_own(report))
+        loop.call_soon(machine.take, host.take_own_report(report))
         return True
 
     machine.send = send

@@ -47,7 +47,7 @@ from keepstep.wire.trainer import LeaseGranted
 from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
 from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
 from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
-from keepstep_sidecar.tiers.tier import RemoteTier
+from keepstep_sidecar.tiers.remote_tier import RemoteTier
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
     ballots, claims, four stages."""
     measured, shared = Measured(), tuple(range(world))
     mine = candidates(world)
-    session: Any = SimpleNamespace(lease="lease", rank=0, call=lambda *_, **__: mine)
+    session: Any = SimpleNamespace(lease="lease", rank=0, call_apart=lambda *_, **__: mine)
     granted = LeaseGranted(lease="lease", run="gpt")
     restoring: Any = SimpleNamespace(stages=(lambda _: None,) * 4, tier=Tier.MEMORY)
     everyone = _Everyone(session, rank=0, world=world)
@@ -292,7 +292,7 @@ class _Peers(RemoteTier):
         self._directory = directory
 
     async def scan(self) -> Any:
-        return self._directory.inventory(())
+        return self._directory.merge_inventory(())
 
     def sources(self, shard: Any) -> list[Any]:
         return [_Copy(Tier.PEER, shard) for _ in shard.key]

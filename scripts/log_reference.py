@@ -27,7 +27,7 @@ CALLS: Final = {
 }
 """The calls that log, and the level of each."""
 LOGGERS: Final = {"log", "_log", "_journal", "self", "saver", "logging.getLogger('keepstep')"}
-PRINTS: Final = {"cli", "kubectl", "warm/__main__.py", "log.py", "journal.py"}
+PRINTS: Final = {"cli", "kubectl", "warm/__main__.py", "log.py"}
 """Where `info` prints, and where the calls are defined."""
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
-from keepstep_sidecar.agent.clean import ApiServer, Cleaner, StillUsedError, remove_run
+from keepstep_sidecar.agent.clean import ApiServer, Cleaner, StillUsedError, remove_run_directory
 from keepstep_sidecar.agent.run_directories import prepare_directory
 from keepstep_sidecar.volume.volume import FileLock
 from tests.certificates import make_certificate
@@ -36,7 +36,7 @@ def _run(tmp_path: Path, name: str = "gpt") -> Path:
 
 
 def _clean(run: Path, *, gone_since: float = math.inf) -> int:
-    return remove_run(OpenDirectory.opened(run.parent), run.name, gone_since=gone_since)
+    return remove_run_directory(OpenDirectory.opened(run.parent), run.name, gone_since=gone_since)
 
 
 def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from keepstep.steps import Epoch
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
-from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.tiers.remote_tier import RunFacts
 from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.gateway import ACCESS, PROGRAM, SECRET, Gateway, Proxy
@@ -56,7 +56,7 @@ def archive_dir(tmp_path: Path) -> Path:
 def write_step(
     volume: Volume, step: int, *, world: int = 2, parameters: int = 6000, **image: Any
 ) -> dict[int, LocalShard]:
-    """A durable shard for each rank, as the committer hears of them."""
+    """A durable shard for each rank, as the host hears of them."""
     for rank in range(world):
         layout = make_layout(rank=rank, world=world, parameters=parameters)
         slot = staged(layout, step, **image)

@@ -261,7 +261,7 @@ async def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_arch
     async with running(archived) as remote_tier:
         await send(remote_tier, write_step(local, 20))
     async with running(archived, epochs=(EPOCH, child)) as remote_tier:
-        assert await remote_tier.expire() == ()  # none of the new life is there yet
+        assert await remote_tier.delete_expired() == ()  # none of the new life is there yet
         later = StepId(child.id, 15)
         await send(remote_tier, write_step(local, 15, epoch=child))
         await until(lambda: not (archive_dir / RUN / str(step_id(20))).exists())

@@ -24,7 +24,7 @@ from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import source
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
-from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.tiers.remote_tier import RunFacts
 from keepstep_sidecar.volume.files import Filesystem, ShardFile
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, send, write_step

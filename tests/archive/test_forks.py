@@ -12,7 +12,7 @@ from keepstep.steps import Answer, Tier
 from keepstep_sidecar.config.sidecar import ArchiveConfig, parse_restore_from
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import AncestorTier
-from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.tiers.remote_tier import RunFacts
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import Bucket, commit, running, write_step
 from tests.tiers import reading

@@ -17,7 +17,7 @@ from keepstep_sidecar.tiers.archive import heartbeats
 from keepstep_sidecar.tiers.archive.heartbeats import RunHeartbeats
 from keepstep_sidecar.tiers.archive.index import Surveyor
 from keepstep_sidecar.tiers.archive.store import Store, open_store
-from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.tiers.remote_tier import RunFacts
 from tests.archive.conftest import Bucket, running
 from tests.harness import until
 

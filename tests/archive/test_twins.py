@@ -231,7 +231,7 @@ async def test_a_step_that_is_not_kept_goes_with_its_twins(
     async with running(config) as remote_tier:
         for step in (10, 20):
             await send(remote_tier, write_replicas(local, step), within_s=20)
-        await remote_tier.expire()
+        await remote_tier.delete_expired()
     assert not step_dir.exists() or list(step_dir.iterdir()) == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep.steps import StepId, Tier
 from keepstep.wire.status import StepStatus
-from keepstep_sidecar.cli import messages
+from keepstep_sidecar.cli import run_messages
 from keepstep_sidecar.cli.inventory import RunHoldings
 
 
@@ -12,7 +12,7 @@ def restarted(**ranks: tuple[int, ...]) -> str:
     held = {Tier(name): there for name, there in ranks.items()}
     step = StepStatus(id=StepId.parse("0001.59af5a88-000000007"), world=2, ranks=held)
     holdings = RunHoldings(live=None, steps=(step,))
-    return messages.restarted_text(holdings, code=1, attempt=1, restarts=3)
+    return run_messages.restarted_text(holdings, code=1, attempt=1, restarts=3)
 
 
 def test_a_step_that_all_ranks_have_on_volumes_is_not_said_to_be_uncommitted() -> None:

@@ -86,7 +86,7 @@ def newest_on(ledger: Ledger, tiers: Collection[Tier]) -> StepId | None:
     """The newest restorable step of which these tiers have every box."""
     for step in reversed(ledger.steps):
         worlds = ledger.worlds(step)
-        there = [held.with_twins() for held in ledger.copies(step) if held.place[1] in tiers]
+        there = [held.ranks_with_twins() for held in ledger.copies(step) if held.place[1] in tiers]
         certain = (
             len(worlds) == 1 and not ledger.contested(step) and ledger.lineage.restorable(step)
         )
@@ -230,11 +230,11 @@ class Scenario:
 
     def _do_written(self, step: str, ranks: str = "0,1", ok: str = "yes") -> Iterable[str]:
         for rank in ranks.split(","):
-            yield from _writes(self.planner.written(int(rank), step_id(step), ok=ok == "yes"))
+            yield from _writes(self.planner.on_write_end(int(rank), step_id(step), ok=ok == "yes"))
 
     def _do_overwritten(self, step: str, ranks: str = "0,1") -> Iterable[str]:
         for rank in ranks.split(","):
-            yield from _writes(self.planner.overwritten(int(rank), step_id(step)))
+            yield from _writes(self.planner.on_overwritten(int(rank), step_id(step)))
 
     def _do_gone(self, ranks: str = "0,1") -> Iterable[str]:
         for rank in ranks.split(","):
@@ -293,11 +293,11 @@ class Scenario:
         return []
 
     def _do_protect(self, *ids: str) -> Iterable[str]:
-        self.table.protect(step_id(step) for step in ids)
+        self.table.protect_steps(step_id(step) for step in ids)
         return []
 
     def _do_reserve(self, *expendable: str) -> Iterable[str]:
-        index = self.table.reserve({step_id(step) for step in expendable})
+        index = self.table.reserve_slot({step_id(step) for step in expendable})
         return ["none" if index is None else f"slot {index}"]
 
     def _do_bury(self, epoch: str, after: str) -> Iterable[str]:

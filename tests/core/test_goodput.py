@@ -154,7 +154,7 @@ def test_a_fold_goes_on_from_wherever_it_was_left(lives: list[Life], cuts: list[
     tally = HistoryTotals()
     for begin, end in pairwise([0, *sorted(cuts), None]):
         tally = tally.after(events[begin:end])
-        assert tally.sane
+        assert tally.is_sane
     assert tally == HistoryTotals().after(events)
 
 
@@ -195,7 +195,7 @@ def test_whatever_the_events_say_the_figure_is_one(events: list[HistoryEvent]) -
     """Events come from a file that any program may have written, and their times from clocks that
     are set."""
     tally = HistoryTotals().after(events)
-    assert tally.sane
+    assert tally.is_sane
     found = tally.goodput(2e9)
     if found is not None:
         assert 0.0 <= found.ratio <= 1.0

@@ -268,10 +268,10 @@ def test_a_member_that_wrote_a_step_is_answered_with_its_commit(run: Run) -> Non
     assert run.leader.waiting() == [0, 1]
     wrote(run, 0, 2)
     assert run.leader.waiting(patient=True) == []
-    assert run.leader.owes
+    assert run.leader.owes_answer
     wrote(run, 1, 2)
     assert run.leader.waiting(patient=True) == [0, 1]
-    assert not run.leader.owes
+    assert not run.leader.owes_answer
     (answer,) = (reply for reply in (run.leader.news(0),) if reply is not None)
     assert answer.reply.committed[str(Tier.LOCAL)] == at(2)
     assert answer.reply.changes_since == answer.answers

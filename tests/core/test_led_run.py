@@ -111,7 +111,7 @@ class Machine:
     node: Node = field(init=False)
     channel: LinkChannel = field(init=False)
 
-    def tables(self) -> tuple[SlotTable, ...]:
+    def slot_tables(self) -> tuple[SlotTable, ...]:
         return (self.slots,)
 
 
@@ -304,7 +304,7 @@ class LedRun(RuleBasedStateMachine):
             self._feed(machine, RanksServed(frozenset({machine.number}), _SLOTS))
             if parent is not None and machine.slots.holds(parent) is None:
                 spare = set(machine.slots.sealed())
-                index = machine.slots.reserve(spare)
+                index = machine.slots.reserve_slot(spare)
                 assert index is not None
                 machine.slots.seal(index, parent)
             self._feed(machine, EpochStarted(self.epoch))
@@ -518,7 +518,7 @@ class LedRun(RuleBasedStateMachine):
         machine.channel.take(_encode(reply))
 
     def _act(self, machine: Machine) -> None:
-        reply, machine.reply = machine.channel.pushed(), None
+        reply, machine.reply = machine.channel.take_pushed(), None
         if reply is None or not machine.scanned:
             return
         self._feed(

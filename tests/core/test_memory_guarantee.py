@@ -38,7 +38,7 @@ _NONE = -100
 class Rank:
     """`saved`: the step of the last `save`. `next_slot`: a slot that the rank asked for and has not
     zeroed yet. `filling`: the slot that the copy of `saved` fills, None once it is sealed. `bytes`:
-    the seals in memory. `protected`: see `SlotTable.protect`."""
+    the seals in memory. `protected`: see `SlotTable.protect_steps`."""
 
     slots: tuple[SlotRow, ...]
     bytes: tuple[int | None, ...]
@@ -70,7 +70,7 @@ State = tuple[Rank, ...]
 def _table(rank: Rank) -> SlotTable:
     table = SlotTable(0)
     table._slots = list(rank.slots)
-    table.protect(map(_id, rank.protected))
+    table.protect_steps(map(_id, rank.protected))
     return table
 
 
@@ -244,9 +244,9 @@ def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None
     table = SlotTable(4)
     for index, step_id in enumerate(sorted(held[1])):
         table.adopt(index, step_id)
-    table.protect(steps_to_protect([RankMemory(steps) for steps in held]))
+    table.protect_steps(steps_to_protect([RankMemory(steps) for steps in held]))
     assert table.assign() is None, "each of them may be the next common step"
-    table.protect(steps_to_protect([RankMemory(held[0] | {_id(9)}), RankMemory(held[1])]))
+    table.protect_steps(steps_to_protect([RankMemory(held[0] | {_id(9)}), RankMemory(held[1])]))
     assert table.slots[table.assign() or 0].id == _id(3), "the other rank has passed these"
 
 

@@ -114,9 +114,9 @@ def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
     state.step(listed(1, 2, 3, 4, world=1))
     assert retired(state.step(VolumeFull(50, sizes))) == [1]
-    assert state.shortage == "", "the policy does not keep it"
+    assert state.shortage_text == "", "the policy does not keep it"
     assert retired(state.step(VolumeFull(150, sizes))) == [1, 2]
-    assert "the newest 3" in state.shortage
+    assert "the newest 3" in state.shortage_text
     assert retired(state.step(VolumeFull(900, sizes))) == [1, 2, 3], "never the newest commit"
 
 
@@ -146,7 +146,7 @@ class OneRank:
         for index, number in enumerate(held):
             self.table.adopt(index, step(number))
 
-    def tables(self) -> tuple[SlotTable, ...]:
+    def slot_tables(self) -> tuple[SlotTable, ...]:
         return (self.table,)
 
 
@@ -189,7 +189,7 @@ def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_
     assert node.step(Flush({step(9)})) == (), "whoever waits for a step asks again and again"
     assert node.step(Flush(newest=1)) == (Write(0, step(9)),)
     assert node.step(WriteEnded(0, step(9))) == ()
-    assert node.planner.is_durable(step(9))
+    assert node.planner.is_written_by_all(step(9))
 
 
 def test_a_rank_waits_for_another_one_only_while_that_has_a_trainer() -> None:

@@ -151,9 +151,9 @@ def _train(
         pacing.sealed(step_id, now + 0.2)
         if step % persist == 0:
             for drive, seconds in ((0, 0.25), (1, 0.5)):
-                pacing.write_began()
+                pacing.on_write_began()
                 pacing.wrote(step_id, drive=drive, seconds=seconds, size_bytes=3 * 10**9)
-                pacing.write_ended()
+                pacing.on_write_ended()
             interval = pacing.durable(step_id, epochs) or interval
     return interval
 
@@ -191,9 +191,9 @@ def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
         pacing.sealed(step_id, now)
         if step % every == 0:
             persisted.append(step)
-            pacing.write_began()
+            pacing.on_write_began()
             pacing.wrote(step_id, drive=0, seconds=0.5, size_bytes=10**9)
-            pacing.write_ended()
+            pacing.on_write_ended()
             if (interval := pacing.durable(step_id, ())) is not None:
                 every = interval.steps
         if step == 1023:
@@ -243,7 +243,7 @@ def _persisted(planner: PersistPlanner, steps: range) -> list[int]:
     for step in steps:
         step_id = StepId(EpochId(0, "0" * 8), step)
         for write in planner.sealed(0, step_id):
-            planner.written(0, write.id)
+            planner.on_write_end(0, write.id)
             found.append(write.id.step)
     return found
 
@@ -292,7 +292,7 @@ def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> Non
         step_id = StepId(EpochId(0, "0" * 8), step)
         planner.sealed(0, step_id)
         if planner.target is not None and step >= planner.target.step + 10:
-            planner.written(0, planner.target)
+            planner.on_write_end(0, planner.target)
     assert planner.counts.skipped > 0
     assert planner.grid.newest_interval == 16
 
@@ -302,10 +302,10 @@ def test_an_old_step_that_comes_into_memory_again_is_written_once_at_most() -> N
     planner, epoch = PersistPlanner([0], StepGrid(1)), EpochId(1, "0" * 8)
     for step in range(200):
         planner.sealed(0, StepId(epoch, step))
-        planner.written(0, StepId(epoch, step))
-        planner.overwritten(0, StepId(epoch, step))
+        planner.on_write_end(0, StepId(epoch, step))
+        planner.on_overwritten(0, StepId(epoch, step))
     for write in planner.sealed(0, StepId(epoch, 40)):
-        assert planner.written(0, write.id) == ()
+        assert planner.on_write_end(0, write.id) == ()
     assert planner.idle
     newer = StepId(epoch, 200)
     assert planner.sealed(0, newer) == (Write(0, newer),)

@@ -28,8 +28,8 @@ class Training:
     def run(self, steps: int, *, noise: float = 0.02) -> None:
         for _ in range(steps):
             staged = is_staged(self.step, self.interval.steps, trials=True)
-            fraction = self.cost.fraction
-            self.cost.called(self.at, due=staged, kept=True, blocked_s=self.blocked_s)
+            fraction = self.cost.added_fraction
+            self.cost.note_save(self.at, due=staged, kept=True, blocked_s=self.blocked_s)
             self.at += self.step_s * self.random.uniform(1 - noise, 1 + noise)
             self.at += self.added_s if staged else 0.0
             if staged and fraction is not None:
@@ -133,5 +133,5 @@ def test_steps_that_must_become_durable_are_staged_at_any_cost(
 def test_a_step_that_could_not_be_staged_is_no_sample() -> None:
     cost = StageCost()
     for step in range(100):
-        cost.called(step * _STEP_S, due=True, kept=False, blocked_s=_STEP_S)
-    assert cost.fraction is None
+        cost.note_save(step * _STEP_S, due=True, kept=False, blocked_s=_STEP_S)
+    assert cost.added_fraction is None

@@ -68,7 +68,7 @@ class Rank:
     newest: StepId | None = None
     settled: bool = True
 
-    def tables(self) -> tuple[SlotTable, ...]:
+    def slot_tables(self) -> tuple[SlotTable, ...]:
         return (self.table,)
 
     @property
@@ -448,12 +448,12 @@ class WholeRun(RuleBasedStateMachine):
         for rank in self.ranks:
             if rank.table.holds(step_id) is None:
                 # There is always a slot: newer images are dead once all have agreed on this step.
-                index = rank.table.reserve(
+                index = rank.table.reserve_slot(
                     {sealed for sealed in rank.table.sealed() if sealed != step_id}
                 )
                 while index is None and self.writing:  # the other slots are being written
                     self._end_write(min(self.writing))
-                    index = rank.table.reserve(
+                    index = rank.table.reserve_slot(
                         {sealed for sealed in rank.table.sealed() if sealed != step_id}
                     )
                 assert index is not None

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 import keepstep
-from keepstep import telemetry
+from keepstep import tracing
 from keepstep.errors import UsageError
 from keepstep.integrations.notes import note_restore
 from keepstep.steps import Tier
@@ -122,7 +122,7 @@ def test_an_exporter_that_hangs_and_fails_holds_up_no_save(
     assert kept.save(0)
     assert exporter.hangs.wait(30)
     for number in range(600):  # more than wait to be handed over
-        telemetry.record_span("checkpoint_save", 0.001, step=number)
+        tracing.record_span("checkpoint_save", 0.001, step=number)
     assert kept.save(1)  # while the exporter hangs
     kept.wait(1, "staged", timeout=60)
     kept.close()

@@ -31,7 +31,7 @@ from keepstep.core.history import EventKind, HistoryTotals
 from keepstep.core.shard import Shard
 from keepstep.dcp.session import ImageTree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
-from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec, extras
+from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec, extras_codec
 from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
 from keepstep.image.control_page import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.layout import digest_of
@@ -175,7 +175,7 @@ def seal(layout: Layout, kept: bytes, page: Mapping[str, Any]) -> bytes:
 
 
 def honest_images() -> tuple[bytes, ...]:
-    return make.image(), seal(rich_layout(), extras.encode(KEPT), {})
+    return make.image(), seal(rich_layout(), extras_codec.encode(KEPT), {})
 
 
 def read_image(data: bytes) -> object:
@@ -189,7 +189,7 @@ def read_image(data: bytes) -> object:
         seen = entry.spec.stored_dtype, list(entry.spec.stored_shape)
         if stock[name] != seen:
             raise AssertionError(f"{name}: {seen}, but stock safetensors sees {stock[name]}")
-    return extras.decode(memoryview(data)[layout.extras_begin :][: control.extras_bytes])
+    return extras_codec.decode(memoryview(data)[layout.extras_begin :][: control.extras_bytes])
 
 
 def read_page(data: bytes) -> ControlPage:
@@ -227,7 +227,7 @@ def reseal_header(rng: random.Random) -> bytes:
 @functools.cache
 def _sealed(key: str) -> bytes:
     layout = make.layout() if key == make.layout().id else rich_layout()
-    return seal(layout, extras.encode({"epoch": 7}), {})
+    return seal(layout, extras_codec.encode({"epoch": 7}), {})
 
 
 def honest_bytes(layout: Layout) -> bytes:
@@ -252,7 +252,7 @@ def reseal_page(rng: random.Random) -> bytes:
 
 
 def reseal_extras(rng: random.Random) -> bytes:
-    text, line, numbers = extras.encode(KEPT).partition(b"\n")
+    text, line, numbers = extras_codec.encode(KEPT).partition(b"\n")
     tree = mutate.of_tree(json.loads(text), rng, grow=rng.random() < 0.0005)
     return mutate.text(tree, rng) + line + numbers
 
@@ -427,7 +427,7 @@ def read_listing(data: bytes) -> object:
     directory = PeerList(complete=True)
     directory.known["a:1"] = KnownPeer(address="a:1")
     directory.update("a:1", msgspec.json.decode(data, type=wire.PodListing))
-    return directory.inventory([])
+    return directory.merge_inventory([])
 
 
 def read_frames(data: bytes) -> object:
@@ -583,9 +583,9 @@ def read_history(data: bytes) -> object:
         until = max(now, tally.mark, tally.ended or 0.0)
         if before == HistoryTotals() and goodput.wall_s > until - goodput.since + 1e-3:
             raise AssertionError(f"of {until - goodput.since} s: {goodput}")
-    if not tally.sane:
+    if not tally.is_sane:
         raise AssertionError(f"not believed: {tally}")
-    msgspec.json.encode(history.events_since("run", 0))
+    msgspec.json.encode(history.history_page("run", 0))
     _OF_HISTORY.unlink()
     HistoryFile(_OF_HISTORY, run="run").append(history.all(), history.before)
     again = HistoryFile(_OF_HISTORY, run="run").read(now=_NOW)
@@ -597,7 +597,7 @@ def read_history(data: bytes) -> object:
 def targets() -> tuple[Target, ...]:
     """All of them."""
     image, page = honest_images(), make.image()[-4096:]
-    kept, name = extras.encode(KEPT), str(ID).encode()
+    kept, name = extras_codec.encode(KEPT), str(ID).encode()
     json_of = lambda tree: json.dumps(tree).encode()  # noqa: E731
     made = [
         Target(name="header", parse=read_image, refusals=(ImageError,), bytewise=image,
@@ -606,7 +606,7 @@ def targets() -> tuple[Target, ...]:
                reseal=reseal_table, sealed=True),
         Target(name="control-page", parse=read_page, refusals=(ImageError,),
                bytewise=(page,), reseal=reseal_page, sealed=True),
-        Target(name="extras", parse=extras.decode, refusals=(FormatError,), bytewise=(kept,),
+        Target(name="extras", parse=extras_codec.decode, refusals=(FormatError,), bytewise=(kept,),
                reseal=reseal_extras, times=40),
         Target(name="manifest", parse=read_manifest, refusals=(ImageError,),
                bytewise=(manifest(),)),

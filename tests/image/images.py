@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from keepstep.image import ControlPage, Layout, extras, seal_for_disk
+from keepstep.image import ControlPage, Layout, extras_codec, seal_for_disk
 from keepstep.steps import Epoch, EpochId, StepId
 from tests.harness import digests
 
@@ -21,7 +21,7 @@ def stage(layout: Layout, tensors: Mapping[str, bytes], *, kept: Any = None) -> 
         entry = layout.entries[name]
         assert entry.end - entry.begin == len(content)
         data[entry.begin : entry.end] = content
-    values = extras.encode(kept)
+    values = extras_codec.encode(kept)
     data[layout.extras_begin : layout.extras_begin + len(values)] = values
     data[layout.control_begin :] = ControlPage(
         run="demo",

@@ -12,7 +12,7 @@ import numpy  # noqa: F401  imported here, so that the import is not what alloca
 import pytest
 import torch  # noqa: F401
 
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from tests.harness import control_of, layout_of, verify_image
 
 FOLDER = pathlib.Path(__file__).parents[2] / "attacks"
@@ -39,7 +39,7 @@ def read(path: pathlib.Path) -> object:
     control_of(path)
     view = memoryview(path.read_bytes())
     control = verify_image(view, layout, path=path, run=make.RUN, step_id=make.ID)
-    return extras.decode(view[layout.extras_begin :][: control.extras_bytes])
+    return extras_codec.decode(view[layout.extras_begin :][: control.extras_bytes])
 
 
 def test_the_honest_image_is_read(tmp_path: pathlib.Path) -> None:

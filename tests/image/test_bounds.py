@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep.errors import FormatError, KeepstepError
-from keepstep.image import FlatBox, Layout, Section, TensorSpec, extras
+from keepstep.image import FlatBox, Layout, Section, TensorSpec, extras_codec
 from keepstep.image.strictjson import Reader
 from keepstep.restore.fill_plan import IndexBuilder
 from tests.harness import peak_of
@@ -92,13 +92,13 @@ def test_integers_that_collide_are_refused_before_they_take_quadratic_time(tag: 
     value = keys if "set" in tag else [[key, 0] for key in keys]
     text, began = json.dumps({tag: value}).encode(), time.process_time()
     with pytest.raises(FormatError, match="keys have one hash"):
-        extras.decode(text)
+        extras_codec.decode(text)
     assert time.process_time() - began < 2
 
 
 def test_a_set_of_large_integers_comes_back() -> None:
     value = {1 << i for i in range(1000)} | {-1, -2, 1 << 61, 0.5}
-    assert extras.decode(extras.encode(value)) == value
+    assert extras_codec.decode(extras_codec.encode(value)) == value
 
 
 def test_nesting_is_refused_though_somebody_raised_the_recursion_limit(
@@ -109,7 +109,7 @@ def test_nesting_is_refused_though_somebody_raised_the_recursion_limit(
     script.write_text(
         "import sys\n"
         "from keepstep.errors import FormatError\n"
-        "from keepstep.image import extras, layout\n"
+        "from keepstep.image import extras_codec, layout\n"
         "sys.setrecursionlimit(10**6)\n"
         "deep = b'[' * 900_000\n"
         "header = bytes(8) + b'{\"a\":' + deep\n"

@@ -28,7 +28,7 @@ import torch
 from hypothesis import given, settings
 
 from keepstep.errors import FormatError
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from tests.image.strategies import states
 
 
@@ -66,7 +66,7 @@ def _key(value: Any) -> str:
 @settings(max_examples=300)
 @given(states)
 def test_a_state_comes_back_with_its_types(state: Any) -> None:
-    assert same(extras.decode(extras.encode(state)), state)
+    assert same(extras_codec.decode(extras_codec.encode(state)), state)
 
 
 @settings(max_examples=100)
@@ -74,7 +74,7 @@ def test_a_state_comes_back_with_its_types(state: Any) -> None:
 def test_what_is_met_twice_is_one_object(first: Any, two: Any) -> None:
     shared = [first, {"deep": two}]
     kept = {"a": shared, "b": (shared, {3: [two, shared]}), "c": [shared, first]}
-    back = extras.decode(extras.encode(kept))
+    back = extras_codec.decode(extras_codec.encode(kept))
     assert same(back, kept)
     assert back["b"][0] is back["a"] is back["c"][0] is back["b"][1][3][1]
     for value, other in [(back["c"][1], back["a"][0]), (back["b"][1][3][0], back["a"][1]["deep"])]:
@@ -85,21 +85,21 @@ def test_what_was_shared_many_times_takes_little_time_and_space() -> None:
     tree: list[Any] = []
     for _ in range(90):
         tree = [tree, tree]
-    data = extras.encode(tree)
+    data = extras_codec.encode(tree)
     assert len(data) < 4000
-    back = extras.decode(data)
+    back = extras_codec.decode(data)
     assert back[0] is back[1]
 
 
 def test_rows_that_are_met_elsewhere_stay_those_rows() -> None:
     rows = [[n, 0.5] for n in range(100)]
     for kept in ({"rows": rows, "best": rows[7]}, {"best": rows[7], "rows": rows}):
-        back = extras.decode(extras.encode(kept))
+        back = extras_codec.decode(extras_codec.encode(kept))
         assert same(back, kept)
         assert back["best"] is back["rows"][7]
     twice = [rows[0]] * 100
-    assert extras.decode(extras.encode(twice))[3] is not None
-    back = extras.decode(extras.encode(twice))
+    assert extras_codec.decode(extras_codec.encode(twice))[3] is not None
+    back = extras_codec.decode(extras_codec.encode(twice))
     assert back[0] is back[99]
 
 
@@ -128,7 +128,9 @@ def test_rows_that_are_met_elsewhere_stay_those_rows() -> None:
     ids=lambda value: f"{type(value).__name__} {next(iter(value))!r}"[:40],
 )
 def test_many_numbers_come_back_exactly(numbers: Any) -> None:
-    assert same(extras.decode(extras.encode({"n": numbers, "more": [0.25] * 70}))["n"], numbers)
+    assert same(
+        extras_codec.decode(extras_codec.encode({"n": numbers, "more": [0.25] * 70}))["n"], numbers
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_many_numbers_come_back_exactly(numbers: Any) -> None:
 )
 def test_hostile_references_and_numbers_are_refused(text: bytes) -> None:
     with pytest.raises(FormatError):
-        extras.decode(text)
+        extras_codec.decode(text)
 
 
 class Phase(enum.Enum):
@@ -249,10 +251,10 @@ def test_enums_and_dataclasses_come_back_and_run_no_code(monkeypatch: pytest.Mon
     best = Best(1.5, [3])
     best.seen = (Phase.COLD, Flag.B)  # type: ignore[attr-defined]
     point = Point(1, {"a": {2}})
-    data = extras.encode([best, point])
+    data = extras_codec.encode([best, point])
     for kind in (Best, Point):
         monkeypatch.setattr(kind, "__init__", lambda self: pytest.fail("it was made anew"))
-    back, other = extras.decode(data)
+    back, other = extras_codec.decode(data)
     assert vars(back) == {"loss": 1.5, "at": [3], "derived": 3.0, "seen": (Phase.COLD, Flag.B)}
     assert back.seen[0] is Phase.COLD
     assert type(back) is Best
@@ -260,7 +262,7 @@ def test_enums_and_dataclasses_come_back_and_run_no_code(monkeypatch: pytest.Mon
 
 
 def test_a_class_that_this_program_does_not_have_is_named() -> None:
-    data = extras.encode({"p": Phase.WARM, "b": Best(1.5, [3])})
+    data = extras_codec.encode({"p": Phase.WARM, "b": Best(1.5, [3])})
     assert "antigravity" not in sys.modules
     for old, new, message in [
         (b'"Phase"', b'"Phrase"', "no class tests.image.test_extras.Phrase; import it"),
@@ -272,7 +274,7 @@ def test_a_class_that_this_program_does_not_have_is_named() -> None:
     ]:
         assert data != data.replace(old, new)
         with pytest.raises(FormatError, match=message):
-            extras.decode(data.replace(old, new))
+            extras_codec.decode(data.replace(old, new))
     assert "antigravity" not in sys.modules
 
 
@@ -293,7 +295,7 @@ def test_what_only_looks_like_data_is_refused_by_name() -> None:
         with pytest.raises(
             FormatError, match=rf"extras: \['a'\]\[0\].*: .*{message}.*trusted=True"
         ):
-            extras.encode({"a": [value]})
+            extras_codec.encode({"a": [value]})
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_what_only_looks_like_data_is_refused_by_name() -> None:
 )
 def test_a_hostile_value_of_any_tag_is_refused(text: bytes) -> None:
     with pytest.raises(FormatError):
-        extras.decode(b'{"a":[' + text + b"]}")
+        extras_codec.decode(b'{"a":[' + text + b"]}")
 
 
 @pytest.mark.parametrize(
@@ -354,23 +356,23 @@ def test_a_hostile_value_of_any_tag_is_refused(text: bytes) -> None:
 )
 def test_what_cannot_be_kept_is_named_by_its_place_and_the_way_out(value, place) -> None:
     with pytest.raises(FormatError, match=rf"extras: {place}.*pass trusted=True"):
-        extras.encode(value)
+        extras_codec.encode(value)
 
 
 def test_a_tree_that_contains_itself_is_refused() -> None:
     tree: dict[str, Any] = {}
     tree["self"] = [tree]
     with pytest.raises(FormatError, match="contains itself"):
-        extras.encode(tree)
+        extras_codec.encode(tree)
 
 
 def test_the_deepest_tree_that_is_written_is_read() -> None:
     tree: Any = 1
-    for _ in range(extras.MAX_DEPTH):
+    for _ in range(extras_codec.MAX_DEPTH):
         tree = {1: tree}
-    assert extras.decode(extras.encode(tree)) == tree
+    assert extras_codec.decode(extras_codec.encode(tree)) == tree
     with pytest.raises(FormatError, match="nested deeper"):
-        extras.encode([tree])
+        extras_codec.encode([tree])
 
 
 class Loader:
@@ -384,28 +386,28 @@ class Loader:
 
 def test_a_pickle_is_written_and_read_only_when_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "Loader", Loader)
-    data = extras.encode({"loader": Loader()}, trusted=True)
-    assert extras.decode(data, trusted=True) == {"loader": Loader()}
+    data = extras_codec.encode({"loader": Loader()}, trusted=True)
+    assert extras_codec.decode(data, trusted=True) == {"loader": Loader()}
     monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle was loaded"))
     with pytest.raises(FormatError, match="trusted=True"):
-        extras.decode(data)
+        extras_codec.decode(data)
 
 
 def test_an_instance_that_pickle_refuses_is_named() -> None:
     with pytest.raises(FormatError, match=r"\['f'\]: builtins.function cannot be pickled"):
-        extras.encode({"f": lambda: None}, trusted=True)
+        extras_codec.encode({"f": lambda: None}, trusted=True)
 
 
 def test_json_that_is_not_ours_is_exact_or_refused() -> None:
-    assert math.copysign(1, extras.decode(b"-0.0")) == -1
+    assert math.copysign(1, extras_codec.decode(b"-0.0")) == -1
     for text in (b"NaN", b"Infinity", b"[1,]", b"\xff", b"", b"1" * 5000):
         with pytest.raises(FormatError):
-            extras.decode(text)
+            extras_codec.decode(text)
 
 
 def test_neither_torch_nor_numpy_is_imported_for_plain_values() -> None:
     script = (
-        "import sys; from keepstep.image import extras;"
+        "import sys; from keepstep.image import extras_codec;"
         "extras.decode(extras.encode({'a': (1, b'x', {2: 3})}));"
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
@@ -449,7 +451,7 @@ class Color(enum.StrEnum if sys.version_info >= (3, 11) else enum.Enum):  # type
     ids=repr,
 )
 def test_more_kinds_of_values_come_back_as_what_they_were(value: Any) -> None:
-    back = extras.decode(extras.encode({"a": value}))["a"]
+    back = extras_codec.decode(extras_codec.encode({"a": value}))["a"]
     assert type(back) is type(value)
     assert back == value
 
@@ -479,12 +481,12 @@ def test_more_kinds_of_values_come_back_as_what_they_were(value: Any) -> None:
 )
 def test_a_value_that_would_come_back_as_another_type_is_refused(value: Any) -> None:
     with pytest.raises(FormatError, match=r"\['a'\]\[0\]: "):
-        extras.encode({"a": [value]})
+        extras_codec.encode({"a": [value]})
 
 
 def test_small_tensors_keep_their_gradients_and_their_order() -> None:
     image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    back = extras.decode(extras.encode([image.requires_grad_(), image]))
+    back = extras_codec.decode(extras_codec.encode([image.requires_grad_(), image]))
     assert back[0] is back[1]
     assert back[0].requires_grad
     assert back[0].stride() == image.stride()
@@ -518,13 +520,13 @@ def _optimizer() -> torch.optim.Optimizer:
 @pytest.mark.parametrize("trusted", [True, False])
 def test_what_holds_something_living_is_not_pickled(inner: Any, what: str, trusted: bool) -> None:
     with pytest.raises(FormatError, match=f"it holds {what} .*as a component") as raised:
-        extras.encode({"a": Holds(inner())}, trusted=trusted)
+        extras_codec.encode({"a": Holds(inner())}, trusted=trusted)
     assert "trusted=True" not in str(raised.value)
 
 
 def test_a_module_in_a_dict_is_to_be_a_component() -> None:
     with pytest.raises(FormatError, match="it is a module: name it as a component of its own"):
-        extras.encode({"a": torch.nn.Linear(1, 1)}, trusted=True)
+        extras_codec.encode({"a": torch.nn.Linear(1, 1)}, trusted=True)
 
 
 @pytest.mark.parametrize(
@@ -540,13 +542,13 @@ def test_a_module_in_a_dict_is_to_be_a_component() -> None:
     ids=lambda array: str(array.dtype),
 )
 def test_arrays_of_objects_and_of_fields_come_back(array: np.ndarray) -> None:
-    back, again = extras.decode(extras.encode([array, array]))
+    back, again = extras_codec.decode(extras_codec.encode([array, array]))
     assert back is again
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     assert repr(back.tolist()) == repr(array.tolist())
     for element in array.reshape(-1)[:1]:
         if type(element) is np.void:
-            scalar = extras.decode(extras.encode(element))
+            scalar = extras_codec.decode(extras_codec.encode(element))
             assert type(scalar) is np.void
             assert (scalar.dtype, repr(scalar.tolist())) == (element.dtype, repr(element.tolist()))
 
@@ -557,6 +559,6 @@ def test_a_time_is_kept_while_another_class_stands_in_place_of_its_own(
     kept = [datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), datetime.timedelta(5)]
     for name in ("datetime", "date", "timedelta"):
         monkeypatch.setattr(datetime, name, type(name, (getattr(datetime, name),), {}))
-    data = extras.encode(kept)
+    data = extras_codec.encode(kept)
     monkeypatch.undo()
-    assert same(extras.decode(data), kept)
+    assert same(extras_codec.decode(data), kept)

@@ -94,7 +94,7 @@ def test_ranks_that_share_a_tensor_are_one_owner():
 def test_twins_are_the_same_part_on_another_node():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy")
-    assert [rank.sharers(everyone) for rank in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [rank.ranks_that_share(everyone) for rank in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [rank.twins([everyone]) for rank in ranks] == [(2,), (3,), (0,), (1,)]
 
 
@@ -107,5 +107,5 @@ def test_nodes_of_unequal_size_have_no_twins():
 def test_spread_parts_are_held_once():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy", spread=True)
-    assert [rank.sharers(everyone) for rank in ranks] == [everyone] * 4
+    assert [rank.ranks_that_share(everyone) for rank in ranks] == [everyone] * 4
     assert [rank.twins([everyone]) for rank in ranks] == [()] * 4

@@ -41,7 +41,7 @@ def resumed(sum_: GoodputTotal | None) -> GoodputTotal | None:
 
 
 def is_whole(sum_: GoodputTotal) -> bool:
-    return sum_.total.sane and len(sum_.known) <= MOST_TALLIES
+    return sum_.total.is_sane and len(sum_.known) <= MOST_TALLIES
 
 
 def counted(since: float, *seconds: float, **of: Any) -> ReportedGoodput:

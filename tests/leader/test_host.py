@@ -29,7 +29,7 @@ POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=True, restarts=False)
 
 def hosting(leader: runs.Leader) -> Host:
     host = Host(Leader(life="leader", nodes=None, policy=POLICY), ChangeNotifier())
-    leader.hub.take, leader.hub._gone = host.take, host.gone
+    leader.hub.take, leader.hub._gone = host.receive_frame, host.gone
     return host
 
 
@@ -50,7 +50,7 @@ async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_go
             linked.link.send(frame(sidecar, 7))
             await until(lambda: host.leader.connected == [1])
             (member,) = leader.hub
-            host.take(member, frame(sidecar, 8))
+            host.receive_frame(member, frame(sidecar, 8))
             member.close("it goes")
             await until(lambda: host.leader.connected == [])
             assert {step_id.step for step_id in host.leader.ledger.local(1)} == {7, 8}
@@ -95,7 +95,7 @@ async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothi
 async def test_a_commit_costs_each_member_one_frame() -> None:
     async with leading() as leader:
         host, own = hosting(leader), Sidecar(rank=0, world=3).saved(7, 8)
-        host.take_own(own.report())
+        host.take_own_report(own.report())
         members = [Sidecar(rank=rank, world=3).saved(7) for rank in (1, 2)]
         linked = [Linked(leader.address, node_rank=member.rank) for member in members]
         async with running(*linked):

@@ -26,7 +26,7 @@ class _Link:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def call(self, route: str, *_: Any, **__: Any) -> OpenedStep | Sources:
+    def call_apart(self, route: str, *_: Any, **__: Any) -> OpenedStep | Sources:
         path = str(self._path)
         if route == "/v1/restore":
             return OpenedStep(path=path, tier=Tier.MEMORY)
@@ -46,7 +46,7 @@ def keep(components: dict[str, Any], path: Path) -> None:
     snapshots = Snapshots(layout, taken, run="run")
     pending = snapshots.begin(slot, taken, extras, step=_ID.step, epoch=_EPOCH, lazy=True)
     pending.copy()
-    pending.judge()
+    pending.decide_outcome()
     pending.seal()
 
 

@@ -761,14 +761,14 @@ def test_slots_that_come_later_are_mapped_and_pinned_beforehand(an_agent, late):
     saver, (path, *others) = an_agent
     gone = f"{path}-gone"
     saver._keep(SlotGranted(slot="a", path=path, others=(gone, *others)))
-    assert saver.at_hand is not None, "it waits for no other slot"
+    assert saver.waiting_slot is not None, "it waits for no other slot"
     saver._preparing.join(10)
     assert saver._mappings.keys() == {path, *others}
     assert len(late.pins) == 2
     again = saver._mappings[others[0]]
     saver._held = None
     saver._keep(SlotGranted(slot="b", path=others[0], others=(path,)))
-    assert saver.at_hand.mapping is again
+    assert saver.waiting_slot.mapping is again
 
 
 def test_slots_of_a_former_layout_are_let_go(an_agent, late):

@@ -62,7 +62,7 @@ def test_a_script_may_end_while_its_slots_are_unmapped(daemon):
     ended = script(
         f"""
         import mmap, threading
-        from keepstep.client.slot import drop_mappings
+        from keepstep.client.slot import unmap_in_background
         memory = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
         held = [memory[at : at + 9] for at in range(2000)] + [memory]
         del memory

@@ -105,7 +105,9 @@ def test_a_search_for_images_may_take_as_long_as_a_restore_and_no_longer(sidecar
 
 def test_a_sidecar_that_is_slow_is_not_taken_for_dead(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(embedded.SidecarRestarter, "revive", lambda keeper: asked.append(keeper))
+    monkeypatch.setattr(
+        embedded.SidecarRestarter, "restart_if_due", lambda keeper: asked.append(keeper)
+    )
     keeper, path = embedded.SidecarRestarter(tmp_path), str(tmp_path / "sidecar.sock")
     session = SidecarSession(path, rank=0, world=1, changed=ThreadWaker(), keeper=keeper)
     with socket.socket(socket.AF_UNIX) as silent:

@@ -77,7 +77,7 @@ class _Run:
 
     def save(self, step, *ranks):
         for rank in ranks:
-            self.ranks[rank].sample(self.taken, step)
+            self.ranks[rank].sample_replicas(self.taken, step)
 
     def close(self):
         for rank in self.ranks:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_operator.api.run_status import cut_text
-from keepstep_operator.printing import printable
+from keepstep_operator.printing import replace_unprintable
 
 
 def test_the_help_names_all_components_and_imports_none() -> None:
@@ -27,9 +27,9 @@ def test_the_help_names_all_components_and_imports_none() -> None:
 
 def test_what_is_less_than_the_log_level_is_not_logged() -> None:
     code = (
-        "from keepstep_operator import journal\n"
-        "journal.configure('admission', level='warning')\n"
-        "journal.info('quiet'); journal.warn('loud')"
+        "from keepstep_operator import log\n"
+        "log.configure('admission', level='warning')\n"
+        "log.info('quiet'); log.warn('loud')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "loud" in done.stderr
@@ -39,11 +39,11 @@ def test_what_is_less_than_the_log_level_is_not_logged() -> None:
 def test_what_strangers_can_cause_is_logged_seldom_and_what_we_say_each_time() -> None:
     code = (
         "import logging\n"
-        "from keepstep_operator import journal\n"
-        "journal.configure('admission')\n"
+        "from keepstep_operator import log\n"
+        "log.configure('admission')\n"
         "for _ in range(50):\n"
         "    logging.getLogger('aiohttp.server').error('bad request')\n"
-        "    journal.warn('loud')"
+        "    log.warn('loud')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("bad request") == 1
@@ -55,7 +55,7 @@ def test_what_strangers_can_cause_is_logged_seldom_and_what_we_say_each_time() -
 
 @given(st.text())
 def test_a_printable_text_stays_and_every_other_character_becomes_a_mark(text: str) -> None:
-    shown = printable(text)
+    shown = replace_unprintable(text)
     assert shown.isprintable()
     assert len(shown) == len(text)
     assert all(new in (old, "\ufffd") for old, new in zip(text, shown, strict=True))
@@ -69,4 +69,4 @@ def test_what_is_cut_is_printable_and_of_one_line(text: str, longest: int) -> No
 
 
 def test_lines_and_tabs_stay_where_lines_are_printed() -> None:
-    assert printable("a\tb\n\x1b[2Jc\r", lines=True) == "a\tb\n\ufffd[2Jc\ufffd"
+    assert replace_unprintable("a\tb\n\x1b[2Jc\r", lines=True) == "a\tb\n\ufffd[2Jc\ufffd"

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from keepstep_operator.kube.resources import PODS, RUNS
-from keepstep_sidecar.ui.timeline import RunPage
+from keepstep_sidecar.ui.run_figures import RunPage
 from tests.harness import until
 from tests.operator.apiserver import TOKEN, ApiServer
 from tests.ui.conftest import Site, site_of

@@ -8,7 +8,7 @@ import kubernetes_validate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_operator.api.leader import leader_address, service_body, service_name
+from keepstep_operator.api.leader_service import leader_address, service_body, service_name
 
 NAMES = st.from_regex(r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
 OWNER = {"apiVersion": "keepstep.dev/v1alpha1", "kind": "CheckpointRun", "name": "r", "uid": "u"}

@@ -25,7 +25,7 @@ def value(run: Run, name: str, **labels: str) -> float | None:
 
 def test_what_a_run_lost_is_counted_on_from_where_an_earlier_reconciler_stopped() -> None:
     old = run_object(status=RunStatus(phase="Running", restarts=4, lost_steps=70))
-    run = transitions.object_seen(Run(key=KEY, since=T0), old)
+    run = transitions.run_object_seen(Run(key=KEY, since=T0), old)
     assert (value(run, RESTARTS), value(run, LOST)) == (4.0, 70.0)
     asks = reported(run, report(sequence=1))
     assert value(asks, RESTARTS) == 4.0, "the first report of a leader asks for the record"
@@ -39,7 +39,7 @@ def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_o
     run = transitions.pod_seen(Run(key=KEY, since=T0), pod(), at=T0)
     assert value(run, "keepstep_run_pods") == 1.0
     assert value(run, RESTARTS) is None
-    assert value(transitions.object_seen(run, run_object()), RESTARTS) == 0.0
+    assert value(transitions.run_object_seen(run, run_object()), RESTARTS) == 0.0
 
 
 def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:

@@ -19,7 +19,7 @@ from keepstep.wire.member_reports import CERTIFICATES_PATH, CertificateRequest, 
 from keepstep_operator.certificates.pki import make_authority, sign_request
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.token_auth import RequestRefused
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls_reload import ServerTls
 from keepstep_sidecar.config.sidecar import Reporting
 from keepstep_sidecar.tiers.peer.tls import IssuedCredentials, PodIdentity
 from tests.harness import until
@@ -203,7 +203,7 @@ def test_nothing_is_signed_by_halves_of_two_authorities(tmp_path: Path) -> None:
     (tmp_path / "tls.crt").write_bytes(old.certificate)
     (tmp_path / "tls.key").write_bytes(old.key)
     signing = PeerCertificates(tmp_path)
-    tls = ServerTls(signing.serving("reports.svc"))
+    tls = ServerTls(signing.serving_certificate("reports.svc"))
     request = CertificateRequest(
         request=request_of(ec.generate_private_key(ec.SECP256R1())).decode()
     )
@@ -211,11 +211,11 @@ def test_nothing_is_signed_by_halves_of_two_authorities(tmp_path: Path) -> None:
         (tmp_path / "tls.crt").write_bytes(broken)
         assert not tls.reload()
         with pytest.raises(RequestRefused, match="do not fit together"):
-            signing.issue("keepstep://a/b/0", request)
+            signing.issue_certificate("keepstep://a/b/0", request)
     (tmp_path / "tls.crt").write_bytes(new.certificate)
     (tmp_path / "tls.key").write_bytes(new.key)
     assert tls.reload()
-    signed = signing.issue("keepstep://a/b/0", request).certificate.encode()
+    signed = signing.issue_certificate("keepstep://a/b/0", request).certificate.encode()
     leaf, issuer = map(x509.load_pem_x509_certificate, (signed, new.certificate))
     leaf.verify_directly_issued_by(issuer)
 

@@ -13,7 +13,7 @@ import pytest
 from keepstep.errors import StorageError
 from keepstep.steps import Answer
 from keepstep_sidecar.tiers.peer import buddy as buddies
-from keepstep_sidecar.tiers.tier import RunFacts
+from keepstep_sidecar.tiers.remote_tier import RunFacts
 from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.run_tree import LocalShard
 from tests.harness import until

@@ -83,7 +83,7 @@ async def test_what_is_copied_there_gives_way_to_the_pods_own_writes(
         await until(lambda: here.remote_tier.status().sent == 1)
         whole = here.remote_tier.status().sent_bytes
         assert (nice, whole) == ([], alike(0).layout.digests_begin), "all of it was sent"
-        with buddy.volumes.pace.lifted():
+        with buddy.volumes.pace.lift_limit():
             write(buddy, alike(1, step=6))
             durable(here.remote_tier, write(here, alike(0, step=6)))
             await until(lambda: here.remote_tier.status().sent == 2)

@@ -206,7 +206,7 @@ def test_shared_blocks_are_on_the_medium_once_the_file_is_synced(keep: Keep) -> 
     for open_fd in (own_fd, fd):
         filesystem.sync_data(open_fd)
     filesystem.sync_directory(keeper.drive)
-    filesystem.clone(own_fd, fd, 0, CHUNK_BYTES)
+    filesystem.clone_range(own_fd, fd, 0, CHUNK_BYTES)
     filesystem.sync_data(fd)
     for open_fd in (own_fd, fd):
         filesystem.close(open_fd)

@@ -18,7 +18,7 @@ from keepstep_sidecar.tiers.peer.buddy import due_shards, needed_copies
 from keepstep_sidecar.tiers.peer.client import PeerConnection
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
-from keepstep_sidecar.tiers.tier import LocalInventory
+from keepstep_sidecar.tiers.remote_tier import LocalInventory
 from keepstep_sidecar.volume.run_tree import ShardName
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import until
@@ -80,7 +80,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
     filesystem = here.volume.filesystem
-    read, failed = filesystem.read, []
+    read, failed = filesystem.read_into, []
 
     def fail_once(fd: int, into: memoryview, offset: int) -> int:
         if not failed:
@@ -88,7 +88,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
             raise OSError(errno.EIO, "Input/output error")
         return read(fd, into, offset)
 
-    monkeypatch.setattr(filesystem, "read", fail_once)
+    monkeypatch.setattr(filesystem, "read_into", fail_once)
     async with running(here, buddy):
         _, found = here.write(1, rank=0)
         durable(here.remote_tier, found)

@@ -207,7 +207,7 @@ def restore(order, rank, world):
 
 def die_in_the_middle():
     """Of the fifth chunk that comes through a window."""
-    stream, chunks = WindowReader.stream, itertools.count(1)
+    stream, chunks = WindowReader.iter_chunks, itertools.count(1)
 
     def dying(self, requests):
         for pair in stream(self, requests):
@@ -215,7 +215,7 @@ def die_in_the_middle():
                 os.kill(os.getpid(), signal.SIGKILL)
             yield pair
 
-    WindowReader.stream = dying
+    WindowReader.iter_chunks = dying
 
 
 def check(wrong, name, tensor, expected):

@@ -10,12 +10,12 @@ import torch
 
 import keepstep
 from keepstep.errors import CoverageError, RestoreError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras
+from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras_codec
 from keepstep.steps import StepId
 from tests.sidecar.trainer import FakeTrainer
 
 SKELETON = json.dumps(["d", [["state", ["d", [["w", ["t", "state.w"]]]]]]])
-EXTRAS = extras.encode({"values": []}, trusted=False)
+EXTRAS = extras_codec.encode({"values": []}, trusted=False)
 
 
 class Forger(FakeTrainer):

@@ -137,6 +137,6 @@ class OperatorHost:
     async def _sign(self, request: web.Request) -> web.Response:
         node_rank = self._node_rank(request)
         asked = msgspec.json.decode(await request.read(), type=CertificateRequest)
-        issued = self._signing.issue(f"keepstep://team/run/{node_rank}", asked)
+        issued = self._signing.issue_certificate(f"keepstep://team/run/{node_rank}", asked)
         self.seen.signed.append(node_rank)
         return web.Response(body=msgspec.json.encode(issued), content_type="application/json")

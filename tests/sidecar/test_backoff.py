@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from keepstep_sidecar.commit.leader_link import LeaderLink
+from keepstep_sidecar.commit.leader_notes import ReportingState
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.report.reporter import Reporter, ReportSource
 
@@ -16,7 +16,7 @@ async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -
     reporter = Reporter(
         unused,
         ReportSource(measure=unused, report=unused, urgent=lambda: waiting),
-        leader=LeaderLink(changes),
+        leader=ReportingState(changes),
         apply=unused,
         changes=changes,
     )

@@ -6,13 +6,13 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from committers import make_committer
+from node_hosts import make_node_host
 
 from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
-from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteTier
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
 ONE = EpochId(1, "0000000a")
@@ -34,13 +34,13 @@ def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path:
     with ThreadPoolExecutor(1) as threads:
         remotes = RemoteInventory(Quicker())
         slots = SlotPool(SlotDirectories(tmp_path / "memory"), run="run")
-        committer = make_committer(volumes, slots, threads, remotes=remotes)
+        node_host = make_node_host(volumes, slots, threads, remotes=remotes)
 
         async def story() -> None:
-            await committer.scan()
-            await committer.refresh_remotes()
-            assert NEXT in committer.node.ledger.epochs
-            await committer.start_epoch(NEXT)
+            await node_host.scan()
+            await node_host.refresh_remotes()
+            assert NEXT in node_host.node.ledger.epochs
+            await node_host.start_epoch(NEXT)
 
         asyncio.run(story())
     assert volumes.record.epochs == (NEXT,)

@@ -133,8 +133,8 @@ def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
     found = history.all()
     assert KEPT // 2 < len(found) <= KEPT
     assert max(len(event.text) for event in found) == TEXT_CHARS
-    assert msgspec.json.encode(history.events_since("run", 0))
-    assert history.events_since("run", 0).oldest == found[0].sequence > 1
+    assert msgspec.json.encode(history.history_page("run", 0))
+    assert history.history_page("run", 0).oldest == found[0].sequence > 1
 
 
 # --- the file --------------------------------------------------------------------------------

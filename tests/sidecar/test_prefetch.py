@@ -66,34 +66,34 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     path = rank_directory(tmp_path, 0) / slot_name(layout, 0)
     slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
     copies = {shard.step_id: Copy(volumes, shard) for shard in volumes.scan().shards}
-    committer: Any = SimpleNamespace(
+    node_host: Any = SimpleNamespace(
         read_ledger=lambda: SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
         restart=SimpleNamespace(plan=lambda: SimpleNamespace(id=PLANNED)),
-        copies=SimpleNamespace(origins=lambda image, rank: [copies[image].source]),
+        copies=SimpleNamespace(sources_of_shard=lambda image, rank: [copies[image].source]),
         remotes=SimpleNamespace(scanned=True),
         feed=lambda event: None,
     )
     waits = asyncio.Event()
-    allocator: Any = SimpleNamespace(grow=lambda slots, slot_set: waits.set())
+    allocator: Any = SimpleNamespace(order_restore_slot=lambda slots, slot_set: waits.set())
     leases: Any = SimpleNamespace(of=lambda rank: "a lease")
     threads = ThreadPoolExecutor(4)
     prefetcher = Prefetcher(
         pool,
-        committer,
-        Fetcher(pool, committer, threads),
+        node_host,
+        Fetcher(pool, node_host, threads),
         changes=ChangeNotifier(),
         allocator=allocator,
         leases=leases,
     )
-    opened = asyncio.create_task(prefetcher.bring(AGREED, 0))
+    opened = asyncio.create_task(prefetcher.bring_image(AGREED, 0))
     await until(copies[AGREED].reading.is_set)
-    before = asyncio.create_task(prefetcher.bring(PLANNED, 0))
+    before = asyncio.create_task(prefetcher.bring_image(PLANNED, 0))
     await waits.wait()
     prefetcher.agreed[0] = AGREED
     for copy in copies.values():
         copy.let.set()
     await opened
-    for prefetch in (before, prefetcher.bring(PLANNED, 0)):
+    for prefetch in (before, prefetcher.bring_image(PLANNED, 0)):
         with pytest.raises(NoMemoryError, match=f"rank 0 restores step {AGREED}, not {PLANNED}"):
             await prefetch
     assert pool.rank(0).find(AGREED) is not None

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from committers import make_committer, write
+from node_hosts import make_node_host, write
 
 from keepstep.core.node import LastReply, Reading
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
@@ -22,26 +22,26 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
     volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
 
     async def story(threads: ThreadPoolExecutor) -> None:
-        committer = make_committer(
+        node_host = make_node_host(
             volumes, SlotPool(SlotDirectories(memory_dir), run=RUN), threads, keep=1
         )
-        sweeping = asyncio.create_task(committer.sweep())
-        await committer.scan()
-        write(committer, 1)
-        await committer.refresh()
-        committer.feed(Reading(step_id(1), begins=True))
-        write(committer, 2)
-        await committer.refresh()
-        committer.feed(LastReply(commit=step_id(2), retire=frozenset({step_id(1)})))
-        await committer.refresh()
-        assert sorted(committer.local_shards.published) == [step_id(1), step_id(2)], (
+        sweeping = asyncio.create_task(node_host.delete_deferred_steps())
+        await node_host.scan()
+        write(node_host, 1)
+        await node_host.refresh()
+        node_host.feed(Reading(step_id(1), begins=True))
+        write(node_host, 2)
+        await node_host.refresh()
+        node_host.feed(LastReply(commit=step_id(2), retire=frozenset({step_id(1)})))
+        await node_host.refresh()
+        assert sorted(node_host.local_shards.published) == [step_id(1), step_id(2)], (
             "somebody reads the first"
         )
-        committer.feed(Reading(step_id(1), begins=False))
+        node_host.feed(Reading(step_id(1), begins=False))
         await asyncio.to_thread(eventually, lambda: len(list((tmp_path / RUN).glob("0*"))) == 1)
         sweeping.cancel()
         await asyncio.wait([sweeping])
-        assert list(committer.local_shards.published) == [step_id(2)]
+        assert list(node_host.local_shards.published) == [step_id(2)]
 
     with ThreadPoolExecutor(1) as threads:
         asyncio.run(story(threads))

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from committers import make_committer, write
+from node_hosts import make_node_host, write
 from trainer import FakeTrainer
 
 from keepstep.errors import DigestError, StorageError
 from keepstep.steps import Answer, EpochId, StepId
 from keepstep_sidecar.cli import probe
-from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume import run_tree as scan_module
@@ -40,10 +40,10 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
 
 
 @pytest.fixture
-def committer(volumes: VolumeSet, tmp_path: Path) -> Iterator[Committer]:
+def node_host(volumes: VolumeSet, tmp_path: Path) -> Iterator[NodeHost]:
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
-        yield make_committer(
+        yield make_node_host(
             volumes, SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN), threads
         )
 
@@ -63,62 +63,62 @@ class Held:
         return found
 
 
-def forget_one(committer: Committer) -> None:
-    committer.local_shards.drop(min(committer.local_shards.shards))
+def forget_one(node_host: NodeHost) -> None:
+    node_host.local_shards.forget_step(min(node_host.local_shards.shards))
 
 
 @pytest.mark.parametrize(
     ("meanwhile", "left"), [(lambda root: write(root, 3), [1, 2, 3]), (forget_one, [2])]
 )
 async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
-    committer: Committer,
+    node_host: NodeHost,
     volumes: VolumeSet,
     monkeypatch: pytest.MonkeyPatch,
-    meanwhile: Callable[[Committer], None],
+    meanwhile: Callable[[NodeHost], None],
     left: list[int],
 ) -> None:
-    write(committer, 1)
-    write(committer, 2)
+    write(node_host, 1)
+    write(node_host, 2)
     held = Held(volumes, monkeypatch)
-    scan = asyncio.ensure_future(committer.scan())
+    scan = asyncio.ensure_future(node_host.scan())
     await asyncio.to_thread(held.scanned.wait, 20)
-    meanwhile(committer)
+    meanwhile(node_host)
     held.release.set()
     await scan
-    assert sorted(step_id.step for step_id in committer.local_shards.shards) == left
+    assert sorted(step_id.step for step_id in node_host.local_shards.shards) == left
 
 
 async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> VolumeScan:
         raise StorageError("Input/output error")
 
-    write(committer, 1)
+    write(node_host, 1)
     with monkeypatch.context() as broken:
         broken.setattr(volumes, "scan", failing)
-        await committer.scan()
-    assert "Input/output" in committer.local_shards.unreadable
-    await committer.scan()
-    assert committer.local_shards.unreadable == ""
-    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
+        await node_host.scan()
+    assert "Input/output" in node_host.local_shards.unreadable
+    await node_host.scan()
+    assert node_host.local_shards.unreadable == ""
+    assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
 
 
 async def test_a_shard_of_a_rank_that_no_world_has_is_put_aside(
-    committer: Committer, volumes: VolumeSet
+    node_host: NodeHost, volumes: VolumeSet
 ) -> None:
     """Sealed and whole: but what is known of a step is a bit for each rank up to the last."""
-    write(committer, 1)
+    write(node_host, 1)
     rank = (1 << 31) - 2
     forged = staged(make_layout(rank=rank, world=rank + 1), 1)
     volumes.write(forged.view, forged.layout, forged.control)
-    await committer.scan()
-    assert committer.copies.ranks() == [0]
+    await node_host.scan()
+    assert node_host.copies.ranks() == [0]
     assert volumes.volumes[0].quarantined() == 1
 
 
 async def test_a_bad_block_in_one_shard_hides_no_other(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drive cannot read its header any more."""
 
@@ -129,11 +129,11 @@ async def test_a_bad_block_in_one_shard_hides_no_other(
 
     sound = scan_module.read_manifest
     for number in (1, 2, 3):
-        write(committer, number)
+        write(node_host, number)
     monkeypatch.setattr(scan_module, "read_manifest", read)
-    await committer.scan()
-    assert committer.local_shards.scan_failed == ""
-    assert sorted(step_id.step for step_id in committer.local_shards.shards) == [1, 3]
+    await node_host.scan()
+    assert node_host.local_shards.scan_failed == ""
+    assert sorted(step_id.step for step_id in node_host.local_shards.shards) == [1, 3]
     assert volumes.volumes[0].quarantined() == 1
 
 
@@ -147,34 +147,34 @@ async def test_a_bad_block_in_one_shard_hides_no_other(
     ids=str,
 )
 async def test_a_file_where_a_directory_belongs_hides_no_shard(
-    committer: Committer, volumes: VolumeSet, stranger: StepId | str
+    node_host: NodeHost, volumes: VolumeSet, stranger: StepId | str
 ) -> None:
-    write(committer, 1)
+    write(node_host, 1)
     path = volumes.volumes[0].root / str(stranger)
     path.parent.mkdir(exist_ok=True)
     path.touch()
-    await committer.scan()
-    assert (committer.local_shards.scan_failed, committer.local_shards.unreadable) == ("", "")
-    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
+    await node_host.scan()
+    assert (node_host.local_shards.scan_failed, node_host.local_shards.unreadable) == ("", "")
+    assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
     assert path.exists()
 
 
 async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all_the_same(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ext4 goes on read-only after an error, and what was being written lies there."""
 
     def refuse(self: Filesystem, path: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    write(committer, 1)
+    write(node_host, 1)
     shard = next(volumes.volumes[0].root.glob("pending/*/rank-*"))
     left = shard.with_name(temporary_name(shard.name, pid=1, number=1))
     left.touch()
     monkeypatch.setattr(Filesystem, "unlink", refuse)
-    await committer.scan()
-    assert committer.local_shards.scan_failed == ""
-    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
+    await node_host.scan()
+    assert node_host.local_shards.scan_failed == ""
+    assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
 
 
 async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
@@ -199,40 +199,40 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
         pool = SlotPool(SlotDirectories(tmp_path / "memory"), run=RUN)
-        before = make_committer(drives, pool, threads)
+        before = make_node_host(drives, pool, threads)
         for rank in (0, 1):
             write(before, 1, rank=rank, world=2)
-        assert len({drives.holder(shard.path) for shard in before.local_shards.all()}) == 2
-        committer = make_committer(drives, pool, threads)
+        assert len({drives.volume_of(shard.path) for shard in before.local_shards.all()}) == 2
+        node_host = make_node_host(drives, pool, threads)
         dead.add(drives.volume_for(1).root)
-        await committer.scan()
-        assert committer.copies.ranks() == [0]
-        assert "Input/output" in committer.local_shards.unreadable, (
+        await node_host.scan()
+        assert node_host.copies.ranks() == [0]
+        assert "Input/output" in node_host.local_shards.unreadable, (
             "nobody says that rank 1 has nothing"
         )
         dead.clear()
-        await committer.scan()
-        assert (committer.copies.ranks(), committer.local_shards.scan_failed) == ([0, 1], "")
+        await node_host.scan()
+        assert (node_host.copies.ranks(), node_host.local_shards.scan_failed) == ([0, 1], "")
         dead.add(drives.volume_for(0).root)
-        await committer.scan()
-        assert committer.copies.ranks() == [0, 1], "nothing is taken from what is known"
-        assert "Input/output" in committer.local_shards.scan_failed
+        await node_host.scan()
+        assert node_host.copies.ranks() == [0, 1], "nothing is taken from what is known"
+        assert "Input/output" in node_host.local_shards.scan_failed
     drives.close()
 
 
 async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_found_damaged(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> VolumeScan:
         raise StorageError("Input/output error")
 
-    write(committer, 1)
-    write(committer, 2)
+    write(node_host, 1)
+    write(node_host, 2)
     monkeypatch.setattr(volumes, "scan", failing)
-    (damaged,) = committer.copies.origins(StepId(EPOCH.id, 2), 0)
-    await committer.reject(damaged, DigestError("chunk 0 is damaged"))
-    assert "Input/output" in committer.local_shards.scan_failed
-    assert [step_id.step for step_id in committer.local_shards.shards] == [1]
+    (damaged,) = node_host.copies.sources_of_shard(StepId(EPOCH.id, 2), 0)
+    await node_host.reject_copy(damaged, DigestError("chunk 0 is damaged"))
+    assert "Input/output" in node_host.local_shards.scan_failed
+    assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
 
 
 # --- the process: files that are none, scans that fail ----------------------------------------
@@ -292,17 +292,17 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
 
 
 async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_nothing(
-    committer: Committer, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons: list[str] = []
 
     def scan() -> VolumeScan:
-        reasons.append(committer.local_shards.unreadable)
+        reasons.append(node_host.local_shards.unreadable)
         return VolumeScan()
 
-    write(committer, 2)
+    write(node_host, 2)
     monkeypatch.setattr(volumes, "scan", scan)
-    (damaged,) = committer.copies.origins(StepId(EPOCH.id, 2), 0)
-    await committer.reject(damaged, DigestError("chunk 0 is damaged"))
+    (damaged,) = node_host.copies.sources_of_shard(StepId(EPOCH.id, 2), 0)
+    await node_host.reject_copy(damaged, DigestError("chunk 0 is damaged"))
     assert len(reasons) == 1
     assert "is damaged" in reasons[0]

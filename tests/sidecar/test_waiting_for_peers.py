@@ -14,7 +14,7 @@ from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.tiers.tier import Inventory, RemoteTier
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteTier
 
 MET = Epoch(EpochId(1, "0000000a"))
 
@@ -74,14 +74,14 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
     async def scan_remotes(*, refresh: bool = False) -> None:
         await remotes.scan(refresh=refresh)
 
-    committer: Any = SimpleNamespace(
+    node_host: Any = SimpleNamespace(
         remotes=remotes,
         refresh_remotes=scan_remotes,
         local_shards=SimpleNamespace(scanned_at=0.0),
         leader_answers=True,
     )
     changes = ChangeNotifier()
-    beyond = RemoteTiers(committer, changes, operated=False, leads=True)
+    beyond = RemoteTiers(node_host, changes, operated=False, leads=True)
     await beyond.scan()
     peers.answers.clear()
     scans: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""What a machine holds, for a remote tier that compares itself with it: the committer's part."""
+"""What a machine holds, for a remote tier that compares itself with it: the host's part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from keepstep.steps import StepId
-from keepstep_sidecar.tiers.tier import LocalInventory, RemoteTier
+from keepstep_sidecar.tiers.remote_tier import LocalInventory, RemoteTier
 from keepstep_sidecar.volume.run_tree import LocalShard
 
 

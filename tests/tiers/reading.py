@@ -11,8 +11,8 @@ from keepstep.image import ControlPage
 from keepstep.image.control_page import Manifest
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer.tier import PeerTier
+from keepstep_sidecar.tiers.remote_tier import RemoteShard, RemoteTier
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
-from keepstep_sidecar.tiers.tier import RemoteShard, RemoteTier
 
 T = TypeVar("T")
 

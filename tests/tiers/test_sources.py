@@ -14,8 +14,8 @@ from keepstep.errors import ImageError, StorageError
 from keepstep.image import PAGE_BYTES, ControlPage
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import verified_chunks
+from keepstep_sidecar.tiers.remote_tier import RemoteTier
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource, local_source
-from keepstep_sidecar.tiers.tier import RemoteTier
 from keepstep_sidecar.volume.volume import VolumeSet
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving

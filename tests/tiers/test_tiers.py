@@ -12,7 +12,7 @@ import pytest
 from keepstep.image import PAGE_BYTES
 from keepstep.steps import Answer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.tier import RemoteTier
+from keepstep_sidecar.tiers.remote_tier import RemoteTier
 from keepstep_sidecar.volume.run_tree import LocalShard
 from tests.archive.conftest import commit, write_step
 from tests.archive.conftest import running as archiving

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from keepstep_sidecar.cli.output import printable
+from keepstep_sidecar.ui.run_figures import RunPage
 from keepstep_sidecar.ui.server import PageAccess, listen_on_loopback, serve_page
-from keepstep_sidecar.ui.timeline import RunPage
 from tests.cli.conftest import Keepstep
 
 

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from keepstep_sidecar.ui.run_figures import RunPage
 from keepstep_sidecar.ui.server import ENTRY_ROUTE
-from keepstep_sidecar.ui.timeline import RunPage
 from tests.ui.conftest import site_of
 
 ROUTES = ("/", "/runs/a", "/changes", "/runs/a/changes", "/static/page.js", "/nothing")

@@ -19,7 +19,7 @@ from keepstep.wire.status import RankStatus, Status, StepStatus, TierStatus, Vol
 from keepstep.wire.trainer import from_json
 from keepstep_sidecar.ui import server as board
 from keepstep_sidecar.ui.pages import STATIC, TEMPLATES
-from keepstep_sidecar.ui.timeline import RunPage
+from keepstep_sidecar.ui.run_figures import RunPage
 from tests.harness import until
 from tests.ui.conftest import Site, site_of
 

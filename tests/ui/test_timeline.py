@@ -7,7 +7,7 @@ from typing import Any
 
 from keepstep.core.history import EventKind, HistoryEvent, RestartCost
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep_sidecar.ui.timeline import (
+from keepstep_sidecar.ui.run_figures import (
     POINTS,
     Line,
     RunPage,

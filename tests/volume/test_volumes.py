@@ -52,7 +52,7 @@ def test_a_run_is_not_removed_as_long_as_a_volume_is_only_read(
     shutil.rmtree(volumes.volumes[1].root)
     assert volumes.volumes[1].is_removed()
     assert not volumes.is_removed()
-    assert volumes.repair()
+    assert volumes.repair_directories()
 
 
 def test_any_ranks_are_spread_evenly(volumes: VolumeSet) -> None:
@@ -140,10 +140,10 @@ class Short(Filesystem):
 
     error = 0
 
-    def read(self, fd: int, into: memoryview, offset: int) -> int:
+    def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         if self.error:
             raise OSError(self.error, os.strerror(self.error))
-        return super().read(fd, into, offset)
+        return super().read_into(fd, into, offset)
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT])

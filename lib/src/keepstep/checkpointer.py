@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep import telemetry
+from keepstep import tracing
 from keepstep.client import embedded
 from keepstep.client.session import held_steps, restore_timeout_s
 from keepstep.client.slot import GrantedSlot
@@ -46,7 +46,7 @@ from keepstep.errors import (
     WithinStepError,
     few,
 )
-from keepstep.image import Layout, extras
+from keepstep.image import Layout, extras_codec
 from keepstep.restore.collective import AgreedEpoch, Collective, Gather, UnkeptRun, logging_waits
 from keepstep.restore.modules import check_loads
 from keepstep.restore.rehearsal import (
@@ -216,7 +216,7 @@ class Checkpointer:
         self._stats = Stats()
         self._off, self._off_reported = "", False
         self._restore_timeout_s = restore_timeout_s()
-        self._socket = embedded.socket_path(dir, run)
+        self._socket = embedded.ensure_sidecar(dir, run)
         if self._socket:
             keeper = embedded.sidecar_restarter(dir, run)
             self._saver = SaveThread(
@@ -398,7 +398,7 @@ class Checkpointer:
             seconds=seconds,
             bytes=restoring.bytes,
         )
-        telemetry.record_span(
+        tracing.record_span(
             "checkpoint_load",
             seconds,
             step=restored.step,
@@ -576,7 +576,7 @@ class Checkpointer:
             rng_later=self._rng_later is not None,
             trusted=self._trusted,
             partial=partial,
-            reader=self._topology.first_here,
+            reader=self._topology.lowest_rank_here,
             timeout_s=self._restore_timeout_s,
             frozen_once=self._frozen_once,
         )
@@ -657,9 +657,9 @@ class Checkpointer:
                 return self._refuse_unhealthy(saver, number)
             self._measure_cost(started, due=True)
             kept = self._save_alone(saver, number, started)
-            if kept and telemetry.MODULE in sys.modules:
+            if kept and tracing.MODULE in sys.modules:
                 seconds = time.perf_counter() - started
-                telemetry.record_span("checkpoint_save", seconds, step=number, rank=self._rank)
+                tracing.record_span("checkpoint_save", seconds, step=number, rank=self._rank)
             return kept
         except _Unkeepable as error:
             first, self._raised = self._kept_step < 0 and not self._raised, True
@@ -686,12 +686,12 @@ class Checkpointer:
 
     def _measure_cost(self, started: float, *, due: bool) -> None:
         kept, blocked_s = self._kept_step == self._last_step, self._stats.last_blocked_s
-        self._cost.called(started, due=due, kept=kept, blocked_s=blocked_s)
-        self._stats.staging_cost = self._cost.fraction
+        self._cost.note_save(started, due=due, kept=kept, blocked_s=blocked_s)
+        self._stats.staging_cost = self._cost.added_fraction
 
     def _interrupted(self, saver: SaveThread, step: int | None, error: BaseException) -> None:
         """A signal's handler raised inside `save`. A step that is on its way is not lost."""
-        if step is not None and not saver.knows_of(step):
+        if step is not None and not saver.is_known_step(step):
             saver.skip(step, f"{type(error).__name__} inside save()")
 
     def _has(self, saver: SaveThread, step: int) -> bool:
@@ -746,8 +746,8 @@ class Checkpointer:
     def _save(
         self, saver: SaveThread, step: int, started: float, *, patience_s: float | None = None
     ) -> bool:
-        """An exception at any line costs only this step; see `SaveThread.heal`."""
-        saver.heal()
+        """An exception at any line costs only this step; see `SaveThread.repair_after_error`."""
+        saver.repair_after_error()
         if self._epoch is None:
             raise UsageError("call restore() before the first save(): it agrees on the epoch")
         if step <= self._last_step:
@@ -772,7 +772,7 @@ class Checkpointer:
                 raise
             raise _Unkeepable(str(error) or type(error).__name__) from error
         if self._replicas is not None:
-            self._replicas.sample(state.taken, step)
+            self._replicas.sample_replicas(state.taken, step)
         self._report_unsaved(saver, state.taken)
         lazy = self._lazy and not saver.copies_eagerly
         try:
@@ -808,14 +808,14 @@ class Checkpointer:
             )
             if not lazy:
                 pending.copy()
-                pending.judge()
+                pending.decide_outcome()
                 if pending.verdict is ImageOutcome.VALID:
                     pending.seal()
             pending.thread = saver.trains or pending.thread
             pending.blocked_s = time.perf_counter() - started
             saver.submit(pending)
         except BaseException:
-            saver.put_back()
+            saver.put_back_slot()
             raise
         self._kept_step = step
 
@@ -828,7 +828,7 @@ class Checkpointer:
         taken = self._taking.take(self._topology)
         data, before = self._encode(taken), self._snapshots
         found: dict[str, str] = {}
-        if before is not None and not before.fits(taken, len(data)):
+        if before is not None and not before.fits_state(taken, len(data)):
             found = layout_changes(before.joined, taken)
         self._layout_changes = self._layout_changes + 1 if found else 0
         if self._layout_changes >= _MOST_CHANGES:
@@ -851,7 +851,7 @@ class Checkpointer:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
         removed, or changed their shape."""
         base, snapshots = self._base(saver, taken), self._snapshots
-        fits = snapshots is not None and snapshots.fits(taken, extras_bytes)
+        fits = snapshots is not None and snapshots.fits_state(taken, extras_bytes)
         if snapshots is None or not fits or snapshots.base is not base:
             self._report_changes(saver, taken)
             options = self._layout_options(taken, extras_bytes, base)
@@ -914,7 +914,7 @@ class Checkpointer:
                 alias: name for alias, name in taken.aliases.items() if name not in elsewhere
             },
             "skeleton": skeleton_text(taken.skeleton),
-            "extras_capacity_bytes": extras.capacity_for(extras_bytes),
+            "extras_capacity_bytes": extras_codec.capacity_for(extras_bytes),
             "twins": taken.twins,
             "parameters": taken.parameters,
         }
@@ -970,7 +970,7 @@ class Checkpointer:
         started = time.perf_counter()
         try:
             saver.settle(decided=decided)
-            if self._taking.found_moving():
+            if self._taking.found_moving_tensors():
                 saver.copy_all_eagerly(_MOVES)
         except Exception as error:
             if self._strict:
@@ -996,7 +996,7 @@ class Checkpointer:
     def mutating(self) -> Iterator[None]:
         """Wrap code that changes parameters or optimizer state outside `optimizer.step()`."""
         self.fence()
-        self._frozen.mutated()
+        self._frozen.note_mutation()
         yield
 
     # --- wait and close ----------------------------------------------------------------------

@@ -48,7 +48,7 @@ def cache_variables(parent: OpenDirectory, name: str) -> dict[str, str]:
     return {variable: str(place.path / part) for variable, part in _PARTS.items()}
 
 
-def limit_cache_size(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
+def clear_if_over_limit(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
     """Remove the caches in the directory `name` if they take more than that of the drive. Times of
     access, by which old ones could be told, are not kept everywhere. Raises OSError."""
     found = parent.inside(name).walk(levels=_DEEPEST)

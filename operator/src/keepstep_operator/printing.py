@@ -7,7 +7,7 @@ or worse. So nothing that a pod wrote is passed on before this module has seen i
 from __future__ import annotations
 
 
-def printable(text: str, *, lines: bool = False) -> str:
+def replace_unprintable(text: str, *, lines: bool = False) -> str:
     """The text with U+FFFD in place of each character that is not printable, like control and
     format characters. `lines`: line ends and tabs stay."""
     if text.isprintable():

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from keepstep_operator import __version__
-from keepstep_operator.journal import info
+from keepstep_operator.log import info
 
 _SHUTDOWN_S: Final = 5.0
 _KEEPALIVE_S: Final = 5.0

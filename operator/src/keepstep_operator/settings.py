@@ -11,7 +11,7 @@ import click
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator.names import METRICS_PORT
-from keepstep_operator.printing import printable
+from keepstep_operator.printing import replace_unprintable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -28,7 +28,7 @@ class ErrorGroup(click.Group):
             return super().invoke(ctx)
         except KeepstepError as error:
             kind = _Misuse if isinstance(error, UsageError) else click.ClickException
-            raise kind(printable(str(error), lines=True)) from error
+            raise kind(replace_unprintable(str(error), lines=True)) from error
 
 
 def option(name: str, *more: str, **settings: Any) -> Callable[[Command], Command]:

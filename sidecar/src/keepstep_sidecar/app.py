@@ -21,9 +21,9 @@ from keepstep_sidecar.api.restoring import RestoreHandlers
 from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
 from keepstep_sidecar.api.server import listen
 from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
-from keepstep_sidecar.commit.committer import Committer
 from keepstep_sidecar.commit.inventory import RemoteInventory
-from keepstep_sidecar.commit.leader_link import LeaderLink
+from keepstep_sidecar.commit.leader_notes import ReportingState
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
@@ -35,9 +35,9 @@ from keepstep_sidecar.memory.slot_allocator import SlotAllocator
 from keepstep_sidecar.memory.slot_directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
-from keepstep_sidecar.report.leadership import Leadership
+from keepstep_sidecar.report.leader_role import LeaderRole
 from keepstep_sidecar.report.reporter import Reporter, ReportSource
-from keepstep_sidecar.restore.chunks import ChunkBuffers
+from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
 from keepstep_sidecar.restore.fetcher import Fetcher, Prefetcher
 from keepstep_sidecar.restore.restorer import Restorer
 from keepstep_sidecar.restore.sources import ImageSources
@@ -61,7 +61,7 @@ def serve(config: Config) -> None:
     try:
         asyncio.run(_serve(config, lock))
     finally:
-        lock.leave()
+        lock.release_and_clean_up()
 
 
 def _open_volume(directory: Path, config: Config) -> Volume:
@@ -116,8 +116,8 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
     names, readers = _threads("names", 1), _threads("read", _MOST_READS)
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = ChangeNotifier()
-    led = Leadership(config, changes)
-    leader = LeaderLink(changes)
+    led = LeaderRole(config, changes)
+    leader = ReportingState(changes)
     leases = Leases(changes)
     history_file = HistoryFile(volumes.history, run=config.run)
     history = _history(history_file)
@@ -126,10 +126,10 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
     )
     slots = SlotPool(slot_directories, run=config.run)
     allocator = SlotAllocator(config=config, pool=slots, leases=leases, changes=changes)
-    committer = Committer(
+    node_host = NodeHost(
         volumes,
         slots,
-        remotes=_remote_tiers(config, volumes, led, epochs=lambda: committer.epochs.own()),
+        remotes=_remote_tiers(config, volumes, led, epochs=lambda: node_host.epochs.own()),
         names=names,
         writers=writers,
         changes=changes,
@@ -141,17 +141,17 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         rollback_request=config.rollback_request,
         history=history,
     )
-    committer.epochs.training = lambda: leases.training
+    node_host.epochs.training = lambda: leases.training
     operated = config.reporting is not None
-    remote_tiers = RemoteTiers(committer, changes, operated=operated, leads=config.node_rank == OWN)
-    fetcher = Fetcher(slots, committer, readers)
-    image_sources = ImageSources(slots, committer, leases, fetcher)
+    remote_tiers = RemoteTiers(node_host, changes, operated=operated, leads=config.node_rank == OWN)
+    fetcher = Fetcher(slots, node_host, readers)
+    image_sources = ImageSources(slots, node_host, leases, fetcher)
     chunk_buffers = ChunkBuffers(
         fetcher, leases, memory_dir=config.memory_dir, limit_bytes=config.memory_limit_bytes
     )
     prefetcher = Prefetcher(
         slots,
-        committer,
+        node_host,
         fetcher,
         changes=changes,
         allocator=allocator,
@@ -167,7 +167,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
     saving = SaveHandlers(
         config,
         slots=slots,
-        committer=committer,
+        node_host=node_host,
         allocator=allocator,
         leases=leases,
         restorer=restorer,
@@ -187,7 +187,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         restoring=RestoreHandlers(saving, remote_tiers, leader),
         step_waits=StepLongPoll(saving, remote_tiers),
         pinning=PinHandlers(
-            committer,
+            node_host,
             changes,
             share=led.pin,
             operator=operated,
@@ -197,10 +197,10 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
     )
     channel = led.channel(
         volumes.record.pinned,
-        lambda: committer.node.ledger.lineage.current,
+        lambda: node_host.node.ledger.lineage.current,
         lambda: service.leaves,
     )
-    led.start(tasks, committer.alarm)
+    led.start(tasks, node_host.alarm)
 
     async def apply(reply: ReportReply) -> None:
         await service.apply_reply(reply)
@@ -230,7 +230,7 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
 
 
 def _remote_tiers(
-    config: Config, volumes: VolumeSet, led: Leadership, *, epochs: Callable[[], tuple[Epoch, ...]]
+    config: Config, volumes: VolumeSet, led: LeaderRole, *, epochs: Callable[[], tuple[Epoch, ...]]
 ) -> RemoteInventory:
     """The configured remote tiers. Their modules are imported only when they are configured."""
     archive = ancestor = None

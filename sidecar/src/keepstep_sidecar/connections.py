@@ -60,7 +60,7 @@ class UnauthenticatedConnections(Generic[C]):
         """Whether the next stranger takes another one's place, whatever its address."""
         return len(self._places) >= self._most
 
-    def enter(self, connection: C, source: str) -> bool:
+    def admit(self, connection: C, source: str) -> bool:
         """Give `connection` from address `source` a place. True if another one lost its place."""
         with self._lock:
             doomed = self._doomed(source)
@@ -152,7 +152,7 @@ async def serve_connections(
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
             strangers.forget(lambda transport: transport.is_closing())
-            if strangers.enter(transport, str(address[0])):
+            if strangers.admit(transport, str(address[0])):
                 await asyncio.sleep(ACCEPT_PAUSE_S)
     finally:
         sweeping.cancel()

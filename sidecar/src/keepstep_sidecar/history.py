@@ -227,7 +227,7 @@ class MachineHistory:
         self._close(before=self._clock() - _TOGETHER_S)
         return self._tally.goodput(self._clock())
 
-    def events_since(self, run: str, since: int) -> HistoryPage:
+    def history_page(self, run: str, since: int) -> HistoryPage:
         """The answer to GET /v1/history."""
         events = tuple(self.since(since))
         oldest = self._events[0].sequence if self._events else 0

@@ -96,7 +96,7 @@ class Leases:
         lease = self.of(rank)
         return lease is None or not lease.training
 
-    def require(self, token: str) -> Lease:
+    def require_lease(self, token: str) -> Lease:
         """The live lease with this token. Raises SidecarError `no-lease`."""
         if lease := self._by_token.get(token):
             return lease
@@ -143,13 +143,13 @@ class Leases:
         self._changes.ring()
         return True
 
-    async def certain_death(self, lease: Lease) -> bool:
+    async def is_certainly_dead(self, lease: Lease) -> bool:
         """Whether the trainer's process is gone. Waits for that for a moment."""
         if lease.died or lease.pidfd is None:
             return lease.died
         return await self._changes.until(lambda: lease.died, timeout_s=_HANDOVER_S)
 
-    def unwatch(self, lease: Lease) -> None:
+    def stop_watching(self, lease: Lease) -> None:
         """Stop watching the trainer's process."""
         if lease.pidfd is not None:
             asyncio.get_running_loop().remove_reader(lease.pidfd)
@@ -167,7 +167,7 @@ class Leases:
 
     def _died(self, lease: Lease) -> None:
         lease.died = True
-        self.unwatch(lease)
+        self.stop_watching(lease)
         self._changes.ring()
 
 

@@ -19,7 +19,7 @@ from keepstep_operator.certificates.pki import KeyPair, make_server
 from keepstep_operator.injection import InjectionDefaults
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.serving import serve_application
-from keepstep_operator.tls import ServerTls, mounted_pair
+from keepstep_operator.tls_reload import ServerTls, mounted_pair
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import DEFAULTS

@@ -13,7 +13,7 @@ from jsonpatch import apply_patch, make_patch
 from keepstep_operator.api.pod import PodError, injected_of, parse_pod, training_container
 from keepstep_operator.api.policy import Accounting, Policy
 from keepstep_operator.api.quantities import parse_bytes, parse_millicores
-from keepstep_operator.injection import annotate_refusal, inject
+from keepstep_operator.injection import annotate_skip, inject
 from tests.operator.injection.pod_security import baseline_violations, restricted_violations
 from tests.operator.injection.pods import (
     ALL,
@@ -552,13 +552,13 @@ def test_a_template_that_was_copied_from_another_jobs_pod_is_refused() -> None:
     stale["metadata"]["ownerReferences"][0]["uid"] = "99999999-0000-4000-8000-000000000000"
     with pytest.raises(PodError, match="copied from an injected pod"):
         inject(stale, policy(), DEFAULTS)
-    refused = annotate_refusal(stale, reason="Conflict", message="copied")
+    refused = annotate_skip(stale, reason="Conflict", message="copied")
     assert refused["metadata"]["labels"]["keepstep.dev/injected"] == "refused"
 
 
 def test_a_refused_pod_carries_the_reason_and_is_otherwise_as_it_was() -> None:
     pod = pytorch_job()
-    refused = annotate_refusal(pod, reason="PolicyNotFound", message="there is none")
+    refused = annotate_skip(pod, reason="PolicyNotFound", message="there is none")
     injected = injected_of(parse_pod(refused))
     assert injected is not None
     assert (injected.reason, injected.message, injected.policy) == (
@@ -572,7 +572,7 @@ def test_a_refused_pod_carries_the_reason_and_is_otherwise_as_it_was() -> None:
 
 
 def test_a_pod_that_was_refused_can_be_injected_later() -> None:
-    refused = annotate_refusal(pytorch_job(), reason="PolicyNotFound", message="there is none")
+    refused = annotate_skip(pytorch_job(), reason="PolicyNotFound", message="there is none")
     injected = inject(refused, policy(), DEFAULTS)
     assert injected == inject(pytorch_job(), policy(), DEFAULTS)
 

@@ -111,7 +111,7 @@ def node(rank: int, **changes: Any) -> NodeReport:
 
 def begun(*pods: PodRecord, known: PolicyRecord | None = None) -> Run:
     """A run with these pods, its object and its policy, before the first report."""
-    run = transitions.object_seen(Run(key=KEY, since=T0), run_object())
+    run = transitions.run_object_seen(Run(key=KEY, since=T0), run_object())
     for record in pods or (pod(0), pod(1)):
         run = transitions.pod_seen(run, record, at=T0)
     return transitions.policy_seen(run, known or policy())

@@ -21,7 +21,7 @@ from keepstep_operator.kube.resources import RUNS
 from keepstep_operator.reconcile.main import Parts, ReconcileSettings
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.serving import serve_application
-from keepstep_operator.tls import ServerTls, mounted_pair
+from keepstep_operator.tls_reload import ServerTls, mounted_pair
 from tests.certificates import make_certificate
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
@@ -92,7 +92,9 @@ async def serving(
             patched.setenv("KUBECONFIG", str(cluster.kubeconfig(directory)))
             async with aiohttp.ClientSession(connector=connector) as session:
                 parts = Parts(client, ReconcileSettings(**settings), PeerCertificates(directory))
-                working = asyncio.create_task(parts.work() if watching else parts.rounds.load())
+                working = asyncio.create_task(
+                    parts.work_until_ending() if watching else parts.rounds.load()
+                )
                 try:
                     async with serve_application(
                         parts.reports.application(),

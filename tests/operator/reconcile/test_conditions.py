@@ -235,7 +235,7 @@ def test_archived_says_what_is_there() -> None:
 def test_a_rollback_is_followed(
     known: RestoreFrom | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
-    run = transitions.object_seen(begun(), run_object(restore_from="90"))
+    run = transitions.run_object_seen(begun(), run_object(restore_from="90"))
     run = reported(run, report(record=LeaderRecord(restore_from=known), **more))
     assert brief(run, "RestoreFrom") == expected
 

@@ -67,7 +67,7 @@ def test_a_process_that_starts_sees_the_pods_in_any_order(
     )
     run = Run(key=KEY, since=T0)
     if on_record:
-        run = transitions.object_seen(run, run_object(status=status))
+        run = transitions.run_object_seen(run, run_object(status=status))
     run = seen(run, *(pods[index] for index in order))
     assert run.rivals == {OTHER}
     assert run.job_of_pods == JOB
@@ -173,7 +173,9 @@ def test_a_train_job_on_record_is_kept_until_it_is_looked_up_again() -> None:
     record = JobStatus(
         api_version=TRAIN_JOB.api_version, kind=TRAIN_JOB.kind, name="llama", uid=TRAIN_JOB.uid
     )
-    run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=RunStatus(job=record)))
+    run = transitions.run_object_seen(
+        Run(key=KEY, since=T0), run_object(status=RunStatus(job=record))
+    )
     run = seen(run, pod(0, job=JOB_SET))
     assert run.job == TRAIN_JOB
     assert transitions.owner_found(run, JOB_SET, None).job == JOB_SET

@@ -13,7 +13,7 @@ import pytest
 from keepstep.steps import Tier
 from keepstep.wire.run_reports import Advisory, AdvisoryKind, KeptStep, LeaderRecord
 from keepstep_operator.kube.resources import CHECKPOINTS, EVENTS, RUNS, SERVICES
-from keepstep_operator.reconcile import operator, periodic_checks, writers
+from keepstep_operator.reconcile import periodic_checks, run_registry, writers
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body, bound_to, put_policy
 from tests.operator.injection.pods import policy_body
@@ -88,7 +88,7 @@ async def test_a_report_becomes_a_status_events_checkpoints_and_a_service(tmp_pa
 async def test_a_changed_condition_is_written_at_once_and_numbers_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator, "LEAST_S", 3600.0)
+    monkeypatch.setattr(run_registry, "LEAST_S", 3600.0)
     async with running(tmp_path) as served:
         await served.report(report(100))
         await until(lambda: served.condition("Committing") == ("True", "Committing"))
@@ -142,8 +142,8 @@ async def test_a_run_ends_with_its_job_and_goes_after_its_ttl(tmp_path: Path) ->
         job = {"metadata": {"name": "gpt", "uid": "1a2b3c4d-0000"}, "status": failed}
         made.add(f"{JOBS}/gpt", job)
         await until(lambda: served.status().get("phase") == "Finished")
-        run = served.parts.operator.runs[KEY]
-        served.parts.operator.runs[KEY] = replace(run, finished_at=1.0)
+        run = served.parts.registry.runs[KEY]
+        served.parts.registry.runs[KEY] = replace(run, finished_at=1.0)
         path = RUNS.path(KEY.name, namespace=KEY.namespace)
         await until(lambda: path not in made.objects)
 
@@ -209,8 +209,8 @@ async def test_nodes_are_followed_only_where_they_may_be(tmp_path: Path) -> None
         "/api/v1/nodes/node-0", {"metadata": {"name": "node-0"}, "spec": {"unschedulable": True}}
     )
     async with running(tmp_path, made=made, watch_nodes=True) as served:
-        await until(lambda: "node-0" in served.parts.operator.cluster.nodes)
-        assert served.parts.operator.cluster.nodes["node-0"].cordoned
+        await until(lambda: "node-0" in served.parts.registry.cluster.nodes)
+        assert served.parts.registry.cluster.nodes["node-0"].cordoned
     async with running(tmp_path) as served:
         assert not served.cluster.asked("GET", "/nodes")
 

@@ -71,7 +71,7 @@ async def test_the_leader_is_answered_with_the_pods_of_its_run(tmp_path: Path) -
         assert answer["complete"] is True
         assert answer["record"]["restarts"] == 0
         assert answer["authorities"] == (tmp_path / "ca.crt").read_text()
-        assert served.parts.operator.runs[KEY].report is not None
+        assert served.parts.registry.runs[KEY].report is not None
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ async def test_nonsense_is_refused_and_ends_nothing(body: bytes, tmp_path: Path)
 
 async def test_before_all_runs_are_known_nothing_is_taken_in(tmp_path: Path) -> None:
     async with api(tmp_path) as served:
-        cluster = served.parts.operator.cluster
-        served.parts.operator.cluster = replace(cluster, complete=False)
+        cluster = served.parts.registry.cluster
+        served.parts.registry.cluster = replace(cluster, complete=False)
         status, problem = await served.post(msgspec.json.encode(report()), token="of-0")
         assert (status, problem["code"]) == (503, "starting")
 

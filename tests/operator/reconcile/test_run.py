@@ -120,7 +120,7 @@ def test_what_an_earlier_process_wrote_is_taken_over() -> None:
         begun(), report(record=LeaderRecord(restarts=2, lost_steps=30), recent=(RESTORED,))
     )
     status = read_status(status_json(render_status(old, ClusterFacts(), now=T0)))
-    run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=status))
+    run = transitions.run_object_seen(Run(key=KEY, since=T0), run_object(status=status))
     assert (run.committed, run.recent, run.job) == (old.committed, old.recent, JOB)
     assert run.record == replace(old.record, counted="0001.aaaaaaaa")
     assert run.resumes(T0 + 30)
@@ -210,8 +210,8 @@ def _steps() -> st.SearchStrategy[Step]:
         st.sampled_from([None, policy(), policy(generation=2)]).map(
             lambda record: lambda run, at: transitions.policy_seen(run, record)
         ),
-        st.just(lambda run, at: transitions.object_seen(run, run_object())),
-        st.just(lambda run, at: transitions.object_gone(run)),
+        st.just(lambda run, at: transitions.run_object_seen(run, run_object())),
+        st.just(lambda run, at: transitions.run_object_gone(run)),
     )
 
 

@@ -120,7 +120,7 @@ def test_the_phase_says_what_the_run_does(changes: dict[str, Any], phase: str) -
 
 def test_before_a_report_what_an_earlier_process_wrote_stays() -> None:
     old = shown(reported(begun()))
-    run = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=old))
+    run = transitions.run_object_seen(Run(key=KEY, since=T0), run_object(status=old))
     run = transitions.pod_seen(run, pod(0), at=T0)
     status = shown(run, now=T0 + 60)
     assert (status.phase, status.step, status.world) == ("Running", 101, 2)
@@ -133,7 +133,7 @@ def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
         run = transitions.pod_seen(run, pod(rank, phase="Succeeded"), at=T0)
     old = shown(run)
     assert old.phase == "Finished"
-    again = transitions.object_seen(Run(key=KEY, since=T0), run_object(status=old))
+    again = transitions.run_object_seen(Run(key=KEY, since=T0), run_object(status=old))
     later = shown(again, now=T0 + 1000)
     kept = {condition.type: condition for condition in later.conditions}
     assert kept["Protected"] == next(
@@ -313,7 +313,7 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
     body = run_object(
         pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
     )
-    run = transitions.object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), body)
+    run = transitions.run_object_seen(begun(pod(0), pod(1, deleting=True), pod(2, node="")), body)
     request = leader_answer(run, ClusterFacts(complete=True), authorities="PEM")
     assert [(member.node_rank, member.address, member.leaving) for member in request.members] == [
         (0, "10.0.0.1", False),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from keepstep.image.control_page import Manifest
 from keepstep.steps import Answer, StepId, Tier, shard_name
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, DueShards, Key
 from keepstep_sidecar.tiers.source import FileSource, ShardSource
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.volume.files import Filesystem, IoEngine, ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import LocalShard, read_manifest
 

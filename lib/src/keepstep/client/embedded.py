@@ -40,7 +40,7 @@ class SidecarRestarter:
         self._tried_at = float("-inf")
         self._message = ""
 
-    def revive(self) -> None:
+    def restart_if_due(self) -> None:
         """Called when the sidecar does not answer. If an attempt is due, start the sidecar in the
         background. Returns at once."""
         if self._lock.locked() or time.monotonic() < self._tried_at + self._pause_s:
@@ -82,7 +82,7 @@ class SidecarRestarter:
         self._message = text
 
 
-def socket_path(directory: str | os.PathLike[str] | None, run: str | None = None) -> str:
+def ensure_sidecar(directory: str | os.PathLike[str] | None, run: str | None = None) -> str:
     """Path of the sidecar's socket.
 
     If `keepstep run` or a pod provides a sidecar for this process, its socket is returned. Else a
@@ -108,8 +108,8 @@ def socket_path(directory: str | os.PathLike[str] | None, run: str | None = None
 def sidecar_restarter(
     directory: str | os.PathLike[str] | None, run: str | None = None
 ) -> SidecarRestarter | None:
-    """The keeper of the sidecar that `socket_path` started. None if another process looks after the
-    sidecar: one that started it in another way, or the first rank of this machine."""
+    """The keeper of the sidecar that `ensure_sidecar` started. None if another process looks after
+    the sidecar: one that started it in another way, or the first rank of this machine."""
     provided = run is None and os.environ.get(SOCKET_ENV)
     if directory is None or provided or os.environ.get("LOCAL_RANK", "0") != "0":
         return None

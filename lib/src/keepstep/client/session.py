@@ -360,7 +360,7 @@ class SidecarSession:
             )
         except SidecarAbsent as error:
             if self._keeper is not None and error.code == "absent":  # "silent" is slow, not dead
-                self._keeper.revive()
+                self._keeper.restart_if_due()
             raise
         self.run, self.archive = lease.granted.run, lease.granted.archive
         self._lease = lease
@@ -374,7 +374,7 @@ class SidecarSession:
         if directory and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             with contextlib.suppress(SidecarError):  # asked again with the next lease
                 request = UnseenHugePagesRequest(lease=granted.lease)
-                self.call("/v1/unseen", request, dict, timeout_s=_UNSEEN_S)
+                self.call_apart("/v1/unseen", request, dict, timeout_s=_UNSEEN_S)
 
     def connect(self, *, timeout_s: float) -> LeaseGranted:
         """Get the lease.
@@ -401,7 +401,7 @@ class SidecarSession:
             if self._interrupted:
                 raise SidecarAbsent("the call was interrupted", code="absent")
 
-    def call(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
+    def call_apart(self, route: str, message: Any, kind: type[T], *, timeout_s: float) -> T:
         """Make a call on a separate connection. Raises as `SidecarClient.call` does."""
         with contextlib.closing(SidecarClient(self.path)) as client:
             self._calls.add(client)
@@ -411,7 +411,7 @@ class SidecarSession:
                 self._calls.discard(client)
 
     @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
+    def interrupt_calls(self) -> Iterator[None]:
         """Within this context, no call of another thread goes on, and none waits for the lease."""
         self._interrupted = True
         for client in list(self._calls):
@@ -438,7 +438,7 @@ class SidecarSession:
                 request = WaitRequest(
                     lease=self.lease, id=step_id, state=str(state), timeout_s=seconds, flush=True
                 )
-                waited = self.call("/v1/wait", request, Waited, timeout_s=seconds + _SLACK_S)
+                waited = self.call_apart("/v1/wait", request, Waited, timeout_s=seconds + _SLACK_S)
             except SidecarAbsent as error:
                 reason = str(error)
                 time.sleep(min(left_s, 0.1))
@@ -460,14 +460,14 @@ class SidecarSession:
         if self.connected:
             with contextlib.suppress(SidecarError):
                 request = FailedRequest(lease=self.lease, id=step_id, reason=reason[:_REASON])
-                self.call("/v1/failed", request, dict, timeout_s=_FAILED_S)
+                self.call_apart("/v1/failed", request, dict, timeout_s=_FAILED_S)
 
-    def warn_of(self, text: str) -> None:
+    def report_warning(self, text: str) -> None:
         """Have this warning stand in the sidecar's status, while this lease lasts."""
         if self.connected:
             with contextlib.suppress(SidecarError):
                 request = WarningRequest(lease=self.lease, text=text)
-                self.call("/v1/warning", request, dict, timeout_s=_FAILED_S)
+                self.call_apart("/v1/warning", request, dict, timeout_s=_FAILED_S)
 
     def drop(self) -> None:
         """Give up the lease, so that another can be taken."""
@@ -482,7 +482,7 @@ class SidecarSession:
             if goodbye and self.connected:
                 with contextlib.suppress(SidecarError):
                     request = ReleaseRequest(lease=self.lease)
-                    self.call("/v1/release", request, dict, timeout_s=timeout_s)
+                    self.call_apart("/v1/release", request, dict, timeout_s=timeout_s)
             self.drop()
 
     def forget(self) -> None:

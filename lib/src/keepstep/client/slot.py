@@ -68,7 +68,7 @@ class SlotMapping:
             return False
         return (status.st_dev, status.st_ino) != self._file
 
-    def populate(self) -> None:
+    def populate_pages(self) -> None:
         """Map all pages for writing. A slot that is only read does not need this: the kernel maps
         sixteen pages at a read fault, but only one at a write fault."""
         copying.populate_pages(self.address, self.layout.size_bytes)
@@ -129,7 +129,7 @@ class GrantedSlot(NamedTuple):
     base: SlotMapping | None = None
 
 
-def drop_mappings(held: list[object]) -> None:
+def unmap_in_background(held: list[object]) -> None:
     """Drop the last references to mappings in a thread of its own: to unmap and to unpin takes the
     kernel and the driver about a tenth of the time of the copy. The interpreter's end waits for it,
     as torch aborts a process that ends within; so nothing that runs after that wait may call this.

@@ -46,12 +46,12 @@ def report_uncaught_error(error: BaseException) -> None:
         from keepstep.wire.trainer import UncaughtRequest
 
         reason = f"{type(error).__name__}: {error}"[:_REASON]
-        request = UncaughtRequest(reason=reason, pid=os.getpid(), repeats=is_repeated(error))
+        request = UncaughtRequest(reason=reason, pid=os.getpid(), repeats=would_recur(error))
         with contextlib.closing(SidecarClient(path)) as client:
             client.call("/v1/uncaught", request, dict, timeout_s=_WITHIN_S)
 
 
-def is_repeated(error: BaseException) -> bool:
+def would_recur(error: BaseException) -> bool:
     """Whether a new start ends in the same error, as long as no step was kept in between."""
     return any(isinstance(cause, _REPEATED) for cause in error_chain(error, contexts=False))
 

@@ -200,7 +200,7 @@ class HeldImages:
         """Whether an image here stands for that of another rank."""
         return bool(self._twins)
 
-    def with_twins(self) -> int:
+    def ranks_with_twins(self) -> int:
         """Bitmap of the ranks held here, and of the ranks that have a twin among them."""
         return functools.reduce(operator.or_, self._twins, self.ranks)
 
@@ -679,16 +679,16 @@ class Completeness:
         """Every copy of this step."""
         return self._tally(step_id).copies.values()
 
-    def of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, HeldImages]]:
+    def copies_of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, HeldImages]]:
         """The steps that this node holds on this tier, each with its copies."""
         return ((held.id, held) for held in self._held.get((node_rank, tier), {}).values())
 
-    def copy(self, step_id: StepId, place: Place) -> int:
+    def rank_mask_at(self, step_id: StepId, place: Place) -> int:
         """Bitmap of the ranks of which an image of the step is at this place."""
         held = self._tally(step_id).copies.get(place)
         return 0 if held is None else held.ranks
 
-    def steps_at(self, at: int) -> int:
+    def count_steps_at(self, at: int) -> int:
         """How many steps are held at `at`. A step counts once for each tier and world."""
         return sum(len(self._held.get((at, tier), ())) for tier in NEAREST_FIRST)
 
@@ -722,7 +722,7 @@ class Completeness:
     def _tally(self, step_id: StepId) -> StepCopies:
         return self._of_step.get(step_id) or StepCopies()
 
-    def coverage(self, step_id: StepId) -> BoxSources | None:
+    def box_sources(self, step_id: StepId) -> BoxSources | None:
         """What can be reached of the step.
 
         None if nobody can say, because there are two writers or two world sizes, or no copy at all.
@@ -740,7 +740,7 @@ class Completeness:
         """
         ranks = ALL_RANKS if tier.shared else 1 << rank
         answers = self._answers_of(tier)
-        steps = answers[Answer.STEPS] & ranks or (tier.shared and self.steps_at(NO_NODE))
+        steps = answers[Answer.STEPS] & ranks or (tier.shared and self.count_steps_at(NO_NODE))
         if answers[Answer.UNKNOWN] & ranks or not (answers[Answer.NONE] & ranks or steps):
             return Answer.UNKNOWN
         return Answer.STEPS if steps else Answer.NONE
@@ -753,7 +753,7 @@ class Completeness:
         answers = self._answers_of(tier)
         return answers[Answer.UNKNOWN] | ~(answers[Answer.NONE] | answers[Answer.STEPS])
 
-    def out_of_reach(self, rank: int, tier: Tier) -> bool:
+    def is_out_of_reach(self, rank: int, tier: Tier) -> bool:
         """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
         for an answer is useless."""
         answers = self._answers_of(tier)
@@ -841,7 +841,7 @@ def _spread(tally: StepCopies, *, world: int) -> BoxSources:
     for tier in NEAREST_FIRST if taken != everybody else ():
         for held in lenders:
             if held.place[1] is tier:
-                news = held.with_twins() & everybody & ~(taken | twins)
+                news = held.ranks_with_twins() & everybody & ~(taken | twins)
                 twins |= news
                 found[tier] |= news
     by_tier = tuple((tier, ranks) for tier, ranks in found.items() if ranks)

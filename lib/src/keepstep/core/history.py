@@ -209,7 +209,7 @@ class HistoryTotals:
     interruptions: int = 0
 
     @property
-    def sane(self) -> bool:
+    def is_sane(self) -> bool:
         """Whether a fold can have produced these values. They may have been read from a file."""
         times = [self.since or 0.0, self.mark, self.ended or 0.0, self.process or 0.0]
         times += [seconds for _, seconds in self.badput.items()]

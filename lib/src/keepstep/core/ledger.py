@@ -216,7 +216,7 @@ class ParameterDigests:
         for old in sorted(self._of_step)[: -self._kept]:
             del self._of_step[old]
 
-    def stale(self) -> Iterator[Alarm]:
+    def is_stale(self) -> Iterator[Alarm]:
         """The steps advance within one epoch, but no rank's parameters change."""
         ids = sorted(self._of_step)
         if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
@@ -414,7 +414,7 @@ class Ledger(Completeness):
             if self.complete(step_id, Tier.MEMORY):
                 yield step_id
                 continue
-            coverage = self.coverage(step_id)
+            coverage = self.box_sources(step_id)
             if coverage is not None and coverage.whole:
                 older = reversed(steps[:place])
                 complete = next(
@@ -424,7 +424,7 @@ class Ledger(Completeness):
                 if (
                     complete is None
                     or coverage.world != (world or coverage.world)
-                    or not _nearby(coverage, self.coverage(complete))
+                    or not _nearby(coverage, self.box_sources(complete))
                 ):
                     yield step_id
 
@@ -433,7 +433,7 @@ class Ledger(Completeness):
         world then."""
         if self.complete(step_id, Tier.MEMORY):
             return True
-        coverage = self.coverage(step_id)
+        coverage = self.box_sources(step_id)
         return coverage is not None and coverage.whole and coverage.world != newer.world
 
     def has_answered(self, rank: int) -> bool:
@@ -442,7 +442,7 @@ class Ledger(Completeness):
 
     def archived_of(self, rank: int) -> list[StepId]:
         """Steps for which the archive holds this rank's image."""
-        there = self.of_node(NO_NODE, Tier.ARCHIVE)
+        there = self.copies_of_node(NO_NODE, Tier.ARCHIVE)
         return [step_id for step_id, held in there if held.ranks >> rank & 1]
 
     def size_bytes(self, step_id: StepId) -> int:
@@ -505,14 +505,14 @@ class Ledger(Completeness):
         found = self.next_step(ranks)
         if not isinstance(found, StepId):
             return found
-        coverage = self.coverage(found)
+        coverage = self.box_sources(found)
         assert coverage is not None, "a step that is whole is covered"
         return RestorePlan(found, coverage.tiers, tuple(coverage.by_twins))
 
     def next_step(self, ranks: Collection[int]) -> StepId | NothingToRestore | PlanUnknown:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
         newest = self.restart_step(world=len(ranks))
-        coverage = None if newest is None else self.coverage(newest)
+        coverage = None if newest is None else self.box_sources(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
@@ -541,7 +541,7 @@ class Ledger(Completeness):
             if rank in ranks
             and (chosen.twins >> rank & 1 or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
             and self.answer(rank, tier) is Answer.UNKNOWN
-            and not self.out_of_reach(rank, tier)
+            and not self.is_out_of_reach(rank, tier)
         )
 
     def _nothing(self, ranks: Collection[int]) -> NothingToRestore | PlanUnknown:
@@ -555,7 +555,7 @@ class Ledger(Completeness):
         silent = tuple(place for place, answer in answers.items() if answer is Answer.UNKNOWN)
         if silent:
             reason = f"no answer yet from {_places(silent)}"
-            if self.steps and all(self.out_of_reach(*place) for place in silent):
+            if self.steps and all(self.is_out_of_reach(*place) for place in silent):
                 reason = (
                     f"what {_places(silent)} had is out of reach, and without it no step is whole:"
                     f" {self._incomplete()}"
@@ -582,7 +582,7 @@ class Ledger(Completeness):
             return f"two different images of rank {_named(contested)}"
         if len(worlds := self.worlds(step_id)) != 1:
             return f"saved by worlds of {_named(worlds)}"
-        coverage = self.coverage(step_id)
+        coverage = self.box_sources(step_id)
         return f"no copy of rank {_named(coverage.lost if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
@@ -629,7 +629,7 @@ class Ledger(Completeness):
 
     def _alarms(self) -> Iterator[Alarm]:
         self._catch_up()
-        now = {*self._conflicts, *two_writer_alarms(self), *self._signatures.stale()}
+        now = {*self._conflicts, *two_writer_alarms(self), *self._signatures.is_stale()}
         newest, world = self.watermark(Tier.MEMORY), self.config.world
         # a step of an older epoch may have any world: the ranks that run have gone on from it
         if newest is not None and newest.epoch == self._lineage.current and world is not None:

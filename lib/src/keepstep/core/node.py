@@ -7,7 +7,7 @@ A step on this machine goes through the states of `STEP`:
 - `committed`, `published`: every rank of the run has it durable; readers see it.
 - `retiring`: it is being deleted, until a listing shows that it is gone.
 
-The host feeds events and carries out actions: the sidecar's committer, or a model in tests. `Node`
+The host feeds events and carries out actions: the sidecar's `NodeHost`, or a model in tests. `Node`
 decides by slots (`slot_table`), what is due (`schedule`), committed (`ledger`) and deletable
 (`retention`), without I/O and clock. An action that was not carried out is returned again.
 
@@ -96,7 +96,7 @@ class RankSlotTables(Protocol):
     @property
     def settled(self) -> bool: ...
 
-    def tables(self) -> Sequence[SlotTable]: ...
+    def slot_tables(self) -> Sequence[SlotTable]: ...
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ class Node:
         return self.leader_view.last_reply
 
     @property
-    def shortage(self) -> str:
+    def shortage_text(self) -> str:
         """A warning for people; '' while everything that the policy keeps fits on the volumes."""
         if not self.short:
             return ""
@@ -461,7 +461,8 @@ class Node:
     def _memories(self) -> list[RankMemory]:
         """Of the ranks here that have slots."""
         tables = {
-            rank: self._slots[rank].tables() for rank in self._serves.ranks & self._slots.keys()
+            rank: self._slots[rank].slot_tables()
+            for rank in self._serves.ranks & self._slots.keys()
         }
         return [
             RankMemory(
@@ -472,19 +473,23 @@ class Node:
             if found
         ]
 
-    def unwritten(self) -> StepId | None:
+    def newest_unwritten_step(self) -> StepId | None:
         """The newest step that every rank here has in a slot, where it should be durable and is
         not."""
         step_id = self.common()
-        if step_id is None or not self._may_write(step_id) or self.planner.is_durable(step_id):
+        if (
+            step_id is None
+            or not self._may_write(step_id)
+            or self.planner.is_written_by_all(step_id)
+        ):
             return None
         return step_id
 
     def _protect(self) -> None:
         kept = steps_to_protect(self._memories())
         for slots in self._slots.values():
-            for table in slots.tables():
-                table.protect(kept)
+            for table in slots.slot_tables():
+                table.protect_steps(kept)
 
     # --- writing -------------------------------------------------------------------------
 
@@ -510,7 +515,7 @@ class Node:
                 self._protect()
                 return self.planner.sealed(rank, step_id) if self._may_write(step_id) else ()
             case Overwritten(rank, step_id):
-                return self.planner.overwritten(rank, step_id)
+                return self.planner.on_overwritten(rank, step_id)
             case WriteEnded(rank, step_id, ok):
                 return self._wrote(rank, step_id, ok=ok)
             case TrainerDied(rank):
@@ -522,7 +527,7 @@ class Node:
                 # and nothing comes after it
                 for rank in self._serves.ranks & self._slots.keys() if ids is None else ():
                     if self._slots[rank].settled:
-                        self.planner.retry(rank, self._writable(rank))
+                        self.planner.retry_writes(rank, self._writable(rank))
                 return self.planner.flush(ids, newest=newest)
 
     def _serve(self, serves: RanksServed) -> Iterator[Write]:
@@ -540,7 +545,7 @@ class Node:
             yield from self.planner.gone(rank)
         for rank in sorted(serves.ranks):
             for step_id in sorted(self._durable.get(rank, ())):
-                yield from self.planner.written(rank, step_id)
+                yield from self.planner.on_write_end(rank, step_id)
             if rank in self._slots and self._slots[rank].settled:
                 yield from self._settle(rank)
 
@@ -549,7 +554,7 @@ class Node:
             yield from self.planner.sealed(rank, step_id)
 
     def _writable(self, rank: int) -> set[StepId]:
-        held = {step_id for table in self._slots[rank].tables() for step_id in table.sealed()}
+        held = {step_id for table in self._slots[rank].slot_tables() for step_id in table.sealed()}
         return {
             step_id
             for step_id in held
@@ -562,7 +567,7 @@ class Node:
         if ok:
             self._durable.setdefault(rank, set()).add(step_id)
             self._grown = True
-        return self.planner.written(rank, step_id, ok=ok)
+        return self.planner.on_write_end(rank, step_id, ok=ok)
 
     def _pace(self, wrote: WriteEnded) -> tuple[PersistInterval, ...]:
         """Learn from the write. If the step is durable now, choose the interval to the next one."""
@@ -570,8 +575,8 @@ class Node:
             return ()
         if wrote.size_bytes:
             pacing.wrote(wrote.id, wrote.drive, seconds=wrote.seconds, size_bytes=wrote.size_bytes)
-        pacing.write_ended()
-        if not self.planner.is_durable(wrote.id):
+        pacing.on_write_ended()
+        if not self.planner.is_written_by_all(wrote.id):
             return ()
         before, interval = pacing.interval, pacing.durable(wrote.id, self._epochs())
         if interval is None or (before is not None and before.steps == interval.steps):
@@ -592,11 +597,11 @@ class Node:
                 table, index = self._writing[key] = found
                 table.pin(index)
             else:
-                waiting += self.planner.written(*key, ok=False)
+                waiting += self.planner.on_write_end(*key, ok=False)
                 continue
             begun.append(write)
             if self.pacing is not None:
-                self.pacing.write_began()
+                self.pacing.on_write_began()
         return tuple(begun)
 
     def _find(self, rank: int, step_id: StepId) -> tuple[SlotTable, int] | None:
@@ -634,7 +639,7 @@ class Node:
         if not isinstance(event, EpochStarted):
             return ()
         for slots in self._slots.values():
-            for table in slots.tables():
+            for table in slots.slot_tables():
                 table.forget(self.ledger.is_dead)
         writes = self.planner.forget(self.ledger.is_dead)
         return self._begin((*writes, *self._healed(event.epoch.parent)))
@@ -717,7 +722,7 @@ class Node:
         )
 
     def _tables(self, rank: int) -> Sequence[SlotTable]:
-        return self._slots[rank].tables() if rank in self._slots else ()
+        return self._slots[rank].slot_tables() if rank in self._slots else ()
 
     def _retire(self, step_id: StepId) -> Retire:
         ranks = tuple(sorted(rank for rank, held in self._durable.items() if step_id in held))

@@ -16,7 +16,7 @@ in memory. With two slots per rank (`SlotTable` then waits for the writer) every
 written, in order, each rank at its own pace.
 
 A rank writes one image at a time, so persisting pins at most one slot of a rank. The host pins the
-slot of a `Write` before it does anything else, and reports the end with `written`.
+slot of a `Write` before it does anything else, and reports the end with `on_write_end`.
 
 `UnequalSteps` finds ranks that save different steps: no step becomes whole, and only the script can
 end that. Ranks in lock step (each step has a collective) are never far apart: when a rank has
@@ -280,12 +280,12 @@ class Pacing:
                 self._times.append(((now - at) / (step_id.step - before.step), self._wrote))
         self._newest, self._wrote = (step_id, now), self._in_flight > 0
 
-    def write_began(self) -> None:
+    def on_write_began(self) -> None:
         """A write is in flight."""
         self._in_flight += 1
         self._wrote = True
 
-    def write_ended(self) -> None:
+    def on_write_ended(self) -> None:
         """A write is no longer in flight."""
         self._in_flight -= 1
 
@@ -354,7 +354,7 @@ _DONE_KEPT = 64
 
 @dataclass(frozen=True)
 class Write:
-    """Pin the slot of `rank` that holds `id` and persist the image; then call `written`."""
+    """Pin the slot of `rank` that holds `id` and persist the image; then call `on_write_end`."""
 
     rank: int
     id: StepId
@@ -392,7 +392,7 @@ class _Rank:
         """Whether the rank has sealed this step or may still seal it."""
         return self.has_sealed(step_id) or self.may_seal(step_id)
 
-    def could_write(self, step_id: StepId) -> bool:
+    def can_write(self, step_id: StepId) -> bool:
         """Whether the rank could write this step now and has not written it."""
         return self.writing is None and step_id in self.held and step_id not in self.done
 
@@ -455,14 +455,14 @@ class PersistPlanner:
             self._pending.add(step_id)
         return self._advance()
 
-    def overwritten(self, rank: int, step_id: StepId) -> tuple[Write, ...]:
+    def on_overwritten(self, rank: int, step_id: StepId) -> tuple[Write, ...]:
         """The slot that held this step was assigned again."""
         if (state := self._ranks.get(rank)) is None:
             return ()
         state.held.discard(step_id)
         return self._advance()
 
-    def written(self, rank: int, step_id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
+    def on_write_end(self, rank: int, step_id: StepId, *, ok: bool = True) -> tuple[Write, ...]:
         """A `Write` ended, or a shard was found on disk. Not `ok`: the write failed and is not
         tried again."""
         if (state := self._ranks.get(rank)) is None:
@@ -499,7 +499,7 @@ class PersistPlanner:
             self._drop_target()
         return self._advance()
 
-    def retry(self, rank: int, held: Collection[StepId]) -> None:
+    def retry_writes(self, rank: int, held: Collection[StepId]) -> None:
         """The images that the rank's slots hold: those that could not be written may be by now."""
         if (state := self._ranks.get(rank)) is not None:
             state.held |= set(held) - state.done
@@ -535,7 +535,7 @@ class PersistPlanner:
         """Whether the rank has this step, as far as this planner knows, or may still seal it."""
         return (state := self._ranks.get(rank)) is None or state.can_have(step_id)
 
-    def is_durable(self, step_id: StepId) -> bool:
+    def is_written_by_all(self, step_id: StepId) -> bool:
         """Whether every rank of this node has written this step, as far as this planner knows."""
         return bool(self._ranks) and all(step_id in rank.done for rank in self._ranks.values())
 
@@ -558,7 +558,7 @@ class PersistPlanner:
             if not (begun and self._possible(self._target)):
                 self.counts.abandoned += 1
                 self._drop_target()
-        if self._target is not None and self.is_durable(self._target):
+        if self._target is not None and self.is_written_by_all(self._target):
             self._finish(self._target)
         self._yield_to_flush()
         if self._target is None:
@@ -566,17 +566,17 @@ class PersistPlanner:
         return [
             Write(rank, self._target)
             for rank, state in self._ranks.items()
-            if self._target is not None and state.could_write(self._target)
+            if self._target is not None and state.can_write(self._target)
         ]
 
     def _each_at_its_pace(self) -> list[Write]:
         for step_id in sorted(self._pending):
-            if self.is_durable(step_id):
+            if self.is_written_by_all(step_id):
                 self._pending.discard(step_id)
                 self._finish(step_id)
         writes = []
         for rank, state in self._ranks.items():
-            if waiting := [step_id for step_id in self._pending if state.could_write(step_id)]:
+            if waiting := [step_id for step_id in self._pending if state.can_write(step_id)]:
                 writes.append(Write(rank, min(waiting)))
         return writes
 
@@ -645,7 +645,7 @@ class PersistPlanner:
         return all(rank.can_have(step_id) for rank in self._ranks.values())
 
     def _is_new(self, step_id: StepId) -> bool:
-        return step_id != self._target and not self.is_durable(step_id)
+        return step_id != self._target and not self.is_written_by_all(step_id)
 
 
 LEAST = 3

@@ -142,7 +142,7 @@ class Shard:
         return Shard(**self.facts | ({} if self.alike.is_short else {"alike": NO_RANKS}))
 
     @property
-    def is_possible(self) -> bool:
+    def is_well_formed(self) -> bool:
         """Whether a message may name it: it is of a rank of its world, and so are its twins."""
         alike = not self.alike or (self.alike.is_short and self.rank in self.alike)
         return 0 <= self.rank < self.world <= MOST_RANKS and alike
@@ -205,7 +205,7 @@ class StepShards:
             alike=self.alike[index : index + 1],
         )
 
-    def is_possible(self, ranks: Ranks) -> bool:
+    def is_well_formed(self, ranks: Ranks) -> bool:
         """Whether a message may name it for these ranks: they are of its world, and each has one
         value in each column, which can be."""
         columns = self.roots, self.params_digests, self.alike

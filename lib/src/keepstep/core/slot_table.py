@@ -18,9 +18,9 @@ never takes
 
 So with three slots and at most one pinned, a lock-step run that dies loses one finished step at
 most, and never waits for the drive, if all its ranks are on this machine: only these are known to
-`protect`. Else it takes four (docs/protocol.md). With two slots the second newest image may be
-taken, because the training must not stop. Then there are moments without a common step in memory,
-and a crash in such a moment falls back to the newest commit.
+`protect_steps`. Else it takes four (docs/protocol.md). With two slots the second newest image may
+be taken, because the training must not stop. Then there are moments without a common step in
+memory, and a crash in such a moment falls back to the newest commit.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def newest_common_step(ranks: Sequence[RankMemory]) -> StepId | None:
 
 
 def steps_to_protect(ranks: Sequence[RankMemory]) -> frozenset[StepId]:
-    """What to `protect`: the newest step that all ranks hold, and newer ones that all may come to
-    hold.
+    """What to `protect_steps`: the newest step that all ranks hold, and newer ones that all may
+    come to hold.
 
     The newer ones belong to it: with the common step alone, a rank that is ahead while its oldest
     image is pinned would give up the very step that the others are about to seal.
@@ -185,7 +185,7 @@ class SlotTable:
             raise ValueError(f"slot {index} is {self._slots[index].state}, not empty")
         self._slots[index] = SlotRow(SlotState.SEALED, step_id)
 
-    def reserve(self, expendable: Container[StepId] = frozenset()) -> int | None:
+    def reserve_slot(self, expendable: Container[StepId] = frozenset()) -> int | None:
         """A slot to load an image into without destroying a candidate, or None. `seal` it later.
 
         The slot is empty or dead, or else the oldest one sealed with a step in `expendable`. It is
@@ -219,7 +219,7 @@ class SlotTable:
             raise ValueError(f"slot {index} is not pinned")
         self._slots[index] = replace(slot, pins=slot.pins - 1)
 
-    def protect(self, ids: Iterable[StepId]) -> None:
+    def protect_steps(self, ids: Iterable[StepId]) -> None:
         """Prefer to keep these (`steps_to_protect`). Replaces what was protected before."""
         self._protected = frozenset(ids)
 

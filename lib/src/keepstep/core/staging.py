@@ -46,7 +46,7 @@ class StageCost:
         self._added, self._blocked = deque[float](maxlen=_SAMPLES), deque[float](maxlen=_SAMPLES)
         self._before: tuple[float, bool] | None = None
 
-    def called(self, at: float, *, due: bool, kept: bool, blocked_s: float) -> None:
+    def note_save(self, at: float, *, due: bool, kept: bool, blocked_s: float) -> None:
         """`save` was called at `at` (seconds), for a step that is to be staged or left out. `kept`,
         `blocked_s`: whether the save before this one staged its step, and how long it blocked,
         fence included."""
@@ -66,7 +66,7 @@ class StageCost:
             self._near.clear()
 
     @property
-    def fraction(self) -> float | None:
+    def added_fraction(self) -> float | None:
         """What staging adds to a step, as a part of a step that is not staged; None: too few
         samples."""
         for samples in (self._added, self._blocked):
@@ -91,7 +91,7 @@ class StageInterval:
         self._costs: dict[int, float] = {}
 
     @property
-    def may_leave_out_half(self) -> bool:
+    def can_leave_out_half(self) -> bool:
         """Whether trials leave out no step that a person wants."""
         return 2 in self._choices
 
@@ -100,8 +100,9 @@ class StageInterval:
         self._costs.clear()
 
     def measured(self, rank: int, cost: float, *, ranks: int) -> bool:
-        """A rank reports its `StageCost.fraction`. `ranks`: how many train here. Returns whether
-        the interval changed. It becomes longer at once, and shorter when all ranks agree."""
+        """A rank reports its `StageCost.added_fraction`. `ranks`: how many train here. Returns
+        whether the interval changed. It becomes longer at once, and shorter when all ranks
+        agree."""
         if not 0 <= cost < math.inf:
             return False
         self._costs[rank] = cost

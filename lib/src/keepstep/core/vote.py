@@ -67,7 +67,7 @@ class Offer:
     images: Ranks = NO_RANKS
     ranks: Ranks | None = None
 
-    def bits(self) -> int:
+    def restorable_rank_mask(self) -> int:
         """Bitmap of the saved ranks whose boxes it can bring."""
         return (1 << self.world) - 1 if self.ranks is None else self.ranks.bits
 
@@ -509,7 +509,7 @@ def _covered(shown: Sequence[Offer]) -> int | None:
     for offer in shown:
         if offer.ranks is None:
             return offer.world
-        found |= offer.bits()
+        found |= offer.restorable_rank_mask()
     return worlds.pop() if is_full(found, shown[0].world) else None
 
 
@@ -525,7 +525,7 @@ def _lenders(votes: Sequence[Candidates], step_id: StepId, ways: Sequence[_Way])
     ]
     found, lenders = 0, []
     for _, rank, offer in sorted(shown, key=lambda each: each[:2]):
-        bits = offer.bits()
+        bits = offer.restorable_rank_mask()
         if bits & ~found or own & offer.images.bits:
             found |= bits
             own &= ~offer.images.bits

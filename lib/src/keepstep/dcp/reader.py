@@ -64,7 +64,7 @@ from keepstep.errors import (
     UsageError,
     few,
 )
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.restore.fill_plan import (
@@ -183,7 +183,7 @@ class StepFolder:
         """The bytes of an image."""
         return self._map(rank)[0]
 
-    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Empty: all images are mapped, so nothing is read in chunks."""
         return iter(())
 
@@ -345,18 +345,18 @@ class StepReader:
             raise FormatError(f"{self.where}: this torch has no dtype for {code}")
         return dtype
 
-    def stored(self, index: MetadataIndex) -> Piece:
+    def find_box(self, index: MetadataIndex) -> Piece:
         """The saved box that a read item names. Raises FormatError."""
         box = self._boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
         if box is None:
             raise FormatError(f"no box of {index.fqn} at {index.offset}", path=self.where)
         return box
 
-    def holder(self, item: ReadItem) -> int:
+    def holding_rank(self, item: ReadItem) -> int:
         """The saved rank whose image holds what a read item names. Raises FormatError."""
         index = item.storage_index
         if item.type is not LoadItemType.BYTE_IO:
-            return self.stored(index).rank
+            return self.find_box(index).rank
         if index.fqn not in self._holders:
             raise FormatError(f"no value {index.fqn}", path=self.where)
         return self._holders[index.fqn]
@@ -384,7 +384,7 @@ class StepReader:
         comes from a sidecar is verified as it arrives. Raises FormatError, DigestError."""
         tensors, values = _split(plan)
         moves, dtypes = self._moves(tensors)
-        holders = {self.holder(item) for item in values}
+        holders = {self.holding_rank(item) for item in values}
         if isinstance(self._images, StepFolder):
             self._images.verify(
                 [
@@ -423,7 +423,7 @@ class StepReader:
         if isinstance(self._images, StepFolder):
             return Tier.LOCAL
         found = self._images.found
-        tiers = {found[self.holder(item)].tier for item in plan.items}
+        tiers = {found[self.holding_rank(item)].tier for item in plan.items}
         return max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
 
     def close(self) -> None:
@@ -436,7 +436,7 @@ class StepReader:
         requests, rows = [], []
         dims = max((len(item.lengths) for item in items), default=0)
         for number, item in enumerate(items):
-            box, sizes = self.stored(item.storage_index), tuple(item.lengths)
+            box, sizes = self.find_box(item.storage_index), tuple(item.lengths)
             request = TensorRequest(item.storage_index.fqn, Box.whole(sizes))
             requests.append(request)
             if not request.box.empty:
@@ -450,9 +450,9 @@ class StepReader:
         return FillPlan(requests, columns, dims), [self.dtype(item.storage_index) for item in items]
 
     def _value(self, item: ReadItem) -> bytes:
-        name, rank = item.storage_index.fqn, self.holder(item)
+        name, rank = item.storage_index.fqn, self.holding_rank(item)
         if rank not in self._values:
-            tree = extras.decode(self._images.extras(rank))
+            tree = extras_codec.decode(self._images.extras(rank))
             values = tree.get("dcp") if isinstance(tree, dict) else None
             self._values[rank] = values if isinstance(values, dict) else {}
         value = self._values[rank].get(name)

@@ -53,7 +53,7 @@ from keepstep.errors import (
     UsageError,
 )
 from keepstep.image import ControlPage, Layout, Section, TensorSpec, strictjson
-from keepstep.image.extras import capacity_for
+from keepstep.image.extras_codec import capacity_for
 from keepstep.restore.collective import ask_candidates, begin_epoch
 from keepstep.save.save_thread import SaveThread
 from keepstep.save.snapshot import ImageOutcome, PendingImage
@@ -110,7 +110,7 @@ class ImageTree:
             raise FormatError(f"the tree of this image is invalid ({error})") from error
 
 
-def paths_of(planner_data: Any) -> Mapping[str, KeyPath] | None:
+def fqn_to_key_path(planner_data: Any) -> Mapping[str, KeyPath] | None:
     """The mapping that the stock planner leaves in a plan; None if there is none.
 
     Raises UsageError for the data of another planner, which could only be pickled.
@@ -310,7 +310,7 @@ class SaveItems:
         names = _entry_names(tensors)
         tree = ImageTree(
             values=tuple(item.index.fqn for item in values),
-            paths=paths_of(plan.planner_data),
+            paths=fqn_to_key_path(plan.planner_data),
         )
         specs = tuple(_spec(name, tensor) for name, tensor in zip(names, tensors, strict=True))
         return cls(tensors=tensors, specs=specs, values=values, tree=tree)
@@ -324,12 +324,13 @@ class SaveItems:
         return read
 
     def copy_into(self, slot: SlotMapping, resolve: Resolve) -> None:
-        """Copy every tensor into its place in the slot. Raises UsageError: see `resolved`."""
+        """Copy every tensor into its place in the slot. Raises UsageError: see
+        `resolve_tensors`."""
         moves: list[copying.MemoryMove] = []
         copies: list[copying.TensorCopy] = []
         held: list[Tensor] = []
         batch = 0
-        for spec, tensor in self.resolved(resolve):
+        for spec, tensor in self.resolve_tensors(resolve):
             entry = slot.layout.entries[spec.name]
             target, size = slot.view(entry), entry.end - entry.begin
             if size:
@@ -347,7 +348,7 @@ class SaveItems:
                 moves, copies, held, batch = [], [], [], 0
         copying.run_transfers(copying.Transfers(moves, copies), threads=copying.default_threads())
 
-    def resolved(self, resolve: Resolve) -> Iterator[tuple[TensorSpec, Tensor]]:
+    def resolve_tensors(self, resolve: Resolve) -> Iterator[tuple[TensorSpec, Tensor]]:
         """Every tensor as `resolve` gives it. Raises UsageError for a tensor that is not as
         planned."""
         for spec, item in zip(self.specs, self.tensors, strict=True):
@@ -521,7 +522,7 @@ class DcpSession:
         """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes
         in time.
 
-        Hand it back with `stage`, or with `saver.put_back`.
+        Hand it back with `stage`, or with `saver.put_back_slot`.
         """
         layout = self._layout
         if (
@@ -564,7 +565,7 @@ class DcpSession:
         )
         pending = PendingImage(taken, control, guard=None)
         pending.copy()
-        pending.judge()
+        pending.decide_outcome()
         pending.seal()
         saver.submit(pending)
         self._last_step = agreed.step

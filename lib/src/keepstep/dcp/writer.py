@@ -27,7 +27,7 @@ from keepstep.dcp.session import (
     warn_of_shared_group,
 )
 from keepstep.errors import UsageError
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from keepstep.state import accelerator
 from keepstep.steps import StepId
 
@@ -129,7 +129,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         with session.turn:  # the next save takes a slot once this one is durable, never its slot
             session.begin(agreed)
             items = SaveItems.of(plan)
-            data = extras.encode({"dcp": items.read_values(planner)})
+            data = extras_codec.encode({"dcp": items.read_values(planner)})
             taken = self._filled(items, planner, len(data))
             session.stage(taken, agreed, data)
         written: Future[list[WriteResult]] = Future()
@@ -145,7 +145,7 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
             taken.mapping.erase()
             items.copy_into(taken.mapping, planner.resolve_data)
         except BaseException:
-            session.saver.put_back()
+            session.saver.put_back_slot()
             raise
         return taken
 

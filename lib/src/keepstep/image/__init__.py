@@ -1,8 +1,8 @@
 """The image: the bytes of one rank's state, as a valid safetensors file (docs/format.md).
 
 Pure: no torch, and no I/O except that `control_page` reads files. `layout` says where every byte
-is. `control` says what an image is and that it is complete. `extras` encodes values that are not
-tensors. `control_page` proves that bytes did not change.
+is. `control` says what an image is and that it is complete. `extras_codec` encodes values that
+are not tensors. `control_page` proves that bytes did not change.
 """
 
 from keepstep.image.control_page import BaseRef as BaseRef

@@ -57,7 +57,7 @@ class FrameworkTraining:
         self.at: Restored | None = None
         self._left_alone = ""
         self._components: Mapping[str, Any] = {}
-        self._socket_path = embedded.socket_path(options.get("dir"), options.get("run"))
+        self._socket_path = embedded.ensure_sidecar(options.get("dir"), options.get("run"))
         if before := _BEGUN.get(self._socket_path):
             again = "again" if before == name else f"and not only {before}"
             raise UsageError(
@@ -140,7 +140,7 @@ class FrameworkTraining:
         if self.speaks:
             _warn_changed(self.kept["arguments"], now, step=self.at.step)
         self.kept["arguments"] = now
-        self.trainable.take_up(self.kept["trainable"])
+        self.trainable.set_flags(self.kept["trainable"])
         return self.at
 
     def begin(self) -> None:
@@ -201,7 +201,7 @@ class TrainableFlags:
         """The flags that are others than at the beginning, by name."""
         return dict(self._now().items() - self._first.items())
 
-    def take_up(self, changed: Mapping[str, bool]) -> None:
+    def set_flags(self, changed: Mapping[str, bool]) -> None:
         """Set what `changed` gave in an earlier life."""
         for name, value in changed.items():
             if name in self._places:

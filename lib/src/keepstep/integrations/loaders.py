@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from keepstep.integrations import require_accelerate
 from keepstep.state import rng
 
@@ -192,8 +192,8 @@ class _Watched:
         batch = self._collate(rows)
         self._batches += 1
         if self._batches == 1:
-            self._state = extras.encode(rng.capture_generators())
-        elif self._batches == 2 and self._state != extras.encode(rng.capture_generators()):
+            self._state = extras_codec.encode(rng.capture_generators())
+        elif self._batches == 2 and self._state != extras_codec.encode(rng.capture_generators()):
             log.warning(
                 "keepstep: the dataset or its collator draws from the random generators of this"
                 " process, and a batch is fetched ahead: after a restart that batch is drawn again,"

@@ -73,7 +73,7 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
             )
         super().__init__(config, **given)
         if not self.enable:
-            if embedded.socket_path(None):
+            if embedded.ensure_sidecar(None):
                 log.warning(
                     "keepstep: checkpoint.enable is False, so no step is kept [save.disabled]"
                 )

@@ -35,7 +35,7 @@ from transformers.trainer_callback import ExportableState
 
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError, few
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from keepstep.integrations import (
     assigned_attributes,
     loaders,
@@ -335,7 +335,7 @@ class _Training(FrameworkTraining):
             own=[],
             fresh=True,
             stopped=0,
-            log=torch.zeros(extras.capacity_for(0), dtype=torch.uint8, device="cpu"),
+            log=torch.zeros(extras_codec.capacity_for(0), dtype=torch.uint8, device="cpu"),
             state={},
             callbacks=[],
             loss=torch.tensor(0.0, device=trainer.args.device),
@@ -659,7 +659,9 @@ def _appended(log: torch.Tensor, size_bytes: int, text: str) -> torch.Tensor:
     end = size_bytes + len(text)
     if end > log.numel():
         # a tensor of another shape costs a new layout, so there is room for many lines
-        log = torch.cat((log[:size_bytes], log.new_zeros(extras.capacity_for(end) - size_bytes)))
+        log = torch.cat(
+            (log[:size_bytes], log.new_zeros(extras_codec.capacity_for(end) - size_bytes))
+        )
     log[size_bytes:end] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return log
 

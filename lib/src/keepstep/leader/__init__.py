@@ -3,7 +3,7 @@
 leader                takes the reports of members, and says to each what it needs of the rest
 run_ledger            the ledger of a run, fed by reports of its node ranks
 node_rank             a node rank, and what its sidecar reported last
-durability            which step the loss of one node would leave
+node_loss             which step the loss of one node would leave
 buddies               which node ranks keep copies for which others
 orphaned_shards       shards that were left on nodes where the run no longer is
 left_shards           which agents serve these

@@ -58,7 +58,7 @@ def _there(leader: Leader) -> Iterator[tuple[str, NodeRankState]]:
     """The places that are not gone, by node rank, and what people call them."""
     for rank, place in sorted(leader.ledger.places.items()):
         if not place.gone:
-            yield leader.requests.name_of(rank), place
+            yield leader.requests.pod_name_of(rank), place
 
 
 def _warned(leader: Leader) -> str:
@@ -78,7 +78,7 @@ def _commits(leader: Leader, behind: int | None, at: float) -> DoubtTexts:
         yield AdvisoryKind.COMMIT_STALLED, stalled
     if history.commit is None and history.commit_lost is not None:
         lost = f"step {history.commit_lost.step} was committed, and a part of it is gone"
-        if leader.requests.outlook().restart is not RestartOutcome.GOES_ON:
+        if leader.requests.restart_outlook().restart is not RestartOutcome.GOES_ON:
             yield AdvisoryKind.COMMIT_LOST, lost
     elif history.commit is None and (warned := _warned(leader)):
         text = f"no step was committed yet; {warned}. Training goes on"
@@ -122,19 +122,19 @@ def _patience(leader: Leader) -> tuple[float | None, float]:
 def _what_hinders(leader: Leader) -> str:
     """The likeliest reason why no step becomes committed."""
     if missing := leader.missing():
-        names = [*map(leader.requests.name_of, missing)]
+        names = [*map(leader.requests.pod_name_of, missing)]
         return f"No connection from {few(names, _NAMED)}. {_ONWARD}"
     if warned := _warned(leader):
         return f"{warned[0].upper()}{warned[1:]}. {_ONWARD}"
     newest = {
-        rank: leader.ledger.oldest_newest(rank)
+        rank: leader.ledger.newest_of_slowest_rank(rank)
         for rank, place in leader.ledger.places.items()
         if place.ranks.all and not place.gone
     }
     if not newest:
         return _ONWARD
     slowest = min(newest, key=lambda rank: (newest[rank], rank))
-    name = leader.requests.name_of(slowest)
+    name = leader.requests.pod_name_of(slowest)
     return f"The volumes of {name} hold the oldest step. {_ONWARD}"
 
 
@@ -171,7 +171,7 @@ def _absent(leader: Leader, at: float) -> DoubtTexts:
 def _kept(leader: Leader) -> DoubtTexts:
     """Nothing if a restart goes on from a step. Otherwise, what it does by the ranks' own rule."""
     asked = leader.requests
-    outlook = asked.outlook()
+    outlook = asked.restart_outlook()
     if outlook.restart is RestartOutcome.GOES_ON:
         return
     gone = [place for place in leader.ledger.places.values() if place.gone]
@@ -232,7 +232,9 @@ def _not_serving(leader: Leader) -> DoubtTexts:
 
 def _left(leader: Leader) -> DoubtTexts:
     left = leader.requests.left
-    if unserved := describe_left_shards(left.unserved, "not served, as no agent is ready, on node"):
+    if unserved := describe_left_shards(
+        left.unserved_shards, "not served, as no agent is ready, on node"
+    ):
         yield AdvisoryKind.LEFT_NOT_SERVED, unserved
-    if served := describe_left_shards(left.served, SERVED):
+    if served := describe_left_shards(left.served_shards, SERVED):
         yield AdvisoryKind.LEFT_SERVED, served

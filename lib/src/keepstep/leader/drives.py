@@ -66,7 +66,7 @@ class Drives:
         self._held[node_rank] = self._now[node_rank]
         self.changed.discard(node_rank)
 
-    def others(self) -> tuple[OtherDrive, ...]:
+    def replaced_drives(self) -> tuple[OtherDrive, ...]:
         """The drives that are other ones than those of the shards.
 
         None are named unless each drive of each place is either the one of the shards or another

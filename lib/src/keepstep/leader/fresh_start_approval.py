@@ -37,7 +37,7 @@ class FreshStartApproval:
         self._after = (current.number if current else 0) if text == ALLOW else None
 
     @property
-    def allowed(self) -> bool:
+    def is_allowed(self) -> bool:
         """Whether to begin at step 0 if no step can be restored: until an epoch begins and, if it
         began at step 0, until that has a commit."""
         return self._after is not None or self._began is not None

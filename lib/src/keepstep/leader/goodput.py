@@ -58,7 +58,7 @@ class GoodputSpan:
         return self.seconds[_PRODUCTIVE] / max(1, sum(self.seconds))
 
     @property
-    def sane(self) -> bool:
+    def is_sane(self) -> bool:
         """Whether this can be the result of a count. It may come from a record, which people can
         edit."""
         return (
@@ -240,8 +240,8 @@ def _read(record: wire.RunGoodput) -> GoodputTotal | None:
         _tally(tally, id=tally.id, epoch=tally.epoch) for tally in record.tallies[-MOST_TALLIES:]
     ]
     total = _tally(record)
-    known = [tally for tally in tallies if tally is not None and tally.sane and tally.id]
-    if total is None or not total.sane or len(known) != len(tallies):
+    known = [tally for tally in tallies if tally is not None and tally.is_sane and tally.id]
+    if total is None or not total.is_sane or len(known) != len(tallies):
         return None
     return GoodputTotal(total=total, known=tuple(known))
 

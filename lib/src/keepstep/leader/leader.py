@@ -168,10 +168,10 @@ class Leader:
         member.sequence, progress = report.sequence, self.ledger.progress
         place = self.ledger.places.get(node_rank)
         is_new = place is not None and not place.gone and place.pod != sender.pod
-        before = self.requests.outlook() if is_new and not sender.local_stays else None
+        before = self.requests.restart_outlook() if is_new and not sender.local_stays else None
         if self.ledger.take(sender, report, at=at):
             if before is not None:  # the new pod was here before the operator spoke of the old one
-                self.requests.deleted(node_rank, before, at=at)
+                self.requests.on_pod_deleted(node_rank, before, at=at)
             member.whole = True
             self._failures = newest_failures((*self._failures, *report.failures))
             for rank in report.ranks:
@@ -258,7 +258,7 @@ class Leader:
         is_old = commit is not None and held.step_id <= commit
         if is_old or held.step_id.epoch != self.ledger.core.lineage.current:
             return ALL_RANKS
-        return self.ledger.core.copy(held.step_id, (owner, Tier.LOCAL, held.world))
+        return self.ledger.core.rank_mask_at(held.step_id, (owner, Tier.LOCAL, held.world))
 
     def _training(self, owner: int) -> int:
         """The ranks that train at this member in the newest epoch, if it is connected; as bits."""
@@ -314,7 +314,12 @@ class Leader:
 
     def _requested(self) -> tuple[object, ...]:
         asked = self.requests
-        return asked.restore_target, asked.fresh.allowed, asked.gone_for_good, self.history.stand_in
+        return (
+            asked.restore_target,
+            asked.fresh.is_allowed,
+            asked.gone_for_good,
+            self.history.stand_in,
+        )
 
     # --- asking --------------------------------------------------------------------------
 
@@ -373,7 +378,7 @@ class Leader:
         return node_ranks
 
     @property
-    def owes(self) -> bool:
+    def owes_answer(self) -> bool:
         """Whether a member that can wait is still to be answered."""
         return bool(self._patient)
 
@@ -414,7 +419,7 @@ class Leader:
                 peers=() if peers.version == member.holds else peers.of(node_rank),
                 peers_version=peers.version,
                 agents=left.agents_of(node_rank),
-                awaits=left.awaited_by(node_rank),
+                awaits=left.wait_reason(node_rank),
                 changes_since=self.ledger.follows(node_rank, member.pod),
             ),
         )
@@ -443,7 +448,7 @@ class Leader:
                 authorities=asked.answer.authorities,
                 archive=self.history.stand_in,
                 failures=self._failures,
-                begin_again=asked.fresh.allowed,
+                begin_again=asked.fresh.is_allowed,
                 gone_for_good=asked.gone_for_good,
             ),
             expendable=ledger.expendable() if here and not paused else (),
@@ -498,7 +503,7 @@ def _check(report: Report) -> None:
             raise UsageError(f"ranks {runs} are reported twice")
         named |= rank.bits
         for image in rank.shards():
-            if not image.is_possible(ranks):
+            if not image.is_well_formed(ranks):
                 raise UsageError(f"ranks {runs} report invalid images: {image}"[:300])
 
 

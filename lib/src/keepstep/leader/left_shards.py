@@ -28,30 +28,30 @@ class LeftShards:
     asked: Collection[OrphanedShard]
 
     @property
-    def reachable(self) -> list[OrphanedShard]:
+    def reachable_shards(self) -> list[OrphanedShard]:
         """Those on nodes that may still be there."""
         return [shard for shard in self.left if shard.node not in self.lost]
 
     @property
-    def served(self) -> list[OrphanedShard]:
-        return [shard for shard in self.reachable if self.agents.get(shard.node)]
+    def served_shards(self) -> list[OrphanedShard]:
+        return [shard for shard in self.reachable_shards if self.agents.get(shard.node)]
 
     @property
-    def unserved(self) -> list[OrphanedShard]:
+    def unserved_shards(self) -> list[OrphanedShard]:
         """Those of which no agent is ready although their node is there."""
-        return [shard for shard in self.reachable if not self.agents.get(shard.node)]
+        return [shard for shard in self.reachable_shards if not self.agents.get(shard.node)]
 
     def agents_of(self, node_rank: int) -> dict[str, str]:
         """The agents that serve what this place left: node -> address."""
         return {
             shard.node: self.agents[shard.node]
-            for shard in self.served
+            for shard in self.served_shards
             if shard.node_rank == node_rank
         }
 
-    def awaited_by(self, node_rank: int) -> str:
+    def wait_reason(self, node_rank: int) -> str:
         """Why the vote of this place must wait; '': it need not."""
-        for shard in self.unserved:
+        for shard in self.unserved_shards:
             known = shard.node not in self.agents and shard in self.asked
             if shard.node_rank == node_rank and not known:
                 return (
@@ -65,7 +65,7 @@ class LeftShards:
         """The newest step of which something was left, if agents serve all of that; else None."""
         newest = max((shard.step for shard in self.left), default=None)
         needed = {shard for shard in self.left if shard.step == newest}
-        return newest if needed <= {*self.served} else None
+        return newest if needed <= {*self.served_shards} else None
 
 
 def describe_left_shards(left: Iterable[OrphanedShard], how: str) -> str:

@@ -100,15 +100,15 @@ class OperatorRequests:
             if not place.dropped and place.node in self.answer.lost_nodes:
                 self._ledger.pod_gone(place.pod, local_stays=False)
         elif (pod is None and self.answer.complete) or (pod is not None and pod.over):
-            before, stays = self.outlook(), self.policy.outlives_pod
+            before, stays = self.restart_outlook(), self.policy.outlives_pod
             self._ledger.pod_gone(place.pod, local_stays=stays)
             if pod is None or pod.leaving:
-                self.deleted(node_rank, before, at=at)
+                self.on_pod_deleted(node_rank, before, at=at)
 
-    def deleted(self, node_rank: int, before: RestartOutlook, *, at: float) -> None:
+    def on_pod_deleted(self, node_rank: int, before: RestartOutlook, *, at: float) -> None:
         """A pod was deleted while others stay: say so if a step was lost with it. `before`: the
         outlook while it was there."""
-        after = self.outlook()
+        after = self.restart_outlook()
         left = after.step if after.restart is RestartOutcome.GOES_ON else None
         lost = before.step if before.restart is RestartOutcome.GOES_ON else None
         if lost is None or (left is not None and left >= lost):
@@ -139,7 +139,7 @@ class OperatorRequests:
                 self._happened("RolledBack", text, step, at=at)
         self.fresh.follow(ledger, at=at)
         left = self.left
-        served = describe_left_shards(left.served, SERVED)
+        served = describe_left_shards(left.served_shards, SERVED)
         if served and served != self._served:
             self._happened("LeftShardsServed", served, None, at=at)
         self._served = served
@@ -153,9 +153,9 @@ class OperatorRequests:
             )
             text = f"{drives}: what it held does not come back, and {onward}"
             self._happened("OtherDrive", text, None, at=at)
-        history.restarted(fleeting=self.fleeting, at=at)
+        history.count_restarts(fleeting=self.fleeting, at=at)
 
-    def note_named(self) -> None:
+    def note_named_shards(self) -> None:
         """The operator is to learn of the shards that were left: see `LeftShards.asked`."""
         self._named = tuple(self._ledger.orphans)
 
@@ -195,7 +195,7 @@ class OperatorRequests:
             asked=self._asked,
         )
 
-    def outlook(self) -> RestartOutlook:
+    def restart_outlook(self) -> RestartOutlook:
         """What a restart would do now, as far as reports show."""
         world = self._ledger.world or 0
         found = restart_outlook(self._ledger.core, world=world, fleeting=self.gone_for_good)
@@ -216,14 +216,14 @@ class OperatorRequests:
         """See `RunHistory.other_drives`; as text, '' for none."""
         return few(
             [
-                f"volume {drive.volume} of {self.name_of(drive.node_rank)} lies on another file"
+                f"volume {drive.volume} of {self.pod_name_of(drive.node_rank)} lies on another file"
                 f" system than its steps did ({drive.now}, formerly {drive.was})"
                 for drive in self._history.other_drives()
             ],
             _DRIVES_NAMED,
         )
 
-    def name_of(self, node_rank: int) -> str:
+    def pod_name_of(self, node_rank: int) -> str:
         """The pod of this node rank, for people."""
         place = self._ledger.places.get(node_rank)
         pod = self.pods.get(place.pod) if place is not None else None

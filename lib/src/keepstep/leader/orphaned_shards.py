@@ -61,7 +61,7 @@ class OrphanedShards:
         there."""
         self._held.pop((node, node_rank), None)
 
-    def superseded(self, by: StepId | None) -> None:
+    def forget_older(self, by: StepId | None) -> None:
         """Forget the shards of steps older than `by`, which is available elsewhere."""
         if by is not None:
             self._held = {key: shard for key, shard in self._held.items() if shard.step >= by}

@@ -117,8 +117,10 @@ class RunHistory:
         if archived is not None and self.stand_in is not None and archived >= self.stand_in:
             self.stand_in = None
         if durable != self._durable and any(ledger.orphans):
-            by = ledger.unaided(twins=bool(policy.replicas))  # walks all copies there are
-            ledger.orphans.superseded(by)
+            by = ledger.newest_without_agents(
+                twins=bool(policy.replicas)
+            )  # walks all copies there are
+            ledger.orphans.forget_older(by)
         self._durable = durable
         self._committed(committed, policy, grid, at)
         self._alarmed(actions, at=at)
@@ -156,7 +158,7 @@ class RunHistory:
         known, ledger = self.commit, self._ledger
         if known is None or ledger.committed() is not None or not ledger.settled:
             return
-        if not any(shard.step >= known.id for shard in left.reachable):
+        if not any(shard.step >= known.id for shard in left.reachable_shards):
             self.commit, self.commit_lost = None, known.id
 
     def _alarmed(self, actions: Iterable[Action], *, at: float) -> None:
@@ -192,14 +194,14 @@ class RunHistory:
         places = self._ledger.places.values()
         if any(self._ledger.orphans) or any(place.gone for place in places):
             return []
-        return list(self.drives.others())
+        return list(self.drives.replaced_drives())
 
     # --- what people are told ------------------------------------------------------------
 
     def remember(self, event: RunEvent) -> None:
         self.recent = (event, *self.recent)[: wire.MOST_RECENT]
 
-    def restarted(self, *, fleeting: bool, at: float) -> None:
+    def count_restarts(self, *, fleeting: bool, at: float) -> None:
         """Account for the restarts that all ranks have reported."""
         ledger = self._ledger
         for restart in self.restarts.due(world=ledger.world, at=at) if self.resumed else ():

@@ -24,7 +24,7 @@ from keepstep.core.ledger import (
 )
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks
-from keepstep.leader.durability import Sole, least_restart_step, refuge_steps, sole_nodes
+from keepstep.leader.node_loss import Sole, least_restart_step, refuge_steps, sole_nodes
 from keepstep.leader.node_rank import (
     NodeRankState,
     NodeRankStates,
@@ -361,7 +361,7 @@ class RunLedger:
         plan = None if self.world is None else self.core.next_step(range(self.world))
         return plan if isinstance(plan, StepId) else None
 
-    def safety(self) -> Safety:
+    def node_loss_outcome(self) -> Safety:
         """What the loss of one node would leave."""
         if self._safety is None or self._safety[0] != self._changes:
             self._safety = self._changes, self._judge()
@@ -392,7 +392,7 @@ class RunLedger:
             if own == frozenset():
                 return
 
-    def unaided(self, *, twins: bool) -> StepId | None:
+    def newest_without_agents(self, *, twins: bool) -> StepId | None:
         """The newest step that is complete on drives, or archived, without the shards that agents
         serve. `twins`: whether it may be so by images of twins; what an agent serves is exact."""
         drives, lenders = self._drives(), None if twins else ()
@@ -412,7 +412,7 @@ class RunLedger:
     def _sole(
         self, step_id: StepId, names: Mapping[int, str], lenders: Collection[int] | None = None
     ) -> tuple[Sole, Sole]:
-        """`durability.sole_nodes` over what the node ranks are called that have a copy: where twins
+        """`node_loss.sole_nodes` over what the node ranks are called that have a copy: where twins
         count, because ranks lend each other images, and where they do not. `lenders`: the node
         ranks whose twins count; None: all."""
         lent: dict[str, int] = {}
@@ -424,7 +424,7 @@ class RunLedger:
                 world = world or saved
                 own[name] = own.get(name, 0) | held.ranks
                 if held.has_twins and (lenders is None or node_rank in lenders):
-                    lent[name] = lent.get(name, 0) | held.with_twins()
+                    lent[name] = lent.get(name, 0) | held.ranks_with_twins()
         if not world:
             return None, None
         sole = sole_nodes(own, world=world)
@@ -458,22 +458,24 @@ class RunLedger:
         place = self.places.get(node_rank)
         if place is None or place.gone:
             return set()
-        return {step_id for step_id, _ in self.core.of_node(node_rank, Tier.LOCAL)}
+        return {step_id for step_id, _ in self.core.copies_of_node(node_rank, Tier.LOCAL)}
 
     def common(self, node_rank: int, tier: Tier) -> Iterator[StepId]:
         """Steps that all ranks of this place's own hold on this tier."""
         own = self.places[node_rank].own
         return (
             step_id
-            for step_id, held in self.core.of_node(node_rank, tier)
+            for step_id, held in self.core.copies_of_node(node_rank, tier)
             if own and not own & ~held.ranks
         )
 
-    def oldest_newest(self, node_rank: int) -> int:
+    def newest_of_slowest_rank(self, node_rank: int) -> int:
         """The newest step on local of the rank of this place that is the farthest behind; -1 if a
         rank has none."""
         left = self.places[node_rank].ranks.all
-        newest_first = sorted(self.core.of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True)
+        newest_first = sorted(
+            self.core.copies_of_node(node_rank, Tier.LOCAL), key=_step_of, reverse=True
+        )
         for step_id, held in newest_first:
             left &= ~held.ranks
             if not left:
@@ -487,7 +489,7 @@ class RunLedger:
     def drives(self, node_rank: int) -> Iterator[StepId]:
         """Steps of which this place's drives hold any image, its own or a copy."""
         for tier in (Tier.LOCAL, Tier.PEER):
-            yield from (step_id for step_id, _ in self.core.of_node(node_rank, tier))
+            yield from (step_id for step_id, _ in self.core.copies_of_node(node_rank, tier))
 
 
 def _step_of(pair: tuple[StepId, object]) -> StepId:

@@ -38,13 +38,13 @@ def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
     """The run now. `sequence`: see `RunReport`; the first report has no record, because an earlier
     leader's is not known yet."""
     ledger, history, asked = leader.ledger, leader.history, leader.requests
-    asked.note_named()
+    asked.note_named_shards()
     progress, commit = ledger.progress, history.commit
     step = progress.step if progress is not None else None
     behind = None if step is None else max(0, step - (commit.id.step if commit else 0))
     fresh = ledger.core.lineage.fresh
     there = [place for _, place in sorted(ledger.places.items()) if not place.gone]
-    outlook, safe = asked.outlook(), ledger.safety()
+    outlook, safe = asked.restart_outlook(), ledger.node_loss_outcome()
     watermarks = ledger.watermarks()
     if safe.step is not None and asked.policy.replicas:
         watermarks[Tier.PEER] = safe.step  # what is left whichever node is lost
@@ -269,7 +269,7 @@ def _holder(
     own = {
         rank
         for rank, place in places.items()
-        if place.own and any(ledger.core.of_node(rank, Tier.LOCAL))
+        if place.own and any(ledger.core.copies_of_node(rank, Tier.LOCAL))
     }
     copied = (rank for place in places.values() for rank in each_rank(place.ranks.copied))
     return NodeHoldings(

@@ -156,7 +156,7 @@ class Collective:
                 ballot.exception()  # wait, so that closing finds the lease taken or not
                 raise
             except BaseException:  # Ctrl-C: nothing goes on behind the back of the script
-                with self._session.interrupting():
+                with self._session.interrupt_calls():
                     # the interrupt may have come before the thread began
                     wait([ballot], timeout=_INTERRUPTED_S if thread.is_alive() else _BEGINS_S)
                 raise
@@ -359,14 +359,14 @@ def _without(ballots: list[_Ballot]) -> str:
 def ask_candidates(link: SidecarSession) -> Candidates:
     """What a rank's sidecar can bring, once it has looked at all tiers. Raises SidecarError."""
     request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
-    return link.call("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
+    return link.call_apart("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
 def report_refusal(link: SidecarSession, reason: str) -> None:
     """Tell the sidecar that the vote refused, for its status and reports. Raises nothing."""
     request = RefusedRequest(lease=link.lease, reason=reason[:_REASON])
     with contextlib.suppress(KeepstepError):
-        link.call("/v1/refused", request, dict, timeout_s=_REFUSED_S)
+        link.call_apart("/v1/refused", request, dict, timeout_s=_REFUSED_S)
 
 
 def begin_epoch(
@@ -382,7 +382,7 @@ def begin_epoch(
     request = RestoredRequest(
         lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
     )
-    link.call("/v1/restored", request, dict, timeout_s=60.0)
+    link.call_apart("/v1/restored", request, dict, timeout_s=60.0)
 
 
 def _beside(future: Future[T], work: Callable[[], T]) -> threading.Thread:

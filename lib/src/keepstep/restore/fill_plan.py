@@ -65,7 +65,7 @@ class SavedTensor:
             return torch.empty(0, width, dtype=torch.int64)
         return torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, width)
 
-    def only(self, box: Box) -> tuple[int, int] | None:
+    def only_holder(self, box: Box) -> tuple[int, int] | None:
         """The rank whose image holds `box`, and the first byte there, if `box` is the only saved
         box. Else None."""
         numbers, dims = self.numbers, len(self.shape)
@@ -228,7 +228,7 @@ class BoxCoverage(NamedTuple):
         return bool((self.counts > 0).all())
 
     @property
-    def single(self) -> bool:
+    def has_no_overlap(self) -> bool:
         """Whether no element is held twice."""
         return bool((self.counts <= 1).all())
 
@@ -428,7 +428,7 @@ class _Planner:
         if saved.name in self._index.conflicts:
             self._problems.append(f"{saved.name}: {self._index.conflicts[saved.name]}")
             return
-        only = saved.only(request.box)
+        only = saved.only_holder(request.box)
         if only is not None and not self._nearness[only[0]]:
             whole, at = request.box.sizes, (0,) * len(request.box.sizes)
             self.wholes.append(Piece(*only, number, whole, at, whole, at))
@@ -465,7 +465,7 @@ class _Planner:
             missing = few(list(map(_named, found.gaps())), _SHOWN, by="; ", rest="; and ")
             self._problems.append(f"{saved.name}: no rank holds {missing}")
             return None
-        if found.single:
+        if found.has_no_overlap:
             return keep
         everyone = count_coverage(lows, highs, box)
         if everyone is None or not (everyone.uniform or self._index.absent):

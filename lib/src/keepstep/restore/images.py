@@ -104,7 +104,7 @@ class ImageBytes(Protocol):
     def mapped_bytes(self, rank: int) -> Tensor | None:
         """The bytes of a mapped image; None for an image that is read in chunks."""
 
-    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
         requested."""
 
@@ -208,7 +208,7 @@ class StepImages:
         bad: tuple[str, ...] = ()
         while True:
             request = SourcesRequest(lease=link.lease, id=step_id, bad=bad, every=every)
-            found = link.call("/v1/sources", request, Sources, timeout_s=timeout_s)
+            found = link.call_apart("/v1/sources", request, Sources, timeout_s=timeout_s)
             try:
                 return cls(link, found, timeout_s)
             except _UnusableError as error:
@@ -251,7 +251,7 @@ class StepImages:
         flat = self.mapped_bytes(rank)
         if flat is None:
             request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=(rank,))
-            answer = self._link.call("/v1/headers", request, Headers, timeout_s=_CALL_S)
+            answer = self._link.call_apart("/v1/headers", request, Headers, timeout_s=_CALL_S)
             return base64.b64decode(answer.headers[0])
         view = memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
         return zlib.compress(Layout.parse(view, size_bytes=len(view)).header, 1)
@@ -276,13 +276,15 @@ class StepImages:
             return _bytes_of(mapped[begin : begin + size])
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
         parts = []
-        for chunk, frame in self.stream(Chunk(rank=rank, chunk=chunk, frame=0) for chunk in chunks):
+        for chunk, frame in self.iter_chunks(
+            Chunk(rank=rank, chunk=chunk, frame=0) for chunk in chunks
+        ):
             first = max(begin - chunk.chunk * CHUNK_BYTES, 0)
             last = min(begin + size - chunk.chunk * CHUNK_BYTES, CHUNK_BYTES)
             parts.append(_bytes_of(frame[first:last]))
         return b"".join(parts)
 
-    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its verified bytes, which stay valid until the next chunk is
         requested.
 
@@ -291,7 +293,7 @@ class StepImages:
         """
         chunks = iter(requests)
         for first in chunks:
-            yield from self._reader().stream(chain((first,), chunks))
+            yield from self._reader().iter_chunks(chain((first,), chunks))
 
     def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
         """What was `requested` comes from these chunks."""
@@ -305,7 +307,7 @@ class StepImages:
         if runs:
             self._reader().announce(runs)
 
-    def retract(self) -> None:
+    def retract_announcement(self) -> None:
         """Say that no more chunks will be requested, so that no other rank waits for this one."""
         if self._window is not None:
             with contextlib.suppress(KeepstepError):
@@ -348,7 +350,7 @@ class StepImages:
 
     def _headers(self, ranks: Sequence[int]) -> Iterator[Layout]:
         request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=tuple(ranks))
-        answer = self._link.call("/v1/headers", request, Headers, timeout_s=_CALL_S)
+        answer = self._link.call_apart("/v1/headers", request, Headers, timeout_s=_CALL_S)
         for rank, text in zip(ranks, answer.headers, strict=True):
             layout = Layout.parse(zlib.decompress(base64.b64decode(text)))
             self._check_rank(layout, rank)
@@ -369,7 +371,7 @@ class WindowReader:
         self, link: SidecarSession, step_id: StepId, *, timeout_s: float = CHUNKS_S
     ) -> None:
         request = WindowRequest(lease=link.lease, frames=FRAMES)
-        window = link.call("/v1/window", request, Window, timeout_s=_CALL_S)
+        window = link.call_apart("/v1/window", request, Window, timeout_s=_CALL_S)
         self._link, self._id, self._timeout_s = link, step_id, timeout_s
         self._half = max(1, window.frames // 2)
         self._frame_bytes = window.frame_bytes
@@ -378,10 +380,11 @@ class WindowReader:
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
         """See `StepImages.announce`."""
         request = ChunksRequest(lease=self._link.lease, id=self._id, chunks=(), announced=runs)
-        self._link.call("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
+        self._link.call_apart("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
 
-    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
-        """See `StepImages.stream`. Leaves no request behind, even if the caller stops early."""
+    def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+        """See `StepImages.iter_chunks`. Leaves no request behind, even if the caller stops
+        early."""
         chunks = iter(requests)
         flying: deque[tuple[list[W], int, Future[None]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="keepstep-fetch") as pool:
@@ -412,7 +415,7 @@ class WindowReader:
         request = ChunksRequest(
             lease=self._link.lease, id=self._id, chunks=chunks, timeout_s=self._timeout_s
         )
-        self._link.call("/v1/chunks", request, Chunks, timeout_s=self._timeout_s + 10)
+        self._link.call_apart("/v1/chunks", request, Chunks, timeout_s=self._timeout_s + 10)
 
 
 def map_image(path: str) -> tuple[Tensor, memoryview]:
@@ -461,7 +464,7 @@ def fill_targets(
     dtypes = [target.dtype for target in targets] if dtypes is None else dtypes
     plain = [copying.is_plain(target) for target in targets]
     total = _mapped(plan, targets, images, dtypes, plain)
-    for load, frame in images.stream(_distant(plan, dtypes, images)):
+    for load, frame in images.iter_chunks(_distant(plan, dtypes, images)):
         for number, block in load.parts:
             source = block_view(frame, dtypes[number], block, load.chunk * CHUNK_BYTES)
             total += copy_view(_place(targets[number], block), source)
@@ -655,7 +658,7 @@ class LentImages(StepImages):
         """From now on, `stream` reads these chunks: all that any rank wants, in order."""
         self._lent = chunks
 
-    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """Each wanted chunk with its bytes. Raises SidecarError if the lender could not read it."""
         for chunk in requests:
             at = (chunk.rank, chunk.chunk)
@@ -728,7 +731,7 @@ def _bytes_in(images: StepImages | None, chunks: Iterable[tuple[int, int]]) -> I
     for distant, those in groupby(chunks, key=lambda chunk: images.mapped_bytes(chunk[0]) is None):
         if distant:
             asked = (Chunk(rank=rank, chunk=chunk, frame=0) for rank, chunk in those)
-            for _, frame in images.stream(asked):
+            for _, frame in images.iter_chunks(asked):
                 yield _bytes_of(frame)
             continue
         for rank, chunk in those:

@@ -78,7 +78,7 @@ class Loader(Tensors):
             self.rng = self._extras(own).get("rng")
             self.difference = str(self._extras(own).get("difference", ""))
         for name in sorted(trees.keys() - self._components.keys()) if whole else ():
-            self.differ(f"{name}: in the checkpoint, but not given to Checkpointer")
+            self.note_diff(f"{name}: in the checkpoint, but not given to Checkpointer")
         keys = self._live_keys()
         # modules first: a dict may hold the same tensors, and must not keep them from the modules.
         # Then in the order of the save: what stands in two places is found at its first place
@@ -89,10 +89,10 @@ class Loader(Tensors):
                 component = unwrap_module(self._components[name])
                 self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
             elif whole:
-                self.differ(f"{name}: given to Checkpointer, but not in the checkpoint")
+                self.note_diff(f"{name}: given to Checkpointer, but not in the checkpoint")
         if self.alone:
             for name in self._unused():
-                self.differ(_missing(name))
+                self.note_diff(_missing(name))
         raise_differences(self._differences)
         self._plan = make_fill_plan(
             self._requests,
@@ -130,7 +130,7 @@ class Loader(Tensors):
             with torch.no_grad():
                 return fill_targets(self._plan, self.targets, self._images)
         except BaseException:
-            self._images.retract()
+            self._images.retract_announcement()
             raise
 
     def finish(self) -> None:
@@ -188,20 +188,22 @@ class Loader(Tensors):
         elif isinstance(component, dict) or is_generator(component):
             tree = self._tree(saved, live)
             if is_generator(component) and not can_take_state(component, tree):
-                self.differ(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
-            self.refill.pair(component, tree, whatever=True)
+                self.note_diff(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
+            self.refill.pair_objects(component, tree, whatever=True)
             self.finish_with(name, lambda: put_back_component(name, component, tree, self.refill))
         else:
             tree = self._tree(saved, {})
-            self.finish_with(name, lambda: component.load_state_dict(self.refill.placed(tree)))
+            self.finish_with(
+                name, lambda: component.load_state_dict(self.refill.placed_object(tree))
+            )
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
     ) -> None:
         groups = group_numbers(saved.without_tensors())
         if groups is None:  # a custom state_dict: only its load_state_dict can read it
-            tree = self.built(
-                saved, saved.node, lambda path, tensor: self.handed(tensor, live.get(path))
+            tree = self.build_part(
+                saved, saved.node, lambda path, tensor: self.new_tensor(tensor, live.get(path))
             )
             self.finish_with(name, lambda: optimizer.load_state_dict(tree))
         else:
@@ -220,7 +222,7 @@ class Loader(Tensors):
             for name, form in formed_tensors(saved.node, values)
             if type(form) is ArrayForm
         }
-        return self.built(
+        return self.build_part(
             saved,
             saved.node,
             lambda path, name: self.kept(name, None if name in arrays else live.get(path)),

@@ -153,7 +153,7 @@ class ModuleLoader:
 
     def plan(self, saved: SavedTree, live: Live, keys: frozenset[Any]) -> None:
         """Compare and plan; the differences are noted. `keys`: the live keys."""
-        nodes = dict(saved.branches(saved.node))
+        nodes = dict(saved.branches_of(saved.node))
         self._prefixes = self._own_prefixes(nodes, live, keys)
         # the names of the saved tensors, without ranks
         leaves = leaves_of(saved.node)
@@ -166,7 +166,7 @@ class ModuleLoader:
             if not self._loads(key) or key in whole:
                 self._tensor(path, here._replace(name=names.get(path, here.name)))
             elif key not in nodes and len(path) == 1 and self._tensors.names.find(here.name):
-                self._given[key] = self._tensors.handed(here.name, here)
+                self._given[key] = self._tensors.new_tensor(here.name, here)
         for key, node in nodes.items():
             if key not in whole and self._is_given(key, node, keys):
                 self._given[key] = self._built(key, node, saved, live)
@@ -174,7 +174,7 @@ class ModuleLoader:
         if self._given or self._prefixes:
             left = {key for key in keys if not self._loads(key)}
             for key in refused_keys(self._module, left | self._given.keys()):
-                self._tensors.differ(f"{self._name}.{key}: load_state_dict() refuses it")
+                self._tensors.note_diff(f"{self._name}.{key}: load_state_dict() refuses it")
             self._tensors.finish_with(self._name, lambda: self._finish(list(nodes), saved))
 
     def _loads(self, key: Any) -> bool:
@@ -205,7 +205,7 @@ class ModuleLoader:
         if self._is_own(here) or not here.tensor.numel():
             self._tensors.fill(here)
         elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
-            self._given[path[0]] = self._tensors.handed(here.name, here)
+            self._given[path[0]] = self._tensors.new_tensor(here.name, here)
 
     def _is_own(self, here: Target) -> bool:
         """Whether it is the module's own memory, and no copy that a custom state_dict made."""
@@ -220,7 +220,7 @@ class ModuleLoader:
             return False
         if key not in keys and not is_extra((key,)):
             if self._tensors.alone and node[0] == "v":
-                self._tensors.differ(f"{self._name}.{key}: in the checkpoint, missing here")
+                self._tensors.note_diff(f"{self._name}.{key}: in the checkpoint, missing here")
             return False
         if is_extra((key,)):
             return True
@@ -231,9 +231,9 @@ class ModuleLoader:
             here = None if is_extra(path) else live.get(path)
             if here is not None and not self._loads(key) and self._is_own(here):
                 return here.live
-            return self._tensors.handed(name, here)
+            return self._tensors.new_tensor(name, here)
 
-        return self._tensors.built(saved, ("d", ((key, node),)), tensor)[key]
+        return self._tensors.build_part(saved, ("d", ((key, node),)), tensor)[key]
 
     def _values_elsewhere(
         self, nodes: Mapping[Any, Node], live: Live, keys: frozenset[Any]
@@ -241,11 +241,11 @@ class ModuleLoader:
         """Values (an extra state, for example) that only another saved rank has."""
         tensors = {path[0] for path in live if not is_extra(path)}
         for key in sorted(keys - nodes.keys() - tensors - self._given.keys(), key=str):
-            found = self._tensors.elsewhere(self._name, key)
+            found = self._tensors.find_elsewhere(self._name, key)
             if found is not None:
                 self._given[key] = self._built(key, found[1], found[0], {})
             elif not self._loads(key):
-                self._tensors.differ(f"{self._name}.{key}: here, missing in the checkpoint")
+                self._tensors.note_diff(f"{self._name}.{key}: here, missing in the checkpoint")
 
     def _finish(self, order: list[Any], saved: SavedTree) -> None:
         state: OrderedDict[str, Any] = OrderedDict()

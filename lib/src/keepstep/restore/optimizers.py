@@ -73,8 +73,8 @@ class OptimizerLoader:
         if order is None:
             return
         count = sum(map(len, groups))
-        branches = dict(saved.branches(saved.node))
-        for key, node in saved.branches(branches["state"]):
+        branches = dict(saved.branches_of(saved.node))
+        for key, node in saved.branches_of(branches["state"]):
             if type(key) is int and key in numbers:
                 self._parameter(numbers[key], saved, node, live)
             elif type(key) is not int or not 0 <= key < count:
@@ -120,18 +120,18 @@ class OptimizerLoader:
             names = self._called.get(id(parameter), [str(at)])
             saved_as = next((name for name in names if name in shapes), None)
             if saved_as is None and shapes:
-                self._tensors.differ(
+                self._tensors.note_diff(
                     f"{self._name}: has the parameter {names[0]} here, but not in the checkpoint"
                 )
             elif saved_as is not None and shapes[saved_as] != tuple(parameter.shape):
-                self._tensors.differ(
+                self._tensors.note_diff(
                     f"{self._name}: its parameter {saved_as}: {list(shapes[saved_as])} in the"
                     f" checkpoint, {list(parameter.shape)} here"
                 )
         if self._tensors.alone:
             for number in (index for group in groups for index in group if index not in numbers):
                 name = saved.get(number, number)
-                self._tensors.differ(
+                self._tensors.note_diff(
                     f"{self._name}: has the parameter {name} in the checkpoint, but not here"
                 )
 
@@ -142,13 +142,15 @@ class OptimizerLoader:
         order = self._pairs(groups, here, numbers)
         # by name, each rank may have a part of the parameters; by number, it must have all
         if order is None or (sizes != [here[at] for at in order] and self._is_numbered()):
-            self._tensors.differ(
+            self._tensors.note_diff(
                 f"{self._name}: parameter groups of {sizes} parameters in the checkpoint,"
                 f" of {here} here, or of other parameters"
             )
             return None
         if not self._movable and order != list(range(len(order))):
-            self._tensors.differ(f"{self._name}: its parameter groups come in another order here")
+            self._tensors.note_diff(
+                f"{self._name}: its parameter groups come in another order here"
+            )
             return None
         return order
 
@@ -201,7 +203,7 @@ class OptimizerLoader:
         for stored in self._stored():
             at = self._owner(stored)
             if at is None and _is_number(stored):
-                self._tensors.differ(
+                self._tensors.note_diff(
                     f"{self._name}.state.{stored}: the optimizer here has"
                     f" {len(self._parameters)} parameters"
                 )
@@ -227,11 +229,11 @@ class OptimizerLoader:
 
     def _from(self, rank: int, at: int, live: Live) -> None:
         saved = self._tensors.tree(rank, self._name)
-        state = None if saved is None else dict(saved.branches(saved.node)).get("state")
+        state = None if saved is None else dict(saved.branches_of(saved.node)).get("state")
         if saved is None or state is None:
             return
         names = self._saved_names(rank)
-        for key, node in saved.branches(state):
+        for key, node in saved.branches_of(state):
             name = names.get(key)
             if name is not None and self._owner(name) == at:
                 self._parameter(at, saved, node, live)
@@ -261,14 +263,14 @@ class OptimizerLoader:
             return self._tensors.made(found, device, like=like, own=sharded)
 
         self._found.add(at)
-        self._state.append((at, True, self._tensors.built(saved, node, tensor)))
+        self._state.append((at, True, self._tensors.build_part(saved, node, tensor)))
 
     def _is_unplaced(self, name: str, saved: SavedTensor, parameter: Tensor) -> bool:
         """Whether it is unknown which part of this state belongs here. If so, a difference is
         noted."""
         if self._tensors.alone or saved.shape in ((), tuple(parameter.shape)):
             return False
-        self._tensors.differ(
+        self._tensors.note_diff(
             f"{name}: {describe_saved(saved)} in the checkpoint, for a parameter of"
             f" {list(parameter.shape)} that is sharded here: take one optimizer step before"
             " restore(), so that its place is known"
@@ -278,11 +280,13 @@ class OptimizerLoader:
     def _branch(self, saved: SavedTree, node: Node, here: Callable[[Path], Target | None]) -> Any:
         """A part of the saved tree that holds no state of a parameter. `here`: the live tensor at
         a path in it; an option such as the learning rate may be a tensor."""
-        return self._tensors.built(saved, node, lambda path, name: self._kept(name, here(path)))
+        return self._tensors.build_part(
+            saved, node, lambda path, name: self._kept(name, here(path))
+        )
 
     def _kept(self, name: str, here: Target | None) -> Tensor | None:
         if self._is_own:
-            return self._tensors.handed(name, here)
+            return self._tensors.new_tensor(name, here)
         return self._tensors.kept(name, here)
 
     def _home(self, parameter: Tensor) -> str | None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import UsageError
-from keepstep.image import extras
+from keepstep.image import extras_codec
 from keepstep.restore.modules import own_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
@@ -158,7 +158,7 @@ def _loads_itself(component: Any) -> bool:
     ):
         return False
     origin = getattr(type(component).load_state_dict, "__module__", None) or ""
-    return not origin.startswith("torch.") and extras.unpicklable_part(component) is None
+    return not origin.startswith("torch.") and extras_codec.unpicklable_part(component) is None
 
 
 def _is_plain(value: Any) -> bool:
@@ -250,7 +250,9 @@ def _free_bytes(device: torch.device) -> int:
 
 def _given(component: Any, taken: TakenState, name: str, node: Node, *, trusted: bool) -> Any:
     """What `load_state_dict` would get at a restart: values that were decoded, other tensors."""
-    values = extras.decode(extras.encode(taken.values, trusted=trusted), trusted=trusted)
+    values = extras_codec.decode(
+        extras_codec.encode(taken.values, trusted=trusted), trusted=trusted
+    )
     live = {leaf.name: leaf.live for leaf in taken.tensors}
     made: dict[str, Tensor] = {}
 

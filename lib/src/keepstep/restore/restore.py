@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.client.session import RESTORE_S, SidecarSession
-from keepstep.client.slot import SlotMapping, drop_mappings
+from keepstep.client.slot import SlotMapping, unmap_in_background
 from keepstep.core.vote import Decision
 from keepstep.errors import (
     CoverageError,
@@ -37,7 +37,7 @@ from keepstep.errors import (
     SidecarError,
     few,
 )
-from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras
+from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras_codec
 from keepstep.restore.images import Lending, LentImages, LentStep, StepImages, lend_images
 from keepstep.restore.loader import Loader, check_unused
 from keepstep.restore.targets import boxes_of_tensor
@@ -150,7 +150,7 @@ class RankRestore:
                 lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
             )
             within_s = self._timeout_s + 10
-            opened = self._link.call("/v1/restore", request, OpenedStep, timeout_s=within_s)
+            opened = self._link.call_apart("/v1/restore", request, OpenedStep, timeout_s=within_s)
             self.tier = opened.tier
             try:
                 self._map(opened.path, opened.base)
@@ -177,11 +177,11 @@ class RankRestore:
         return lend_images(self._shows)
 
     def release(self) -> None:
-        """Unmap the image; see `drop_mappings`."""
+        """Unmap the image; see `unmap_in_background`."""
         held: list[object] = [self._slot, self._under, self._loader, self._shows, self._lending]
         self._slot = self._under = self._shows = self._lending = None
         del self._loader
-        drop_mappings(held)
+        unmap_in_background(held)
 
     @without_collections()
     def _map(self, path: str, base: str) -> None:
@@ -199,7 +199,7 @@ class RankRestore:
         refuse_dcp_image(slot.layout.skeleton, self._id)
         begin = slot.layout.extras_begin
         text = bytes(slot.memory[begin : begin + control.extras_bytes])
-        self._kept = extras.decode(text, trusted=self._trusted)
+        self._kept = extras_codec.decode(text, trusted=self._trusted)
         values_of(self._kept)
         under = SlotMapping(base) if base else None
         if control.base is not None and (under is None or not control.base.names(under.control())):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keepstep.client import copying
 from keepstep.errors import MismatchError, few
-from keepstep.image import FlatBox, Section, extras, local_name, split_local_name
+from keepstep.image import FlatBox, Section, extras_codec, local_name, split_local_name
 from keepstep.image.codecs import ViewForm
 from keepstep.restore.fill_plan import Box, ImageIndex, SavedTensor, TensorRequest
 from keepstep.restore.images import StepImages
@@ -178,7 +178,7 @@ class SavedTree:
         check_values(self.node, count=len(values))
         return values
 
-    def branches(self, node: Node) -> Sequence[tuple[Any, Node]]:
+    def branches_of(self, node: Node) -> Sequence[tuple[Any, Node]]:
         """Keys and nodes of a dict. A dict without any tensor is stored as a single value; its
         items are then added to the values, and become value nodes."""
         if node[0] == "v" and isinstance(value := self.values[node[1]], dict):
@@ -245,7 +245,7 @@ class Tensors:
         and nothing else."""
         return self._images.alone
 
-    def differ(self, text: str) -> None:
+    def note_diff(self, text: str) -> None:
         """Note a difference between checkpoint and model."""
         self._differences.append(text)
 
@@ -261,7 +261,7 @@ class Tensors:
             self._request(here, saved)
             self._give(saved, here)
         elif saved is not None and self._are_two(saved, other):
-            self.differ(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
+            self.note_diff(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
 
     def kept(self, name: str, here: Target | None) -> Tensor | None:
         """The live tensor, to be filled in place, if it is like the saved one; else a new tensor to
@@ -307,9 +307,9 @@ class Tensors:
         dtype = target.tensor.dtype
         if saved is None:
             here = describe_tensor(target.shape, dtype)
-            self.differ(f"{target.name}: {here} here, missing in the checkpoint")
+            self.note_diff(f"{target.name}: {here} here, missing in the checkpoint")
         elif saved.shape != target.shape or DTYPE_OF[saved.dtype] != dtype:
-            self.differ(
+            self.note_diff(
                 f"{target.name}: {describe_saved(saved)} in the checkpoint,"
                 f" {describe_tensor(target.shape, dtype)} here"
             )
@@ -339,7 +339,7 @@ class Tensors:
             for path, tensor in plain_places(trees[name].node, trees[name].values)
         }
 
-    def handed(self, name: str, here: Target | None) -> Tensor | None:
+    def new_tensor(self, name: str, here: Target | None) -> Tensor | None:
         """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
         shape and dtype. If there is a live tensor, it is placed like that."""
         saved = None if here is None else self.names.find(name, whole=here.whole)
@@ -352,7 +352,7 @@ class Tensors:
         saved tensor."""
         saved = self.names.find(name)
         if saved is None:
-            self.differ(f"{name}: named by the checkpoint's tree, but in none of its images")
+            self.note_diff(f"{name}: named by the checkpoint's tree, but in none of its images")
             return None
         return self.made(saved, None)
 
@@ -403,7 +403,7 @@ class Tensors:
             self._requests.append(TensorRequest(saved.name, box, own=own))
         return tensor
 
-    def built(
+    def build_part(
         self, saved: SavedTree, node: Node, tensor: Callable[[Path, str], Tensor | None]
     ) -> Any:
         """A part of a saved tree over tensors that `copy` fills. `tensor` provides these
@@ -449,14 +449,14 @@ class Tensors:
             return False
         return not _spans(first).keys().isdisjoint(_spans(other)) or self._are_two(first, other)
 
-    def elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
+    def find_elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
         """What another saved rank has under this key of a component; None if none has it."""
         index = self._images.index
         for rank in range(0 if self.alone else index.world):
             tree = None
             if rank not in index.absent and rank not in index.left_out:
                 tree = self.tree(rank, name)
-            node = None if tree is None else dict(tree.branches(tree.node)).get(key)
+            node = None if tree is None else dict(tree.branches_of(tree.node)).get(key)
             if tree is not None and node is not None:
                 return tree, node
         return None
@@ -481,7 +481,7 @@ class Tensors:
     def _extras(self, rank: int) -> Mapping[str, Any]:
         """Everything in the image of a saved rank that is not a tensor."""
         if rank not in self._kept:
-            kept = extras.decode(self._images.extras(rank), trusted=self._trusted)
+            kept = extras_codec.decode(self._images.extras(rank), trusted=self._trusted)
             values_of(kept)  # raises if keepstep did not make it
             self._kept[rank] = kept
         return self._kept[rank]

@@ -109,7 +109,7 @@ class FrozenBase:
         return frozenset(leaf.name for leaf in self.leaves)
 
     @cached_property
-    def lots(self) -> dict[torch.device | None, CopyLot]:
+    def copy_lots(self) -> dict[torch.device | None, CopyLot]:
         """What to copy into it, by device; None: from memory of the host."""
         device_of, places = accelerator.current_accelerator().device_of, dict[Any, list[int]]()
         for at, leaf in enumerate(self.leaves):
@@ -154,7 +154,7 @@ class FrozenBase:
                 if not torch.equal(mapping.view(entries[leaf.name]), leaf.tensor.cpu())
             }
 
-    def differing_next(self) -> set[str]:
+    def differing_in_next_slice(self) -> set[str]:
         """The names of the tensors in memory of the host of which some byte in the next slice is
         not that of the base. Each call reads a further slice; after the last one comes the first
         again. They must lie where they lay (`holds`)."""
@@ -182,7 +182,7 @@ class FrozenBase:
                 self._asked.append((run.name, torch.ne(now, there).any()))
                 yield self._asked[-1][1]
 
-    def differing_asked(self) -> set[str]:
+    def differing_on_devices(self) -> set[str]:
         """The names of the tensors of which a device that was asked lately has said that they are
         not those of the base. Waits for the devices."""
         return {name for name, differs in self._asked if differs}
@@ -220,7 +220,7 @@ class FrozenBase:
             for name, found in places.items()
             if thawed.isdisjoint(id(place.parameter) for place in found)
         }
-        return self._moved(taken) | self.guard.all_changed() | (self.names - frozen)
+        return self._moved(taken) | self.guard.changed_tensors() | (self.names - frozen)
 
     def _moved(self, taken: TakenState) -> set[str]:
         """Those that are not where they were, or another part of a tensor."""
@@ -265,7 +265,7 @@ class BaseFilling:
 
     def transfers(self) -> copying.Transfers:
         """Copies of what lies in memory of the host."""
-        lot = self.base.lots.get(None)
+        lot = self.base.copy_lots.get(None)
         return copying.Transfers() if lot is None else lot.transfers(self.mapping)
 
     def seal(self) -> None:
@@ -299,7 +299,7 @@ class FrozenParameters:
             fingerprint = Fingerprint([leaf.tensor for leaf in leaves])
             self._watched = leaves, MutationGuard.take(WatchedTensors(leaves), fingerprint)
 
-    def mutated(self) -> None:
+    def note_mutation(self) -> None:
         """The script says that it changes tensors, perhaps in ways that nothing tells."""
         self._mutations, self._in_doubt = self._mutations + 1, self.base is not None
 
@@ -320,10 +320,10 @@ class FrozenParameters:
         different = base.differing() if base is not None and self._in_doubt else set[str]()
         self._in_doubt = False
         if base is not None and base.doubted:
-            self.unseen |= (asked := base.differing_asked())
+            self.unseen |= (asked := base.differing_on_devices())
             different |= asked
         if base is not None and not different and base.holds(taken, lazy=lazy):
-            different = base.differing_next()
+            different = base.differing_in_next_slice()
             if not different:
                 return base
             self.unseen |= different
@@ -347,7 +347,7 @@ class FrozenParameters:
         if watched is not None:
             leaves, guard = watched
             stayed = {leaf.name for leaf in leaves if leaf.tensor.data_ptr() == leaf.mark[0]}
-            self._changing |= stayed & guard.all_changed()
+            self._changing |= stayed & guard.changed_tensors()
 
     def _candidates(self, taken: TakenState) -> tuple[TensorLeaf, ...]:
         frozen = _frozen(taken)
@@ -364,7 +364,7 @@ def tensors_loaded_otherwise(
     """The names of the tensors that are not those of the base yet, by their samples. None if the
     state could not have it."""
     base = restored_base(taken, image, ref)
-    return None if base is None else sorted(base.guard.all_changed())
+    return None if base is None else sorted(base.guard.changed_tensors())
 
 
 def restored_base(taken: TakenState, image: SlotMapping, ref: BaseRef) -> FrozenBase | None:

@@ -63,9 +63,9 @@ class WatchedTensors:
 
     def moved(self, versions: list[int]) -> str:
         """The name of a tensor whose version or address changed, or ''."""
-        return next(self.all_moved(versions), "")
+        return next(self.moved_tensors(versions), "")
 
-    def all_moved(self, versions: list[int]) -> Iterator[str]:
+    def moved_tensors(self, versions: list[int]) -> Iterator[str]:
         """The names of all such tensors."""
         now = list(map(Tensor.data_ptr, self._tensors))
         if now != self._addresses:
@@ -111,10 +111,10 @@ class MutationGuard(NamedTuple):
         """The name of a tensor whose version or address changed, or ''. Waits for no device."""
         return self.watched.moved(self.versions)
 
-    def all_changed(self) -> set[str]:
+    def changed_tensors(self) -> set[str]:
         """The names of all tensors that changed."""
         differing = self._differing(self.fingerprint.take(), self.samples)
-        return {*self.watched.all_moved(self.versions), *differing}
+        return {*self.watched.moved_tensors(self.versions), *differing}
 
     def differences(self) -> list[Tensor]:
         """Whether the fingerprints differ: a truth value per group, where its samples are."""
@@ -307,7 +307,7 @@ class CopyLot:
                 copies.append(copying.TensorCopy(mapping.view(entry), tensor))
         return copying.Transfers(moves, copies, holds=self.tensors)
 
-    def copies(self, mapping: SlotMapping) -> DeviceCopies:
+    def device_copies_into(self, mapping: SlotMapping) -> DeviceCopies:
         """Copies of what lies on a device."""
         if mapping not in self._copies:
             self._copies[mapping] = DeviceCopies(self.places_in(mapping), self.tensors)

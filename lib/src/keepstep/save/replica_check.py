@@ -122,7 +122,7 @@ class ReplicaCheck:
 
     # --- called by the training thread -------------------------------------------------------
 
-    def sample(self, taken: TakenState, step: int) -> None:
+    def sample_replicas(self, taken: TakenState, step: int) -> None:
         """Sample the replicas, if this save is one at which they are compared. Raises nothing."""
         number, self._saves = self._saves, self._saves + 1
         if self._closed or (number not in _FIRST and number % _EVERY):

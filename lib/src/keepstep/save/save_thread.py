@@ -11,7 +11,8 @@ as the `PendingImage` that `save` submits:
 
 The training thread takes and submits, and may judge at the fence (`settle`); the save thread does
 the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot` fails at once.
-`HeldSlot` is replaced in one step, so an exception leaves a state from which `heal` goes on.
+`HeldSlot` is replaced in one step, so an exception leaves a state from which `repair_after_error`
+goes on.
 
 What may never happen, and the test that would fail:
 
@@ -41,7 +42,7 @@ import torch
 
 from keepstep.client.embedded import SidecarRestarter
 from keepstep.client.session import SidecarClient, SidecarSession, ThreadWaker
-from keepstep.client.slot import GrantedSlot, SlotMapping, drop_mappings
+from keepstep.client.slot import GrantedSlot, SlotMapping, unmap_in_background
 from keepstep.errors import (
     FormatError,
     NoMemoryError,
@@ -72,7 +73,7 @@ at hand               | save() takes it                        | taken   | SaveT
 at hand               | another layout, or the lease is lost   | none    | SaveThread._drop_ready
 taken                 | save() has copied what changes soon    | open    | SaveThread.submit
 taken                 | save() has copied all                  | sealed, mutated | SaveThread.submit
-taken                 | save() fails                           | at hand | SaveThread.put_back
+taken                 | save() fails                           | at hand | SaveThread.put_back_slot
 open                  | copied, and no tensor has changed      | valid   | PendingImage._decide
 open                  | a tensor changed before it was copied  | mutated | PendingImage._decide
 open | no copy, or none in time | lost | SaveThread._copy, SaveThread.settle
@@ -81,7 +82,7 @@ valid                 | the control page cannot be written     | lost    | SaveT
 sealed                | the sidecar takes it                   | staged  | SaveThread._report_staged
 sealed, mutated       | the sidecar refuses it, or is not asked | lost    | SaveThread._lose
 staged, mutated, lost | the outcome is counted                 | none    | SaveThread._clear
-any                   | fork()                                 | none    | SaveThread.disown
+any | fork() | none | SaveThread.forget_in_child
 """)
 
 log = logging.getLogger("keepstep")
@@ -134,7 +135,7 @@ class Stats:
     why_unkept: str = ""
     reasons: dict[str, int] = field(default_factory=dict)
 
-    def note(self, reason: str) -> str:
+    def count_reason(self, reason: str) -> str:
         """Count a reason. Returns the name that it is counted under: the number of kinds is
         limited."""
         if reason not in self.reasons and len(self.reasons) >= _KINDS:
@@ -266,7 +267,7 @@ class SaveThread:
         return None if held is None else held.pending
 
     @property
-    def at_hand(self) -> GrantedSlot | None:
+    def waiting_slot(self) -> GrantedSlot | None:
         """The slot that waits to be filled, if any."""
         held = self._held
         return held.slot if held and not held.taken and held.pending is None else None
@@ -292,7 +293,7 @@ class SaveThread:
             self._device = accelerator.current_accelerator().current_device()
             self.refusal = ""
             self._drop_ready()
-            drop_mappings([self._mappings])
+            unmap_in_background([self._mappings])
             self._mappings = {}
             self._patient, self._served = True, False
         self._changed.ring()
@@ -318,7 +319,7 @@ class SaveThread:
 
         def is_known() -> bool:
             away = may_skip and not (self._served or self.session.connected)
-            return self.at_hand is not None or bool(self.refusal) or self.closed or away
+            return self.waiting_slot is not None or bool(self.refusal) or self.closed or away
 
         began = time.monotonic()
         self._changed.wait_for(is_known, timeout_s=timeout_s)
@@ -329,7 +330,7 @@ class SaveThread:
                 *(self.session.rank, waited_s),
             )
         with self._lock:
-            if (slot := self.at_hand) is not None:
+            if (slot := self.waiting_slot) is not None:
                 self._held = HeldSlot(slot, taken=True)
                 return slot
         self._patient = False
@@ -356,7 +357,7 @@ class SaveThread:
             self._held = HeldSlot(pending.slot, pending=pending)
         self._changed.ring()
 
-    def put_back(self) -> None:
+    def put_back_slot(self) -> None:
         """Return the taken slot without submitting it: its contents are no image.
 
         Copies into it that are queued on an accelerator must end first, because another image comes
@@ -370,7 +371,7 @@ class SaveThread:
                 self._held = HeldSlot(taken)
         self._changed.ring()
 
-    def heal(self) -> None:
+    def repair_after_error(self) -> None:
         """Called before a save: repair what an exception interrupted in an earlier save.
 
         The exception may have come in the training thread (a signal handler may raise anywhere) or
@@ -379,7 +380,7 @@ class SaveThread:
         while self._lock._is_owned():  # type: ignore[attr-defined]  # this thread is in no `with`
             self._lock.release()
         if self.taken is not None:
-            self.put_back()
+            self.put_back_slot()
         self._ensure_thread()
 
     def settle(self, *, decided: bool) -> None:
@@ -404,7 +405,7 @@ class SaveThread:
             self.warn("save.copy_slow", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
             pending.finish(ImageOutcome.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
-        pending.judge()
+        pending.decide_outcome()
 
     def doubt(self, guard: MutationGuard | None) -> None:
         """The image before was discarded, so this one was copied at once: `settle` finds out
@@ -451,14 +452,14 @@ class SaveThread:
         with the next call. `unkeepable`: the state itself cannot be kept."""
         self.stats.skipped += 1
         if step is None:
-            self.stats.note(reason)
+            self.stats.count_reason(reason)
             self.warn("save.step_skipped", f"nothing is kept: {reason}", per=reason)
             return
         self._note(step, reason, unkeepable=unkeepable)
         self.warn("save.step_skipped", f"step {step} is not kept: {reason}", per=reason)
         self._changed.ring()
 
-    def knows_of(self, step: int) -> bool:
+    def is_known_step(self, step: int) -> bool:
         """Whether this step is on its way, or has an outcome."""
         pending = self.pending
         return step in self._outcomes or (pending is not None and pending.step == step)
@@ -473,7 +474,7 @@ class SaveThread:
     ) -> None:
         with self._lock:
             self._end(step, reason)
-            reason = self.stats.note(reason)
+            reason = self.stats.count_reason(reason)
             if notify:
                 before = self._skips.get(reason)
                 count = before.times if before is not None else 0
@@ -512,7 +513,7 @@ class SaveThread:
         """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
         threads that may wait for the sidecar."""
         self.warn("replica.mismatch_found", text, per=text)
-        self.session.warn_of(text)
+        self.session.report_warning(text)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Give the lease back and end the thread; wait at most `timeout_s` for the thread."""
@@ -548,7 +549,7 @@ class SaveThread:
         finally:
             self.close(timeout_s=_COPY_S)
 
-    def disown(self) -> None:
+    def forget_in_child(self) -> None:
         """In a forked child: drop everything. Nothing here belongs to this process, and no lock can
         be trusted."""
         self.closed = True
@@ -583,7 +584,7 @@ class SaveThread:
     def _next(self) -> Callable[[], None] | None:
         """The most urgent thing to do, or None to sleep."""
         pending = self.pending
-        if pending is not None and not pending.can_be_reported:
+        if pending is not None and not pending.is_settled:
             return self._copy
         if self.closed:
             return None if pending is None else self._abandon
@@ -607,7 +608,7 @@ class SaveThread:
         assert pending is not None
         try:
             if not pending.copied.is_set():
-                pending.copy_beside(lambda: self.closed)
+                pending.copy_later(lambda: self.closed)
             pending.judge_after_progress(lambda: self.closed)
             if not pending.judged.is_set():
                 pending.finish(
@@ -674,7 +675,7 @@ class SaveThread:
         return granted
 
     def _report_discarded(self, pending: PendingImage) -> SlotGranted:
-        reason = pending.why_lost()
+        reason = pending.loss_text()
         if self._count_lost(pending, "is discarded", reason, notify=False):
             pending.slot.mapping.erase()
             if pending.verdict is ImageOutcome.MUTATED:
@@ -780,7 +781,7 @@ class SaveThread:
                 if old.is_replaced():
                     self._mappings.pop(known, None)
             mapping = SlotMapping(path, layout)
-            mapping.populate()
+            mapping.populate_pages()
             mapping.pin(self._device)
             return mapping
 
@@ -861,7 +862,7 @@ class SaveThread:
     def _drop_ready(self) -> None:
         """Give up the slot at hand. A slot that is being filled is left to the thread that fills
         it."""
-        if self.at_hand is not None:
+        if self.waiting_slot is not None:
             self._held = None
 
     def _failed(self, error: SidecarError) -> None:
@@ -900,7 +901,7 @@ _SAVERS: weakref.WeakSet[SaveThread] = weakref.WeakSet()
 
 def _disown_in_child() -> None:
     for saver in list(_SAVERS):
-        saver.disown()
+        saver.forget_in_child()
     _SAVERS.clear()
 
 

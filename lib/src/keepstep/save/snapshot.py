@@ -122,7 +122,7 @@ class PendingImage:
         return bool(self.done) and self.guard is not None
 
     @property
-    def can_be_reported(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether the image is sealed, or certain never to be."""
         done = self.copied.is_set() and self.judged.is_set()
         return done and (self.sealed or self.verdict is not ImageOutcome.VALID)
@@ -136,7 +136,7 @@ class PendingImage:
             event.synchronize()
         return True
 
-    def copy_beside(self, give_up: Callable[[], bool]) -> None:
+    def copy_later(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (save thread). After `give_up`, what devices copy is left as it is."""
         await_flag = accelerator.current_accelerator().await_flag
         self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.flags.values()))
@@ -188,7 +188,7 @@ class PendingImage:
         for place, event in self._compared.items():
             device.computing(place).wait_event(event)
 
-    def judge(self) -> None:
+    def decide_outcome(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
         sound."""
         guards = self._guards()
@@ -216,7 +216,7 @@ class PendingImage:
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
         """Judge as soon as the training thread has been seen to make progress (save thread)."""
         if self.guard is None and self.filling is None:
-            self.judge()
+            self.decide_outcome()
             return
         if self.done:
             # a write through `.data` may still be queued on the device: only the fence can tell
@@ -229,7 +229,7 @@ class PendingImage:
         while not self.judged.wait(pause_s) and not give_up():
             # a thread that has ended has no position
             if not before or _position(self.thread) != before:
-                self.judge()
+                self.decide_outcome()
             pause_s = min(pause_s * 1.5, 0.01)
 
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
@@ -248,7 +248,7 @@ class PendingImage:
         self.slot.mapping.seal(self.control)
         self.sealed = True
 
-    def why_lost(self) -> str:
+    def loss_text(self) -> str:
         """The reason of the loss as text, for the log and the sidecar's counters."""
         if self.verdict is ImageOutcome.LOST:
             return self.reason or "it could not be copied"
@@ -386,7 +386,7 @@ class Snapshots:
         self._zero_pages: dict[torch.device, torch.Tensor] = {}
         self._ones: dict[torch.device, torch.Tensor] = {}
 
-    def fits(self, taken: TakenState, extras_bytes: int) -> bool:
+    def fits_state(self, taken: TakenState, extras_bytes: int) -> bool:
         """Whether this layout can hold the state."""
         if extras_bytes > self.layout.extras_capacity_bytes:
             return False
@@ -429,14 +429,14 @@ class Snapshots:
         if filling is not None:
             pending.filling_samples = list(filling.guard.samples)
         devices = divided.urgent or divided.patient
-        if devices or (filling is not None and filling.base.lots.keys() - {None}):
+        if devices or (filling is not None and filling.base.copy_lots.keys() - {None}):
             self._queue(pending, divided, extras)
         else:
             mapping.erase()
             mapping.write_extras(extras)
             copying.run_transfers(divided.now.transfers(mapping), threads=copying.default_threads())
             pending.transfers = functools.partial(divided.later.transfers, mapping)
-            pending.reads = (divided.later, *(filling.base.lots.values() if filling else ()))
+            pending.reads = (divided.later, *(filling.base.copy_lots.values() if filling else ()))
         return pending
 
     def _filling(self, slot: GrantedSlot, epoch: Epoch, step: int) -> BaseFilling | None:
@@ -477,7 +477,9 @@ class Snapshots:
         urgent, patient = divided.urgent, divided.patient
         filling = pending.filling
         frozen = (
-            {} if filling is None else {p: reused for p, reused in filling.base.lots.items() if p}
+            {}
+            if filling is None
+            else {p: reused for p, reused in filling.base.copy_lots.items() if p}
         )
         places = list(urgent | patient | frozen)
         first = device.copying(places[0])
@@ -531,7 +533,7 @@ class Snapshots:
         if lot is not None:
             device = accelerator.current_accelerator()
             with device.on(device.copying(place)), torch.no_grad():
-                device.copy_again(lot.copies(mapping), place, pinned=mapping.pinned)
+                device.copy_again(lot.device_copies_into(mapping), place, pinned=mapping.pinned)
 
     def guard_of_lazy(self, taken: TakenState) -> MutationGuard | None:
         """A guard of what a lazy copy would have left for later."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from keepstep.errors import FormatError, UsageError
-from keepstep.image import Layout, extras
+from keepstep.image import Layout, extras_codec
 from keepstep.image.codecs import GradForm
 from keepstep.state import accelerator
 from keepstep.state.leaves import TakenState, TensorLeaf, leaves_of
@@ -86,7 +86,7 @@ def loaders_of(components: Mapping[str, Any]) -> list[str]:
 def largest_value(taken: TakenState, trusted: bool) -> str:
     """The path and the size of the value that takes the most bytes, for messages."""
     sizes = {
-        ".".join(map(str, path)): len(extras.encode(taken.values[leaf[1]], trusted=trusted))
+        ".".join(map(str, path)): len(extras_codec.encode(taken.values[leaf[1]], trusted=trusted))
         for path, leaf in leaves_of(taken.skeleton)
         if leaf[0] == "v"
     }
@@ -105,8 +105,8 @@ def capture_state(
         branches = [
             (name, walker.component(name, component)) for name, component in components.items()
         ]
-    walker.tie()
-    branches = [(name, walker.numbered(node)) for name, node in branches]
+    walker.tie_views()
+    branches = [(name, walker.number_shared(node)) for name, node in branches]
     leaves = share_leaves(walker.tensors, topology)
     return TakenState(
         leaves,
@@ -129,7 +129,7 @@ def recapture_state(
     """The same as `capture_state`, for the same topology. As long as all tensors are those of
     `before`, which it then shares, it takes a third of the time."""
     again = RepeatedWalk(before, loose=loose)
-    if again.finds(components):
+    if again.finds_same(components):
         return replace(before, values=again.values, metadata=again.metadata)
     return capture_state(components, topology, loose=loose)
 
@@ -165,7 +165,7 @@ class StateCapture:
                 self._doubted = self.before
         return taken
 
-    def found_moving(self) -> bool:
+    def found_moving_tensors(self) -> bool:
         """Called before an optimizer's step: whether what only such a step changes was given other
         memory since it was taken, as between the last two saves. True once."""
         if self._doubted is None or accelerator.current_accelerator().is_capturing():
@@ -254,7 +254,7 @@ def encode_values(
     if reloaded:
         kept["reloaded"] = reloaded
     try:
-        return extras.encode(kept, trusted=trusted)
+        return extras_codec.encode(kept, trusted=trusted)
     except FormatError as error:
         raise UsageError(_named(taken, trusted) or str(error)) from None
 
@@ -263,12 +263,12 @@ def _named(taken: TakenState, trusted: bool) -> str:
     for path, leaf in leaves_of(taken.skeleton):
         if leaf[0] == "v":
             try:
-                extras.encode(taken.values[leaf[1]], trusted=trusted)
-            except extras.Unheld as error:
+                extras_codec.encode(taken.values[leaf[1]], trusted=trusted)
+            except extras_codec.Unheld as error:
                 return f"{'.'.join(map(str, path))}{error.place}: {error.why}"
     try:
-        extras.encode(taken.metadata, trusted=trusted)
-    except extras.Unheld as error:
+        extras_codec.encode(taken.metadata, trusted=trusted)
+    except extras_codec.Unheld as error:
         return f"the metadata of what state_dict() gives: {error.place}: {error.why}"
     return ""
 
@@ -286,14 +286,14 @@ def share_leaves(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLe
         if leaf.sharing is not None and leaf.whole.dim() and leaf.whole.numel():
             groups.setdefault(leaf.sharing.replicas, []).append(at)
     for replicas, places in groups.items():
-        sharers = topology.sharers(replicas)
+        sharers = topology.ranks_that_share(replicas)
         if len(sharers) > 1:
             _cut(leaves, places, sharers.index(topology.rank), len(sharers))
     return tuple(leaves)
 
 
 def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int) -> None:
-    """Replace the leaves at `places` by part `number` of `sharers`.
+    """Replace the leaves at `places` by part `number` of `ranks_that_share`.
 
     They are ordered by name on the line of bytes, because ranks may number their parameters
     differently.

@@ -22,7 +22,7 @@ from keepstep.image import (
     TensorSpec,
     codecs,
     dim_order,
-    extras,
+    extras_codec,
     strictjson,
     strides_with_gaps,
 )
@@ -238,7 +238,7 @@ def parse_skeleton(skeleton: str) -> dict[str, Node]:
 
     Every node is checked, so code that walks the trees need not check again. Raises FormatError.
     """
-    root = strictjson.loads(skeleton, what="the tree of this image", hook=extras.builder())
+    root = strictjson.loads(skeleton, what="the tree of this image", hook=extras_codec.builder())
     if not isinstance(root, list) or root[:1] != ["d"]:
         raise _senseless(root)
     nodes: list[tuple[Any, int]] = [(root, MAX_DEPTH)]
@@ -269,7 +269,7 @@ def _as_json(node: Node) -> Any:
 
 
 def _key_as_json(key: Any) -> Any:
-    return key if type(key) is str or type(key) is int else extras.json_tree_of(key)
+    return key if type(key) is str or type(key) is int else extras_codec.json_tree_of(key)
 
 
 def _children(node: Any) -> list[Any]:
@@ -290,7 +290,7 @@ def _check_keys(keys: list[Any]) -> None:
     """Check what everything may rely on that walks a tree: keys can be told apart, and written in a
     message."""
     try:
-        extras.check_spread(keys)
+        extras_codec.check_spread(keys)
         twice = len(set(keys)) != len(keys)
         for key in keys:
             str(key)

@@ -2,7 +2,8 @@
 
 Whoever else refers to a dict, a list or a random generator of the script then sees what was
 restored: a loop variable, a sampler. Every saved object has one place to go, however often it is
-met, in whatever component: `pair` finds it for all components, before `placed` changes anything.
+met, in whatever component: `pair_objects` finds it for all components, before `placed_object`
+changes anything.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Refill:
         self._placed: dict[int, Any] = {}
         self._saved: list[Any] = []  # keeps them alive, so that ids stay theirs
 
-    def pair(self, live: Any, saved: Any, *, whatever: bool = False) -> None:
+    def pair_objects(self, live: Any, saved: Any, *, whatever: bool = False) -> None:
         """Find the live objects that take what the saved ones hold. `whatever`: the live one is a
         component, which stays in place even if the saved one is of another kind.
 
@@ -60,9 +61,9 @@ class Refill:
         elif type(live) is not type(saved):
             return
         for first, other in _children(live, saved):
-            self.pair(first, other)
+            self.pair_objects(first, other)
 
-    def placed(self, saved: Any) -> Any:
+    def placed_object(self, saved: Any) -> Any:
         """What belongs in the place of `saved`: its live object, refilled, or itself, if there is
         none. What is inside is placed, too."""
         kind = type(saved)
@@ -76,7 +77,7 @@ class Refill:
                 rng.refill_generator(target, saved)
             return target
         if isinstance(saved, tuple):
-            items = [self.placed(item) for item in saved]
+            items = [self.placed_object(item) for item in saved]
             same = all(item is other for item, other in zip(items, saved, strict=True))
             return saved if same else tuple.__new__(kind, items)
         if kind in _DICTS or kind is list or kind is deque or _has_fields(saved):
@@ -87,7 +88,7 @@ class Refill:
 
     def _fill(self, target: Any, saved: Any) -> None:
         if isinstance(saved, dict):
-            pairs = [(key, self.placed(value)) for key, value in saved.items()]
+            pairs = [(key, self.placed_object(value)) for key, value in saved.items()]
             target.clear()
             for key, item in pairs:  # not `update`: that of a Counter counts the pairs
                 target[key] = item
@@ -95,13 +96,14 @@ class Refill:
                 vars(target).update(vars(saved))  # as the `_metadata` of a module's state
         elif isinstance(saved, list | deque):
             plain = set(map(type, saved)) <= _ATOMS
-            items = list(saved) if plain else [self.placed(item) for item in saved]
+            items = list(saved) if plain else [self.placed_object(item) for item in saved]
             target.clear()
             target.extend(items)
         else:
             attributes = codecs.attributes_of(saved)
             codecs.set_fields(
-                target, {key: self.placed(attribute) for key, attribute in attributes.items()}
+                target,
+                {key: self.placed_object(attribute) for key, attribute in attributes.items()},
             )
 
 
@@ -121,7 +123,7 @@ def put_back_component(name: str, live: Any, saved: Any, refill: Refill) -> None
             name,
             few(dropped, _SHOWN),
         )
-    refill.placed(saved)
+    refill.placed_object(saved)
 
 
 def _is_same(live: Any, saved: Tensor) -> bool:
@@ -181,7 +183,7 @@ def pair_generators(
     for here, group in zip(live, saved, strict=True):
         for key, value in group.items():
             if rng.is_generator(value):
-                refill.pair(here.get(key), value)
+                refill.pair_objects(here.get(key), value)
 
 
 def place_generators(
@@ -190,5 +192,9 @@ def place_generators(
     """Put them back, with the saved states: `load_state_dict` has made copies of the options."""
     for here, group in zip(live, saved, strict=True):
         here.update(
-            {key: refill.placed(value) for key, value in group.items() if rng.is_generator(value)}
+            {
+                key: refill.placed_object(value)
+                for key, value in group.items()
+                if rng.is_generator(value)
+            }
         )

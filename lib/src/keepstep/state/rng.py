@@ -23,7 +23,7 @@ _HOST = ("torch", "random", "numpy")
 
 
 def capture_generators() -> dict[str, Any]:
-    """States of all generators of this process, as values that `image.extras` can encode."""
+    """States of all generators of this process, as values that `image.extras_codec` can encode."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes()

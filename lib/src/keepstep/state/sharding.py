@@ -230,7 +230,7 @@ class Topology:
     lowest: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
-    def first_here(self) -> int:
+    def lowest_rank_here(self) -> int:
         """The lowest rank of this node."""
         return self.nodes.index(self.nodes[self.rank])
 
@@ -242,7 +242,7 @@ class Topology:
             return None
         return None if claim in self.holders and self.lowest[name] == mine else mine
 
-    def sharers(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    def ranks_that_share(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
         """Of the ranks with the very same box, those that stage it together with this rank."""
         if self.spread:
             return replicas

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, codecs, extras, local_name, split_local_name
+from keepstep.image import Parameters, Section, codecs, extras_codec, local_name, split_local_name
 from keepstep.image.codecs import (
     LARGE_BYTES,
     ArrayForm,
@@ -38,7 +38,7 @@ from keepstep.image.codecs import (
     SubclassForm,
     ViewForm,
 )
-from keepstep.image.extras import MAX_DEPTH
+from keepstep.image.extras_codec import MAX_DEPTH
 from keepstep.state import sharding
 from keepstep.state.accelerator import check_device, check_memory
 from keepstep.state.leaves import (
@@ -321,7 +321,7 @@ class Walker:
 
     # --- the tree ------------------------------------------------------------------------------
 
-    def tie(self) -> None:
+    def tie_views(self) -> None:
         """Keep tensors over the memory of others as views of these."""
         self._views = _overlaps(
             self.tensors,
@@ -360,7 +360,7 @@ class Walker:
         self._add(name, name, whole, whole, None, fresh=True, mark=mark)
         return name
 
-    def numbered(self, node: Node) -> Node:
+    def number_shared(self, node: Node) -> Node:
         """The same tree with its views, in which the objects that were met again have a number."""
         if node[0] == "t" and node[1] in self._views:
             base, form = self._views[node[1]]
@@ -368,11 +368,11 @@ class Walker:
         if node[0] in ("t", "v") or not (self._numbers or self._views):
             return node
         if node[0] == "x":
-            made: Node = ("x", node[1], self.numbered(node[2]))
+            made: Node = ("x", node[1], self.number_shared(node[2]))
         elif node[0] == "d":
-            made = ("d", tuple((key, self.numbered(child)) for key, child in node[1]))
+            made = ("d", tuple((key, self.number_shared(child)) for key, child in node[1]))
         else:
-            made = (node[0], tuple(self.numbered(child) for child in node[1]))
+            made = (node[0], tuple(self.number_shared(child) for child in node[1]))
         number = self._numbers.get(id(node))
         return made if number is None else self._in_form(SharedForm(number), made)
 
@@ -658,7 +658,7 @@ class RepeatedWalk(Walker):
         self._found_new: list[Tensor] = []
         self._found_names: tuple[list[str], list[str]] = [], []
 
-    def finds(self, components: Mapping[str, Any]) -> bool:
+    def finds_same(self, components: Mapping[str, Any]) -> bool:
         """Whether these are the same components, with the same tensors in the same tree."""
         before = self._before.components
         if list(before) != list(components) or not _all_same(before.values(), components.values()):
@@ -680,7 +680,7 @@ class RepeatedWalk(Walker):
             self._meet(modules.tensors, modules.names, new=True)
             if name in self._before.metadata:
                 self.metadata[name] = self._before.metadata[name]
-            return modules.stayed()
+            return modules.is_unchanged()
         if not _all_same(_held(self._inner), self._before.held[name]):
             return False
         states = self._states_of(name, node)
@@ -1042,7 +1042,7 @@ class _Modules:
         once = {id(found[key]): (found[key], name) for key, name in zip(found, names, strict=True)}
         return cls(root, hooks, *map(list, zip(*once.values(), strict=True)))
 
-    def stayed(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing came, went or was replaced."""
         for hook, module, prefix in self._hooks:
             hook(module, prefix, False)
@@ -1181,7 +1181,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 def _check_key(key: Any, path: str) -> None:
     try:
-        extras.json_tree_of(key)
+        extras_codec.json_tree_of(key)
     except FormatError as error:
         raise UsageError(f"{path}: the key {key!r:.200} of a dict: {error}") from None
 

@@ -118,7 +118,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 _NAME: Final = "keepstep.warm.server"
 _ROOM: Final = " " * 4096
 """Makes the server's command line long, so that those of its processes fit in its place."""
-_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import start; start(){_ROOM}"
+_SERVER: Final = f"{SAFE_PATH}; from {_NAME} import run_server; run_server(){_ROOM}"
 
 
 class ForkServer:

@@ -2,8 +2,8 @@
 
     python -c CODE keepstep.warm.server FD [MODULE...]
 
-CODE is `client._SERVER`, which calls `start`: no module of the working directory is imported but
-MODULE. FD is the server's end of the connection that `client.ForkServer` holds; the server ends
+CODE is `client._SERVER`, which calls `run_server`: no module of the working directory is imported
+but MODULE. FD is the server's end of the connection that `client.ForkServer` holds; the server ends
 when the other end is closed. A request is one message, JSON and three descriptors. The answer is
 {"pid": n}, or {"cold": reason}. The process is forked twice, so it becomes a child of the nearest
 subreaper above the server, which reaps it like any other child. It runs nothing before the client
@@ -248,7 +248,7 @@ def main() -> None:
     process.run_job(job)
 
 
-def start() -> None:
+def run_server() -> None:
     """Run the server, and in each process that it starts end as the job does."""
     try:
         main()

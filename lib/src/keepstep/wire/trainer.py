@@ -190,7 +190,7 @@ class StagedRequest(UnderLease):
     """POST /v1/staged: the image in `slot` is complete and sealed. The reply has the next slot.
 
     Times in seconds. `blocked_s`: how long this image blocked the training thread. `cost`: what
-    staging adds to a step, as a part of it (`StageCost.fraction`); None: not yet known.
+    staging adds to a step, as a part of it (`StageCost.added_fraction`); None: not yet known.
     """
 
     slot: str

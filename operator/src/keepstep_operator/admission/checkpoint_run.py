@@ -18,11 +18,11 @@ from keepstep.spans import is_in_spans
 from keepstep.wire.run_reports import NodeHoldings
 from keepstep_operator.api.policy import Policy, parse_snapshot
 from keepstep_operator.api.run_status import read_status
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection import NearNode
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import RUNS
+from keepstep_operator.object_body import Body
 
 OWN: Final = 100
 COPIES: Final = 50

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from keepstep_operator import __version__, journal
+from keepstep_operator import __version__, log
 from keepstep_operator.admission.checkpoint_run import ExistingRuns
 from keepstep_operator.admission.metrics import AdmissionMetrics
 from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
@@ -21,9 +21,9 @@ from keepstep_operator.admission.server import (
     deadline_of,
 )
 from keepstep_operator.injection import InjectionDefaults
-from keepstep_operator.journal import info
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import KubeClient
+from keepstep_operator.log import info
 from keepstep_operator.names import ADMISSION_PORT
 from keepstep_operator.serving import metrics_application, serve_application, until_signal
 from keepstep_operator.settings import (
@@ -34,7 +34,7 @@ from keepstep_operator.settings import (
     option,
     port_option,
 )
-from keepstep_operator.tls import ServerTls, mounted_pair
+from keepstep_operator.tls_reload import ServerTls, mounted_pair
 
 _DRAIN_S: Final = 5.0
 _READ_S: Final = 1.5
@@ -133,7 +133,7 @@ def admission(**options: Any) -> None:
       keepstep-operator admission --namespace keepstep-system \\
         --sidecar-image keepstep/sidecar:0.1.0 --tls-dir /tls
     """
-    journal.configure("admission", level=options.pop("log_level"))
+    log.configure("admission", level=options.pop("log_level"))
     options["reports_url"] = (
         options["reports_url"] or f"https://keepstep-reports.{options['namespace']}.svc:443"
     )

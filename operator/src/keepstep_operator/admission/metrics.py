@@ -30,6 +30,6 @@ class AdmissionMetrics:
             registry=self.registry,
         )
 
-    def reviewed(self, verdict: ReviewDecision, *, seconds: float) -> None:
+    def count_review(self, verdict: ReviewDecision, *, seconds: float) -> None:
         self._seconds.observe(seconds)
         self._reviews.labels(verdict.result.value, verdict.reason).inc()

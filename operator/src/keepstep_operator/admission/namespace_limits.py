@@ -10,12 +10,12 @@ from typing import Final
 
 from cachetools import TTLCache
 
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection.namespace_limits import NamespaceLimits, parse_quota, parse_ranges
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import NotFound
 from keepstep_operator.kube.resources import LIMIT_RANGES, NAMESPACES, QUOTAS, Resource
 from keepstep_operator.names import POD_SECURITY_LABEL
+from keepstep_operator.object_body import Body
 
 _REMEMBERED_S: Final = 1.0
 _MOST_NAMESPACES: Final = 1000

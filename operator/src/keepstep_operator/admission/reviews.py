@@ -15,14 +15,14 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.api.run_status import cut_text
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection import (
     InjectionDefaults,
     NamespaceLimits,
     NearNode,
-    annotate_refusal,
+    annotate_skip,
     inject,
 )
+from keepstep_operator.object_body import Body
 
 _API_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_NAME: Final = 256
@@ -106,7 +106,7 @@ def decide_review(
     try:
         pod = inject(review.body, policy, defaults, near=near, room=room)
     except (PodError, PolicyError) as error:
-        return decline_pod(review, reason=error.reason, message=str(error))
+        return skip_injection(review, reason=error.reason, message=str(error))
     injected = injected_of(parse_pod(pod))
     return ReviewDecision(
         result=ReviewResult.INJECTED,
@@ -116,11 +116,11 @@ def decide_review(
     )
 
 
-def decline_pod(
+def skip_injection(
     review: Review, *, reason: str, message: str, result: ReviewResult = ReviewResult.SKIPPED
 ) -> ReviewDecision:
     """Let the pod pass without a sidecar; it carries the reason."""
-    pod = annotate_refusal(review.body, reason=reason, message=message)
+    pod = annotate_skip(review.body, reason=reason, message=message)
     return ReviewDecision(
         result=result,
         reason=reason,

@@ -28,17 +28,17 @@ from keepstep_operator.admission.reviews import (
     ReviewError,
     ReviewResult,
     decide_review,
-    decline_pod,
     parse_review,
     pass_pod,
     review_answer,
+    skip_injection,
 )
 from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import Placement, PodError, placement
 from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.injection import InjectionDefaults, is_injected
-from keepstep_operator.journal import crash, info
 from keepstep_operator.kube.errors import KubeError, Unavailable
+from keepstep_operator.log import crash, info
 from keepstep_operator.serving import Ready, health_routes
 
 TIMEOUT_S: Final = 10
@@ -73,7 +73,7 @@ class Admission:
         app.add_routes([*health_routes(ready), web.post("/{path:.*}", self._inject)])
         return app
 
-    async def review(self, review: Review) -> ReviewDecision:
+    async def review_pod(self, review: Review) -> ReviewDecision:
         """Decide about one pod. Never raises, and never takes much longer than the deadline."""
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -86,7 +86,7 @@ class Admission:
         except Exception as error:
             crash("admission.review_crashed", **review.about)
             reason, message = "Internal", f"{type(error).__name__}: {error}"
-        return decline_pod(review, reason=reason, message=message, result=ReviewResult.FAILED)
+        return skip_injection(review, reason=reason, message=message, result=ReviewResult.FAILED)
 
     async def _decided(self, review: Review) -> ReviewDecision:
         """The decision, however often the API server has to be asked."""
@@ -102,7 +102,7 @@ class Admission:
         if is_injected(review.pod):
             return pass_pod("AlreadyInjected")
         if (defaults := self.defaults()) is None:
-            return decline_pod(
+            return skip_injection(
                 review,
                 reason="NotReady",
                 message="keepstep's admission does not know the reports CA yet; is"
@@ -116,9 +116,9 @@ class Admission:
             if policy is None or policy.name != name:
                 policy = await self.policies.get(review.pod.namespace, name)
         except PolicyAbsent as error:
-            return decline_pod(review, reason="PolicyNotFound", message=str(error))
+            return skip_injection(review, reason="PolicyNotFound", message=str(error))
         except PolicyError as error:
-            return decline_pod(review, reason=error.reason, message=f"policy {name}: {error}")
+            return skip_injection(review, reason=error.reason, message=f"policy {name}: {error}")
         kept = policy.host_paths or policy.peers is not None
         near = record.near(place.node_rank) if place is not None and kept else ()
         defaults = defaults.with_sidecar(record.image, record.version)
@@ -142,12 +142,12 @@ class Admission:
         except ReviewError as error:
             info("admission.request_refused", level=logging.WARNING, error=str(error))
             return web.Response(text=f"{error}\n", status=400)
-        verdict = await self.review(review)
+        verdict = await self.review_pod(review)
         response = web.Response(
             body=review_answer(review.uid, verdict), content_type="application/json"
         )
         seconds = time.perf_counter() - begun
-        self.metrics.reviewed(verdict, seconds=seconds)
+        self.metrics.count_review(verdict, seconds=seconds)
         _log_verdict(review, verdict, seconds)
         return response
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from keepstep.errors import UsageError
 from keepstep_operator.api.quantities import parse_bytes, parse_duration, parse_millicores
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 

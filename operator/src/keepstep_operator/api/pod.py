@@ -20,7 +20,7 @@ from keepstep.errors import UsageError
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job, job_of
 from keepstep_operator.api.job_kinds import JobKind, RankSource, kind_of
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"

@@ -25,8 +25,8 @@ from keepstep_operator.api.tiers import (
     parse_peers,
     parse_retention,
 )
-from keepstep_operator.bodies import Body
 from keepstep_operator.names import SIDECAR_METRICS_PORT, SIDECAR_PEER_PORT
+from keepstep_operator.object_body import Body
 
 _VOLUME_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _WRITES_PER_DAY = re.compile(r"^(0\.[0-9]*[1-9][0-9]*|[1-9][0-9]*(\.[0-9]+)?)$")

@@ -21,7 +21,7 @@ from keepstep.wire.run_reports import (
     RunGoodput,
     SaveOverhead,
 )
-from keepstep_operator.printing import printable
+from keepstep_operator.printing import replace_unprintable
 
 MOST_WARNINGS = 10
 LONGEST_TEXT = 1000
@@ -188,5 +188,5 @@ def _snake(name: str) -> str:
 def cut_text(text: str, *, longest: int = LONGEST_TEXT) -> str:
     """At most `longest` characters of a text that others wrote, on one line, without what a
     terminal would obey."""
-    line = printable(" ".join(text.split()))
+    line = replace_unprintable(" ".join(text.split()))
     return line if len(line) <= longest else line[: longest - 3] + "..."

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime, timedelta
 
-from keepstep_operator.bodies import Body
 from keepstep_operator.certificates import ring as rings
 from keepstep_operator.certificates.pki import (
     KeyPair,
@@ -23,10 +22,11 @@ from keepstep_operator.certificates.pki import (
     make_server,
 )
 from keepstep_operator.certificates.ring import CertificateRing, RingMove, due_move
-from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, NotFound, Rejected
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS, PatchType
+from keepstep_operator.log import info, warn
+from keepstep_operator.object_body import Body
 
 _ATTEMPTS = 4
 _PATH_BYTES = 16

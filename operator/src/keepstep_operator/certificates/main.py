@@ -10,12 +10,12 @@ from typing import Final
 import click
 from prometheus_client import Counter, Gauge
 
-from keepstep_operator import journal
+from keepstep_operator import log
 from keepstep_operator.certificates.keeper import CertificateKeeper, KeptCertificate
-from keepstep_operator.journal import info, warn
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
+from keepstep_operator.log import info, warn
 from keepstep_operator.serving import (
     metrics_application,
     metrics_registry,
@@ -91,7 +91,7 @@ def certificates(*, namespace: str, release: str, log_level: str, metrics_port: 
     Examples:
       keepstep-operator certificates --namespace keepstep-system
     """
-    journal.configure("certificates", level=log_level)
+    log.configure("certificates", level=log_level)
     kept = kept_certificates(release, namespace)
     asyncio.run(serve(kept, namespace=namespace, metrics_port=metrics_port))
 

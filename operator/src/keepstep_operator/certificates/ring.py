@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from keepstep_operator.bodies import Body
 from keepstep_operator.certificates.pki import (
     KeyPair,
     certificate_validity,
     is_matching_pair,
     split_bundle,
 )
+from keepstep_operator.object_body import Body
 
 ROTATE_ANNOTATION: Final = "keepstep.dev/rotate-ca"
 SINCE_ANNOTATION: Final = "keepstep.dev/since"

@@ -9,20 +9,20 @@ ports             the ports that the sidecar opens
 affinity          preferences: nodes that hold shards of the run, apart from pods of its peers
 resources         requests and limits; `accounting: CarveOut`
 namespace_limits  what the namespace's LimitRanges and quotas leave for them
-refusal           what a pod without a sidecar carries instead
+skip_annotation   what a pod without a sidecar carries instead
 """
 
 from keepstep_operator.injection.affinity import NearNode
 from keepstep_operator.injection.inject import inject, is_injected
 from keepstep_operator.injection.namespace_limits import NamespaceLimits
-from keepstep_operator.injection.refusal import annotate_refusal
 from keepstep_operator.injection.settings import InjectionDefaults
+from keepstep_operator.injection.skip_annotation import annotate_skip
 
 __all__ = [
     "InjectionDefaults",
     "NamespaceLimits",
     "NearNode",
-    "annotate_refusal",
+    "annotate_skip",
     "inject",
     "is_injected",
 ]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from keepstep_operator.api.tiers import HOSTNAME
-from keepstep_operator.bodies import Body
 from keepstep_operator.names import RUN_KEY_LABEL
+from keepstep_operator.object_body import Body
 
 _NODES: Final = "nodeAffinity"
 _PODS: Final = "podAntiAffinity"

@@ -12,10 +12,9 @@ from typing import Final
 
 from keepstep.compile_cache import DIRECTORY_ENV
 from keepstep.wire import run_reports
-from keepstep_operator.api.leader import leader_address
+from keepstep_operator.api.leader_service import leader_address
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.injection.resources import SidecarCost, resources_of
@@ -48,6 +47,7 @@ from keepstep_operator.names import (
     USER_ID,
     VOLUMES_CONTAINER,
 )
+from keepstep_operator.object_body import Body
 
 _PROGRAM: Final = "keepstep-sidecar"
 _START: Final = "120s"

@@ -22,7 +22,6 @@ from keepstep_operator.api.pod import (
     training_container,
 )
 from keepstep_operator.api.policy import Accounting, Policy, require_allowed
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection.affinity import NearNode, affinity_preferring
 from keepstep_operator.injection.containers import (
     directories_container,
@@ -53,6 +52,7 @@ from keepstep_operator.names import (
     STATUS_ANNOTATION,
     VOLUMES_CONTAINER,
 )
+from keepstep_operator.object_body import Body
 
 NO_RULES: Final = NamespaceLimits()
 _MAKE_ROOM: Final = (

@@ -28,7 +28,7 @@ from keepstep_operator.api.quantities import (
     parse_bytes,
     parse_millicores,
 )
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 Amounts = Mapping[str, int]
 """Amounts by resource: CPU in millicores, all else in bytes or pieces."""
@@ -85,7 +85,7 @@ class NamespaceLimits:
     def ratio(self, resource: str) -> int | None:
         return smallest(bounds.ratio.get(resource) for bounds in self._of("Container"))
 
-    def limits(self, resource: str) -> bool:
+    def is_limited(self, resource: str) -> bool:
         """Whether a LimitRange gives or asks for a limit of every container."""
         found = self._of("Container")
         return any(resource in (*bounds.most, *bounds.ratio, *bounds.default) for bounds in found)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from keepstep_operator.api.policy import Policy
-from keepstep_operator.bodies import Body
 from keepstep_operator.names import SIDECAR_UI_PORT
+from keepstep_operator.object_body import Body
 
 _PROBES: Final = ("livenessProbe", "readinessProbe", "startupProbe")
 _HANDLERS: Final = ("httpGet", "tcpSocket", "grpc")

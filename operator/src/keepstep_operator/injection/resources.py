@@ -29,7 +29,6 @@ from keepstep_operator.api.quantities import (
     parse_bytes,
     parse_millicores,
 )
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection.namespace_limits import (
     LIMITS,
     REQUESTS,
@@ -38,6 +37,7 @@ from keepstep_operator.injection.namespace_limits import (
     smallest,
 )
 from keepstep_operator.names import HUGE_PAGES
+from keepstep_operator.object_body import Body
 
 EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 _KINDS: Final = (REQUESTS, LIMITS)
@@ -116,7 +116,7 @@ def _cpu_limit(policy: Policy, room: NamespaceLimits) -> int | None:
     """The CPU limit to begin with; None: the sidecar needs none."""
     if policy.cpu_limit_millicores is not None:
         return policy.cpu_limit_millicores
-    if room.limits("cpu"):
+    if room.is_limited("cpu"):
         return max(policy.cpu_millicores, _AMPLE_MILLICORES)
     return None
 

@@ -10,9 +10,9 @@ from typing import Final
 
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.api.tiers import CREDENTIALS, ArchiveBucket, ArchiveDirectory
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection.ports import Ports
 from keepstep_operator.names import ARCHIVE_PATH, ARCHIVE_VOLUME
+from keepstep_operator.object_body import Body
 
 HOST_ROOT: Final = "/host"
 """The directory below which the init container mounts each whole hostPath."""

@@ -10,7 +10,6 @@ from keepstep.wire.member_reports import AUDIENCE
 from keepstep_operator.api.pod import Placement, PodError
 from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, PolicyVolume
 from keepstep_operator.api.quantities import format_bytes
-from keepstep_operator.bodies import Body
 from keepstep_operator.injection.tiers import (
     HOST_ARCHIVE,
     HOST_ROOT,
@@ -33,6 +32,7 @@ from keepstep_operator.names import (
     VOLUME_PREFIX,
     VOLUMES_PATH,
 )
+from keepstep_operator.object_body import Body
 
 _BESIDE_SLOTS_BYTES: Final = 16 << 20
 """For the socket, records, and the slots' own pages of metadata."""

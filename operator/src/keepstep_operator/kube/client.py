@@ -16,9 +16,9 @@ from yarl import URL
 
 from keepstep.errors import UsageError
 from keepstep_operator import __version__
-from keepstep_operator.bodies import Body
 from keepstep_operator.kube.errors import error_of, mapped_errors
 from keepstep_operator.kube.resources import Patch, PatchType, Resource
+from keepstep_operator.object_body import Body
 
 MANAGER: Final = "keepstep-operator"
 """The name of our fields' owner, for `kubectl get --show-managed-fields`."""

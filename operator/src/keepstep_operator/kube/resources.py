@@ -10,7 +10,7 @@ from urllib.parse import quote
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job
 from keepstep_operator.api.job_kinds import is_name, kind_of
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 Patch = Body | list[Body]
 """A merge patch, or a list of JSON patch operations."""

@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator import names
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 _TIMEOUT_S: Final = 30.0
 

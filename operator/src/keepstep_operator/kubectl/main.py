@@ -9,7 +9,7 @@ import click
 from keepstep_operator import __version__
 from keepstep_operator.kubectl.cluster import Cluster
 from keepstep_operator.kubectl.page import ForwardedPage, serve
-from keepstep_operator.printing import printable
+from keepstep_operator.printing import replace_unprintable
 from keepstep_operator.settings import ErrorGroup
 
 
@@ -23,7 +23,7 @@ def cli() -> None:
 def note(text: str) -> None:
     """Print lines. Every output of the plugin goes through here, since it may be text of a pod, and
     could be meant for the terminal."""
-    click.echo(printable(text, lines=True))
+    click.echo(replace_unprintable(text, lines=True))
 
 
 @cli.command(epilog="\b\nExamples:\n  kubectl keepstep ui gpt-1a2b -n ml --port 8790")

@@ -18,8 +18,8 @@ from typing import Final
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
-from keepstep_operator.bodies import Body
 from keepstep_operator.kubectl.cluster import ApiRefusal, Cluster
+from keepstep_operator.object_body import Body
 
 HOST: Final = "127.0.0.1"
 _ENTRY: Final = "/entry"

@@ -4,7 +4,7 @@
     handlers       what happens when objects change (kopf); periodic_checks: what no watch tells
     reports_api    takes reports of leaders (token_auth: from whom), signs (peer_certificates)
     writers        statuses, Checkpoints, Services, Events
-    operator       all runs: each event is a transition of one
+    run_registry   all runs: each event is a transition of one
     run            a run as a frozen value, and its transitions: pure
     leader_answer  what the leader is told; render, conditions, events: what people are told: pure
 

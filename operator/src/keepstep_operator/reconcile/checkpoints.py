@@ -12,7 +12,7 @@ from typing import Final
 
 from keepstep.wire.run_reports import KeptStep, format_utc
 from keepstep_operator import names
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile.run import Run
 
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"

@@ -11,7 +11,7 @@ from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job, PolicyRecord, RunKey
 from keepstep_operator.api.run_status import cut_text
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.conditions import (
     current_advisories,

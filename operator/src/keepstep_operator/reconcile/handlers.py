@@ -14,7 +14,7 @@ import kopf
 
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import RunKey
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile.parsing import (
     asks_for_keepstep,
     parse_node,
@@ -43,22 +43,22 @@ def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
     async def pod(event: kopf.RawEvent, uid: str, memo: kopf.Memo, **_: Any) -> None:
         body: Body = dict(event["object"])
         if event["type"] == "DELETED":
-            memo.operator.pod_gone(uid)
+            memo.registry.pod_gone(uid)
         elif asks_for_keepstep(body) and (record := parse_pod_record(body)) is not None:
-            memo.operator.pod_seen(record)
+            memo.registry.pod_seen(record)
 
     @kopf.on.event(*_OURS, "checkpointruns", registry=handlers)
     async def checkpoint_run(
         event: kopf.RawEvent, namespace: str | None, name: str, memo: kopf.Memo, **_: Any
     ) -> None:
-        run: Run | None = memo.operator.runs.get(RunKey(namespace or "", name))
+        run: Run | None = memo.registry.runs.get(RunKey(namespace or "", name))
         known = run is not None and run.object is not None
         target = parse_run_object(dict(event["object"]), with_status=not known)
         if event["type"] == "DELETED":
-            memo.operator.object_gone(target.key)
+            memo.registry.run_object_gone(target.key)
         else:
             memo.writer.shown(target.key, event["object"].get("status") or {})
-            memo.operator.object_seen(target)
+            memo.registry.run_object_seen(target)
 
     @kopf.on.event(*_OURS, "checkpointpolicies", registry=handlers)
     async def checkpoint_policy(
@@ -67,12 +67,12 @@ def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
         body: Body = dict(event["object"])
         policy = parse_policy_record(body, allowed_paths=memo.host_paths)
         if event["type"] == "DELETED":
-            memo.operator.policy_gone(policy.namespace, policy.name)
+            memo.registry.policy_gone(policy.namespace, policy.name)
             return
-        if (verdict := memo.operator.policy_seen(policy)) is not None:
+        if (verdict := memo.registry.policy_seen(policy)) is not None:
             memo.writer.emit(Run(key=RunKey(policy.namespace, policy.name), since=0.0), verdict)
         before: Body = body.get("status") or {}
-        status = policy_status(policy, before, now=memo.operator.clock())
+        status = policy_status(policy, before, now=memo.registry.clock())
         if status != before:
             patch.status.update(status)
 
@@ -81,9 +81,9 @@ def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
         @kopf.on.event("", "v1", "nodes", registry=handlers)
         async def node(event: kopf.RawEvent, name: str, memo: kopf.Memo, **_: Any) -> None:
             if event["type"] == "DELETED":
-                memo.operator.node_gone(name)
+                memo.registry.node_gone(name)
             else:
-                memo.operator.node_seen(parse_node(dict(event["object"])))
+                memo.registry.node_seen(parse_node(dict(event["object"])))
 
     return handlers
 

@@ -12,17 +12,17 @@ from typing import Any, cast
 import click
 import kopf
 
-from keepstep_operator import journal
-from keepstep_operator.journal import info
+from keepstep_operator import log
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import KubeClient
+from keepstep_operator.log import info
 from keepstep_operator.names import REPORTS_PORT
 from keepstep_operator.reconcile import handlers
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
-from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.periodic_checks import PeriodicChecks
 from keepstep_operator.reconcile.reports_api import ReportsApi
+from keepstep_operator.reconcile.run_registry import RunRegistry
 from keepstep_operator.reconcile.writers import ObjectWriter
 from keepstep_operator.serving import metrics_application, serve_application, until_signal
 from keepstep_operator.settings import (
@@ -33,7 +33,7 @@ from keepstep_operator.settings import (
     option,
     port_option,
 )
-from keepstep_operator.tls import ServerTls
+from keepstep_operator.tls_reload import ServerTls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def reconcile(**options: Any) -> None:
       keepstep-operator reconcile --namespace keepstep-system --peer-ca-dir /peer-ca
       keepstep-operator reconcile --namespace keepstep-system --host-path /mnt/nvme0
     """
-    journal.configure("reconcile", level=options.pop("log_level"))
+    log.configure("reconcile", level=options.pop("log_level"))
     logging.getLogger("kopf").setLevel(logging.WARNING)
     asyncio.run(serve(ReconcileSettings(**options)))
 
@@ -98,18 +98,18 @@ class Parts:
     ) -> None:
         self._settings = settings
         self.ending = asyncio.Event()
-        self.operator = Operator(clock=time.time)
-        self.metrics = ReconcileMetrics(self.operator.runs)
-        self.writer = ObjectWriter(self.operator, client, metrics=self.metrics)
-        self.operator.mark, self.operator.emit = self.writer.mark, self.writer.emit
+        self.registry = RunRegistry(clock=time.time)
+        self.metrics = ReconcileMetrics(self.registry.runs)
+        self.writer = ObjectWriter(self.registry, client, metrics=self.metrics)
+        self.registry.mark, self.registry.emit = self.writer.mark, self.writer.emit
         self.rounds = PeriodicChecks(
-            self.operator,
+            self.registry,
             client,
             namespace=settings.namespace,
             agents=bool(settings.host_paths),
         )
         self.reports = ReportsApi(
-            self.operator,
+            self.registry,
             client,
             metrics=self.metrics,
             ready=self.ready,
@@ -119,9 +119,9 @@ class Parts:
 
     def ready(self) -> str:
         """Why no report can be taken in yet; '' if reports can."""
-        return "" if self.operator.cluster.complete else "the API server has not listed all runs"
+        return "" if self.registry.cluster.complete else "the API server has not listed all runs"
 
-    async def work(self) -> None:
+    async def work_until_ending(self) -> None:
         """Work until `ending`, or until kopf ends: it takes SIGTERM and SIGINT."""
         ending = asyncio.create_task(self.ending.wait())
         loading = asyncio.create_task(self.rounds.load())
@@ -148,7 +148,7 @@ class Parts:
             registry=handlers.handler_registry(watch_nodes=self._settings.watch_nodes),
             settings=handlers.kopf_settings(),
             memo=kopf.Memo(
-                operator=self.operator, writer=self.writer, host_paths=self._settings.host_paths
+                registry=self.registry, writer=self.writer, host_paths=self._settings.host_paths
             ),
             clusterwide=True,
             standalone=True,
@@ -168,7 +168,7 @@ async def serve(settings: ReconcileSettings) -> None:
     """Run until SIGTERM."""
     signing = PeerCertificates(settings.peer_ca_dir)
     name = f"{settings.reports_service}.{settings.namespace}.svc"
-    tls = ServerTls(signing.serving(name, f"{name}.cluster.local"))
+    tls = ServerTls(signing.serving_certificate(name, f"{name}.cluster.local"))
     async with KubeClient(await find_access()) as client:
         parts = Parts(client, settings, signing)
         reloading = asyncio.create_task(tls.keep_fresh())
@@ -183,7 +183,7 @@ async def serve(settings: ReconcileSettings) -> None:
             ) as port,
         ):
             info("reconcile.started", port=port, metrics_port=metrics_port)
-            await parts.work()
+            await parts.work_until_ending()
         reloading.cancel()
         ended.cancel()
     info("reconcile.stopped")

@@ -38,7 +38,7 @@ from keepstep_operator.api.policy import (
     require_allowed,
 )
 from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut_text, read_status
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 _HARMLESS = ("ContainerCreating", "PodInitializing")
 _LONGEST_NAME = 253

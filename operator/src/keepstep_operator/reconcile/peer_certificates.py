@@ -24,9 +24,9 @@ from keepstep_operator.certificates.pki import (
     sign_request,
     sign_server,
 )
-from keepstep_operator.journal import info
+from keepstep_operator.log import info
 from keepstep_operator.reconcile.token_auth import RequestRefused
-from keepstep_operator.tls import Shown, mounted_pair
+from keepstep_operator.tls_reload import Shown, mounted_pair
 
 LIFE: Final = timedelta(hours=24)
 LARGEST_REQUEST: Final = 16_384
@@ -44,7 +44,7 @@ class PeerCertificates:
         with _needed():
             return (self._directory / "ca.crt").read_text()
 
-    def issue(self, uri: str, request: CertificateRequest) -> IssuedCertificate:
+    def issue_certificate(self, uri: str, request: CertificateRequest) -> IssuedCertificate:
         """A certificate for this identity. Raises RequestRefused."""
         if len(request.request) > LARGEST_REQUEST:
             raise RequestRefused(400, "bad-request", "this is no certificate request")
@@ -60,7 +60,7 @@ class PeerCertificates:
         info("certificate.signed", identity=uri)
         return IssuedCertificate(certificate=signed.decode(), authorities=bundle)
 
-    def serving(self, *names: str) -> Callable[[], Shown]:
+    def serving_certificate(self, *names: str) -> Callable[[], Shown]:
         """What the reports API shows, for these DNS names: it is signed anew with each authority,
         and when two thirds of its life are over."""
         signed: dict[bytes, Shown] = {}

@@ -11,14 +11,13 @@ from typing import Final
 
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import RunKey
-from keepstep_operator.bodies import Body
-from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError, NotFound
 from keepstep_operator.kube.resources import PODS, RUNS
+from keepstep_operator.log import crash, warn
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile.events import standing_events
 from keepstep_operator.reconcile.jobs import read_job_owner, read_job_state
-from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import (
     asks_for_keepstep,
     parse_agent,
@@ -26,6 +25,7 @@ from keepstep_operator.reconcile.parsing import (
     parse_run_object,
 )
 from keepstep_operator.reconcile.run import Run, asks_job, is_expired, job_answered, owner_found
+from keepstep_operator.reconcile.run_registry import RunRegistry
 
 _UNINJECTED: Final = (
     f"!{names.INJECTED_LABEL},training.kubeflow.org/job-name",
@@ -49,9 +49,9 @@ class PeriodicChecks:
     the chart installs them."""
 
     def __init__(
-        self, operator: Operator, client: KubeClient, *, namespace: str, agents: bool
+        self, registry: RunRegistry, client: KubeClient, *, namespace: str, agents: bool
     ) -> None:
-        self._operator = operator
+        self._registry = registry
         self._client = client
         self._namespace = namespace
         self._agents = agents
@@ -61,41 +61,41 @@ class PeriodicChecks:
     async def load(self) -> None:
         """Take in all runs and pods that exist, however long the API server is away: then nothing
         is taken for gone that kopf has not shown yet."""
-        while not self._operator.cluster.complete:
+        while not self._registry.cluster.complete:
             await self._tried(self._list, "what exists")
-            await asyncio.sleep(_AGAIN_S if not self._operator.cluster.complete else 0.0)
+            await asyncio.sleep(_AGAIN_S if not self._registry.cluster.complete else 0.0)
 
     async def _list(self) -> None:
         async for body in self._client.list(RUNS):
-            self._operator.object_seen(parse_run_object(body))
+            self._registry.run_object_seen(parse_run_object(body))
         async for body in self._client.list(PODS, labels=names.INJECTED_LABEL):
             if (pod := parse_pod_record(body)) is not None:
-                self._operator.pod_seen(pod)
-        self._operator.cluster = replace(self._operator.cluster, complete=True)
+                self._registry.pod_seen(pod)
+        self._registry.cluster = replace(self._registry.cluster, complete=True)
 
     async def check(self) -> None:
         """Look at what has no watch each `CHECK_S`, and at all names each `SWEEP_S`; for ever."""
-        swept = self._operator.clock()
+        swept = self._registry.clock()
         while True:
             await self._tried(self._find_uninjected, "pods without a sidecar")
             if self._agents:
                 await self._tried(self._find_agents, "agents of nodes")
-            if self._operator.clock() - swept >= SWEEP_S:
-                swept = self._operator.clock()
+            if self._registry.clock() - swept >= SWEEP_S:
+                swept = self._registry.clock()
                 await self._tried(self._sweep, "what vanished")
             await asyncio.sleep(CHECK_S)
 
     async def tick(self) -> None:
         """Mark the runs whose leader is late each `TICK_S`, and ask about jobs; for ever."""
-        operator = self._operator
+        registry = self._registry
         while True:
             await asyncio.sleep(TICK_S)
-            for run in [*operator.runs.values()]:
-                for event in standing_events(run, operator.cluster, now=operator.clock()):
-                    operator.emit(run, event)
-                late = operator.clock() - run.reported_at > LATE_S
+            for run in [*registry.runs.values()]:
+                for event in standing_events(run, registry.cluster, now=registry.clock()):
+                    registry.emit(run, event)
+                late = registry.clock() - run.reported_at > LATE_S
                 if late and run.finished_at is None:
-                    operator.mark(run.key)
+                    registry.mark(run.key)
                 await self._tried(partial(self._ask_about, run), "jobs")
 
     async def _tried(self, work: Callable[[], Awaitable[None]], what: str) -> None:
@@ -110,17 +110,17 @@ class PeriodicChecks:
 
     async def _sweep(self) -> None:
         """Forget what vanished while kopf listed anew, as that gives no event."""
-        operator = self._operator
-        pods_before = {*operator.pods}
-        runs_before = {key for key, run in operator.runs.items() if run.object is not None}
+        registry = self._registry
+        pods_before = {*registry.pods}
+        runs_before = {key for key, run in registry.runs.items() if run.object is not None}
         listed = self._client.names(PODS, labels=names.INJECTED_LABEL)
         pods = {pod["metadata"]["uid"] async for pod in listed}
         found = [run["metadata"] async for run in self._client.names(RUNS)]
         runs = {RunKey(run["namespace"], run["name"]) for run in found}
         for uid in pods_before - pods - self._uninjected:
-            operator.pod_gone(uid)
+            registry.pod_gone(uid)
         for key in runs_before - runs:
-            operator.object_gone(key)
+            registry.run_object_gone(key)
 
     async def _find_uninjected(self) -> None:
         """Pods that ask for keepstep, have not ended, and were created while admission did not
@@ -131,7 +131,7 @@ class PeriodicChecks:
                 if asks_for_keepstep(name):
                     found[name["metadata"]["uid"]] = name["metadata"]
         for uid in self._uninjected - set(found):
-            self._operator.pod_gone(uid)
+            self._registry.pod_gone(uid)
         self._uninjected &= set(found)
         for uid in set(found) - self._uninjected:
             self._uninjected.add(uid)
@@ -144,7 +144,7 @@ class PeriodicChecks:
         except NotFound:
             return  # deleted since: the next look handles it
         if (pod := parse_pod_record(body)) is not None:
-            self._operator.pod_seen(pod)
+            self._registry.pod_seen(pod)
 
     async def _find_agents(self) -> None:
         """The agents of nodes. Only the chart makes pods in their namespace."""
@@ -152,23 +152,23 @@ class PeriodicChecks:
         listed = self._client.list(PODS, namespace=self._namespace, labels=labels)
         records = [parse_agent(body) async for body in listed]
         agents = {record.node: record.address for record in records if record.node}
-        self._operator.cluster = replace(self._operator.cluster, agents=agents)
+        self._registry.cluster = replace(self._registry.cluster, agents=agents)
 
     # --- jobs --------------------------------------------------------------------------------
 
     async def _ask_about(self, run: Run) -> None:
         """Find out what made the pods' job, whether the job is over, and whether the run's object
         has been there for long enough."""
-        operator, now = self._operator, self._operator.clock()
+        registry, now = self._registry, self._registry.clock()
         if run.is_empty or now - self._asked.get(run.key, 0.0) < JOB_S:
             return
         if not run.owner_known and (job := run.job_of_pods) is not None:
             owner = await read_job_owner(self._client, job, run.key.namespace)
-            operator.change(run.key, partial(owner_found, job=job, owner=owner))
+            registry.change(run.key, partial(owner_found, job=job, owner=owner))
         elif asks_job(run) and (job := run.job) is not None:
             self._asked[run.key] = now
             state = await read_job_state(self._client, job, run.key.namespace)
-            operator.change(run.key, lambda run: job_answered(run, state, at=operator.clock()))
+            registry.change(run.key, lambda run: job_answered(run, state, at=registry.clock()))
         elif is_expired(run, now) and run.object is not None:
             uid, namespace = run.object.uid, run.key.namespace
             await self._client.delete(RUNS, run.key.name, namespace=namespace, uid=uid)

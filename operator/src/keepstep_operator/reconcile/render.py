@@ -25,7 +25,7 @@ from keepstep_operator.api.run_status import (
     cut_text,
     read_status,
 )
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile import messages
 from keepstep_operator.reconcile.conditions import (
     ARCHIVED,

@@ -21,15 +21,15 @@ from keepstep.wire.run_reports import RunReport
 from keepstep.wire.trainer import Problem
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import AgentRecord, PodRecord
-from keepstep_operator.bodies import Body
-from keepstep_operator.journal import crash, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError, NotFound
 from keepstep_operator.kube.resources import PODS
+from keepstep_operator.log import crash, warn
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
-from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.parsing import parse_agent, parse_pod_record
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates, of_agent, of_pod
+from keepstep_operator.reconcile.run_registry import RunRegistry
 from keepstep_operator.reconcile.token_auth import RequestRefused, TokenAuth, TokenPod
 from keepstep_operator.serving import Ready, health_routes
 
@@ -50,7 +50,7 @@ class ReportsApi:
 
     def __init__(
         self,
-        operator: Operator,
+        registry: RunRegistry,
         client: KubeClient,
         *,
         metrics: ReconcileMetrics,
@@ -58,7 +58,7 @@ class ReportsApi:
         signing: PeerCertificates,
         namespace: str,
     ) -> None:
-        self._operator = operator
+        self._registry = registry
         self._client = client
         self._tokens = TokenAuth(client)
         self._metrics = metrics
@@ -83,7 +83,7 @@ class ReportsApi:
             )
         self._lately[pod.uid] = True
         report = check_bounds(_decode_report(await _body(request)))
-        answer = self._operator.reported(pod, report, authorities=self._signing.authorities)
+        answer = self._registry.reported(pod, report, authorities=self._signing.authorities)
         if answer is None:
             message = f"pod {pod.name} does not lead its run: node rank 0 does, its oldest pod"
             raise RequestRefused(409, "not-the-leader", message)
@@ -93,12 +93,12 @@ class ReportsApi:
     async def _sign(self, request: web.Request) -> web.Response:
         """Sign a certificate for a sidecar, or for the agent of a node."""
         identity = await self._identity(request)
-        pod = self._operator.pod(identity.pod_uid)
+        pod = self._registry.pod(identity.pod_uid)
         if pod is None and identity.namespace == self._namespace:
             uri = of_agent(await self._agent(identity))
         else:
             uri = of_pod(await self._pod(identity))
-        return _json(self._signing.issue(uri, _decode_request(await _body(request))))
+        return _json(self._signing.issue_certificate(uri, _decode_request(await _body(request))))
 
     # --- who asks ----------------------------------------------------------------------------
 
@@ -106,19 +106,19 @@ class ReportsApi:
         """Whose token came with the request. Raises RequestRefused."""
         if reason := self._ready():
             raise RequestRefused(503, "starting", reason)
-        return await self._tokens.identify(_bearer(request))
+        return await self._tokens.identify_pod(_bearer(request))
 
     async def _pod(self, identity: TokenPod) -> PodRecord:
         """The pod of this token, by our own record. Raises RequestRefused."""
-        pod = self._operator.pod(identity.pod_uid)
+        pod = self._registry.pod(identity.pod_uid)
         if pod is None:  # a sidecar may be faster than the watch
             pod = parse_pod_record(await self._resolve(identity))
             if pod is not None:
-                self._operator.pod_seen(pod)
+                self._registry.pod_seen(pod)
         if pod is None or not pod.injected or pod.namespace != identity.namespace:
             message = f"pod {identity.pod_name} was not given this sidecar"
             raise RequestRefused(403, "not-injected", message)
-        run = self._operator.runs[pod.run]
+        run = self._registry.runs[pod.run]
         if pod.job in run.rivals:
             message = f"run {pod.run.name} belongs to another job, which pod {pod.name} is not of"
             raise RequestRefused(403, "run-taken", message)

@@ -227,7 +227,7 @@ def _finished(run: Run, how: str, at: float) -> Run:
 # --- objects -------------------------------------------------------------------------------------
 
 
-def object_seen(run: Run, body: RunObject) -> Run:
+def run_object_seen(run: Run, body: RunObject) -> Run:
     """The CheckpointRun exists or has changed. What an earlier process wrote there is taken over
     once."""
     shown = replace(body, status=RunStatus(), policy=None)
@@ -251,7 +251,7 @@ def object_seen(run: Run, body: RunObject) -> Run:
     return _adopting(run)
 
 
-def object_gone(run: Run) -> Run:
+def run_object_gone(run: Run) -> Run:
     """The CheckpointRun was deleted. It is created again as long as the run has pods."""
     return replace(run, object=None, status=RunStatus())
 

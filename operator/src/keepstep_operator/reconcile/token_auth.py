@@ -15,10 +15,10 @@ from cachetools import TTLCache
 
 from keepstep.errors import KeepstepError
 from keepstep.wire.member_reports import AUDIENCE
-from keepstep_operator.bodies import Body
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import TOKEN_REVIEWS
+from keepstep_operator.object_body import Body
 
 KNOWN_S: Final = 300.0
 """How long an answer is valid. A deleted pod loses its token; we notice that after at most this
@@ -62,7 +62,7 @@ class TokenAuth:
         self._refused: TTLCache[bytes, RequestRefused] = TTLCache(_REMEMBERED, _WRONG_S)
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def identify(self, token: str) -> TokenPod:
+    async def identify_pod(self, token: str) -> TokenPod:
         """The pod behind the token. Raises RequestRefused."""
         if not token or len(token) > _LONGEST_TOKEN:
             raise RequestRefused(401, "no-token", "a service account token is needed as bearer")

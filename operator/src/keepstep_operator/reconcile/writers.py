@@ -1,7 +1,7 @@
 """Writes what runs show: statuses, Checkpoint objects, Services and Events.
 
 A run that is marked is rendered, and written if that differs from what was written. A change that a
-person waits for is written at once, numbers alone each `Operator.pace_s`. One write replaces the
+person waits for is written at once, numbers alone each `RunRegistry.pace_s`. One write replaces the
 whole status (a JSON patch), so a lost write is made good by the next. What fails is tried again
 with the next report, or round.
 """
@@ -22,10 +22,8 @@ from cachetools import TTLCache
 from keepstep.wire.run_reports import KeptStep
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import RunKey
-from keepstep_operator.api.leader import service_body
+from keepstep_operator.api.leader_service import service_body
 from keepstep_operator.api.run_status import RunStatus, status_json
-from keepstep_operator.bodies import Body
-from keepstep_operator.journal import crash, info, warn
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, KubeError, NotFound
 from keepstep_operator.kube.resources import (
@@ -36,12 +34,14 @@ from keepstep_operator.kube.resources import (
     PatchType,
     Resource,
 )
+from keepstep_operator.log import crash, info, warn
+from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile import checkpoints
 from keepstep_operator.reconcile.events import KubernetesEvent, event_bodies
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
-from keepstep_operator.reconcile.operator import Operator
 from keepstep_operator.reconcile.render import render_status
 from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_registry import RunRegistry
 
 LIST_S: Final = 600.0
 """How often a run's Checkpoint objects are listed at least. Deleted ones are then made again."""
@@ -73,9 +73,9 @@ class ObjectWriter:
     """Writes the runs that are `mark`ed, and the events that are given to `emit`."""
 
     def __init__(
-        self, operator: Operator, client: KubeClient, *, metrics: ReconcileMetrics
+        self, registry: RunRegistry, client: KubeClient, *, metrics: ReconcileMetrics
     ) -> None:
-        self._operator = operator
+        self._registry = registry
         self._client = client
         self._metrics = metrics
         self._written: dict[RunKey, _Written] = {}
@@ -111,7 +111,7 @@ class ObjectWriter:
     async def _maintain(self, key: RunKey) -> None:
         """Write one run. An error is logged, and ends nothing else."""
         async with self._turns:
-            run = self._operator.runs.get(key)
+            run = self._registry.runs.get(key)
             if run is None:
                 self._written.pop(key, None)
                 return
@@ -124,18 +124,18 @@ class ObjectWriter:
                 crash("run.status_write_crashed", run=str(key))
 
     async def _write(self, run: Run, written: _Written) -> None:
-        now = self._operator.clock()
+        now = self._registry.clock()
         if run.resumes(now):
             return
-        status = render_status(run, self._operator.cluster, now=now)
+        status = render_status(run, self._registry.cluster, now=now)
         overwritten = written.shown != written.stored and now - written.at >= _REPAIR_S
         changed = status != run.status or run.object is None or overwritten
         quiet = not overwritten and run.object is not None and _same(status, run.status)
-        if changed and not (quiet and now - written.at < self._operator.pace_s):
+        if changed and not (quiet and now - written.at < self._registry.pace_s):
             stored = await self._write_status(run, status_json(status))
             written.stored = written.shown = _digest(stored)
             written.at = now
-            self._operator.status_written(run.key, status)
+            self._registry.status_written(run.key, status)
         if run.object is not None:
             await self._write_service(run, written)
             await self._write_acknowledged(run)
@@ -209,11 +209,11 @@ class ObjectWriter:
                 continue
             key = next(iter(self._steps))
             del self._steps[key]
-            run, written = self._operator.runs.get(key), self._written.get(key)
+            run, written = self._registry.runs.get(key), self._written.get(key)
             if run is None or written is None or run.report is None:
                 continue
             try:
-                await self._write_checkpoints(run, written, self._operator.clock())
+                await self._write_checkpoints(run, written, self._registry.clock())
             except KubeError as error:
                 warn("checkpoint.write_failed", run=str(key), error=str(error))
                 self._metrics.wrote("checkpoint", failed=True)
@@ -264,7 +264,7 @@ class ObjectWriter:
 
     def emit(self, run: Run, event: KubernetesEvent) -> None:
         """Write the event, unless the same one was written within its period."""
-        key, now = (run.key, event.reason, event.topic, event.about), self._operator.clock()
+        key, now = (run.key, event.reason, event.topic, event.about), self._registry.clock()
         if now - self._emitted.get(key, -event.period_s) < event.period_s:
             return
         self._emitted[key] = now
@@ -280,7 +280,7 @@ class ObjectWriter:
         while True:
             run, event = await self._events.get()
             uid = run.object.uid if run.object is not None else ""
-            name, now = secrets.token_hex(8), self._operator.clock()
+            name, now = secrets.token_hex(8), self._registry.clock()
             for body in event_bodies(event, run.key, job=run.job, run_uid=uid, name=name, now=now):
                 await self._write_event(body, run.key)
 

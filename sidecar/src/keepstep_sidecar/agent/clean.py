@@ -56,7 +56,9 @@ class StillUsedError(StorageError):
 # --- one directory -------------------------------------------------------------------------------
 
 
-def remove_run(namespace: OpenDirectory, run: str, *, gone_since: float = math.inf) -> int:
+def remove_run_directory(
+    namespace: OpenDirectory, run: str, *, gone_since: float = math.inf
+) -> int:
     """Remove the run's directory; returns the number of files removed.
 
     `gone_since`: Unix seconds; a later write is a sign of life. Raises StillUsedError for such a
@@ -204,7 +206,7 @@ class Cleaner:
         if now - since < self._grace_s:
             return
         try:
-            files = remove_run(namespace, run, gone_since=since)
+            files = remove_run_directory(namespace, run, gone_since=since)
         except StillUsedError:
             self._gone_since[path] = now
             raise

@@ -50,7 +50,7 @@ def prepare_cache(directory: Path, *, limit_bytes: int) -> None:
     try:
         place = OpenDirectory.opened(directory)
         for name in _directories(place):
-            compile_cache.limit_cache_size(place, name, limit_bytes=limit_bytes)
+            compile_cache.clear_if_over_limit(place, name, limit_bytes=limit_bytes)
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror}") from error
 

@@ -27,14 +27,14 @@ from keepstep.wire.trainer import (
 from keepstep_sidecar.api.pinning import PinHandlers
 from keepstep_sidecar.api.restoring import RestoreHandlers
 from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
-from keepstep_sidecar.commit.leader_link import LeaderLink
+from keepstep_sidecar.commit.leader_notes import ReportingState
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import Tasks, run_detached
 from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.leases import OwnerProcess
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_allocator import SLOTS
-from keepstep_sidecar.restore.chunks import ChunkBuffers
+from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -63,7 +63,7 @@ class SidecarService:
     """One run's sidecar on this machine. `app.build` makes the parts."""
 
     tasks: Tasks
-    leader: LeaderLink
+    leader: ReportingState
     volumes: VolumeSet
     executors: tuple[ThreadPoolExecutor, ...]
     owner: OwnerProcess
@@ -94,8 +94,8 @@ class SidecarService:
         saving = self.saving
         self.config, self.changes, self.history = saving.config, saving.changes, saving.history
         self.leases, self.slots, self.allocator = saving.leases, saving.slots, saving.allocator
-        self.committer, self.restorer = saving.committer, saving.restorer
-        self.local_shards, self.node = self.committer.local_shards, self.committer.node
+        self.node_host, self.restorer = saving.node_host, saving.restorer
+        self.local_shards, self.node = self.node_host.local_shards, self.node_host.node
 
     # --- begin and end -----------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class SidecarService:
             self.tasks.keep(self.allocator.run, f"make slots {number}")
         self.tasks.keep(self._scan_forever, "scan")
         self.tasks.keep(self._watch_volumes, "watch volumes")
-        self.tasks.keep(self.committer.sweep, "retire what was in use")
+        self.tasks.keep(self.node_host.delete_deferred_steps, "retire what was in use")
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
@@ -131,7 +131,7 @@ class SidecarService:
                 pause_s = _WATCH_S
 
     async def _scan(self) -> None:
-        await self.committer.scan()
+        await self.node_host.scan()
         self.saving.plan_persists()
         await self.restorer.prefetch()
 
@@ -149,7 +149,7 @@ class SidecarService:
                     return
             try:
                 repaired = self.local_shards.scanned and await self.local_shards.blocking(
-                    self.volumes.repair
+                    self.volumes.repair_directories
                 )
             except StorageError as error:
                 if str(error) != trouble:
@@ -160,7 +160,7 @@ class SidecarService:
             if repaired:
                 warn("volume.recreated", reason="the run's directory was removed")
                 self.local_shards.removed()  # whether or not the scan succeeds
-                self.committer.feed(RanksServed(frozenset(), SLOTS))  # and then anew
+                self.node_host.feed(RanksServed(frozenset(), SLOTS))  # and then anew
                 await self._scan()
 
     async def _is_given_up(self) -> bool:
@@ -189,7 +189,7 @@ class SidecarService:
         trainer comes back at once, and no longer maps any of its former slots.
         """
         async with self._repairing:
-            damaged = self.slots.damaged()
+            damaged = self.slots.damaged_ranks()
             for slots in damaged:
                 self.slots.drop_damaged(slots, cut_off_only=True)
             if any(slots.sealed() for slots in damaged):
@@ -207,7 +207,7 @@ class SidecarService:
     async def unseen(self, request: UnseenHugePagesRequest) -> dict[str, str]:
         """A trainer does not see huge pages: make the images there durable, and from now on make
         all slots of small pages."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         self.slots.directories.give_up_huge(
             f"the trainer of rank {lease.rank} does not see it; mount it there, too"
         )
@@ -239,7 +239,7 @@ class SidecarService:
             flushed = await self.flush(FlushRequest(timeout_s=left_s()))
             await self._archive_newest(flushed.steps, timeout_s=min(left_s(), _COMMIT_S))
             await self.remote_tiers.drain(timeout_s=left_s(), whole=False)
-            await self.committer.refresh()  # nothing is in use any more
+            await self.node_host.refresh()  # nothing is in use any more
             await self._report_flush(flushed.steps, timeout_s=left_s())
             self._end()
 
@@ -252,13 +252,13 @@ class SidecarService:
     async def _report_flush(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the leader what the flush has made durable, and record its answer. The machines of a
         run end together, so wait for the others' shards of the last step."""
-        if flushed and not self.config.alone and self.committer.leader_answers:
+        if flushed and not self.config.alone and self.node_host.leader_answers:
             await self.changes.until(
-                lambda: self.leader.failing or self.committer.was_committed(flushed[-1]),
+                lambda: self.leader.failing or self.node_host.was_committed(flushed[-1]),
                 timeout_s=min(timeout_s, _COMMIT_S),
             )
         await self.leader.finish(timeout_s=_LAST_WORD_S)
-        await self.committer.notes.take(at_once=True)
+        await self.node_host.notes.take(at_once=True)
 
     async def stop(self, request: StopRequest, *, arrived: int | None = None) -> Flushed:
         """End this sidecar; `forget` frees its memory (see `_forget`), without `drain` in any case.
@@ -269,7 +269,7 @@ class SidecarService:
         if request.drain:
             flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
-            await self.committer.refresh()  # nothing is in use any more
+            await self.node_host.refresh()  # nothing is in use any more
         if arrived not in (None, self._arrived):
             info("sidecar.stop_cancelled", reason="a trainer connected")
             return flushed
@@ -288,10 +288,10 @@ class SidecarService:
     def _forget(self, *, even_unwritten: bool) -> None:
         """Free the memory, but not where a step lies there that no volume has taken: it stays for a
         successor, who may find room."""
-        if even_unwritten or (step_id := self.node.unwritten()) is None:
+        if even_unwritten or (step_id := self.node.newest_unwritten_step()) is None:
             self.slots.forget_all()
         else:
-            warn("memory.kept", step=str(step_id), reason=self.committer.images.trouble)
+            warn("memory.kept", step=str(step_id), reason=self.node_host.images.trouble)
 
     @property
     def ending(self) -> bool:
@@ -317,7 +317,7 @@ class SidecarService:
         self.slots.directories.close()
         await asyncio.to_thread(self.volumes.close)
 
-    def welcome(self) -> None:
+    def admit_trainer(self) -> None:
         """A trainer comes. Raises SidecarError `stopping` once the end has begun."""
         if self.ending or self._closing:
             raise refusal_error(
@@ -334,7 +334,7 @@ class SidecarService:
     async def apply_reply(self, reply: ReportReply) -> None:
         """Apply the leader's answer to a report. A new plan is prefetched meanwhile."""
         before = self.node.last_reply.plan
-        await self.committer.apply_reply(reply)
+        await self.node_host.apply_reply(reply)
         self.remote_tiers.set_peers(
             reply.peers,
             self.tasks.spawn,
@@ -371,19 +371,19 @@ class SidecarService:
     async def _archive_newest(self, steps: tuple[StepId, ...], *, timeout_s: float) -> None:
         """The archive takes only committed steps. All pods wait for the same step: the newest that
         each of them has."""
-        if not steps or not self.committer.remotes.has(Tier.ARCHIVE):
+        if not steps or not self.node_host.remotes.has_tier(Tier.ARCHIVE):
             return
-        if not self.committer.leader_answers:
+        if not self.node_host.leader_answers:
             timeout_s = 0.0  # no answer would come
-        committed = await self.step_waits.until_committed(steps, timeout_s=timeout_s)
+        committed = await self.step_waits.wait_until_committed(steps, timeout_s=timeout_s)
         if committed is not None:
-            self.committer.remotes.request(committed)
+            self.node_host.remotes.request(committed)
 
     # --- flush -------------------------------------------------------------------------------
 
     async def flush(self, request: FlushRequest) -> Flushed:
         """Make the newest two steps durable that all ranks here have in common."""
-        with self.volumes.pace.lifted():
+        with self.volumes.pace.lift_limit():
             flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
         info(
             "flush.finished",

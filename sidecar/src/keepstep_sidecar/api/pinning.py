@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keepstep.steps import StepId
 from keepstep.wire.trainer import Pinned, PinRequest
-from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.errors import refusal_error
 
@@ -19,19 +19,19 @@ _SHARED_S = 8.0
 class PinHandlers:
     """`share`: hands the pins to the run's leader. `operator`: an operator says what is pinned."""
 
-    committer: Committer
+    node_host: NodeHost
     changes: ChangeNotifier
     share: Callable[[frozenset[StepId]], None]
     operator: bool
 
     async def pin(self, request: PinRequest) -> Pinned:
         """Pin or unpin a step. Raises SidecarError `pins`."""
-        node, step_id = self.committer.node, request.id
+        node, step_id = self.node_host.node, request.id
         if self.operator:
             raise refusal_error(
                 "pins", "the operator says what is pinned: spec.pins of the CheckpointRun"
             )
-        known = {*self.committer.local_shards.shards, *self.committer.remotes.ids}
+        known = {*self.node_host.local_shards.shards, *self.node_host.remotes.ids}
         if request.pinned and step_id not in known:
             raise refusal_error("pins", f"step {step_id} is not here, and in no archive")
         now = (
@@ -42,5 +42,5 @@ class PinHandlers:
         self.share(now)
         if not await self.changes.until(lambda: node.last_reply.pinned == now, timeout_s=_SHARED_S):
             raise refusal_error("pins", "the leader of the run does not answer; try again")
-        await self.committer.notes.take(at_once=True)
+        await self.node_host.notes.take(at_once=True)
         return Pinned(steps=tuple(sorted(now)))

@@ -21,7 +21,7 @@ from keepstep.wire.trainer import (
     RestoredRequest,
 )
 from keepstep_sidecar.api.saving import SaveHandlers
-from keepstep_sidecar.commit.leader_link import LeaderLink
+from keepstep_sidecar.commit.leader_notes import ReportingState
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.errors import refusal_error
@@ -80,17 +80,17 @@ class RestoreHandlers:
 
     saving: SaveHandlers
     remote_tiers: RemoteTiers
-    leader: LeaderLink
+    leader: ReportingState
     restores: list[ReportedRestore] = field(default_factory=list)
     refusals: dict[int, int] = field(default_factory=dict)
     refused: str = ""
 
     def __post_init__(self) -> None:
         saving = self.saving
-        self.leases, self.slots, self.committer = saving.leases, saving.slots, saving.committer
+        self.leases, self.slots, self.node_host = saving.leases, saving.slots, saving.node_host
         self.restorer, self.history, self.changes = saving.restorer, saving.history, saving.changes
         self.votes = Votes(self._vote_view, self.remote_tiers.scan, self.changes)
-        self._local_shards = self.committer.local_shards
+        self._local_shards = self.node_host.local_shards
 
     def _vote_view(self, rank: int) -> VoteFacts:
         held = any(candidate.tier in IN_POD for candidate in self.restorer.held(rank).values())
@@ -99,28 +99,28 @@ class RestoreHandlers:
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done,
         `run-taken` when another run of this name trains."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
         if not self._local_shards.scanned:
             raise refusal_error("starting", "the volumes are still being scanned; ask again")
-        if contested := self.committer.remotes.contested:
+        if contested := self.node_host.remotes.contested:
             warn("run.name_conflict", rank=lease.rank, reason=contested)
             raise refusal_error("run-taken", contested)
         return self.restorer.candidates(lease)
 
     async def open(self, request: OpenStepRequest) -> OpenedStep:
         """Bring a step into a slot, verified; see `Restorer.open`."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         return await self.restorer.open(
             lease, request.id, timeout_s=request.timeout_s, bad=request.bad
         )
 
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. It is durably recorded on return."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
         self.saving.plan_persists(all_present=True)  # it has voted, and so has every rank here
-        await self.committer.start_epoch(request.epoch, asked=request.asked)
+        await self.node_host.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
         self.saving.unequal_steps.epoch_began(request.epoch.id, time.monotonic())
         self.saving.compare_steps()
@@ -140,9 +140,9 @@ class RestoreHandlers:
         )
         self.changes.ring()
 
-    async def vote_refused(self, request: RefusedRequest) -> None:
+    async def on_vote_refused(self, request: RefusedRequest) -> None:
         """The vote refused, and the trainer ends."""
-        rank = self.leases.require(request.lease).rank
+        rank = self.leases.require_lease(request.lease).rank
         self.refusals[rank] = self.refusals.get(rank, 0) + 1
         self.refused = request.reason
         warn("restore.refused", rank=rank, refusals=self.refusals[rank], reason=request.reason)
@@ -151,16 +151,16 @@ class RestoreHandlers:
     async def failed(self, request: FailedRequest) -> None:
         """The script failed by itself. The failure is durably recorded on return, if any volume can
         be written."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         warn("script.failed", rank=lease.rank, step=str(request.id), error=request.reason)
         self.history.note(EventKind.FAILED, rank=lease.rank, step=request.id, text=request.reason)
-        await self.committer.restart.note_failure(request.id)
+        await self.node_host.restart.note_failure(request.id)
         self.changes.ring()
 
     def _note(self, rank: int, request: RestoredRequest, lost: int) -> None:
         noted = ReportedRestore(
             rank=rank,
-            epoch=self.committer.epochs.named(request.epoch),
+            epoch=self.node_host.epochs.named(request.epoch),
             tier=request.tier,
             seconds=request.seconds,
             at=time.time(),

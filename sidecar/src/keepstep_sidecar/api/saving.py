@@ -39,7 +39,7 @@ from keepstep.wire.trainer import (
     WaitRequest,
     WarningRequest,
 )
-from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
@@ -69,7 +69,7 @@ class SaveHandlers:
     config: Config
     _: KW_ONLY
     slots: SlotPool
-    committer: Committer
+    node_host: NodeHost
     allocator: SlotAllocator
     leases: Leases
     restorer: Restorer
@@ -86,9 +86,9 @@ class SaveHandlers:
     uncaught: Uncaught | None = None
 
     def __post_init__(self) -> None:
-        self._stage = StageInterval(durable_every=self.config.durable_every)
-        self._node, self._epochs = self.committer.node, self.committer.epochs
-        self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
+        self._stage = StageInterval(durable_every=self.config.durable_step_divisor)
+        self._node, self._epochs = self.node_host.node, self.node_host.epochs
+        self._copies, self._local_shards = self.node_host.copies, self.node_host.local_shards
         self.restarts = RestartTimer(self.history)
 
     @property
@@ -133,7 +133,7 @@ class SaveHandlers:
             run=self.config.run,
             huge_pages_dir=str(self.slots.directories.huge or ""),
             stage_every=self.stage_every,
-            stage_trials=self.config.stages_by_cost and self._stage.may_leave_out_half,
+            stage_trials=self.config.stages_by_cost and self._stage.can_leave_out_half,
             held=held,
             archive=self.config.archive is not None,
         )
@@ -149,13 +149,13 @@ class SaveHandlers:
         if filling is not None and before is not None:
             if same and filling.file.name in lease.request.holding:
                 pass
-            elif same or await self.leases.certain_death(before):
+            elif same or await self.leases.is_certainly_dead(before):
                 self._take_back(lease.rank)
             else:
-                self.slots.unlink([filling.slot_set.abandon(filling.index)])
+                self.slots.unlink([filling.slot_set.abandon_slot(filling.index)])
                 self.allocator.fill(filling.slot_set)
         if before is not None:
-            self.leases.unwatch(before)
+            self.leases.stop_watching(before)
         if before is not None and not same:
             self.slots.unlink(slots.bases.drop_unsealed())
         slots.world = self.slots.world = lease.world
@@ -163,7 +163,7 @@ class SaveHandlers:
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
         self.plan_persists()
-        self.committer.feed(ImagesSettled(lease.rank))
+        self.node_host.feed(ImagesSettled(lease.rank))
         self.changes.ring()
         return held
 
@@ -177,17 +177,17 @@ class SaveHandlers:
         self.compare_steps()
         info("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
         self.restorer.release(lease.rank)
-        self.committer.feed(TrainerDied(lease.rank))
-        if await self.leases.certain_death(lease) and self._last.get(lease.rank) is lease:
+        self.node_host.feed(TrainerDied(lease.rank))
+        if await self.leases.is_certainly_dead(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
-            self.committer.feed(
+            self.node_host.feed(
                 TrainerDied(lease.rank)
             )  # an image that was found is no sign of life
 
     def _take_back(self, rank: int) -> None:
-        kept = self.slots.take_back(rank)
+        kept = self.slots.reclaim_slot(rank)
         if kept is not None and not self._node.is_dead(kept):
-            self.committer.feed(Sealed(rank, kept))
+            self.node_host.feed(Sealed(rank, kept))
         self.changes.ring()
 
     def plan_persists(self, *, all_present: bool = False) -> None:
@@ -205,7 +205,7 @@ class SaveHandlers:
         )
         if self._local_shards.scanned:  # before the scan it is unknown what is already durable
             here = frozenset(rank for rank in ranks if not worlds or rank < max(worlds))
-            self.committer.feed(RanksServed(here, fewest))
+            self.node_host.feed(RanksServed(here, fewest))
 
     def _see_moved(self, *, all_present: bool) -> None:
         """Find out which ranks that were here train on another machine now. Otherwise no step
@@ -227,7 +227,7 @@ class SaveHandlers:
 
         Raises NoMemoryError when not even two slots fit, SidecarError `bad-image` or `memory-busy`.
         """
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         layout = parse_layout(request.header)
         if (layout.rank, layout.world) != (lease.rank, lease.world):
             raise refusal_error(
@@ -245,7 +245,7 @@ class SaveHandlers:
         filling = slots.filling()
         if filling is not None and filling.slot_set is not slot_set and not request.filling:
             self._take_back(lease.rank)
-        lacking = slots.bases.use(base, request.base_step)
+        lacking = slots.bases.use_base(base, request.base_step)
         try:
             slots.warning = self.allocator.fit(slots, slot_set, lease)
         except NoMemoryError as error:
@@ -270,7 +270,7 @@ class SaveHandlers:
 
     async def slot(self, request: SlotRequest) -> SlotGranted:
         """The next slot to fill; waits for one. A repeated request gets the same slot."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         slots = self.slots.rank(lease.rank)
         if slots.current is None or slots.current.layout.id != request.layout:
             raise refusal_error("unknown-layout", "register this layout first (POST /v1/layout)")
@@ -307,7 +307,7 @@ class SaveHandlers:
         if assigned is None:
             return SlotGranted(slot=None, stage_every=stage_every)
         if assigned.lost is not None and slots.find(assigned.lost) is None:
-            self.committer.feed(Overwritten(slots.rank, assigned.lost))
+            self.node_host.feed(Overwritten(slots.rank, assigned.lost))
         file = slot_set.files[assigned.index]
         return SlotGranted(
             slot=file.name,
@@ -326,7 +326,7 @@ class SaveHandlers:
         Raises SidecarError `stale-slot` (the slot is no longer this trainer's to fill) or
         `bad-image`.
         """
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         lease.training = True
         try:
             slots, step_id = self.slots.rank(lease.rank), StepId(request.epoch.id, request.step)
@@ -356,7 +356,7 @@ class SaveHandlers:
             raise refusal_error(
                 "bad-image", f"{request.slot} does not seal step {step_id} of this run"
             )
-        if not slots.refer(slot, control):
+        if not slots.refer_to_base(slot, control):
             raise refusal_error("bad-image", f"the base that step {step_id} refers to is not here")
         return slot
 
@@ -369,11 +369,11 @@ class SaveHandlers:
         counters.copy_s += request.copy_s
         counters.staged = step_id
         counters.unkept = None
-        self._epochs.see(request.epoch)
+        self._epochs.note_living_epoch(request.epoch)
         self.uncaught = None
         self.restarts.staged(slots.rank, step_id, blocked_s=request.blocked_s)
         info("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(step_id))
-        self.committer.feed(Sealed(slots.rank, step_id))
+        self.node_host.feed(Sealed(slots.rank, step_id))
         self.unequal_steps.staged(slots.rank, step_id, time.monotonic())
         self.compare_steps()
         self.slots.unlink(slots.free_bases())
@@ -397,7 +397,7 @@ class SaveHandlers:
 
     def discard(self, request: DiscardSlotRequest) -> SlotGranted:
         """The image is not valid, so its slot is free. Returns the next slot, as `staged` does."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         slots = self.slots.rank(lease.rank)
         slot = slots.named(request.slot)
         if slot is not None and slot.assigned and slot.used(request.generation):
@@ -416,18 +416,18 @@ class SaveHandlers:
 
     async def release(self, request: ReleaseRequest) -> None:
         """The trainer says goodbye. A slot that it was given still holds what it held before."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         lease.died = True
         await self.ended(lease, released=True)
 
     def warning(self, request: WarningRequest) -> None:
         """A trainer has something to tell the run's user."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         lease.warning = request.text
         warn("trainer.warned", rank=lease.rank, message=request.text)
         self.changes.ring()
 
-    def uncaught_error(self, request: UncaughtRequest) -> None:
+    def on_uncaught_error(self, request: UncaughtRequest) -> None:
         """An error ends a script. Of ranks that end together, the error that repeats counts."""
         leases = [lease for rank in self.leases.ranks if (lease := self.leases.of(rank))]
         saved = any(lease.request.pid == request.pid and lease.saved for lease in leases)
@@ -438,7 +438,7 @@ class SaveHandlers:
 
     def skipped(self, request: SkippedRequest) -> None:
         """Record saves that could not be staged."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         counters = self.of(lease.rank)
         counters.lose(request.step, request.reason, unkeepable=request.unkeepable)
         reasons = counters.skipped
@@ -539,17 +539,17 @@ class StepLongPoll:
     def __post_init__(self) -> None:
         saving = self.saving
         self.leases, self.slots, self.changes = saving.leases, saving.slots, saving.changes
-        self.committer = saving.committer
-        self._node, self._images = self.committer.node, self.committer.images
-        self._local_shards, self._remotes = self.committer.local_shards, self.committer.remotes
+        self.node_host = saving.node_host
+        self._node, self._images = self.node_host.node, self.node_host.images
+        self._local_shards, self._remotes = self.node_host.local_shards, self.node_host.remotes
 
     async def wait(self, request: WaitRequest) -> Waited:
         """Wait until the step has the state. Raises SidecarError `bad-request` for a wrong
         state."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         reached = self._predicate(lease, request)
         if request.flush and not reached():
-            self.committer.feed(Flush({request.id}))
+            self.node_host.feed(Flush({request.id}))
         counters = self.saving.of(lease.rank)
 
         def settled() -> bool:
@@ -615,11 +615,11 @@ class StepLongPoll:
             return lambda: self._staged(rank, step_id)
         if state is State.DURABLE:
             return lambda: self._local_shards.was_durable(rank, step_id)
-        if state is State.ARCHIVED and not self._remotes.has(Tier.ARCHIVE):
+        if state is State.ARCHIVED and not self._remotes.has_tier(Tier.ARCHIVE):
             raise refusal_error(
                 "bad-request", "this sidecar has no archive; start it with --archive"
             )
-        return lambda: self.committer.was_committed(step_id)
+        return lambda: self.node_host.was_committed(step_id)
 
     def _overtaken(self, rank: int, step_id: StepId) -> bool:
         """Whether the step is neither in memory nor on a volume, and never will be."""
@@ -650,23 +650,23 @@ class StepLongPoll:
             return f"step {step_id} was not staged, or not kept, by ranks {unstaged}"
         if unwritten:
             return f"step {step_id} is staged, but not yet durable for ranks {unwritten}"
-        if self.committer.silent:
+        if self.node_host.silent:
             return (
                 f"step {step_id} is durable here; the leader, which knows the other machines,"
                 " is silent"
             )
         return f"step {step_id} is durable here, but not committed: some rank of the run lacks it"
 
-    async def until_committed(
+    async def wait_until_committed(
         self, steps: tuple[StepId, ...], *, timeout_s: float
     ) -> StepId | None:
         """Wait until the last of these steps is committed or time is up. Returns the newest
         committed one of them; None if none is."""
         with self._counted(State.COMMITTED):
             await self.changes.until(
-                lambda: self.committer.was_committed(steps[-1]), timeout_s=timeout_s
+                lambda: self.node_host.was_committed(steps[-1]), timeout_s=timeout_s
             )
-        return max(filter(self.committer.was_committed, steps), default=None)
+        return max(filter(self.node_host.was_committed, steps), default=None)
 
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Make the newest two steps that all ranks here hold durable. Best effort, in time."""
@@ -676,12 +676,12 @@ class StepLongPoll:
         for rank, slots in self.slots.ranks.items():
             if not slots.settled and self.leases.of(rank) is None:
                 slots.settled = True  # its trainer never came back: the images are final
-                self.committer.feed(ImagesSettled(rank))
+                self.node_host.feed(ImagesSettled(rank))
         self.saving.plan_persists()
-        self.committer.feed(Flush(newest=_NEWEST))
+        self.node_host.feed(Flush(newest=_NEWEST))
         steps = self._node.kept_by_all()[-_NEWEST:]
         left_s = deadline - asyncio.get_running_loop().time()
-        await self.changes.until(lambda: self.committer.idle, timeout_s=left_s)
+        await self.changes.until(lambda: self.node_host.idle, timeout_s=left_s)
         here, holds = self.slots.here(), self._local_shards.holds
         durable = tuple(
             step_id for step_id in steps if all(holds(rank, step_id) is not None for rank in here)
@@ -691,4 +691,4 @@ class StepLongPoll:
 
     async def drain(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. Returns False when the time is up."""
-        return await self.changes.until(lambda: self.committer.idle, timeout_s=timeout_s)
+        return await self.changes.until(lambda: self.node_host.idle, timeout_s=timeout_s)

@@ -65,14 +65,14 @@ def application(service: SidecarService, tasks: Tasks) -> web.Application:
             _post("/v1/skipped", service.saving.skipped),
             _post("/v1/failed", service.restoring.failed),
             _post("/v1/warning", service.saving.warning),
-            _post("/v1/uncaught", service.saving.uncaught_error),
-            _post("/v1/refused", service.restoring.vote_refused),
+            _post("/v1/uncaught", service.saving.on_uncaught_error),
+            _post("/v1/refused", service.restoring.on_vote_refused),
             _post("/v1/candidates", service.restoring.candidates),
             _post("/v1/restore", service.restoring.open),
             _post("/v1/restored", service.restoring.restored),
             _post("/v1/sources", service.image_sources.sources),
             _post("/v1/headers", service.image_sources.headers),
-            _post("/v1/window", service.chunk_buffers.window),
+            _post("/v1/window", service.chunk_buffers.make_window),
             _post("/v1/chunks", service.chunk_buffers.chunks),
             _post("/v1/wait", service.step_waits.wait),
             _post("/v1/flush", service.leave),
@@ -144,7 +144,7 @@ class _Routes:
     async def lease(self, request: web.Request) -> web.StreamResponse:
         """Stream until the trainer's process ends, or its connection: then aiohttp cancels this."""
         service = self._service
-        service.welcome()
+        service.admit_trainer()
         body = await _read(request, self._lease_decoder)
         lease, granted = await service.saving.lease(body, peer_pid=_peer_pid(request))
         try:
@@ -179,7 +179,7 @@ class _Routes:
             raise refusal_error(
                 "bad-request", f"since={since[:80]!r}: expected an event's sequence"
             )
-        return _json(self._service.history.events_since(self._service.config.run, int(since)))
+        return _json(self._service.history.history_page(self._service.config.run, int(since)))
 
 
 @web.middleware

@@ -30,13 +30,13 @@ from keepstep_sidecar.volume.volume import Volume
 async def collect_status(service: SidecarService) -> Status:
     """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
-    committer = service.committer
-    node, ledger, totals = committer.node, committer.read_ledger(), committer.images.totals
-    pacing, doubt = node.pacing, committer.restart.doubt()
+    node_host = service.node_host
+    node, ledger, totals = node_host.node, node_host.read_ledger(), node_host.images.totals
+    pacing, doubt = node.pacing, node_host.restart.doubt()
     marks = {
         Tier.MEMORY: newest_step(ledger.watermark(Tier.MEMORY), node.last_reply.memory),
         Tier.LOCAL: node.last_commit(),
-        **{tier: ledger.watermark(tier) for tier in committer.remotes.tiers},
+        **{tier: ledger.watermark(tier) for tier in node_host.remotes.tiers},
     }
     newest = max(
         (counter.staged.step for counter in service.saving.counters.values() if counter.staged),
@@ -50,10 +50,10 @@ async def collect_status(service: SidecarService) -> Status:
         protocol=PROTOCOL,
         locked=swap_warning(service),
         hints=speed_hints(service),
-        epoch=committer.epochs.current
+        epoch=node_host.epochs.current
         or max(ledger.epochs, key=lambda epoch: epoch.id, default=None),
         watermarks={str(tier): step_id for tier, step_id in marks.items() if step_id is not None},
-        committed_at=committer.local_shards.committed_at,
+        committed_at=node_host.local_shards.committed_at,
         reported_at=service.leader.replied_at,
         persist_every=node.persist_every(newest),
         persist_interval=pacing.interval if pacing else None,
@@ -63,7 +63,7 @@ async def collect_status(service: SidecarService) -> Status:
         persist_skipped=node.counts.skipped + node.counts.abandoned,
         persist_seconds=totals.seconds,
         persist_bytes=totals.bytes,
-        evicted=committer.directories.evicted,
+        evicted=node_host.directories.evicted,
         goodput=service.history.goodput(),
         ranks=tuple(
             _rank(service, rank_slots) for _, rank_slots in sorted(service.slots.ranks.items())
@@ -72,9 +72,9 @@ async def collect_status(service: SidecarService) -> Status:
         tiers=service.remote_tiers.statuses(),
         steps=tuple(
             _step(service, step_id, doubt)
-            for step_id in sorted(committer.copies.ids(), reverse=True)
+            for step_id in sorted(node_host.copies.ids(), reverse=True)
         ),
-        scanned=committer.local_shards.scanned,
+        scanned=node_host.local_shards.scanned,
         survives=survivable_losses(marks),
         warnings=current_warnings(service),
         leased_at=service.saving.leased_at,
@@ -210,10 +210,10 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
 
 
 def _step(service: SidecarService, step_id: StepId, doubt: SuspectSteps) -> StepStatus:
-    committer, published = service.committer, service.local_shards.published
-    memory, remotes = service.slots.images(step_id), committer.remotes
+    node_host, published = service.node_host, service.local_shards.published
+    memory, remotes = service.slots.images(step_id), node_host.remotes
     shards = [*(slot.shard for slot in memory.values())]
-    shards += [shard for _, shard in committer.copies.at_rest(step_id)]
+    shards += [shard for _, shard in node_host.copies.copies_at_rest(step_id)]
     held: dict[Tier, set[int]] = {tier: set() for tier in (Tier.MEMORY, Tier.LOCAL, *remotes.tiers)}
     held[Tier.MEMORY].update(memory)
     held[Tier.LOCAL].update(service.local_shards.of(step_id))
@@ -227,7 +227,7 @@ def _step(service: SidecarService, step_id: StepId, doubt: SuspectSteps) -> Step
         bytes=sum({shard.rank: shard.size_bytes for shard in reversed(shards)}.values()),
         committed=step_id in published,
         path=published.get(step_id, ""),
-        dead=(dead := committer.node.is_dead(step_id)),
+        dead=(dead := node_host.node.is_dead(step_id)),
         suspect=not dead and doubt.is_suspect(step_id),
         proven=not dead and doubt.is_proven(step_id),
     )
@@ -270,9 +270,9 @@ def troubles(service: SidecarService) -> tuple[str, ...]:
 def current_warnings(service: SidecarService) -> tuple[str, ...]:
     """What people should look at, each text once."""
     found = [slots.warning for slots in service.slots.ranks.values() if slots.warning]
-    committer, node = service.committer, service.node
-    found += [committer.images.trouble, node.shortage, service.local_shards.unreadable]
-    found += [committer.restart.suspicion(), *node.alarms, service.saving.unequal]
+    node_host, node = service.node_host, service.node
+    found += [node_host.images.trouble, node.shortage_text, service.local_shards.unreadable]
+    found += [node_host.restart.suspicion_text(), *node.alarms, service.saving.unequal]
     found += [volume.failed for volume in service.volumes.volumes]
     found += service.saving.refused.values()
     found += service.saving.unkept()
@@ -285,7 +285,7 @@ def current_warnings(service: SidecarService) -> tuple[str, ...]:
     found += [tier.warning for tier in service.remote_tiers.remote_tiers]
     found += [service.no_metrics, *service.run_warnings()]
     # Pods come and go, so an unknown peer is no warning. An archive that does not answer is one.
-    found.append(committer.remotes.why_unknown(Tier.ARCHIVE))
+    found.append(node_host.remotes.why_unknown(Tier.ARCHIVE))
     found += [
         slot_set.failure
         for slots in service.slots.ranks.values()

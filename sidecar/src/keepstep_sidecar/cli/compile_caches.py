@@ -50,7 +50,7 @@ def cache_variables(
     place, name = _place(home)
     for entry in filter(_OF_MADE.fullmatch, place.names()):
         if entry == name:
-            compile_cache.limit_cache_size(place, name, limit_bytes=limit_bytes)
+            compile_cache.clear_if_over_limit(place, name, limit_bytes=limit_bytes)
         else:
             place.remove(entry)
     return compile_cache.cache_variables(place, name)

@@ -10,7 +10,7 @@ from keepstep.core.history import Goodput, HistoryEvent
 from keepstep.wire.status import Status
 from keepstep_sidecar.cli import calls, inventory, run_dir
 from keepstep_sidecar.history import KEPT
-from keepstep_sidecar.ui.timeline import RunPage
+from keepstep_sidecar.ui.run_figures import RunPage
 
 
 class Follower:

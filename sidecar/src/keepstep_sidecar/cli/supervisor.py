@@ -31,8 +31,8 @@ from keepstep_sidecar.cli import (
     calls,
     inventory,
     launcher,
-    messages,
     output,
+    run_messages,
     supervisor_state,
 )
 from keepstep_sidecar.cli.inventory import RunHoldings
@@ -114,13 +114,13 @@ class _StatusPoll:
             held = inventory.read_holdings(self._kept)
             if held.live is None:
                 return
-            self.unused = messages.has_seen_no_trainer(held)
-            self.complete = messages.step_without_progress(held)
+            self.unused = run_messages.has_seen_no_trainer(held)
+            self.complete = run_messages.step_without_progress(held)
             for warning in held.live.warnings:
                 self._repeat(f"warning: {warning}", after_s=_REPEAT_S)
             for tier, status in held.live.tiers.items() if ending else ():
                 if status.backlog:
-                    self._repeat(messages.backlog_text(tier, status), after_s=_STILL_WAITS_S)
+                    self._repeat(run_messages.backlog_text(tier, status), after_s=_STILL_WAITS_S)
 
     def last(self) -> None:
         """The last look before the sidecar ends, unless one is under way."""
@@ -189,7 +189,7 @@ class _Sidecar:
             return
         memory, now = launcher.file_identity(self.kept.memory), time.monotonic()
         if self._memory is not None and memory != self._memory:
-            note(messages.removed_memory_text(self.kept))
+            note(run_messages.removed_memory_text(self.kept))
         self._memory = memory
         if launcher.file_identity(self.kept.socket) is not None:
             self._gone_since = None
@@ -335,7 +335,9 @@ class Supervisor:
                     self._await_sidecar(self._sidecar.process)
             case AnnounceRestart(attempt, code):
                 restarts, held = self.restarts, self._held()
-                note(messages.restarted_text(held, code=code, attempt=attempt, restarts=restarts))
+                note(
+                    run_messages.restarted_text(held, code=code, attempt=attempt, restarts=restarts)
+                )
             case SupervisorAction.FLUSH:
                 self._ending = True
                 self._in_background("flush", self._flush)
@@ -349,7 +351,7 @@ class Supervisor:
         self._life_since = time.time()
         if attempt == 0:
             adopted = self.adopted is not None
-            note(messages.started_text(self.kept, self._held(), adopted=adopted))
+            note(run_messages.started_text(self.kept, self._held(), adopted=adopted))
         spawn = (
             functools.partial(processes.spawn_command, self.path, tuple(self.command))
             if self.starter is None
@@ -428,9 +430,9 @@ class Supervisor:
         held = self._held()
         unused = self._view.unused
         if not self._closed:
-            unused = held is not None and messages.has_seen_no_trainer(held)
+            unused = held is not None and run_messages.has_seen_no_trainer(held)
         note(
-            messages.ended_text(
+            run_messages.ended_text(
                 self.kept,
                 held,
                 code=action.code,

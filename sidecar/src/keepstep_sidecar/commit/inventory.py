@@ -23,8 +23,8 @@ from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merge_epo
 from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.tiers.source import ShardSource, local_source
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.volume.run_file import RunRecord
 from keepstep_sidecar.volume.run_tree import LocalShard, VolumeScan
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -79,7 +79,7 @@ class LocalShards:
         reasons = "; ".join(dict.fromkeys(scan.unread.values()))
         self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
         hidden = (
-            shard for shard in self.all() if self.volumes.holder(shard.path).root in scan.unread
+            shard for shard in self.all() if self.volumes.volume_of(shard.path).root in scan.unread
         )
         self._replace((*scan.shards, *hidden), before=before)
         for refused in scan.problems:
@@ -105,7 +105,7 @@ class LocalShards:
         read = [volume for volume in self.volumes.volumes if volume.root not in scan.unread]
         return scan, sum(volume.quarantined() for volume in read), self.volumes.drive_bytes()
 
-    async def change_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
+    async def update_run_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """See `VolumeSet.change_record`."""
         await self.blocking(lambda: self.volumes.change_record(change))
 
@@ -149,7 +149,7 @@ class LocalShards:
 
     async def retire(self, step_id: StepId) -> int:
         """Delete the step. Returns the bytes freed. Raises KeepstepError."""
-        self.drop(step_id)
+        self.forget_step(step_id)
         return await self.blocking(lambda: self.volumes.retire(step_id))
 
     def lose(self, rank: int, step_id: StepId) -> None:
@@ -162,7 +162,7 @@ class LocalShards:
             self.shards.pop(step_id, None)
             self.published.pop(step_id, None)
 
-    def drop(self, step_id: StepId) -> None:
+    def forget_step(self, step_id: StepId) -> None:
         """The step is about to be deleted. Remember what it was, for clients that ask later."""
         self._past[step_id] = frozenset(self.shards.pop(step_id, ())), step_id in self.published
         self.published.pop(step_id, None)
@@ -285,7 +285,7 @@ class RemoteInventory:
         """The kinds of the configured remote tiers, nearest first."""
         return tuple(dict.fromkeys(tier.tier for tier in self.remote_tiers))
 
-    def has(self, tier: Tier) -> bool:
+    def has_tier(self, tier: Tier) -> bool:
         return tier in self.tiers
 
     # --- looking -----------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class RemoteInventory:
             self._index()
         return changed
 
-    def reject(self, source: ShardSource, error: Exception, *, step_id: StepId) -> None:
+    def reject_copy(self, source: ShardSource, error: Exception, *, step_id: StepId) -> None:
         """This copy, of step `step_id` or of its base, could not be used. A copy that failed
         verification is not offered any more. A copy that was out of reach may be reachable the next
         time."""
@@ -493,7 +493,7 @@ class ReachableCopies:
             **self._remotes.report(rank),
         }
 
-    def beyond(self) -> Reported:
+    def report_of_remotes(self) -> Reported:
         """What remote tiers hold, for every rank of which they ever held something. For ranks known
         on this machine, `here` reports it too."""
         self._index_seen = self._remotes.index
@@ -502,8 +502,8 @@ class ReachableCopies:
         return Reported(ranks=reports_of_ranks(ranks), epochs=self._remotes.epochs)
 
     @property
-    def beyond_is_stale(self) -> bool:
-        """Whether the remote inventory changed since `beyond` was called."""
+    def is_remote_report_stale(self) -> bool:
+        """Whether the remote inventory changed since `report_of_remotes` was called."""
         return self._index_seen != self._remotes.index
 
     def ranks(self) -> list[int]:
@@ -524,26 +524,26 @@ class ReachableCopies:
 
     # --- where copies are --------------------------------------------------------------------
 
-    def origins(self, step_id: StepId, rank: int) -> list[ShardSource]:
+    def sources_of_shard(self, step_id: StepId, rank: int) -> list[ShardSource]:
         """The copies of the saved rank's shard beyond memory, nearest first; for the number of a
         base (`Layout.number`), those of the base."""
         world = self.world_of(step_id) or 0
         if 0 < world <= rank:
-            bases = (origin.beside for origin in self.origins(step_id, rank - world))
+            bases = (origin.beside for origin in self.sources_of_shard(step_id, rank - world))
             return [base for base in bases if base is not None]
         local, beyond = self._local.holds(rank, step_id), self._remotes.of(step_id).get(rank, ())
         if local is None:
             return list(beyond)
         return [local_source(self._local.volumes, local), *beyond]
 
-    def nearest(self, step_id: StepId, rank: int) -> Tier | None:
+    def nearest_tier(self, step_id: StepId, rank: int) -> Tier | None:
         """The nearest tier that holds the image."""
         if self._pool.find(rank, step_id) is not None:
             return Tier.MEMORY
-        origins = self.origins(step_id, rank)
+        origins = self.sources_of_shard(step_id, rank)
         return origins[0].tier if origins else None
 
-    def at_rest(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
+    def copies_at_rest(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
         """The copies beyond memory; of those beyond this machine each rank's nearest."""
         yield from ((Tier.LOCAL, found) for found in self._local.of(step_id).values())
         for places in self._remotes.of(step_id).values():
@@ -552,11 +552,11 @@ class ReachableCopies:
     def _copies(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
         """All of these, and those in memory: with the tier that they came from."""
         yield from ((at.tier, at.shard) for at in self._pool.images(step_id).values())
-        yield from self.at_rest(step_id)
+        yield from self.copies_at_rest(step_id)
 
-    def ranks_with(self, step_id: StepId) -> list[int]:
+    def ranks_at_rest(self, step_id: StepId) -> list[int]:
         """Saved ranks of which some tier beyond memory holds a shard."""
-        return sorted({shard.rank for _, shard in self.at_rest(step_id)})
+        return sorted({shard.rank for _, shard in self.copies_at_rest(step_id)})
 
     def ranks_of(self, step_id: StepId) -> tuple[int, ...]:
         """Saved ranks of which any copy is within reach."""
@@ -567,7 +567,9 @@ class ReachableCopies:
     ) -> list[int]:
         """`ranks` in their order, without each rank that has a twin in `known` or earlier in the
         result. Considers images beyond memory only."""
-        alike = {shard.rank: shard.alike for _, shard in reversed(list(self.at_rest(step_id)))}
+        alike = {
+            shard.rank: shard.alike for _, shard in reversed(list(self.copies_at_rest(step_id)))
+        }
         reading, needed = set(known), list[int]()
         for rank in ranks:
             if reading.isdisjoint(alike.get(rank, NO_RANKS)):

@@ -48,7 +48,7 @@ class RunLineage:
         own = (*self.remotes.epochs_in(Tier.PEER), *self.local.record.epochs, *begun)
         return ancestors_of(own, self.node.ledger.epochs)
 
-    def unrecorded(self, epoch: Epoch) -> tuple[Epoch, ...]:
+    def unrecorded_epochs(self, epoch: Epoch) -> tuple[Epoch, ...]:
         """All epochs to be recorded before this one begins; none if the volumes have them.
 
         What the ledger knows does not count: other pods told of epochs that lie only in memory.
@@ -56,7 +56,7 @@ class RunLineage:
         own = self.own(epoch)
         return () if set(own) <= set(self.local.record.epochs) else own
 
-    def see(self, epoch: Epoch) -> None:
+    def note_living_epoch(self, epoch: Epoch) -> None:
         """A live trainer works in this epoch (it restored before this sidecar started)."""
         if self.current is None or self.current.id < epoch.id:
             self.current = epoch
@@ -90,7 +90,7 @@ class RunLineage:
         if strangers <= self.local.record.strangers:
             return
         try:
-            await self.local.change_record(
+            await self.local.update_run_record(
                 lambda record: replace(record, strangers=record.strangers | strangers)
             )
         except StorageError as error:
@@ -113,7 +113,7 @@ class RunLineage:
             epoch.parent == step_id for epoch in self.own() if epoch.origin
         )
 
-    def writes(self, step_id: StepId) -> bool:
+    def may_write(self, step_id: StepId) -> bool:
         """Whether an image in memory may be written to the drives. It must certainly belong to this
         run: a new sidecar may find the other run's step in a slot before it knows whose it is."""
         if self._ancestor is None:
@@ -124,7 +124,7 @@ class RunLineage:
         """`held` without the other run's steps: what may be reported as this run's own."""
         return tuple(group for group in held if not self.foreign(group.step_id))
 
-    def hides(self, step_id: StepId, *, in_doubt: bool) -> bool:
+    def must_hide(self, step_id: StepId, *, in_doubt: bool) -> bool:
         """Whether this step must not be offered. `in_doubt`: what this run has is not certain."""
         return self.foreign(step_id) and (in_doubt or self.outgrown())
 
@@ -221,7 +221,7 @@ class Rollback:
         )
         return None if done else request
 
-    def asked_for(self, parent: StepId | None, asked: int | None) -> StepId | None:
+    def step_asked_for(self, parent: StepId | None, asked: int | None) -> StepId | None:
         """The step to keep once an epoch goes on from `parent`, where the script asked for the step
         of number `asked`. A person may have named another one: then the script's is kept, too."""
         if asked is None:
@@ -273,7 +273,7 @@ class RestartStep:
             return
         self._noted = noted = frozenset(sorted({*self._noted, at})[-KEPT:])
         try:
-            await self.local.change_record(lambda record: replace(record, failures=noted))
+            await self.local.update_run_record(lambda record: replace(record, failures=noted))
         except StorageError as error:
             warn("record.failure_not_written", step=str(at), error=str(error))
 
@@ -282,7 +282,7 @@ class RestartStep:
         the leader forgets them."""
         self._reported = newest_failures((*self._reported, *reported))
 
-    def failures(self) -> tuple[Failure, ...]:
+    def known_failures(self) -> tuple[Failure, ...]:
         """All known failures, each with the steps that it casts doubt on."""
         ledger = self.node.ledger
 
@@ -304,9 +304,9 @@ class RestartStep:
     def doubt(self) -> SuspectSteps:
         """Which steps are suspect and which are proven, as far as this machine knows."""
         kept = {step_id for step_id in self.copies.ids() if not self.node.is_dead(step_id)}
-        return SuspectSteps.of(self.failures(), kept, self.trusted)
+        return SuspectSteps.of(self.known_failures(), kept, self.trusted)
 
-    def suspicion(self) -> str:
+    def suspicion_text(self) -> str:
         """A message: which steps a restore passes over, and why; '' when none is suspect."""
         if not (self._noted or self._reported) or (since := self.doubt().since) is None:
             return ""
@@ -334,7 +334,7 @@ class RestartStep:
             return None
         return self.trusted.union(filter(self.rollback.names, self.copies.ids()))
 
-    def target(self) -> StepId | None:
+    def rollback_target(self) -> StepId | None:
         """The step that a person wants to go back to, if this machine knows it."""
         ledger = self.node.ledger
         held = [step_id for step_id in self.copies.ids() if ledger.lineage.restorable(step_id)]
@@ -343,7 +343,7 @@ class RestartStep:
     def plan(self) -> RestorePlan | None:
         """The step that would be restored now and its tiers; None if that is unknown."""
         ledger = self.node.ledger
-        if (chosen := self.target() or self._instead()) is not None:
+        if (chosen := self.rollback_target() or self._instead()) is not None:
             return self._plan_of(chosen)
         beyond, complete = self._plan_beyond(), ledger.watermark(Tier.MEMORY)
         # A step that is whole only by twins does not tell what ranks elsewhere could restore.
@@ -377,5 +377,5 @@ class RestartStep:
         """A plan of this step for those of `ranks` (None: all here) that hold it; None if none
         do."""
         asked = self.copies.ranks() if ranks is None else ranks
-        tiers = {rank: tier for rank in asked if (tier := self.copies.nearest(step_id, rank))}
+        tiers = {rank: tier for rank in asked if (tier := self.copies.nearest_tier(step_id, rank))}
         return RestorePlan(step_id, tiers) if tiers else None

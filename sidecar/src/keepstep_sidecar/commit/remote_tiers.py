@@ -14,10 +14,10 @@ from keepstep.core.shard import Shard
 from keepstep.core.vote import NEVER, VoteFacts
 from keepstep.steps import StepId, Tier
 from keepstep.wire.member_reports import Peer
-from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.tier import RemoteTier, TierStatus
+from keepstep_sidecar.tiers.remote_tier import RemoteTier, TierStatus
 
 _SCAN_EVERY_S = 60.0
 _RETRY_S = 5.0
@@ -31,7 +31,7 @@ class RemoteTiers:
     """The remote tiers of one sidecar. Does nothing when none are configured. `operated`, `leads`:
     see `RunFacts`."""
 
-    committer: Committer
+    node_host: NodeHost
     changes: ChangeNotifier
     operated: bool
     leads: bool
@@ -42,8 +42,8 @@ class RemoteTiers:
     awaits: str = ""
 
     def __post_init__(self) -> None:
-        self._remotes = self.committer.remotes
-        self._local_shards = self.committer.local_shards
+        self._remotes = self.node_host.remotes
+        self._local_shards = self.node_host.local_shards
 
     @property
     def remote_tiers(self) -> tuple[RemoteTier, ...]:
@@ -54,7 +54,7 @@ class RemoteTiers:
     def start(self, tasks: Tasks, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`on_scan`: called once all remote tiers were asked for the first time."""
         facts = replace(
-            self.committer.facts(lambda: tasks.spawn(self.scan(), "look at what is new")),
+            self.node_host.facts(lambda: tasks.spawn(self.scan(), "look at what is new")),
             operated=self.operated,
             leads=self.leads,
         )
@@ -73,7 +73,7 @@ class RemoteTiers:
 
     async def scan(self, *, refresh: bool = False) -> None:
         """Ask all remote tiers what they hold; `refresh` as in `RemoteInventory.scan`."""
-        await self.committer.refresh_remotes(refresh=refresh)
+        await self.node_host.refresh_remotes(refresh=refresh)
         self._scanned_at = time.monotonic()
 
     async def _scan_peers(self) -> None:
@@ -93,7 +93,7 @@ class RemoteTiers:
             tiers=bool(self.remote_tiers),
             listed_at=self._scanned_at if self._remotes.scanned else NEVER,
             held=held,
-            led=self.committer.leader_answers,
+            led=self.node_host.leader_answers,
             named_at=self._listed_at,
             introduced=peers is None or peers.introduced,
             awaits=self.awaits if peers is not None else "",
@@ -128,7 +128,7 @@ class RemoteTiers:
 
     def archived(self, step_id: StepId) -> bool:
         """Whether the whole step is in the archive, or was until it expired."""
-        return self._remotes.archive is not None and self._remotes.archive.had(step_id)
+        return self._remotes.archive is not None and self._remotes.archive.was_archived(step_id)
 
     async def drain(
         self, *, timeout_s: float, tier: Tier | None = None, whole: bool = True

@@ -603,7 +603,7 @@ class Config:
         return frozenset(steps for steps in (archived, self.retention.every_steps) if steps)
 
     @property
-    def durable_every(self) -> int | None:
+    def durable_step_divisor(self) -> int | None:
         """All steps that a person wants to be durable are multiples of this; None: any may be."""
         return math.gcd(self.persist_every or 0, *self.milestones) or None
 

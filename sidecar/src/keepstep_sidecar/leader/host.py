@@ -62,7 +62,7 @@ class Host:
 
     # --- frames ------------------------------------------------------------------------------
 
-    def take_own(self, report: MemberReport) -> LeaderReply:
+    def take_own_report(self, report: MemberReport) -> LeaderReply:
         """The report of this machine. Raises UsageError."""
         self.leader.take(OWN, report, at=time.time())
         self._settle()
@@ -72,7 +72,7 @@ class Host:
             self._soon()
         return reply
 
-    def take(self, member: MemberConnection, frame: bytes) -> None:
+    def receive_frame(self, member: MemberConnection, frame: bytes) -> None:
         """A frame of a member."""
         before = self._pending.pop(member, None)
         if before is None or self._take_in(member, before):
@@ -175,10 +175,10 @@ class Host:
                 self.own(reply)
         now = time.monotonic()
         self._silent_until = now + _PART * (now - began)
-        if self._answers is not None and not self.leader.owes:
+        if self._answers is not None and not self.leader.owes_answer:
             self._answers.cancel()
             self._answers = None
-        elif self._answers is None and self.leader.owes:
+        elif self._answers is None and self.leader.owes_answer:
             self._answers = asyncio.get_running_loop().call_later(_ANSWER_S, self._answer)
         self._changes.ring()
 

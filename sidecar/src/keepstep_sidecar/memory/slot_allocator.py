@@ -142,7 +142,7 @@ class SlotAllocator:
     async def _create(self, slot_set: SlotSet) -> SlotFile:
         """Make a slot: of huge pages while there are enough, else of small pages."""
         rank, size_bytes = slot_set.layout.rank, slot_set.layout.size_bytes
-        small, huge = self.pool.directories.for_slot(rank, size_bytes)
+        small, huge = self.pool.directories.directories_for_slot(rank, size_bytes)
         if huge is not None:
             try:
                 return await self._create_in(huge, slot_set, first=_FIRST_HUGE)
@@ -211,7 +211,7 @@ class SlotAllocator:
                 continue
             for other in others:
                 if keep or newest not in other.table.sealed():
-                    self.pool.unlink(other.give_up(keep=keep))
+                    self.pool.unlink(other.give_up_slots(keep=keep))
             self.pool.unlink(slots.free_bases())
             if lease.training or keep == _KEPT_OF_GONE:
                 self._give_up_gone(lease, keep=keep)
@@ -249,7 +249,7 @@ class SlotAllocator:
             risk = "every staged step waits to be persisted"
         return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"
 
-    def grow(self, slots: RankSlots, slot_set: SlotSet) -> None:
+    def order_restore_slot(self, slots: RankSlots, slot_set: SlotSet) -> None:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self.leases.of(slots.rank))
         if slot_set.count >= slot_set.target and slot_set.target < most:
@@ -269,7 +269,7 @@ class SlotAllocator:
 
         def reserved() -> bool:
             nonlocal index
-            index = slot_set.table.reserve()
+            index = slot_set.table.reserve_slot()
             return index is not None or bool(slot_set.failure)
 
         await self.changes.until(reserved, timeout_s=600.0)
@@ -297,7 +297,7 @@ class SlotAllocator:
     def _give_up_gone(self, lease: Lease, *, keep: int) -> None:
         """Free slots of ranks that train here no more, without the newest `keep` images of each."""
         for slot_set in self.pool.gone_sets(lease.world):
-            self.pool.unlink(slot_set.give_up(keep=keep))
+            self.pool.unlink(slot_set.give_up_slots(keep=keep))
 
     def _share_bytes(self, lease: Lease, total_bytes: int) -> int:
         """What each rank may take. It is fixed, so that the first rank leaves room for the last."""

@@ -116,7 +116,7 @@ class SlotDirectories:
 
     # --- memory --------------------------------------------------------------------------
 
-    def for_slot(self, rank: int, size_bytes: int) -> tuple[Path, Path | None]:
+    def directories_for_slot(self, rank: int, size_bytes: int) -> tuple[Path, Path | None]:
         """The directories for a slot of this size: on small pages, and on huge ones if enough are
         free."""
         huge = self.huge if self._huge_for(size_bytes) else None
@@ -378,7 +378,7 @@ class DirectoryLock:
         free_name(path, keep_own=True)
         unfinished.replace(path)
 
-    def leave(self) -> None:
+    def release_and_clean_up(self) -> None:
         """Remove our files; also the directory, when no slots are left in it."""
         left = any(self._directory.glob("rank-*"))
         for name in ("sidecar.sock", "sidecar.pid", *(() if left else ("sidecar.json",))):

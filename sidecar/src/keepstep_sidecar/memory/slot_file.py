@@ -156,7 +156,7 @@ class SlotFile:
 
         Without its name the file can still be read here, but no other process can open it.
         """
-        if self.cut_off:
+        if self.is_cut_off:
             return "a part of its bytes"
         try:
             return "" if os.fstat(self._fd).st_nlink else "its name"
@@ -164,7 +164,7 @@ class SlotFile:
             return "its name"
 
     @property
-    def cut_off(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Whether the file was truncated, or pages were taken out of it. Touching the mapping may
         then kill the process."""
         try:
@@ -176,7 +176,7 @@ class SlotFile:
         hole = self.huge and found.st_blocks * 512 < self.layout.size_bytes
         return hole or found.st_size != self.layout.size_bytes
 
-    def damage(self, step_id: StepId, *, run: str) -> str:
+    def damage_text(self, step_id: StepId, *, run: str) -> str:
         """Why a trainer cannot restore from the image `step_id` in this slot; '' when it can."""
         if lacks := self.lacks():
             return f"the slot has lost {lacks}"

@@ -40,7 +40,7 @@ class RankSlots:
     settled: bool = False
     warning: str = ""
 
-    def tables(self) -> list[SlotTable]:
+    def slot_tables(self) -> list[SlotTable]:
         """The tables of all slot sets, which say which slot is filled next."""
         return [slot_set.table for slot_set in self.slot_sets.values()]
 
@@ -71,7 +71,7 @@ class RankSlots:
         sizes = (slot_set.size_bytes for slot_set in self.slot_sets.values())
         return sum(sizes) + self.bases.size_bytes
 
-    def refer(self, slot: PooledSlot, control: ControlPage) -> bool:
+    def refer_to_base(self, slot: PooledSlot, control: ControlPage) -> bool:
         """The image in this slot is sealed with `control`. False if the base that it refers to is
         not here."""
         if control.base is not None and self.bases.find(control.base) is None:
@@ -227,7 +227,9 @@ class SlotPool:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def sound(self, rank: int, step_id: StepId, *, bad: Collection[str] = ()) -> PooledSlot | None:
+    def find_verified(
+        self, rank: int, step_id: StepId, *, bad: Collection[str] = ()
+    ) -> PooledSlot | None:
         """The slot with this image, if it still verifies. Otherwise the image is no candidate any
         more.
 
@@ -239,7 +241,7 @@ class SlotPool:
             rejected = "a trainer could not use it" if str(file.path) in bad else ""
             if not (
                 why := rejected
-                or file.damage(step_id, run=self._run)
+                or file.damage_text(step_id, run=self._run)
                 or self._base_damage(slot, bad)
             ):
                 return slot
@@ -261,10 +263,10 @@ class SlotPool:
         if (base := self.base_of(slot)) is None:
             return "its base is gone"
         rejected = "a trainer could not use it" if str(base.file.path) in bad else ""
-        why = rejected or base.file.damage(ref.step, run=self._run)
+        why = rejected or base.file.damage_text(ref.step, run=self._run)
         return why and f"its base: {why}"
 
-    def damaged(self) -> list[RankSlots]:
+    def damaged_ranks(self) -> list[RankSlots]:
         """Ranks of which the directory, or the name or bytes of a slot, were removed by others.
         Makes only a few system calls for each slot, because it is called all the time."""
         return [
@@ -290,7 +292,7 @@ class SlotPool:
         """
 
         def lost(file: SlotFile) -> bool:
-            if not (file.cut_off if cut_off_only else self._lacks(file)):
+            if not (file.is_cut_off if cut_off_only else self._lacks(file)):
                 return False
             what = self._lacks(file)
             warn("slot.lost", rank=file.layout.rank, path=str(file.path), missing=what)
@@ -307,7 +309,7 @@ class SlotPool:
 
     # --- changes -----------------------------------------------------------------------------
 
-    def take_back(self, rank: int) -> StepId | None:
+    def reclaim_slot(self, rank: int) -> StepId | None:
         """The trainer has died, so free its unfinished slot. Returns the step in it, if sealed.
 
         The trainer may have died between seal and report, or before it zeroed the slot.
@@ -317,7 +319,7 @@ class SlotPool:
             return None
         control = filling.file.control()
         keep = control.id if control is not None and control.run == self._run else None
-        if control is not None and keep is not None and not slots.refer(filling, control):
+        if control is not None and keep is not None and not slots.refer_to_base(filling, control):
             keep = None
         if keep is None:
             filling.file.erase()
@@ -526,7 +528,7 @@ class SlotSet:
             del self.orphans[file.name]
         return dropped
 
-    def abandon(self, index: int) -> SlotFile:
+    def abandon_slot(self, index: int) -> SlotFile:
         """Give up the slot that is being filled, because a straggler may still write to it."""
         self.table.release(index)
         self.table.remove(index)
@@ -548,7 +550,7 @@ class SlotSet:
         lost = {slot.live for slot, use in uses if use.base and use.base.step == step}
         self.table.forget(lost.__contains__)
 
-    def give_up(self, *, keep: int) -> list[SlotFile]:
+    def give_up_slots(self, *, keep: int) -> list[SlotFile]:
         """Give up all slots except those with the newest `keep` images and those in use.
 
         Returns their files. Their indices are never used again.
@@ -556,7 +558,7 @@ class SlotSet:
         sealed = self.table.sealed()
         expendable = sealed[:-keep] if keep else sealed
         given_up = self.drop_orphans()
-        while (index := self.table.reserve(expendable)) is not None:
+        while (index := self.table.reserve_slot(expendable)) is not None:
             self.table.remove(index)
             given_up.append(self.files[index])
         self.target = len(self._there())
@@ -652,7 +654,7 @@ class BaseSlots:
         """Bytes that they take once all wanted ones are made."""
         return sum(slot_set.size_bytes for slot_set in self.sets.values())
 
-    def use(self, layout: Layout | None, step: StepId | None) -> SlotSet | None:
+    def use_base(self, layout: Layout | None, step: StepId | None) -> SlotSet | None:
         """From now on the trainer's images refer to a base of this layout, or to none. `step`: the
         one that it has filled. Returns the set in which a slot must be made, if one must."""
         self.current, self.step = None, None

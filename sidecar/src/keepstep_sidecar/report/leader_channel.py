@@ -94,12 +94,12 @@ class Channel:
         self._pinned = True
         self._changes.ring()
 
-    def pushed(self) -> ReportReply | None:
+    def take_pushed(self) -> ReportReply | None:
         """The newest reply that came without a report, once."""
         news, self._news = self._news, None
         return None if news is None else self._taken(news)
 
-    def push(self, reply: LeaderReply) -> None:
+    def take_reply(self, reply: LeaderReply) -> None:
         """The leader has said something."""
         self._news = reply
         self._changes.ring()
@@ -145,7 +145,7 @@ class OwnChannel(Channel):
         """`last`: called at the end, when the members know all."""
         super().__init__(link, **options)
         self._host, self._last = host, last
-        host.own = self.push
+        host.own = self.take_reply
 
     async def __aexit__(self, *_: object) -> None:
         await self._host.finish(timeout_s=_LAST_WORD_S)
@@ -162,7 +162,7 @@ class OwnChannel(Channel):
             short = Report(sidecar=report.sidecar, started_at=report.started_at, sequence=0)
             self._link.send(msgspec.json.encode(replace(frame, report=short)))
         try:
-            return self._taken(self._host.take_own(frame))
+            return self._taken(self._host.take_own_report(frame))
         except UsageError as error:
             raise ReportFailed("refused", str(error)) from error
 
@@ -177,7 +177,7 @@ class LinkChannel(Channel):
     def take(self, frame: bytes) -> None:
         """A frame of the leader."""
         try:
-            self.push(_decode(frame))
+            self.take_reply(_decode(frame))
         except (ValueError, RecursionError) as error:
             _complain("leader.reply_invalid", error=str(error))
 

@@ -40,7 +40,7 @@ def is_urgent(service: SidecarService) -> bool:
     to vote, or if a rank that holds something has just lost its trainer and will restore what all
     ranks have."""
     recent = time.monotonic() - service.saving.changed_at < _RESTART_S
-    restoring = any(service.leases.restores(rank) for rank in service.committer.copies.ranks())
+    restoring = any(service.leases.restores(rank) for rank in service.node_host.copies.ranks())
     awaited = service.step_waits.awaited > 0 or bool(service.restoring.votes.waits)
     return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
@@ -50,12 +50,12 @@ def build_report(
 ) -> Report:
     """The whole report, with an entry for each rank. `volumes`: measured just before, because that
     may block."""
-    committer = service.committer
+    node_host = service.node_host
     return Report(
         sidecar=__version__,
         started_at=service.started_at,
         sequence=sequence,
-        ready=committer.local_shards.scanned,
+        ready=node_host.local_shards.scanned,
         library=service.saving.library,
         pinned=_pinned(service),
         epochs=_epochs(service),
@@ -72,7 +72,7 @@ def build_report(
             tier: TierProgress(**_part_of(status, TierProgress))
             for tier, status in service.remote_tiers.statuses().items()
         },
-        failures=committer.restart.failures(),
+        failures=node_host.restart.known_failures(),
         goodput=_goodput(service.history),
         refusals=max(service.restoring.refusals.values(), default=0),
         refused=service.restoring.refused[:_REFUSED_CHARACTERS],
@@ -85,7 +85,7 @@ def _goodput(history: MachineHistory) -> ReportedGoodput | None:
 
 
 def _stall(service: SidecarService) -> SaveOverhead:
-    counted = [service.saving.of(rank) for rank in service.committer.copies.ranks()]
+    counted = [service.saving.of(rank) for rank in service.node_host.copies.ranks()]
     return SaveOverhead(
         skipped=sum(sum(counts.skipped.values()) for counts in counted),
         discarded=sum(counts.discarded for counts in counted),
@@ -99,8 +99,8 @@ def _pinned(service: SidecarService) -> str:
 
 def _epochs(service: SidecarService) -> tuple[Epoch, ...]:
     """The recorded epochs, and the one in which a live trainer says it works."""
-    recorded = service.committer.node.ledger.epochs
-    current = service.committer.epochs.current
+    recorded = service.node_host.node.ledger.epochs
+    current = service.node_host.epochs.current
     unrecorded = current is not None and current.id not in {epoch.id for epoch in recorded}
     return (*recorded, current) if current is not None and unrecorded else recorded
 
@@ -111,13 +111,13 @@ def _ranks(service: SidecarService) -> tuple[ReportedRanks, ...]:
     kept: dict[int, list[Shard]] = {}
     for shard in service.remote_tiers.kept():
         kept.setdefault(shard.rank, []).append(shard)
-    here = [rank for rank in service.committer.copies.ranks() if not _left(service, rank)]
+    here = [rank for rank in service.node_host.copies.ranks() if not _left(service, rank)]
     own = (_rank(service, rank, kept.get(rank, ())) for rank in here)
     return (*own, *reports_of_others(service, kept, here=set(here)))
 
 
 def _left(service: SidecarService, rank: int) -> bool:
-    held = service.committer.copies.of_rank(rank)
+    held = service.node_host.copies.of_rank(rank)
     nothing = not held[Tier.MEMORY].shards and held[Tier.LOCAL].answer is Answer.NONE
     return rank in service.slots.moved and nothing
 
@@ -127,7 +127,7 @@ def _rank(service: SidecarService, rank: int, kept: Collection[Shard]) -> Report
     it before."""
     return ReportedRanks(
         ranks=Ranks.of((rank,)),
-        world=service.committer.copies.world(rank),
+        world=service.node_host.copies.world(rank),
         alive=service.leases.of(rank) is not None,
         staged=service.saving.of(rank).staged,
         tiers=_tiers(_own(service, rank), kept),
@@ -151,8 +151,8 @@ def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
 def _own(service: SidecarService, rank: int) -> RankReport:
     """What is held of a rank, without the steps of another run from which this run begins."""
     found: dict[Tier, ReportedTier] = {}
-    for tier, held in service.committer.copies.of_rank(rank).items():
-        shards = service.committer.epochs.without_foreign(held.shards)
+    for tier, held in service.node_host.copies.of_rank(rank).items():
+        shards = service.node_host.epochs.without_foreign(held.shards)
         emptied = bool(held.shards) and not shards
         found[tier] = replace(held, shards=shards, answer=Answer.NONE if emptied else held.answer)
     return found
@@ -208,24 +208,24 @@ def report_of_other(
 
 
 def _archived(service: SidecarService) -> dict[int, list[Shard]]:
-    committer = service.committer
+    node_host = service.node_host
     shards: dict[int, list[Shard]] = {}
-    if Tier.ARCHIVE not in committer.remotes.tiers:
+    if Tier.ARCHIVE not in node_host.remotes.tiers:
         return shards
     left = _MOST_COPIES
-    for step_id in sorted(committer.remotes.complete, reverse=True)[:_MOST_STEPS]:
+    for step_id in sorted(node_host.remotes.complete, reverse=True)[:_MOST_STEPS]:
         if _speaks_for_all(service, step_id):
-            if (left := left - len(committer.remotes.of(step_id))) < 0:
+            if (left := left - len(node_host.remotes.of(step_id))) < 0:
                 break
-            for rank, places in committer.remotes.of(step_id).items():
+            for rank, places in node_host.remotes.of(step_id).items():
                 found = [source.shard for source in places if source.tier is Tier.ARCHIVE]
-                shards.setdefault(rank, []).extend(committer.epochs.without_foreign(found[:1]))
+                shards.setdefault(rank, []).extend(node_host.epochs.without_foreign(found[:1]))
     return {rank: found for rank, found in shards.items() if found}
 
 
 def _speaks_for_all(service: SidecarService, step_id: StepId) -> bool:
-    world = service.committer.copies.world_of(step_id)
-    return world is not None and not {0, world - 1}.isdisjoint(service.committer.copies.ranks())
+    world = service.node_host.copies.world_of(step_id)
+    return world is not None and not {0, world - 1}.isdisjoint(service.node_host.copies.ranks())
 
 
 # --- changes --------------------------------------------------------------------------------------

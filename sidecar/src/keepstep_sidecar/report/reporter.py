@@ -20,7 +20,7 @@ from keepstep.core.vote import NEVER
 from keepstep.errors import KeepstepError
 from keepstep.wire.member_reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
-from keepstep_sidecar.commit.leader_link import LeaderLink
+from keepstep_sidecar.commit.leader_notes import ReportingState
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import Channel, ReportFailed
@@ -135,7 +135,7 @@ class Reporter:
         channel: Channel,
         source: ReportSource,
         *,
-        leader: LeaderLink,
+        leader: ReportingState,
         apply: Callable[[ReportReply], Awaitable[None]],
         changes: ChangeNotifier,
     ) -> None:
@@ -157,7 +157,7 @@ class Reporter:
         """The last report, if the leader said that it can go on from that one."""
 
     async def run(self) -> None:
-        """Report until `LeaderLink.finish`."""
+        """Report until `ReportingState.finish`."""
         self._leader.ended = False
         try:
             async with self._channel:
@@ -231,7 +231,7 @@ class Reporter:
 
     async def _exchange(self) -> None:
         self._seen = self._changes.count
-        if (pushed := self._channel.pushed()) is not None:
+        if (pushed := self._channel.take_pushed()) is not None:
             await self._apply(pushed)
         report = self._source.report(await self._volumes.measured(), self._sequence + 1)
         if not self._is_due(report):

@@ -14,7 +14,7 @@ from keepstep.errors import ForeignError, ImageError, KeepstepError, NoMemoryErr
 from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.image.control_page import Manifest
 from keepstep.steps import StepId
-from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.log import info
@@ -31,12 +31,12 @@ class Fetcher:
     """Reads copies beyond memory. Of images in memory, which are mapped, only headers are read."""
 
     pool: SlotPool
-    committer: Committer
+    node_host: NodeHost
     threads: Executor
     _manifests: verified_chunks.Manifests = field(default_factory=verified_chunks.Manifests)
 
     def __post_init__(self) -> None:
-        self._copies, self._remotes = self.committer.copies, self.committer.remotes
+        self._copies, self._remotes = self.node_host.copies, self.node_host.remotes
 
     async def ask(
         self, step_id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
@@ -55,18 +55,24 @@ class Fetcher:
                 return source, await question(source)
             except (ImageError, StorageError) as error:
                 failure = error
-                await self.committer.reject(source, error, step_id=step_id)
+                await self.node_host.reject_copy(source, error, step_id=step_id)
         raise failure
 
     async def _next(
         self, step_id: StepId, saved: int, tried: Collection[ShardSource]
     ) -> ShardSource | None:
         """The next place to ask. Remote tiers are listed only if nothing that is known is left."""
-        left = [origin for origin in self._copies.origins(step_id, saved) if origin not in tried]
+        left = [
+            origin
+            for origin in self._copies.sources_of_shard(step_id, saved)
+            if origin not in tried
+        ]
         if not left and not self._remotes.scanned:
-            await self.committer.refresh_remotes()
+            await self.node_host.refresh_remotes()
             left = [
-                origin for origin in self._copies.origins(step_id, saved) if origin not in tried
+                origin
+                for origin in self._copies.sources_of_shard(step_id, saved)
+                if origin not in tried
             ]
         return left[0] if left else None
 
@@ -118,7 +124,7 @@ class Prefetcher:
     """Reads each image only once, even if several callers ask for it meanwhile."""
 
     pool: SlotPool
-    committer: Committer
+    node_host: NodeHost
     fetcher: Fetcher
     _: KW_ONLY
     changes: ChangeNotifier
@@ -130,9 +136,9 @@ class Prefetcher:
     _bases: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self._restart = self.committer.restart
+        self._restart = self.node_host.restart
 
-    async def bring(self, step_id: StepId, rank: int) -> None:
+    async def bring_image(self, step_id: StepId, rank: int) -> None:
         """Return when the image is in a slot of its rank. A copy that fails is no candidate any
         more.
 
@@ -157,7 +163,7 @@ class Prefetcher:
             slot.release()
             slot.slot_set.lose(slot.index)
             slot = await self._reserve(slots, layout, step_id)
-        self.committer.feed(Reading(step_id, begins=True))
+        self.node_host.feed(Reading(step_id, begins=True))
         started = time.monotonic()
         try:
             control = await self.fetcher.load(source, slot.file.view)
@@ -168,9 +174,9 @@ class Prefetcher:
             slot.release()
             raise
         finally:
-            self.committer.feed(Reading(step_id, begins=False))
+            self.node_host.feed(Reading(step_id, begins=False))
         slot.seal(control.id, tier=source.tier)
-        slots.refer(slot, control)
+        slots.refer_to_base(slot, control)
         info(
             "restore.shard_loaded",
             rank=source.shard.rank,
@@ -200,7 +206,7 @@ class Prefetcher:
         try:
             await self.fetcher.load(beside, slot.file.view)
         except BaseException:
-            self.pool.unlink([slot.slot_set.abandon(slot.index)])
+            self.pool.unlink([slot.slot_set.abandon_slot(slot.index)])
             slot.slot_set.target = slot.slot_set.count
             raise
         slot.seal(ref.step, tier=beside.tier)
@@ -213,9 +219,9 @@ class Prefetcher:
 
         def reserved() -> bool:
             nonlocal index
-            index = slot_set.table.reserve(self._expendable(slots))
+            index = slot_set.table.reserve_slot(self._expendable(slots))
             if index is None and not slot_set.failure:
-                self.allocator.grow(slots, slot_set)
+                self.allocator.order_restore_slot(slots, slot_set)
             hopeless = slot_set.target == 0 and self.leases.of(slots.rank) is None
             return index is not None or bool(slot_set.failure) or hopeless or overtaken()
 
@@ -245,7 +251,7 @@ class Prefetcher:
         sealed = slots.sealed()
         agreed = self.agreed.get(slots.rank)
         beyond = {step_id for step_id in sealed if agreed is not None and step_id > agreed}
-        ledger = self.committer.read_ledger()
+        ledger = self.node_host.read_ledger()
         if (planned := self._restart.plan()) is None:
             return beyond
         whole = set(ledger.whole())

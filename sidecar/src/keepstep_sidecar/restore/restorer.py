@@ -19,7 +19,7 @@ from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.leases import Lease, serves_all_ranks
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots
-from keepstep_sidecar.restore.chunks import ChunkBuffers
+from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
 from keepstep_sidecar.restore.fetcher import Prefetcher
 from keepstep_sidecar.restore.sources import ImageSources
 from keepstep_sidecar.volume.volume import Volume
@@ -40,12 +40,12 @@ class Restorer:
 
     def __post_init__(self) -> None:
         prefetcher = self.prefetcher
-        self.pool, self.committer = prefetcher.pool, prefetcher.committer
+        self.pool, self.node_host = prefetcher.pool, prefetcher.node_host
         self.changes, self.leases = prefetcher.changes, prefetcher.leases
-        self._ledger = self.committer.node.ledger
-        self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
-        self._remotes, self._epochs = self.committer.remotes, self.committer.epochs
-        self._restart, self._rollback = self.committer.restart, self.committer.rollback
+        self._ledger = self.node_host.node.ledger
+        self._copies, self._local_shards = self.node_host.copies, self.node_host.local_shards
+        self._remotes, self._epochs = self.node_host.remotes, self.node_host.epochs
+        self._restart, self._rollback = self.node_host.restart, self.node_host.rollback
 
     # --- candidates --------------------------------------------------------------------------
 
@@ -58,8 +58,8 @@ class Restorer:
         is UNKNOWN, so that the run does not silently start over.
         """
         for step_id in self.pool.rank(lease.rank).sealed():
-            self.pool.sound(lease.rank, step_id)
-        ledger = self.committer.read_ledger()
+            self.pool.find_verified(lease.rank, step_id)
+        ledger = self.node_host.read_ledger()
         hidden = self._hidden()
         offers = self._copies.offers(set(ledger.whole()) - hidden)
         held = {
@@ -91,7 +91,7 @@ class Restorer:
             plan=planned.id if planned else None,
             reason=reason,
             offers=offers,
-            failures=self._restart.failures(),
+            failures=self._restart.known_failures(),
             trusted=tuple(sorted(self._restart.trusted)),
             never_whole=self._never_whole() if answer is Answer.NONE else "",
             parts=parts,
@@ -119,7 +119,7 @@ class Restorer:
         return {
             step_id
             for step_id in self._copies.ids()
-            if self._epochs.hides(step_id, in_doubt=in_doubt)
+            if self._epochs.must_hide(step_id, in_doubt=in_doubt)
         }
 
     def _failed(self) -> list[Volume]:
@@ -132,7 +132,7 @@ class Restorer:
         vote can tell what there is. Another sidecar may not know of the wish."""
         if (request := self._rollback.request) is None:
             return {}
-        return {"wanted": str(request), "limit": self._restart.target(), "exact": True}
+        return {"wanted": str(request), "limit": self._restart.rollback_target(), "exact": True}
 
     def held(self, rank: int) -> dict[StepId, Candidate]:
         """The rank's own images, each on its nearest tier, without dead steps."""
@@ -146,7 +146,7 @@ class Restorer:
     def _candidate(self, slots: RankSlots, step_id: StepId) -> Candidate | None:
         if (at := slots.find(step_id)) is not None:
             return Candidate(id=step_id, tier=at.tier, world=at.layout.world)
-        for origin in self._copies.origins(step_id, slots.rank):
+        for origin in self._copies.sources_of_shard(step_id, slots.rank):
             return Candidate(id=step_id, tier=origin.tier, world=origin.shard.world)
         return None
 
@@ -189,7 +189,7 @@ class Restorer:
 
     async def prefetch(self) -> None:
         """Bring the planned step into memory for every rank here that will restore it."""
-        self.committer.read_ledger()
+        self.node_host.read_ledger()
         if (planned := self._restart.plan()) is None:
             return
         here = set(self._copies.ranks()) - self.pool.moved
@@ -201,7 +201,7 @@ class Restorer:
 
     async def _prefetch(self, step_id: StepId, rank: int) -> None:
         try:
-            await self.prefetcher.bring(step_id, rank)
+            await self.prefetcher.bring_image(step_id, rank)
         except (ImageError, StorageError, NoMemoryError) as error:
             warn("restore.prefetch_failed", rank=rank, step=str(step_id), error=str(error))
 
@@ -218,7 +218,7 @@ class Restorer:
         """
         self.release(lease.rank)
         slots = self.pool.rank(lease.rank)
-        if self.pool.sound(lease.rank, step_id, bad={bad}) is None:
+        if self.pool.find_verified(lease.rank, step_id, bad={bad}) is None:
             self.prefetcher.agreed[lease.rank] = step_id
             self.changes.ring()
             await self._fetch(lease, step_id, timeout_s=timeout_s)
@@ -232,13 +232,13 @@ class Restorer:
         )
 
     async def _fetch(self, lease: Lease, step_id: StepId, *, timeout_s: float) -> None:
-        if not self._copies.origins(step_id, lease.rank):
+        if not self._copies.sources_of_shard(step_id, lease.rank):
             raise refusal_error(
                 "unknown-step", f"rank {lease.rank} does not hold step {step_id} here"
             )
         try:
             async with asyncio.timeout(timeout_s):
-                await self.prefetcher.bring(step_id, lease.rank)
+                await self.prefetcher.bring_image(step_id, lease.rank)
         except (ImageError, StorageError) as error:
             raise refusal_error("not-verified", f"step {step_id}: {error}") from error
         except NoMemoryError as error:

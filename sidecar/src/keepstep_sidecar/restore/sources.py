@@ -1,8 +1,8 @@
 """Where the images of all saved ranks are, for a trainer that cannot restore from its own image.
 
 A trainer with another world size or another layout reads a little of many images. It maps the
-images in this machine's memory itself; all others arrive chunk by chunk (see `chunks`). An image
-that was named to a rank stays where it is until the rank has restored or its lease has ended.
+images in this machine's memory itself; all others arrive chunk by chunk (see `chunk_buffers`). An
+image that was named to a rank stays where it is until the rank has restored or its lease has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepstep.image import Layout
 from keepstep.image.control_page import Manifest
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
-from keepstep_sidecar.commit.committer import Committer
+from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.concurrency import gather_limited
 from keepstep_sidecar.errors import refusal_error
 from keepstep_sidecar.leases import Leases
@@ -46,7 +46,7 @@ class ImageSources:
     """`/v1/sources` and `/v1/headers`."""
 
     pool: SlotPool
-    committer: Committer
+    node_host: NodeHost
     leases: Leases
     fetcher: Fetcher
     _readings: dict[int, _Reading] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class ImageSources:
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self._copies, self._local_shards = self.committer.copies, self.committer.local_shards
+        self._copies, self._local_shards = self.node_host.copies, self.node_host.local_shards
 
     # --- sources -----------------------------------------------------------------------------
 
@@ -68,13 +68,13 @@ class ImageSources:
         Raises SidecarError `unknown-step` when there is no source at all, `starting` before the
         scan.
         """
-        rank, step_id = self.leases.require(request.lease).rank, request.id
+        rank, step_id = self.leases.require_lease(request.lease).rank, request.id
         if not self._local_shards.scanned:
             raise refusal_error(
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         self.release(rank)  # from now on the rank reads this step, and no other
-        self.committer.feed(Reading(step_id, begins=True))
+        self.node_host.feed(Reading(step_id, begins=True))
         reading = self._readings[rank] = _Reading(step_id)
         found = self._mapped(reading, step_id, bad=request.bad)
         async with self._asking:
@@ -97,7 +97,7 @@ class ImageSources:
         """Images in slots. They are pinned before anything else can run."""
         found = {}
         for saved in list(self.pool.ranks):
-            slot = self.pool.sound(saved, step_id, bad=bad)
+            slot = self.pool.find_verified(saved, step_id, bad=bad)
             if slot is None or (control := slot.file.control()) is None:
                 continue  # no image, or a straggler has begun to fill the slot
             slot.pin()
@@ -131,8 +131,10 @@ class ImageSources:
         # Each node begins its search at its first rank. So different nodes do not all read the same
         # copies, but all ranks of one node do.
         here = min(self.leases.ranks)
-        left = [rank for rank in copies.ranks_with(step_id) if rank not in found]
-        left.sort(key=lambda rank: (_far(copies.nearest(step_id, rank)), (rank - here) % world))
+        left = [rank for rank in copies.ranks_at_rest(step_id) if rank not in found]
+        left.sort(
+            key=lambda rank: (_far(copies.nearest_tier(step_id, rank)), (rank - here) % world)
+        )
         while left:
             asked = left if every else copies.one_of_twins(step_id, left, known=found)
             if own % world in left and own % world not in asked:
@@ -179,7 +181,7 @@ class ImageSources:
 
     async def headers(self, request: HeadersRequest) -> Headers:
         """Headers in the order of the request. Raises SidecarError `not-verified`."""
-        self.leases.require(request.lease)
+        self.leases.require_lease(request.lease)
         asked = [partial(self._header, request.id, saved) for saved in request.ranks]
         try:
             texts = await gather_limited(asked, most=_AT_ONCE)
@@ -199,7 +201,7 @@ class ImageSources:
             return
         for slot in reading.pins:
             slot.unpin()
-        self.committer.feed(Reading(reading.id, begins=False))
+        self.node_host.feed(Reading(reading.id, begins=False))
         if not self._readings:
             self._beyond_memory.clear()
             self._headers.clear()

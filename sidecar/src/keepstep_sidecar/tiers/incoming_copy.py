@@ -53,7 +53,8 @@ class IncomingCopy:
     def __init__(
         self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: IoEngine
     ) -> None:
-        """Open or make the file, in its full size. `inspect` finds out which chunks are missing."""
+        """Open or make the file, in its full size. `find_missing_chunks` finds out which chunks are
+        missing."""
         self.path = path
         self.manifest = manifest
         self._filesystem = filesystem
@@ -89,7 +90,7 @@ class IncomingCopy:
         with self._lock:
             return tuple(sorted(self._missing))
 
-    def inspect(self) -> None:
+    def find_missing_chunks(self) -> None:
         """Find out which chunks a predecessor has left. Reads the whole file, once. Other callers
         wait meanwhile; arriving chunks do not. Raises OSError, and StorageError as `write` does."""
         with self._inspecting:
@@ -103,7 +104,7 @@ class IncomingCopy:
     def _inspect(self, chunk: int, view: memoryview) -> None:
         begin, end = self.manifest.bounds(chunk)
         with view[: end - begin] as data, self._using() as fd:
-            self._filesystem.read(fd, data, begin)
+            self._filesystem.read_into(fd, data, begin)
             with contextlib.suppress(DigestError):
                 self.manifest.check(chunk, data)
                 with self._lock:
@@ -145,7 +146,7 @@ class IncomingCopy:
         begin, end = self.manifest.bounds(chunk)
         try:
             with self._using() as fd:
-                self._filesystem.clone(other, fd, begin, end - begin)
+                self._filesystem.clone_range(other, fd, begin, end - begin)
         except OSError:
             return False
         with self._lock:

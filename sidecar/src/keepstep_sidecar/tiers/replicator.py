@@ -120,7 +120,7 @@ class Replicator:
         self._tasks: dict[_Lane, asyncio.Task[None]] = {}
         self._since: dict[Key, float] = {}
 
-    def compare(self) -> None:
+    def compare_soon(self) -> None:
         """Something has changed here, or in the list of places."""
         places = self._places()
         self._lanes = {name: self._lanes.get(name) or _Lane(name, self) for name in places}
@@ -140,7 +140,7 @@ class Replicator:
         self._tasks.clear()
         async with asyncio.TaskGroup() as group:
             while True:
-                self.compare()
+                self.compare_soon()
                 for lane in self._tasks.keys() - self._lanes.values():
                     self._tasks.pop(lane).cancel()
                 for lane in self._lanes.values():
@@ -157,7 +157,7 @@ class Replicator:
     def in_use(self, step_id: StepId) -> bool:
         """Whether the step is being sent somewhere or is among the next to be sent: it must not be
         retired then. A place that fails holds up no deletion."""
-        return any(lane.needs(step_id) for lane in self._lanes.values())
+        return any(lane.is_needed(step_id) for lane in self._lanes.values())
 
     @property
     def trouble(self) -> str:
@@ -188,7 +188,7 @@ class Replicator:
                 for lane in self._lanes.values()
             )
 
-        self.compare()
+        self.compare_soon()
         for lane in self._lanes.values():
             lane.woken.set()
         await self.changes.until(
@@ -242,7 +242,7 @@ class _Lane:
         missing = {step_id for step_id, _ in self._missing()}
         return next_step_to_send(due, missing, after=self._newest, outage=self._failures > 0)
 
-    def needs(self, step_id: StepId) -> bool:
+    def is_needed(self, step_id: StepId) -> bool:
         """Whether the step is being sent, comes next, or is the oldest that was not passed over: of
         two steps that become due together, the first may be retired by then."""
         due = self._replicator.due
@@ -300,7 +300,7 @@ class _Lane:
         began = time.monotonic()
         self._there = await self.place.held(self._there)
         self._listed_at = began
-        self._replicator.compare()
+        self._replicator.compare_soon()
         here = set(_keys(self._replicator.due))
         self._refused &= here
         self._rejected &= here

@@ -106,7 +106,7 @@ class FileSource(ShardSource):
 
 def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
     """A source for a shard on a volume of this machine. A shard that fails goes into quarantine."""
-    volume, base = volumes.holder(shard.path), shard.beside
+    volume, base = volumes.volume_of(shard.path), shard.beside
     return FileSource(
         shard=shard,
         tier=Tier.LOCAL,

@@ -3,7 +3,7 @@
 It reads what any command reads, in a process of its own. It asks a sidecar once a second, however
 many viewers there are, and only while there is one. It changes nothing: there are only GET routes.
 
-- `timeline`: what is known of a run, and what follows from its history. Pure
+- `run_figures`: what is known of a run, and what follows from its history. Pure
 - `pages`: HTML of the sections, from the templates
 - `server`: who may read, the runs as they were read last, routes, and the stream of changes
 """

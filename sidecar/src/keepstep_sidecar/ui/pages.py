@@ -19,8 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from keepstep.steps import NEAREST_FIRST
 from keepstep.version import __version__
 from keepstep_sidecar.config.settings import format_duration, format_size
-from keepstep_sidecar.ui import timeline
-from keepstep_sidecar.ui.timeline import RunPage
+from keepstep_sidecar.ui import run_figures
+from keepstep_sidecar.ui.run_figures import RunPage
 
 T = TypeVar("T")
 
@@ -101,13 +101,13 @@ class Pages:
             "tiers": [
                 tier for tier in NEAREST_FIRST if any(tier in step.ranks for step in view.steps)
             ],
-            "restores": timeline.shown_restores(view.events)[: -ROWS_SHOWN - 1 : -1],
-            "lost": timeline.lost_steps(view.events)[: -ROWS_SHOWN - 1 : -1],
-            "usual": timeline.median_step_time(timeline.step_times(view.events)),
+            "restores": run_figures.shown_restores(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "lost": run_figures.lost_steps(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "usual": run_figures.median_step_time(run_figures.step_times(view.events)),
         }
         names = ("state", "problems", *_TITLES)
         sections = {name: self._render(f"sections/{name}.html", **known) for name in names}
-        return sections, dict(timeline.chart_lines(view))
+        return sections, dict(run_figures.chart_lines(view))
 
     def missing(self, name: str) -> str:
         """The page that says that there is no such run."""

@@ -26,7 +26,7 @@ from aiohttp.typedefs import Handler, Middleware
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_sidecar import connections
 from keepstep_sidecar.ui.pages import STATIC, Pages, Shown
-from keepstep_sidecar.ui.timeline import RunPage
+from keepstep_sidecar.ui.run_figures import RunPage
 
 # --- access ----------------------------------------------------------------------------------
 

@@ -203,13 +203,13 @@ class Filesystem:
             count = os.pwritev(fd, [data], offset)
             data, offset = data[count:], offset + count
 
-    def clone(self, source: int, fd: int, offset: int, size_bytes: int) -> None:
+    def clone_range(self, source: int, fd: int, offset: int, size_bytes: int) -> None:
         """Let `fd` share the blocks of another open file at the same offset, until one of the two
         is written there. Like a write, this is on the medium after `sync_data`. If sharing is not
         possible (another file system, or one that shares no blocks), nothing changes."""
         fcntl.ioctl(fd, _FICLONERANGE, struct.pack("qQQQ", source, offset, size_bytes, offset))
 
-    def read(self, fd: int, into: memoryview, offset: int) -> int:
+    def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         """Fill `into` from `offset`. Returns the bytes read: fewer only at the end of the file."""
         done = 0
         while done < len(into):
@@ -445,7 +445,7 @@ class RateLimit:
         return True
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lift_limit(self) -> Iterator[None]:
         """Lift the limit in this context: a deadline is near. Only for one thread at a time."""
         self._lifted += 1
         try:
@@ -464,7 +464,7 @@ class ShardFile:
     def read(self, into: memoryview, offset: int) -> int:
         """Fill the page-aligned `into`. Returns the bytes read: fewer only at the file's end."""
         fault_point("load.read")
-        return self.filesystem.read(self.fd, into, offset)
+        return self.filesystem.read_into(self.fd, into, offset)
 
 
 @contextmanager

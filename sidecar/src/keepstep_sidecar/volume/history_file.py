@@ -104,7 +104,7 @@ class HistoryFile:
                 continue
             if not events or event.sequence > events[-1].sequence:
                 events.append(event)
-        sane = head.before.sane and head.before.mark <= now + _AHEAD_S
+        sane = head.before.is_sane and head.before.mark <= now + _AHEAD_S
         return head.id, events, head.before if sane else HistoryTotals()
 
     def _checked(self, line: bytes) -> _Head:

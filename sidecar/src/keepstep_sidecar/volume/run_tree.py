@@ -387,7 +387,7 @@ class RunDirectories:
         found = (place / shard for place in places)
         return next(filter(self.filesystem.is_file, found), None)
 
-    def locate(self, path: Path) -> Path:
+    def locate_file(self, path: Path) -> Path:
         """`path`, or the file's current path if its step was published or hidden meanwhile."""
         if self.filesystem.lstat(path) is not None or not is_step(path.parent.name):
             return path
@@ -562,7 +562,7 @@ class RunDirectories:
             if number > _QUARANTINED or left_bytes < 0:
                 self.discard([path])
 
-    def sweep(self, *, keep: Collection[Path]) -> None:
+    def remove_leftovers(self, *, keep: Collection[Path]) -> None:
         """Remove what dead writers left: temporary files except `keep`, retired steps, empty steps.
 
         The volume is locked, so every writer except those of `keep` is dead. Something that cannot
@@ -582,12 +582,12 @@ class RunDirectories:
                 with _explained(path):
                     self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
-            self.discard(self.bases_alone(directory))
+            self.discard(self.bases_without_shard(directory))
         if not any(path.parent == directory for path in keep):
             with contextlib.suppress(OSError):  # not empty is the usual case
                 self.filesystem.remove_directory(directory)
 
-    def bases_alone(self, directory: Path) -> list[Path]:
+    def bases_without_shard(self, directory: Path) -> list[Path]:
         """The bases of shards that are not there: whoever was to write these was killed, or they
         lie in quarantine."""
         names = self.filesystem.names(directory)

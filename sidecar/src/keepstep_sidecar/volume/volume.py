@@ -109,7 +109,7 @@ absent             | retire.done          | absent    | RunDirectories.delete
 durable            | quarantine.rename    | quarantined | RunDirectories.quarantine
 hidden, flushed, sealed, whole, named | the drive fails | quarantined | ImageFileWriter._give_up
 hidden, flushed, sealed, whole, named | no room              | absent    | ImageFileWriter._give_up
-hidden, flushed, sealed, whole | this process is killed | absent    | RunDirectories.sweep
+hidden, flushed, sealed, whole | this process is killed | absent | RunDirectories.remove_leftovers
 """)
 
 T = TypeVar("T")
@@ -261,7 +261,9 @@ class Volume:
         file. An OSError also puts it into quarantine and becomes a StorageError. If this process
         lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
-            path = self._directories.locate(path)  # inside the try: a dead drive fails here already
+            path = self._directories.locate_file(
+                path
+            )  # inside the try: a dead drive fails here already
             with open_shard_file(path, self.filesystem):  # never a link or a pipe
                 pass
             with open_shard(path, filesystem=self.filesystem, engine=self.engine) as file:
@@ -302,7 +304,7 @@ class Volume:
             if self.read_only:
                 return scan_root(self.root, run=self.record.run, filesystem=self.filesystem)
             self._writer.spares.drop()
-            self._directories.sweep(keep=self._writer.in_progress)
+            self._directories.remove_leftovers(keep=self._writer.unfinished_files)
             seen = scan_root(self.root, run=self.record.run, filesystem=self.filesystem)
             for path in stranger_files(RunTree(self.root), self.filesystem):
                 warn("volume.foreign_file_found", path=str(path))
@@ -359,7 +361,9 @@ class Volume:
         return made
 
     def _refuse_while_writing(self, step_id: StepId) -> None:
-        if any(temporary.parent.name == str(step_id) for temporary in self._writer.in_progress):
+        if any(
+            temporary.parent.name == str(step_id) for temporary in self._writer.unfinished_files
+        ):
             raise UsageError(f"step {step_id} is being written; wait for that")
 
     def quarantine(self, path: Path, reason: str) -> Path:
@@ -371,7 +375,7 @@ class Volume:
         if self.read_only:
             return path
         with self._changing(f"cannot quarantine {path}"):
-            return self._directories.quarantine(self._directories.locate(path), reason)
+            return self._directories.quarantine(self._directories.locate_file(path), reason)
 
     def shards(self, step_id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
@@ -396,7 +400,7 @@ class Volume:
             nearest = self._nearest()
             return nearest.is_dir() and nearest.stat().st_dev == self._device
 
-    def repair(self) -> bool:
+    def repair_directories(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
         known shards are then out of date, and `scan` must look again."""
         with self._changing(f"cannot make {self.root} again"):
@@ -513,7 +517,7 @@ class ImageFileWriter:
         self._files_made = 0
 
     @property
-    def in_progress(self) -> Collection[Path]:
+    def unfinished_files(self) -> Collection[Path]:
         """Temporary files that are being written. Hold `lock` while using it."""
         return self._in_progress.keys()
 
@@ -861,7 +865,7 @@ class VolumeSet:
         """`Volume.opened` on the volume that holds `path`. If the shard or the drive fails, the
         step is hidden on all volumes; not after VersionError or Unread."""
         try:
-            with self.holder(path).opened(path) as file:
+            with self.volume_of(path).opened(path) as file:
                 yield file
         except (VersionError, UnreadShard):
             raise
@@ -896,10 +900,10 @@ class VolumeSet:
         """Whether somebody removed the run's directory on every volume. Raises StorageError."""
         return all(volume.is_removed() for volume in self.volumes)
 
-    def repair(self) -> bool:
-        """`Volume.repair` on each volume. True if any was mended. Raises StorageError when one
-        failed and none was mended."""
-        return bool(self._of_each(Volume.repair))
+    def repair_directories(self) -> bool:
+        """`Volume.repair_directories` on each volume. True if any was mended. Raises StorageError
+        when one failed and none was mended."""
+        return bool(self._of_each(Volume.repair_directories))
 
     def publish(self, step_id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
         """Make a committed step visible. Returns the directory that shows all its shards.
@@ -958,7 +962,7 @@ class VolumeSet:
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one shard to quarantine and hide its step on every volume. Returns the new path."""
-        moved_to = self.holder(path).quarantine(path, reason)
+        moved_to = self.volume_of(path).quarantine(path, reason)
         self._hide(path)
         return moved_to
 
@@ -979,7 +983,7 @@ class VolumeSet:
         for volume in self.volumes:
             volume.close()
 
-    def holder(self, path: Path) -> Volume:
+    def volume_of(self, path: Path) -> Volume:
         """The volume on which `path` lies."""
         for volume in self.volumes:
             if path.is_relative_to(volume.root):

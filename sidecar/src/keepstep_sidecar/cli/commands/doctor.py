@@ -302,7 +302,7 @@ def measure_drive(
             began = clock()
             for_each_chunk(
                 # all threads read into one buffer: the bytes are not used
-                lambda at: filesystem.read(fd, chunk, at * CHUNK_BYTES),
+                lambda at: filesystem.read_into(fd, chunk, at * CHUNK_BYTES),
                 count,
                 threads=IO_THREADS,
             )

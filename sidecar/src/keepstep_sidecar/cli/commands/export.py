@@ -24,7 +24,7 @@ from keepstep_sidecar.config.settings import format_size, size_option
 from keepstep_sidecar.config.sidecar import SETTINGS, ArchiveConfig, setting_options, split_address
 
 if TYPE_CHECKING:
-    from keepstep.export import Exported
+    from keepstep.huggingface_export import Exported
     from keepstep_sidecar.tiers.archive.browse import ArchivedRun
     from keepstep_sidecar.tiers.archive.index import ArchivedStep
     from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
@@ -132,7 +132,7 @@ def export(
 def _library() -> Any:
     """The module that puts tensors together. Raises UsageError if torch or numpy is missing."""
     try:
-        from keepstep import export as library
+        from keepstep import huggingface_export as library
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("torch", "numpy"):
             raise
@@ -216,7 +216,7 @@ def _read(
     chunk: int,
     into: memoryview,
 ) -> None:
-    """Implements `keepstep.export.Read`."""
+    """Implements `keepstep.huggingface_export.Read`."""
     if cancel.done:
         raise StorageError("interrupted")
     begin, end = images[rank].manifest.bounds(chunk)

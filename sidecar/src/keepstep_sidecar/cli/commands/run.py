@@ -17,9 +17,9 @@ from keepstep_sidecar.cli import (
     compile_caches,
     inventory,
     launcher,
-    messages,
     output,
     run_dir,
+    run_messages,
 )
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir, make_home
@@ -110,7 +110,7 @@ def run(
     program = _program(command[0])
     kept = _kept(directory, values, command)
     if launcher.free_removed(kept, orphans=True):
-        note(messages.freed_memory_text(kept))
+        note(run_messages.freed_memory_text(kept))
     make_home(kept)
     with launcher.hold_supervision(kept):
         launcher.require_idle(kept, timeout_s=_DYING_S)
@@ -207,7 +207,7 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
     kept = RunDir.of(directory, name, **given, **_secret_id(kept.config))
     # without a sidecar, a trainer may still live: this command then brings the sidecar back
     if launcher.free_removed(kept, orphans=False):
-        output.print_line(messages.freed_memory_text(kept), err=True)
+        output.print_line(run_messages.freed_memory_text(kept), err=True)
     make_home(kept)
     with launcher.hold_supervision(kept, timeout_s=_START_S):
         launcher.require_idle_or_same(kept)
@@ -277,7 +277,7 @@ def _stop(kept: RunDir) -> bool:
     live = calls.ask_status(kept.socket)
     for tier, status in live.tiers.items() if live is not None else ():
         if status.backlog:
-            output.print_line(messages.backlog_text(tier, status), err=True)
+            output.print_line(run_messages.backlog_text(tier, status), err=True)
     if launcher.end_sidecar(kept):
         return True
     if not launcher.has_slots_left(kept):

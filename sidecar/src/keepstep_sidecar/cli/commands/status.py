@@ -18,9 +18,9 @@ from keepstep.steps import Tier
 from keepstep.wire.status import RankStatus, Status, TierStatus
 from keepstep_sidecar.cli import inventory, output, run_dir
 from keepstep_sidecar.cli.inventory import RunHoldings
-from keepstep_sidecar.cli.messages import badput_text, goodput_text, interval_text
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
+from keepstep_sidecar.cli.run_messages import badput_text, goodput_text, interval_text
 from keepstep_sidecar.config.settings import format_duration, format_size
 
 _WATCH_S: Final = 2.0

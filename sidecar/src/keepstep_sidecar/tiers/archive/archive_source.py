@@ -18,8 +18,8 @@ from keepstep.image.layout import CHUNK_BYTES, read_length
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.archive.step_record import own_pieces
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
+from keepstep_sidecar.tiers.remote_tier import RemoteShard
 from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
-from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.tiers.verified_chunks import Manifests
 
 _FIRST_BYTES = 64 << 10

@@ -25,8 +25,8 @@ from keepstep_sidecar.tiers.archive.index import (
 )
 from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy, part_name
+from keepstep_sidecar.tiers.remote_tier import RemoteShard
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
-from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.volume.files import Filesystem, IoEngine
 from keepstep_sidecar.volume.run_tree import ShardName
 
@@ -169,7 +169,7 @@ async def _pull(
                 on_chunk(len(data))
 
             with contextlib.closing(copy):
-                copy.inspect()
+                copy.find_missing_chunks()
                 missing = copy.missing
                 for chunk in set(opened.manifest.chunks).difference(missing):
                     begin, end = opened.manifest.bounds(chunk)

@@ -90,7 +90,7 @@ class DirectoryStore:
             except NoFileError:
                 raise FormatError("not a regular file", path=self.root / name) from None
             try:
-                got = self._filesystem.read(fd, view, begin)
+                got = self._filesystem.read_into(fd, view, begin)
                 # Gigabytes that will not be read again would push the training's data out of
                 # memory.
                 os.posix_fadvise(fd, begin, len(view), os.POSIX_FADV_DONTNEED)

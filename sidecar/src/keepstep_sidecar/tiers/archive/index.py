@@ -29,7 +29,7 @@ from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.archive_source import IN_FLIGHT, ArchiveSource, ShardObject
 from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.run_tree import is_base, is_shard, is_step
 
 RECORDS_BYTES = 16 << 20
@@ -292,7 +292,7 @@ class Surveyor:
         """A message if there are two families of epochs that began separately; else ''."""
         own = tuple(own)
         histories = [step.record.epochs for step in steps if step.record and step.complete]
-        found = rooted_families([*histories, own])
+        found = epoch_families_with_root([*histories, own])
         if len(found) < 2:
             return ""
         ours = {epoch.id for epoch in own}
@@ -327,7 +327,7 @@ def epoch_families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId
     return sorted(map(frozenset, found), key=min)
 
 
-def rooted_families(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
+def epoch_families_with_root(records: Iterable[Iterable[Epoch]]) -> list[frozenset[EpochId]]:
     """The families whose beginning is known. A family without a known beginning may be a later part
     of any of them: a pod that was replaced knows only the epochs since then."""
     lines = [tuple(record) for record in records]

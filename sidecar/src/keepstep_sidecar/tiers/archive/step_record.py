@@ -74,7 +74,7 @@ class StepRecord:
         bases = (shard.base for shard in self.shards if shard.base is not None)
         return dict([*map(self.file, self.shards), *(self.file(b, is_base=True) for b in bases)])
 
-    def same_content(self, other: StepRecord) -> bool:
+    def has_same_content(self, other: StepRecord) -> bool:
         """Whether both stand for the very same bytes."""
         return (self.run, self.id, self.world, self.shards) == (
             other.run,

@@ -34,15 +34,15 @@ from keepstep_sidecar.tiers.archive.index import (
 from keepstep_sidecar.tiers.archive.step_record import find_files
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject, open_store
 from keepstep_sidecar.tiers.archive.upload import ArchiveSender
-from keepstep_sidecar.tiers.replicator import DueShards, Key
-from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import (
+from keepstep_sidecar.tiers.remote_tier import (
     Inventory,
     LocalInventory,
     RemoteShard,
     RemoteTier,
     TierStatus,
 )
+from keepstep_sidecar.tiers.replicator import DueShards, Key
+from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 
 
@@ -166,7 +166,7 @@ class ArchiveTier(RemoteTier):
         base = source.shard.base  # it may be this that is damaged
         self._damaged.add(source.shard.root if base is None else base.root)
 
-    def had(self, step_id: StepId) -> bool:
+    def was_archived(self, step_id: StepId) -> bool:
         """Whether the whole step is there, or was until it expired."""
         return step_id in self._had
 
@@ -270,12 +270,12 @@ class ArchiveTier(RemoteTier):
         self._had.add(step_id)
         self.facts.changed()
         if self._first_rank:
-            await self.expire()
+            await self.delete_expired()
 
     def finished(self, *, whole: bool) -> bool:
         return all(pending.asked and not whole for pending in self._unsettled.values())
 
-    async def expire(self) -> tuple[StepId, ...]:
+    async def delete_expired(self) -> tuple[StepId, ...]:
         """Delete what the policy does not keep; one sidecar of the run does so. Raises
         StorageError.
 

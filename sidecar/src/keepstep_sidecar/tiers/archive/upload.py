@@ -40,8 +40,8 @@ from keepstep_sidecar.tiers.archive.step_record import (
 )
 from keepstep_sidecar.tiers.archive.step_record import find_files as found_in
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
+from keepstep_sidecar.tiers.remote_tier import RemoteShard
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource, file_source
-from keepstep_sidecar.tiers.tier import RemoteShard
 from keepstep_sidecar.tiers.verified_chunks import OpenSource
 from keepstep_sidecar.volume.files import IoEngine, aligned_buffer
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
@@ -314,7 +314,7 @@ class ArchiveSender:
         name = f"{step_prefix(self.run, ours.id)}/{records.NAME}"
         stored = await self.store.find(name)
         theirs = await self._record(ours.id, stored.bytes if stored else 0)
-        if not theirs.same_content(ours):
+        if not theirs.has_same_content(ours):
             raise ForeignError(
                 f"another writer archived other shards as step {ours.id} of run {self.run!r};"
                 " give one of the two runs another archive or another name",

@@ -18,9 +18,9 @@ from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import PeerCalls, PeerConnections
 from keepstep_sidecar.tiers.peer.protocol import NeededCopies
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
+from keepstep_sidecar.tiers.remote_tier import LocalInventory
 from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, CopyRejected, DueShards, Key
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import LocalInventory
 from keepstep_sidecar.volume.files import WRITER_NICENESS, RateLimit
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 

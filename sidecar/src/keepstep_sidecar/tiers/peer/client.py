@@ -126,7 +126,7 @@ class PeerConnection:
         self._ask("PUT", protocol.NEEDED, msgspec.json.encode(request), kind=None)
 
     @contextlib.contextmanager
-    def range(
+    def read_range(
         self, name: ShardName, begin: int, end: int
     ) -> Iterator[Callable[[memoryview], None]]:
         """Read bytes `[begin, end)` of a shard. Yields a function that fills a buffer. Call it, in
@@ -421,7 +421,7 @@ class PeerSource(ShardSource):
 
             def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
                 end = begin + sum(map(len, into))
-                with links.taken() as link, link.range(self.name, begin, end) as fill:
+                with links.taken() as link, link.read_range(self.name, begin, end) as fill:
                     for view in into:
                         fill(view)
                         yield view

@@ -70,7 +70,7 @@ class RequestBuffers:
         finally:
             self._places.release()
 
-    def trim(self) -> None:
+    def free_idle(self) -> None:
         """Free the idle buffers."""
         while (buffer := self._pop()) is not None:
             buffer.close()
@@ -216,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         """Also frees the idle buffers: after the last transfer they are of no use."""
-        self.context.buffers.trim()
+        self.context.buffers.free_idle()
         with suppress(OSError):
             super().finish()
 

@@ -98,7 +98,7 @@ class KeptCopies:
         send them again."""
         gone = {}
         for key, shard in dict(self._held).items():
-            filesystem, paths = self.holder(shard.path).filesystem, [shard.path]
+            filesystem, paths = self.volume_of(shard.path).filesystem, [shard.path]
             paths += [shard.beside.path] if shard.beside else []
             with contextlib.suppress(OSError):  # of a drive that does not answer: not certain
                 if not all(filesystem.lstat(path) for path in paths):
@@ -136,7 +136,7 @@ class KeptCopies:
             warn("peer.copies_unreadable", path=str(volume.root), error=reason)
         self._logged = self.unreadable
 
-    def holder(self, path: Path) -> Volume:
+    def volume_of(self, path: Path) -> Volume:
         """The volume on which a copy lies."""
         return next(volume for volume in self._volumes if path.is_relative_to(volume.root))
 
@@ -177,7 +177,7 @@ class KeptCopies:
             else:
                 part = self._open(name, manifest)
         with self._failing(part):  # not under the lock: other senders go on meanwhile
-            part.inspect()
+            part.find_missing_chunks()
         return part
 
     def _open(self, name: ShardName, manifest: Manifest) -> IncomingCopy:
@@ -278,7 +278,7 @@ class KeptCopies:
         """`IncomingCopy.seal`. From then on it is a copy, or the base of one. Raises FormatError,
         also if the base of a copy is not there, StorageError."""
         with self._failing(part):
-            filesystem = self.holder(part.path).filesystem
+            filesystem = self.volume_of(part.path).filesystem
             check_base(part.path, part.manifest.control, filesystem)
             root = part.seal()
         copy = LocalShard.of(part.path, part.manifest)
@@ -348,7 +348,7 @@ class KeptCopies:
         if copy is None:
             return
         try:
-            filesystem = self.holder(copy.path).filesystem
+            filesystem = self.volume_of(copy.path).filesystem
             filesystem.unlink(copy.path)
             if copy.beside is not None:
                 with contextlib.suppress(FileNotFoundError):
@@ -436,7 +436,7 @@ def _parts(volume: Volume) -> list[Path]:
     found: list[Path] = []
     for step in step_directories(directories.tree, volume.filesystem):
         found += [step / name for name in volume.filesystem.names(step) if is_part(name)]
-        found += directories.bases_alone(step)
+        found += directories.bases_without_shard(step)
     return found
 
 

@@ -15,7 +15,7 @@ from keepstep.steps import Answer, Epoch, StepId, Tier, merge_epochs
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard
 
 OWN = ""
 """The address that stands for this pod itself: the copies that it keeps for others."""
@@ -94,7 +94,7 @@ class PeerList:
         member = self.known.get(address)
         return address in self.agents if member is None else bool(member.node) and _silent(member)
 
-    def inventory(self, kept: Iterable[Shard]) -> Inventory:
+    def merge_inventory(self, kept: Iterable[Shard]) -> Inventory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
         held: dict[tuple[StepId, int], list[tuple[str, str, ListedShard]]] = {}
         for name, address, shard in self._listed():

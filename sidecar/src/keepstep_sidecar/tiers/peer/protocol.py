@@ -46,7 +46,7 @@ class ListedShard(Shard):
 
     def __post_init__(self) -> None:
         Shard.__post_init__(self)
-        if not self.is_possible:
+        if not self.is_well_formed:
             raise ValueError(f"rank {quote(self.rank)} of {quote(self.world)}, or its twins")
         if self.root is None:
             raise ValueError("a sealed shard without a root")

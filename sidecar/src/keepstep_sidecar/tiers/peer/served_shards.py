@@ -43,7 +43,7 @@ class OpenShard:
     def read(self, into: memoryview, begin: int) -> None:
         """Fill `into` from `begin`; both whole pages. Raises TornError, StorageError."""
         try:
-            count = self.file.filesystem.read(self.file.fd, into, begin)
+            count = self.file.filesystem.read_into(self.file.fd, into, begin)
         except OSError as error:
             raise StorageError(f"{self.path}: not readable: {error}") from error
         if count < len(into):
@@ -156,4 +156,4 @@ class ServedShards:
             raise StorageError(
                 f"step {name.id}, rank {name.rank} of {name.world}: not here (any more)"
             )
-        return copy.path.with_name(name.file), self._copies.holder(copy.path)
+        return copy.path.with_name(name.file), self._copies.volume_of(copy.path)

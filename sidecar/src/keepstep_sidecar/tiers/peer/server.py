@@ -155,7 +155,7 @@ class Server:
             plain.close()
             self._refused(where, error)
             return
-        crowded = self._strangers.enter(secure, str(address[0]))
+        crowded = self._strangers.admit(secure, str(address[0]))
         try:
             self._spawn(self._serve, secure, where, name=f"peer {address[0]}")
         except RuntimeError as error:  # no thread can be started

@@ -23,8 +23,8 @@ from keepstep_sidecar.tiers.peer.protocol import PodListing
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.tiers.peer.server import Join, Server
 from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity
+from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.volume.files import RateLimit
 from keepstep_sidecar.volume.volume import VolumeSet
 
@@ -140,7 +140,7 @@ class PeerTier(RemoteTier):
         self._directory.peers_are(
             peers, own=self.address, agents=agents, awaits=awaits, complete=complete
         )
-        self.replicator.compare()
+        self.replicator.compare_soon()
 
     # --- what is where -----------------------------------------------------------------------
 
@@ -148,8 +148,8 @@ class PeerTier(RemoteTier):
         await self._scan()
         known = list(self._directory.known.values())
         await asyncio.gather(*map(self._ask, known))
-        self.replicator.compare()
-        return self._directory.inventory(self._copies.all())
+        self.replicator.compare_soon()
+        return self._directory.merge_inventory(self._copies.all())
 
     async def _scan(self) -> None:
         """Find the copies of an earlier life; again while some of them cannot be read. Afterwards

@@ -20,7 +20,7 @@ from keepstep_sidecar.tiers.peer.tls import Credentials, IssuedCredentials
 from keepstep_sidecar.volume.volume import VolumeSet
 
 
-class RunNetwork:
+class PeerNetwork:
     """The other machines of the run, as this one reaches them. `host`: that of the leader, if it is
     here. Raises UsageError."""
 
@@ -37,7 +37,7 @@ class RunNetwork:
             self._credentials = SecretCredentials(secret, config.run, config.node_rank)
         self._hub: Hub | None = None
         if host is not None:
-            self._hub = Hub(host.take, host.gone, nodes=host.leader.nodes or MOST_NODES)
+            self._hub = Hub(host.receive_frame, host.gone, nodes=host.leader.nodes or MOST_NODES)
         self._refused: Callable[[], Iterable[str]] = tuple
         self._link: LeaderConnection | None = None
 
@@ -64,7 +64,7 @@ class RunNetwork:
         )
         return self._link
 
-    def reporter(self, host: Host, changes: ChangeNotifier) -> OperatorReporter | None:
+    def operator_reporter(self, host: Host, changes: ChangeNotifier) -> OperatorReporter | None:
         """What reports the run to the operator; None without one."""
         if self._reporting is None:
             return None

@@ -564,7 +564,7 @@ class _Chunks:
         """None: everything is read in chunks."""
         return None
 
-    def stream(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
+    def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """See `Bytes`."""
         chunks, count = iter(requests), 0
         free = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(_BUFFERS)]

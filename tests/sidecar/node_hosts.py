@@ -1,4 +1,4 @@
-"""A committer on real volumes and slots, without the process around it."""
+"""A `NodeHost` on real volumes and slots, without the process around it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import StepGrid
-from keepstep_sidecar.commit.committer import Committer, Spawn
 from keepstep_sidecar.commit.inventory import RemoteInventory
+from keepstep_sidecar.commit.node_host import NodeHost, Spawn
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import VolumeSet
@@ -22,7 +22,7 @@ def refuse(work: Coroutine[Any, Any, None], name: str) -> None:
     raise AssertionError(name)
 
 
-def make_committer(
+def make_node_host(
     volumes: VolumeSet,
     slots: SlotPool,
     threads: ThreadPoolExecutor,
@@ -31,9 +31,9 @@ def make_committer(
     spawn: Spawn = refuse,
     keep: int = 9,
     alone: bool = False,
-) -> Committer:
+) -> NodeHost:
     """`threads`: for everything that blocks."""
-    return Committer(
+    return NodeHost(
         volumes,
         slots,
         remotes=remotes or RemoteInventory(),
@@ -47,9 +47,9 @@ def make_committer(
     )
 
 
-def write(committer: Committer, number: int, *, rank: int = 0, world: int = 1) -> None:
+def write(node_host: NodeHost, number: int, *, rank: int = 0, world: int = 1) -> None:
     """A rank makes a step durable."""
     slot = staged(make_layout(rank=rank, world=world), number)
-    committer.wrote(
-        committer.local_shards.volumes.write(slot.view, slot.layout, slot.control).shard
+    node_host.wrote(
+        node_host.local_shards.volumes.write(slot.view, slot.layout, slot.control).shard
     )

@@ -22,10 +22,10 @@ from keepstep_sidecar.report.leader_channel import Channel, LinkChannel, OwnChan
 
 if TYPE_CHECKING:
     from keepstep_sidecar.report.operator_reporter import OperatorReporter
-    from keepstep_sidecar.report.run_network import RunNetwork
+    from keepstep_sidecar.report.peer_network import PeerNetwork
 
 
-class Leadership:
+class LeaderRole:
     """The leader of the run if this is node rank 0, or the connection to it. `machines`: how the
     others are met; None where there are none. Raises UsageError."""
 
@@ -36,7 +36,7 @@ class Leadership:
         self.machines = _machines(config, self._host)
         self._reporter: OperatorReporter | None = None
         if self._host is not None and self.machines is not None:
-            self._reporter = self.machines.reporter(self._host, changes)
+            self._reporter = self.machines.operator_reporter(self._host, changes)
         self._channel: Channel | None = None
 
     def start(self, tasks: Tasks, alarmed: Callable[[Alarm], None]) -> None:
@@ -111,7 +111,7 @@ class Leadership:
             self._channel.pin(pinned)
 
     async def learn(self, authorities: str) -> None:
-        """See `RunNetwork.learn`."""
+        """See `PeerNetwork.learn`."""
         if self.machines is not None:
             await self.machines.learn(authorities)
 
@@ -123,9 +123,9 @@ class Leadership:
             yield from self._host.warnings()
 
 
-def _machines(config: Config, host: Host | None) -> RunNetwork | None:
+def _machines(config: Config, host: Host | None) -> PeerNetwork | None:
     if config.alone:
         return None
-    from keepstep_sidecar.report.run_network import RunNetwork
+    from keepstep_sidecar.report.peer_network import PeerNetwork
 
-    return RunNetwork(config, host)
+    return PeerNetwork(config, host)

@@ -10,7 +10,7 @@ import hashlib
 from typing import Final
 
 from keepstep_operator import names
-from keepstep_operator.bodies import Body
+from keepstep_operator.object_body import Body
 
 _LONGEST_NAME: Final = 63
 _PREFIX: Final = "keepstep-"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from keepstep.errors import UsageError
-from keepstep_operator.journal import info, warn
+from keepstep_operator.log import info, warn
 
 _CHECK_EVERY_S: Final = 5.0
 

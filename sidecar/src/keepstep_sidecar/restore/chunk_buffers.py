@@ -121,10 +121,10 @@ class ChunkBuffers:
 
     # --- windows -----------------------------------------------------------------------------
 
-    async def window(self, request: WindowRequest) -> Window:
+    async def make_window(self, request: WindowRequest) -> Window:
         """Make a new window for this lease, in place of its former one. It has fewer frames when
         memory is short. Raises NoMemoryError, SidecarError `bad-request`."""
-        lease = self.leases.require(request.lease)
+        lease = self.leases.require_lease(request.lease)
         if not LEAST_FRAMES <= request.frames <= MOST_FRAMES:
             raise refusal_error(
                 "bad-request",
@@ -173,7 +173,7 @@ class ChunkBuffers:
         Raises SidecarError: `bad-request`, `not-verified` (with the last place's reason), `no-slot`
         when the time is up; the window is then gone.
         """
-        rank = self.leases.require(request.lease).rank
+        rank = self.leases.require_lease(request.lease).rank
         if (window := self._buffers.get(rank)) is None:
             raise refusal_error("bad-request", "ask for a window first (POST /v1/window)")
         _check_frames(request.chunks, window)

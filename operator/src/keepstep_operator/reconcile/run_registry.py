@@ -29,7 +29,7 @@ LONGEST_S: Final = 30.0
 _EACH_S: Final = 0.03
 
 
-class Operator:
+class RunRegistry:
     """The runs, and what is known beside them. `mark`: this run may have to be written. `emit`:
     emit this Event. `clock`: unix seconds."""
 
@@ -136,15 +136,15 @@ class Operator:
         if key in self.runs:
             self.runs[key] = replace(self.runs[key], status=status)
 
-    def object_seen(self, body: RunObject) -> None:
+    def run_object_seen(self, body: RunObject) -> None:
         """A CheckpointRun exists or has changed."""
-        self.change(body.key, lambda run: transitions.object_seen(run, body))
+        self.change(body.key, lambda run: transitions.run_object_seen(run, body))
         self.change(body.key, self._with_policy)
 
-    def object_gone(self, key: RunKey) -> None:
+    def run_object_gone(self, key: RunKey) -> None:
         """A CheckpointRun was deleted."""
         if key in self.runs:
-            self.change(key, transitions.object_gone)
+            self.change(key, transitions.run_object_gone)
 
     def node_seen(self, node: NodeRecord) -> None:
         """A node exists or has changed. The runs that this concerns are looked at with the next

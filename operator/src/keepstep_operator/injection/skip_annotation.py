@@ -6,11 +6,11 @@ from __future__ import annotations
 from copy import deepcopy
 
 from keepstep_operator.api.pod import Injected, parse_pod
-from keepstep_operator.bodies import Body
 from keepstep_operator.names import INJECTED_LABEL, REFUSED, STATUS_ANNOTATION
+from keepstep_operator.object_body import Body
 
 
-def annotate_refusal(pod: Body, *, reason: str, message: str) -> Body:
+def annotate_skip(pod: Body, *, reason: str, message: str) -> Body:
     """The pod plus the annotation keepstep.dev/status, which says why it has no sidecar, and the
     label by which the reconciler finds it."""
     injected = Injected(policy=parse_pod(pod).policy or "", reason=reason, message=message)

@@ -18,7 +18,7 @@ from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import warn
 
 
-class LeaderLink:
+class ReportingState:
     """How reporting to the run's leader goes.
 
     `tried_at`: when a report first succeeded or failed, on the monotonic clock. `replied_at`: time
@@ -65,7 +65,7 @@ class LeaderNotes:
             return
         self._noted_at = now
         try:
-            await self._local.change_record(
+            await self._local.update_run_record(
                 lambda record: replace(record, committed=commit, pinned=pinned)
             )
         except StorageError as error:

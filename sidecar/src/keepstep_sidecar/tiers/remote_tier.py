@@ -146,7 +146,7 @@ class RemoteTier:
 
     def wake(self) -> None:
         """What this machine holds has changed: compare soon."""
-        self.replicator.compare()
+        self.replicator.compare_soon()
 
     async def drain(self, *, timeout_s: float, whole: bool = True) -> bool:
         """Wait until everything that should be there is. Returns False when the time is up first.

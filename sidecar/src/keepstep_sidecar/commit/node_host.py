@@ -38,15 +38,15 @@ from keepstep.image import ControlPage
 from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import ReportReply
 from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
-from keepstep_sidecar.commit.leader_link import LeaderNotes
+from keepstep_sidecar.commit.leader_notes import LeaderNotes
 from keepstep_sidecar.commit.lineage import RestartStep, Rollback, RunLineage
 from keepstep_sidecar.concurrency import ChangeNotifier, OnThread
 from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.log import RareWarning, info, warn
 from keepstep_sidecar.memory.slot_pool import PooledSlot, SlotPool
+from keepstep_sidecar.tiers.remote_tier import LocalInventory, RunFacts
 from keepstep_sidecar.tiers.source import ShardSource
-from keepstep_sidecar.tiers.tier import LocalInventory, RunFacts
 from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import CUT_OFF, SealedImage, VolumeSet, WrittenShard
 
@@ -73,7 +73,7 @@ class StepDirectories:
     evicted: int = 0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def carry_out(self, actions: Iterable[Publish | Retire]) -> None:
+    async def apply_actions(self, actions: Iterable[Publish | Retire]) -> None:
         """Publish and delete steps that lie here."""
         async with self._turn:
             here = [action for action in actions if action.id in self.local.shards]
@@ -179,7 +179,7 @@ class ImageWriter:
         try:
             slot = self.slots.rank(write.rank).find(write.id)
             control = None if slot is None else slot.file.control()
-            if slot is not None and slot.file.cut_off:
+            if slot is not None and slot.file.is_cut_off:
                 raise UsageError(CUT_OFF)
             if slot is None or control is None or control.id != write.id:
                 return None
@@ -203,7 +203,7 @@ class ImageWriter:
             return None
         found = self.slots.rank(control.rank).bases.find(control.base)
         sealed = None if found is None else found.file.control()
-        if found is None or sealed is None or found.file.cut_off:
+        if found is None or sealed is None or found.file.is_cut_off:
             raise UsageError(f"the base of step {control.id} in memory is damaged")
         return SealedImage(view=found.file.view, layout=found.layout, control=sealed)
 
@@ -246,7 +246,7 @@ _SWEEP_S = 1.0
 """How often to check whether steps that were kept because they were being read still are."""
 
 
-class Committer:
+class NodeHost:
     """The host of a machine's node. Its parts, which it makes, are for those who ask: `node` what
     is decided, `local_shards`, `remotes` and `copies` what is held, `epochs`, `restart`, `images`
     and `directories` their own subjects."""
@@ -287,7 +287,7 @@ class Committer:
             pacing=pacing,
             epochs=lambda: self.epochs.own(),
             in_use=lambda step_id: self.rollback.names(step_id) or remotes.in_use(step_id),
-            may_write=lambda step_id: self.epochs.writes(step_id),
+            may_write=lambda step_id: self.epochs.may_write(step_id),
         )
         self.epochs = RunLineage(self.node, remotes, local)
         self.restart = RestartStep(self.node, self.copies, self.rollback, local)
@@ -358,17 +358,17 @@ class Committer:
 
     async def refresh(self) -> None:
         """Tell the node what this machine holds, and do what it then says."""
-        await self.directories.carry_out(self.feed(self.copies.here()))
+        await self.directories.apply_actions(self.feed(self.copies.here()))
 
     def read_ledger(self) -> Ledger:
         """The ledger with the newest list, to be queried. Actions that the node asks for are left
         for later."""
-        if self.copies.beyond_is_stale:  # `refresh_remotes` is about to tell it anyway
-            self.feed(self.copies.beyond())
+        if self.copies.is_remote_report_stale:  # `refresh_remotes` is about to tell it anyway
+            self.feed(self.copies.report_of_remotes())
         self.feed(self.copies.here())
         return self.node.ledger
 
-    async def sweep(self) -> None:
+    async def delete_deferred_steps(self) -> None:
         """Delete the steps that were kept because they were being read, once they no longer are.
         Runs until cancelled."""
         while True:
@@ -428,17 +428,17 @@ class Committer:
         first = not self.remotes.scanned
         if not await self.remotes.scan(refresh=refresh) and not first:
             return
-        await self.directories.carry_out(self.feed(self.copies.beyond()))
+        await self.directories.apply_actions(self.feed(self.copies.report_of_remotes()))
         self._changes.ring()
 
-    async def reject(
+    async def reject_copy(
         self, source: ShardSource, error: Exception, *, step_id: StepId | None = None
     ) -> None:
         """This copy could not be used. If it was on a volume, it was quarantined, and the volumes
         are scanned anew. `step_id`: of the step whose base it is; None if it is an image."""
         rank, step_id = source.shard.rank, step_id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
-            self.remotes.reject(source, error, step_id=step_id)
+            self.remotes.reject_copy(source, error, step_id=step_id)
             self.feed(Reported(ranks=reports_of_ranks({rank: self.remotes.report(rank)})))
             self._changes.ring()
         elif self.local_shards.holds(rank, step_id) is not None:
@@ -464,7 +464,7 @@ class Committer:
             )
         )
         if self.local_shards.scanned:
-            await self.directories.carry_out(actions)
+            await self.directories.apply_actions(actions)
         await self.notes.take(at_once=False)
         if before != (view.commit, view.last_reply.plan):
             self._changes.ring()
@@ -481,18 +481,18 @@ class Committer:
         await asyncio.shield(starting)
 
     async def _start_epoch(self, epoch: Epoch, asked: int | None) -> None:
-        epoch, change_record = self.epochs.named(epoch), self.local_shards.change_record
+        epoch, change_record = self.epochs.named(epoch), self.local_shards.update_run_record
         # First of all, because the epoch makes newer commits, for which this step would go.
-        if (kept := self.rollback.asked_for(epoch.parent, asked)) != self.rollback.asked:
+        if (kept := self.rollback.step_asked_for(epoch.parent, asked)) != self.rollback.asked:
             await change_record(lambda record: replace(record, asked=kept))
             self.rollback.asked = kept
         if kept is not None:
             self.feed(Flush({kept}))  # it may be in memory alone
-        if unrecorded := self.epochs.unrecorded(epoch):
+        if unrecorded := self.epochs.unrecorded_epochs(epoch):
             await change_record(lambda record: record.with_epochs(*unrecorded))
         self.epochs.current = epoch
         self.rollback.epoch_began(epoch)
-        await self.directories.carry_out(self.feed(EpochStarted(epoch)))
+        await self.directories.apply_actions(self.feed(EpochStarted(epoch)))
         info("epoch.started", epoch=str(epoch.id), parent=epoch.parent and str(epoch.parent))
 
     # --- asking ------------------------------------------------------------------------------
