@@ -321,7 +321,7 @@ _PREPARE = """
 import os, sys
 from pathlib import Path
 from keepstep_sidecar.agent.run_directories import prepare_directory
-prepare(Path(sys.argv[1]), uid=os.getuid(), gid=os.getgid())
+prepare_directory(Path(sys.argv[1]), uid=os.getuid(), gid=os.getgid())
 """
 
 

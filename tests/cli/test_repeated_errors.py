@@ -40,7 +40,7 @@ def run(keepstep: Keepstep, text: str, *, code: int = 1, launcher: tuple[str, ..
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         (
             "from keepstep.integrations import require_version\\n"
-            "require('trl', '1.0', hooks={'json:': ['fit']})",
+            "require_version('trl', '1.0', hooks={'json:': ['fit']})",
             "UsageError: trl 1.0 lacks what keepstep needs of it",
         ),
         (

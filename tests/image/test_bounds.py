@@ -113,7 +113,7 @@ def test_nesting_is_refused_though_somebody_raised_the_recursion_limit(
         "sys.setrecursionlimit(10**6)\n"
         "deep = b'[' * 900_000\n"
         "header = bytes(8) + b'{\"a\":' + deep\n"
-        "for parse, text in [(extras.decode, deep), (layout.parse_header, header)]:\n"
+        "for parse, text in [(extras_codec.decode, deep), (layout.parse_header, header)]:\n"
         "    try:\n"
         "        parse(text)\n"
         "    except FormatError as error:\n"

@@ -408,7 +408,7 @@ def test_json_that_is_not_ours_is_exact_or_refused() -> None:
 def test_neither_torch_nor_numpy_is_imported_for_plain_values() -> None:
     script = (
         "import sys; from keepstep.image import extras_codec;"
-        "extras.decode(extras.encode({'a': (1, b'x', {2: 3})}));"
+        "extras_codec.decode(extras_codec.encode({'a': (1, b'x', {2: 3})}));"
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -66,7 +66,7 @@ def test_a_script_may_end_while_its_slots_are_unmapped(daemon):
         memory = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
         held = [memory[at : at + 9] for at in range(2000)] + [memory]
         del memory
-        thread = threading.Thread(target=discard, args=(held,), daemon={daemon})
+        thread = threading.Thread(target=unmap_in_background, args=(held,), daemon={daemon})
         thread.start()
         thread.join()
         """
