@@ -222,6 +222,22 @@ def test_a_warning_of_a_sidecar_names_its_pod() -> None:
     assert [event.message for event in change_events(run, after)] == ["gpt-worker-1: slow"]
 
 
+def test_a_warning_that_each_step_repeats_with_other_numbers_is_one_event() -> None:
+    def full(step: int, free: int) -> str:
+        return f"step 0001.85a1a6b9-{step:09}, rank 0: no space: 2973696 needed, {free} free"
+
+    run = reported(begun())
+    first = reported(run, report(sequence=3, nodes=(node(1, warnings=(full(6, 2084864),)),)))
+    (event,) = change_events(run, first)
+    assert "000000006" in event.message
+    second = reported(first, report(sequence=4, nodes=(node(1, warnings=(full(7, 12),)),)))
+    assert list(change_events(first, second)) == []
+    other = reported(second, report(sequence=5, nodes=(node(1, warnings=("a dead drive",)),)))
+    assert [event.message for event in change_events(second, other)] == [
+        "gpt-worker-1: a dead drive"
+    ]
+
+
 def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
     run = begun(pod(0, labelled=True), pod(1, labelled=True))
     other = Job(api_version="batch/v1", kind="Job", name="again", uid="job-2")

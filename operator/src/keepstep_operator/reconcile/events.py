@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
@@ -95,14 +96,19 @@ def standing_events(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[
 
 def _of_sidecars(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     known = before.report.nodes if before.report is not None else ()
-    warnings = {report.node_rank: report.warnings for report in known}
+    warnings = {report.node_rank: {*map(_topic, report.warnings)} for report in known}
     for node in after.report.nodes if after.report is not None else ():
         pod = after.pods.get(node.pod)
         for text in node.warnings if pod is not None else ():
-            if pod is not None and text not in warnings.get(node.node_rank, ()):
+            if pod is not None and _topic(text) not in warnings.get(node.node_rank, ()):
                 message = f"{pod.name}: {text}"
-                topic = f"{pod.uid} {text}"
+                topic = f"{pod.uid} {_topic(text)}"
                 yield KubernetesEvent("SidecarWarning", message, topic=topic, period_s=_HOUR_S)
+
+
+def _topic(text: str) -> str:
+    """The warning without its numbers: with each step that fails alike, it has others."""
+    return re.sub(r"\b[0-9a-f.-]*\d[0-9a-f.-]*\b", "#", text)
 
 
 def policy_event(policy: PolicyRecord) -> KubernetesEvent | None:
