@@ -399,3 +399,16 @@ def test_only_steps_that_cost_a_hundredth_of_the_time_are_saved(sidecars, monkey
         assert again.should_save(1024)
         assert not again.should_save(301), "the next life begins with what is known"
     assert restored["x"][0] == 299
+
+
+def test_an_interval_that_changes_between_should_save_and_save_holds_from_the_next_step(sidecar):
+    """What a script collects where `should_save` is true belongs to the step that is then saved."""
+    with begun({"m": nn.Linear(2, 2)}) as checkpointer:
+        assert checkpointer.should_save(1)
+        checkpointer._saver.stage_every = 8
+        assert checkpointer.save(1), "as should_save said"
+        assert not checkpointer.should_save(2)
+        checkpointer._saver.stage_every = 1
+        assert not checkpointer.save(2)
+        assert checkpointer.should_save(3)
+        assert checkpointer.save(3)

@@ -202,7 +202,7 @@ class Checkpointer:
         self._refused: tuple[Structure, str] = {}, ""
         self._unsaved: UnsavedBuffers | None = None
         self._slow_reported = False
-        self._cost = StageCost()
+        self._cost, self._grid = StageCost(), (1, False)
         self._last_step = self._off_grid = self._unhealthy = self._kept_step = -1
         self._moved = self._hinted = False
         self._left: UnslottedStep | None = None
@@ -373,6 +373,8 @@ class Checkpointer:
         if probed is not None and self._frozen_once:
             self._frozen.watch(probed)
         self._order_slots()
+        if self._saver is not None:
+            self._follow_grid(self._saver)
         if parent is not None and restoring is not None:
             self._last_step = parent.step
         self._epoch = agreed.epoch  # last: what interrupts a restore before lets it be called again
@@ -614,11 +616,11 @@ class Checkpointer:
         number = _whole(step)
         if self._saver is None or self._epoch is None or number is None:
             return False
-        return number > self._last_step and self._is_due(self._saver, number)
+        return number > self._last_step and self._is_due(number)
 
-    @staticmethod
-    def _is_due(saver: SaveThread, step: int) -> bool:
-        return is_staged(step, saver.stage_every, trials=saver.stage_trials)
+    def _is_due(self, step: int) -> bool:
+        every, trials = self._grid
+        return is_staged(step, every, trials=trials)
 
     def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
@@ -644,9 +646,9 @@ class Checkpointer:
             return self._warn_off(step)
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
-        if healthy and number is not None and not self._is_due(saver, number):
+        if healthy and number is not None and not self._is_due(number):
             self._off_grid, self._moved = max(number, self._off_grid), False
-            self._measure_cost(started, due=False)
+            self._measure_cost(saver, started, due=False)
             return False
         if healthy and number == self._last_step and self._has(saver, number):
             return True
@@ -655,7 +657,7 @@ class Checkpointer:
                 raise UsageError(f"save({step!r}): a step is a whole number, 0 to 10**18 - 1")
             if not healthy:
                 return self._refuse_unhealthy(saver, number)
-            self._measure_cost(started, due=True)
+            self._measure_cost(saver, started, due=True)
             kept = self._save_alone(saver, number, started)
             if kept and tracing.MODULE in sys.modules:
                 seconds = time.perf_counter() - started
@@ -684,10 +686,16 @@ class Checkpointer:
             self._count_blocked(started)
             saver.stats.saves += 1
 
-    def _measure_cost(self, started: float, *, due: bool) -> None:
+    def _measure_cost(self, saver: SaveThread, started: float, *, due: bool) -> None:
+        self._follow_grid(saver)
         kept, blocked_s = self._kept_step == self._last_step, self._stats.last_blocked_s
         self._cost.note_save(started, due=due, kept=kept, blocked_s=blocked_s)
         self._stats.staging_cost = self._cost.added_fraction
+
+    def _follow_grid(self, saver: SaveThread) -> None:
+        """Take over which steps are staged. Only `save` does, once it has decided about its own
+        step: so it decides as `should_save` did, after which a script has collected the state."""
+        self._grid = saver.stage_every, saver.stage_trials
 
     def _interrupted(self, saver: SaveThread, step: int | None, error: BaseException) -> None:
         """A signal's handler raised inside `save`. A step that is on its way is not lost."""
@@ -1032,8 +1040,8 @@ class Checkpointer:
         if (asked or saver.outcome(step) is None) and not saver.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
         outcome = saver.outcome(step)
-        if outcome is None and step <= self._off_grid and not self._is_due(saver, step):
-            outcome = f"one in {saver.stage_every} steps is (--stage-every)"
+        if outcome is None and step <= self._off_grid and not self._is_due(step):
+            outcome = f"one in {self._grid[0]} steps is (--stage-every)"
         if outcome is None:
             raise UsageError(f"step {step} was never saved here, or longer ago than is remembered")
         if outcome:
