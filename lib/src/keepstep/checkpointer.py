@@ -690,7 +690,8 @@ class Checkpointer:
         self._follow_grid(saver)
         kept, blocked_s = self._kept_step == self._last_step, self._stats.last_blocked_s
         self._cost.note_save(started, due=due, kept=kept, blocked_s=blocked_s)
-        self._stats.staging_cost = self._cost.added_fraction
+        if due:  # it is reported with a staged step
+            self._stats.staging_cost = self._cost.added_fraction
 
     def _follow_grid(self, saver: SaveThread) -> None:
         """Take over which steps are staged. Only `save` does, once it has decided about its own

@@ -117,9 +117,8 @@ class RunHistory:
         if archived is not None and self.stand_in is not None and archived >= self.stand_in:
             self.stand_in = None
         if durable != self._durable and any(ledger.orphans):
-            by = ledger.newest_without_agents(
-                twins=bool(policy.replicas)
-            )  # walks all copies there are
+            # walks all copies there are
+            by = ledger.newest_without_agents(twins=bool(policy.replicas))
             ledger.orphans.forget_older(by)
         self._durable = durable
         self._committed(committed, policy, grid, at)

@@ -180,9 +180,8 @@ class SaveHandlers:
         self.node_host.feed(TrainerDied(lease.rank))
         if await self.leases.is_certainly_dead(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
-            self.node_host.feed(
-                TrainerDied(lease.rank)
-            )  # an image that was found is no sign of life
+            # an image that was found is no sign of life
+            self.node_host.feed(TrainerDied(lease.rank))
 
     def _take_back(self, rank: int) -> None:
         kept = self.slots.reclaim_slot(rank)

@@ -272,10 +272,9 @@ class Supervisor:
             yield SidecarEnded(time.monotonic() - sidecar.since)
         while not self._events.empty():
             event = self._events.get()
-            if (
-                event is not SupervisorNews.SIDECAR_UP or sidecar.process is not None
-            ):  # else it has died
-                yield event
+            if event is SupervisorNews.SIDECAR_UP and sidecar.process is None:
+                continue  # it has died
+            yield event
         self._tick()
 
     def _tick(self) -> None:

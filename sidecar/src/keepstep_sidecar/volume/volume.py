@@ -261,9 +261,8 @@ class Volume:
         file. An OSError also puts it into quarantine and becomes a StorageError. If this process
         lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
-            path = self._directories.locate_file(
-                path
-            )  # inside the try: a dead drive fails here already
+            # inside the try: a dead drive fails here already
+            path = self._directories.locate_file(path)
             with open_shard_file(path, self.filesystem):  # never a link or a pipe
                 pass
             with open_shard(path, filesystem=self.filesystem, engine=self.engine) as file:
