@@ -118,7 +118,32 @@ def test_the_interval_is_longer_at_once_and_shorter_when_all_ranks_agree() -> No
     assert interval.measured(1, 0.03, ranks=2)
     assert interval.steps == 8, "as the rank with the highest cost needs it"
     interval.joined()
-    assert not interval.measured(0, 0.001, ranks=2), "what an earlier life measured does not count"
+    assert not interval.measured(0, 0.001, ranks=2), "the other rank has not said so in this life"
+
+
+def test_a_rank_that_trains_no_more_holds_up_no_shorter_interval() -> None:
+    interval = StageInterval()
+    interval.measured(0, 0.001, ranks=2)
+    interval.measured(1, 0.1, ranks=2)
+    interval.joined()
+    assert interval.measured(0, 0.001, ranks=1)
+    assert interval.steps == 1
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_cost_that_is_none_changes_nothing(cost: float) -> None:
+    interval = StageInterval()
+    assert not interval.measured(0, cost, ranks=1)
+    assert interval.steps == 1
+    assert interval.measured(0, 0.1, ranks=1), "nor is it remembered"
+
+
+def test_steps_that_become_slower_after_a_trial_are_no_cost_of_staging() -> None:
+    training = Training(added_s=0.0, blocked_s=0.0)
+    training.run(1000, noise=0.0)
+    training.step_s *= 3
+    training.run(500, noise=0.0)
+    assert training.intervals.count(1) == 1500
 
 
 @pytest.mark.parametrize(("durable_every", "steps"), [(10, 5), (7, 7), (1, 1), (100_003, 100_003)])

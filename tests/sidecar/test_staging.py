@@ -161,6 +161,11 @@ def test_all_ranks_of_a_machine_have_the_interval_of_the_costliest_rank(
     successor.connect()
     assert successor.granted.stage_every == 16, "what is known holds for the next life"
     assert successor.granted.stage_trials
+    successor.disconnect()
+    alone = trainers(sidecar.socket, rank=0, world=1).begin_run()
+    alone.begin()
+    alone.fill(2)
+    assert alone.report(2, cost=0.001).stage_every == 1, "a rank that is gone has no say"
 
 
 @pytest.mark.parametrize(
