@@ -3,15 +3,15 @@ and how much memory images take.
 
     python -m bench.host                       1,200 and 10,000 tensors on the CPU
     python -m bench.host --device cuda --tensors 1200
-    python -m bench.host --slots 3 2           the peak of memory by number of slots
+    python -m bench.host --slots auto 3 2 1    the peak of memory by number of slots
 
 The state is a module of linear layers under AdamW: two weights a layer, and for each of them two
 moments and a step counter. Every step is saved. The floor reads the address of every tensor once.
 `save`: the call alone; `cpu`: what this thread computed in it. `fence`: the fence before the next
 step. `first`: the save that takes the state apart.
 
-The peak is that of slots and sidecar together over 20 steps, all of them written, and a restore
-from the drive after the memory was lost, as a multiple of a state of 512 MiB.
+The peak is that of slots and sidecar together over 20 steps, each of them written before the next
+one, and a restore from the drive after the memory was lost, as a multiple of a state of 512 MiB.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure(state: State, directory: Path, device: str) -> dict[str, float]:
 
 
 def peak(directory: Path, slots: int) -> float:
-    """The peak of memory outside of the training process, in states."""
+    """The peak of memory outside of the training process, in states. 0 slots: the default."""
     state = gpt(_PEAK_BYTES)
     saver, highest, ended = KeepstepLazy(state, directory, slots=slots), 0, threading.Event()
 
@@ -108,11 +108,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--device", default="cpu")
     options.add_argument("--tensors", type=int, nargs="+", default=[1200, 10000])
-    options.add_argument("--slots", type=int, nargs="+", default=[])
+    options.add_argument("--slots", nargs="+", default=[])
     chosen = options.parse_args()
     for slots in chosen.slots:
         with tempfile.TemporaryDirectory() as directory:
-            print(f"{slots} slots: at most {peak(Path(directory), slots):.2f} states in memory")
+            highest = peak(Path(directory), 0 if slots == "auto" else int(slots))
+            print(f"{slots} slots: at most {highest:.2f} states in memory")
     if chosen.slots:
         return
     for tensors in chosen.tensors:

@@ -32,9 +32,9 @@ class KeepstepLazy(Saver):
 
     def __init__(self, state: State, directory: Path, *, slots: int | None = None) -> None:
         super().__init__(state, directory)
-        self._sidecar = Sidecar(
-            directory, slots=slots or slots_for(state.size_bytes), options=self.options
-        )
+        if slots is None:
+            slots = slots_for(state.size_bytes)
+        self._sidecar = Sidecar(directory, slots=slots, options=self.options)
         self._peak_kib = 0
         self._unready = 0
         try:

@@ -76,8 +76,9 @@ class Sidecar(SidecarProcess):
         memory = tempfile.mkdtemp(prefix=f"{MEMORY_PREFIX}{os.getpid()}-", dir="/dev/shm")
         super().__init__("bench", Path(memory), directory, directory / "sidecar.log")
         self.program = ("env", *PROGRAM)  # started cold, as users do
-        self._slots = slots
-        self._options = ("--slots", str(slots), "--keep", "2", *options)
+        self._slots = slots or 2
+        chosen = ("--slots", str(slots)) if slots else ()
+        self._options = (*chosen, "--keep", "2", *options)
         if (mount := hugepages.mount()) is not None:
             self.huge = mount / self.memory.name
             self.huge.mkdir()

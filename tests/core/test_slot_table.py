@@ -84,11 +84,11 @@ def test_slots_that_are_made_in_the_background_are_used_as_they_come() -> None:
 
 def test_while_slots_are_being_made_none_of_the_newest_two_images_is_given_up() -> None:
     table = _staged(2, 1, 2)
-    assert table.assign(growing=True) is None, "a crash would find no step in common"
+    assert table.assign(keep=2) is None, "a crash would find no step in common"
     table.add()
-    assert table.assign(growing=True) == 2
+    assert table.assign(keep=2) == 2
     table.seal(2, _id(3))
-    assert table.assign(growing=True) == 0, "the third newest"
+    assert table.assign(keep=2) == 0, "the third newest"
 
 
 def test_when_no_more_slots_come_one_of_the_newest_two_is_given_up_rather_than_a_save() -> None:

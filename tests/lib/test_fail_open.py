@@ -219,7 +219,7 @@ def test_a_forked_worker_does_not_hold_its_dead_parents_lease(sidecar, monkeypat
         os.close(writer)
 
 
-def test_no_room_for_two_slots_is_named_at_once_and_in_every_status_and_training_goes_on(
+def test_no_room_for_a_slot_is_named_at_once_and_in_every_status_and_training_goes_on(
     sidecars, monkeypatch, caplog
 ):
     sidecar = sidecars().start("--memory-limit", "1Mi")
@@ -229,7 +229,7 @@ def test_no_room_for_two_slots_is_named_at_once_and_in_every_status_and_training
     started = time.monotonic()
     with caplog.at_level(logging.WARNING, logger="keepstep"):
         assert checkpointer.save(0) is False
-    assert re.search(r"step 0 .*\d{7} bytes.*not even 2 fit", caplog.text)
+    assert re.search(r"step 0 .*\d{7} bytes.*not one fits", caplog.text)
     assert time.monotonic() - started < 10.0
     eventually(
         lambda: any("since step 0" in warning for warning in sidecar.get("/v1/status")["warnings"])

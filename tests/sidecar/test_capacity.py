@@ -104,7 +104,7 @@ def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
     small_drive: SidecarProcess, trainers: Trainers
 ) -> None:
     """Somebody else has filled the drive, and it is cleaned up before `keepstep stop`."""
-    sidecar = small_drive.start()
+    sidecar = small_drive.start("--slots", "3")
     trainer = trainers(sidecar.socket, size=MIB).begin_run()
     filler = filled(sidecar.volume)
     for step in (1, 2):

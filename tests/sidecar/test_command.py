@@ -118,7 +118,7 @@ def test_health_is_more_than_an_answer(
 def test_a_flush_prints_what_is_durable(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
-    sidecar = sidecars().start("--persist-every", "1000000")
+    sidecar = sidecars().start("--persist-every", "1000000", "--slots", "3")
     memory = ("--memory-dir", str(sidecar.memory))
     nothing = run("flush", *memory)
     assert (nothing.returncode, nothing.stdout.split()[0]) == (0, "nothing")

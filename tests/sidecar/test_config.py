@@ -135,8 +135,8 @@ def test_any_text_survives_a_file(text: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("slots = 1", "slots: 1 is not a whole number of at least 2"),
-        ('slots = "four"', "slots: 'four' is not a whole number of at least 2"),
+        ("slots = 0", "slots: 0 is not a whole number of at least 1"),
+        ('slots = "four"', "slots: 'four' is not a whole number of at least 1"),
         ("slots = 2.0", "slots: 2.0 is not a whole number"),
         ("slots = true", "slots: True is not a whole number"),
         (
@@ -185,8 +185,8 @@ def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.Mo
         UsageError, match=r"^--stage-every: 'often' is not a whole number of at least 1, nor auto$"
     ):
         given_values("--stage-every", "often")
-    with pytest.raises(UsageError, match=r"^--slots: '1' is not a whole number of at least 2$"):
-        given_values("--slots", "1")
+    with pytest.raises(UsageError, match=r"^--slots: '0' is not a whole number of at least 1$"):
+        given_values("--slots", "0")
     monkeypatch.setenv("KEEPSTEP_ON_LOSS", "half")
     with pytest.raises(UsageError, match=r"^KEEPSTEP_ON_LOSS: 'half' is not one of wait, restart$"):
         given_values()

@@ -131,7 +131,7 @@ def damage_slot(path: Path, damage: str) -> None:
 def test_an_image_that_was_never_durable_and_is_damaged_is_not_offered(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
-    sidecar = sidecars().start("--persist-every", "1000000")
+    sidecar = sidecars().start("--persist-every", "1000000", "--slots", "3")
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in (1, 2)]
     trainer.disconnect()
@@ -144,7 +144,7 @@ def test_an_image_that_was_never_durable_and_is_damaged_is_not_offered(
 def test_a_slot_that_is_truncated_ends_itself_and_not_the_sidecar(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
-    sidecar = sidecars().start("--persist-every", "1000000")
+    sidecar = sidecars().start("--persist-every", "1000000", "--slots", "3")
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in (1, 2)]
     os.truncate(newest_slot(sidecar, 2), 4096)
@@ -187,7 +187,7 @@ def test_when_its_memory_is_removed_the_next_step_is_kept_and_none_is_lost(
     sidecar = sidecars().start("--persist-every", "1000000")
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in range(1, 6)]
-    eventually(lambda: len(list(sidecar.memory.glob("rank-*/*.slot"))) == 3, what="all slots")
+    eventually(lambda: len(list(sidecar.memory.glob("rank-*/*.slot"))) == 2, what="all slots")
     shutil.rmtree(sidecar.memory)
     come_back(trainer)
     assert trainer.candidates().candidates[-1].id == ids[-1], "it was made durable in time"
@@ -208,7 +208,7 @@ def test_when_memory_is_removed_while_slots_are_made_all_of_them_are_made(
     trainer.take_slot()
     shutil.rmtree(sidecar.memory)
     come_back(trainer)
-    eventually(lambda: len(list(sidecar.memory.glob("rank-*/*.slot"))) == 3, what="all slots")
+    eventually(lambda: len(list(sidecar.memory.glob("rank-*/*.slot"))) == 2, what="all slots")
     assert trainer.wait(trainer.stage(1), "committed", flush=True).reached
 
 

@@ -103,15 +103,19 @@ def test_a_trainer_that_goes_while_its_lease_is_being_made_does_not_keep_the_ran
     trainers(sidecar.socket).begin_run()
 
 
-def test_sigterm_makes_the_newest_two_steps_durable(
-    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+@pytest.mark.parametrize(("options", "durable"), [((), {6}), (("--slots", "3"), {5, 6})])
+def test_sigterm_makes_the_newest_steps_in_memory_durable(
+    sidecars: Callable[..., SidecarProcess],
+    trainers: Trainers,
+    options: tuple[str, ...],
+    durable: set[int],
 ) -> None:
-    sidecar = sidecars().start("--persist-every", "1000000")
+    sidecar = sidecars().start("--persist-every", "1000000", *options)
     trainer = trainers(sidecar.socket).begin_run()
     for step in range(1, 7):
         trainer.stage(step)
     assert sidecar.terminate() == 0
-    assert {StepId.parse(path.name).step for path in sidecar.root.glob("0*")} == {5, 6}
+    assert {StepId.parse(path.name).step for path in sidecar.root.glob("0*")} == durable
     assert not sidecar.socket.exists()
     assert list(sidecar.memory.glob("rank-*/*.slot")), "memory stays for a successor"
 

@@ -25,7 +25,7 @@ def slots_of(sidecar: SidecarProcess, rank: int = 0) -> list[dict[str, object]]:
 
 def test_a_report_sent_twice_is_taken_once(sidecar: SidecarProcess, trainers: Trainers) -> None:
     trainer = trainers(sidecar.socket).begin_run()
-    eventually(lambda: len(slots_of(sidecar)) == 3)
+    eventually(lambda: len(slots_of(sidecar)) == 2)
     trainer.begin()
     trainer.fill(0)
     granted = trainer.slot
@@ -123,6 +123,61 @@ def test_ranks_that_share_their_run_with_another_machine_have_one_image_more(
     trainer.connect(local_world=here)
     accepted = trainer.register()
     assert (accepted.slots, accepted.warning) == (slots, "")
+
+
+def test_the_last_slot_is_made_when_a_reader_is_in_the_way_of_the_next_step(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--persist-every", "1000")
+    trainer = trainers(sidecar.socket).begin_run()
+    for step in range(1, 9):
+        trainer.stage(step)
+    assert len(slots_of(sidecar)) == 2
+    trainer.open(trainer.id_of(8))
+    for step in range(9, 12):
+        trainer.stage(step)
+    assert len(slots_of(sidecar)) == 3
+
+
+def test_a_single_slot_is_filled_again_once_its_step_is_durable_on_every_rank(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--slots", "1")
+    ranks = [trainers(sidecar.socket, rank, 2).begin_run(local_world=2) for rank in (0, 1)]
+    for step in range(1, 6):
+        first = ranks[0].stage(step)
+        assert ranks[0].take_slot(timeout_s=0.2).slot is None, "rank 1 has not even sealed it"
+        ranks[1].stage(step)
+        for rank in ranks:
+            rank.begin()
+        assert ranks[0].wait(first, "durable").reached
+        assert sidecar.published()[-1:] == [step]
+    assert [len(slots_of(sidecar, rank)) for rank in (0, 1)] == [1, 1]
+
+
+def test_with_a_single_slot_only_durable_steps_are_staged(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--slots", "1", "--persist-every", "5")
+    trainer = trainers(sidecar.socket).begin_run()
+    trainer.begin()
+    trainer.fill(5)
+    assert trainer.report(5).stage_every == 5
+    assert sidecar.get("/v1/status")["stage_every"] == 5
+
+
+def test_where_memory_has_room_for_one_image_steps_are_kept_all_the_same(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    sidecar = sidecars().start("--memory-limit", str(make_layout().size_bytes))
+    trainer = trainers(sidecar.socket)
+    trainer.connect()
+    trainer.restored(trainer.epoch)
+    accepted = trainer.register()
+    assert accepted.slots == 1
+    assert "once the one before it is durable" in accepted.warning
+    for step in range(1, 4):
+        assert trainer.wait(trainer.stage(step), "committed", flush=True).reached
 
 
 def test_the_sidecar_uses_little_memory_beside_its_slots(

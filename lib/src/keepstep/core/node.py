@@ -82,7 +82,7 @@ SILENT_AFTER_S = 60.0
 
 _MOST_ALARMS = 100
 
-LEAST_SLOTS = 2
+FEW_SLOTS = 2
 """With at most this many slots per rank, every due staged step waits until it is persisted."""
 
 
@@ -408,6 +408,16 @@ class Node:
         policy = replace(self.keep, pinned=self.leader_view.last_reply.pinned)
         return {*self.ledger.expendable(Tier.LOCAL, policy)}
 
+    @property
+    def has_single_slot(self) -> bool:
+        """Whether an image in memory is overwritten as soon as it is durable on every rank here."""
+        return self._serves.slots == 1
+
+    def missed(self, step: int) -> None:
+        """A rank had no slot for this step. With a single slot it was still being written."""
+        if self.has_single_slot:
+            self.planner.missed(step)
+
     def is_dead(self, step_id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
         return self.ledger.is_dead(step_id)
@@ -487,6 +497,8 @@ class Node:
 
     def _protect(self) -> None:
         kept = steps_to_protect(self._memories())
+        if self.has_single_slot:
+            kept = self.planner.pending
         for slots in self._slots.values():
             for table in slots.slot_tables():
                 table.protect_steps(kept)
@@ -508,11 +520,9 @@ class Node:
                 return self._serve(event)
             case ImagesSettled(rank):
                 self._ended.discard(rank)
-                self._protect()
                 return self._settle(rank)
             case Sealed(rank, step_id):
                 self._ended.discard(rank)
-                self._protect()
                 return self.planner.sealed(rank, step_id) if self._may_write(step_id) else ()
             case Overwritten(rank, step_id):
                 return self.planner.on_overwritten(rank, step_id)
@@ -520,7 +530,6 @@ class Node:
                 return self._wrote(rank, step_id, ok=ok)
             case TrainerDied(rank):
                 self._ended.add(rank)
-                self._protect()
                 return self.planner.gone(rank)
             case Flush(ids, newest):
                 # all that matters is to be made durable: there may be room for what failed by now,
@@ -532,12 +541,10 @@ class Node:
 
     def _serve(self, serves: RanksServed) -> Iterator[Write]:
         """When the ranks changed, make a new planner and tell it what they hold."""
-        waits, waited = serves.slots <= LEAST_SLOTS, self._serves.slots <= LEAST_SLOTS
+        waits, waited = serves.slots <= FEW_SLOTS, self._serves.slots <= FEW_SLOTS
         if (serves.ranks, waits) == (self._serves.ranks, waited):
-            self._protect()
             return
         self._serves, before = serves, self.planner
-        self._protect()
         self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
         self.planner.counts = before.counts
         self.planner.pace(before.least)
@@ -602,6 +609,7 @@ class Node:
             begun.append(write)
             if self.pacing is not None:
                 self.pacing.on_write_began()
+        self._protect()
         return tuple(begun)
 
     def _find(self, rank: int, step_id: StepId) -> tuple[SlotTable, int] | None:

@@ -434,6 +434,11 @@ class PersistPlanner:
         return self._target
 
     @property
+    def pending(self) -> frozenset[StepId]:
+        """The steps that some rank has still to write, without the one in flight."""
+        return frozenset(self._pending)
+
+    @property
     def idle(self) -> bool:
         """Whether no sealed image is being written or waits for it."""
         if self._pending or any(rank.writing is not None for rank in self._ranks.values()):
@@ -475,6 +480,10 @@ class PersistPlanner:
             state.failed = step_id
             self.counts.failed += 1
         return self._advance()
+
+    def missed(self, step: int) -> None:
+        """A rank had no slot for this step: if it was due, due steps are too close."""
+        self._skip(int(self.grid.due(step)))
 
     def removed(self, rank: int, step_id: StepId) -> None:
         """The rank's shard of this step is no longer on any volume, so it may be written again."""

@@ -12,15 +12,15 @@ never takes
 
     - while another slot is assigned: at most one image of a rank is unsealed;
     - a pinned one: somebody reads it;
-    - the newest one;
-    - a protected one, unless there are two slots alone: it waits until the other ranks have sealed
-      one more.
+    - a protected one: it waits until the other ranks have sealed one more.
 
-So with three slots and at most one pinned, a lock-step run that dies loses one finished step at
-most, and never waits for the drive, if all its ranks are on this machine: only these are known to
-`protect_steps`. Else it takes four (docs/protocol.md). With two slots the second newest image may
-be taken, because the training must not stop. Then there are moments without a common step in
-memory, and a crash in such a moment falls back to the newest commit.
+So while nothing is pinned, a lock-step run with two slots that dies loses one finished step at
+most, if all its ranks are on this machine: only these are known to `protect_steps`. With three it
+does so, and never waits for the drive, while one image of each rank is pinned: a third step begins
+while the first is written and the second is the newest. Ranks of several machines need one more
+(docs/protocol.md). So the last slot is made when a reader is first in the way
+(`waits_for_reader`). With a single slot, what has still to be written is protected instead: a crash
+in the middle of a copy falls back to the newest commit.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.steps import StepId, StrEnum
-
-_FEW = 2
-"""So few slots cannot keep what is protected: a rank that waits for another one skips a step, the
-other one does not, and from then on they would seal different steps in turns."""
-
 
 class SlotState(StrEnum):
     """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore.
@@ -107,7 +102,7 @@ class SlotTable:
 
     def __init__(self, count: int) -> None:
         self._slots = [SlotRow() for _ in range(count)]
-        self._protected: frozenset[StepId] = frozenset()
+        self._protected: frozenset[StepId] | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -134,19 +129,21 @@ class SlotTable:
 
     # --- filling -------------------------------------------------------------------------
 
-    def assign(self, *, growing: bool = False) -> int | None:
+    def assign(self, *, keep: int = 0) -> int | None:
         """The slot to fill next, or None: wait until a seal, release or unpin, then ask again.
 
         `slots[i].id` names the image that the slot held, if any. That image counts as overwritten.
-        `growing`: more slots are being made. Then the result is None rather than a slot with one of
-        the newest two images, because a crash might find no step in common without it.
+        `keep`: the newest `keep` images are protected, too.
         """
-        if self.assigned is not None or (victim := self._victim()) is None:
-            return None
-        if growing and self._slots[victim].live in self.sealed()[-2:]:
+        if self.assigned is not None or (victim := self._victim(keep)) is None:
             return None
         self._slots[victim] = replace(self._slots[victim], state=SlotState.ASSIGNED)
         return victim
+
+    def waits_for_reader(self, *, keep: int = 0) -> bool:
+        """Whether `assign` has no slot because an image is read that would be next."""
+        waits = self.assigned is None and self._victim(keep) is None
+        return waits and bool(self._unprotected(keep))
 
     def hold(self, index: int) -> None:
         """Mark this slot as assigned, because a live trainer was found filling it. Raises
@@ -220,7 +217,8 @@ class SlotTable:
         self._slots[index] = replace(slot, pins=slot.pins - 1)
 
     def protect_steps(self, ids: Iterable[StepId]) -> None:
-        """Prefer to keep these (`steps_to_protect`). Replaces what was protected before."""
+        """Keep these (`steps_to_protect`). Replaces what was protected before: the newest one at
+        first."""
         self._protected = frozenset(ids)
 
     def forget(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:
@@ -254,17 +252,15 @@ class SlotTable:
         dead = [i for i, slot in self._with(SlotState.SEALED) if slot.dead and not slot.pinned]
         return empty + dead
 
-    def _victim(self) -> int | None:
+    def _unprotected(self, keep: int) -> list[tuple[StepId, int]]:
+        """(step, index) of the live images that nobody needs, oldest first."""
+        sealed, protected = self.sealed(), self._protected
+        kept = {*sealed[-1:]} if protected is None else {*protected}
+        kept.update(sealed[-keep:] if keep else ())
+        slots = enumerate(self._slots)
+        return sorted((slot.live, i) for i, slot in slots if slot.live and slot.live not in kept)
+
+    def _victim(self, keep: int) -> int | None:
         if free := self._free():
             return free[0]
-        newest = frozenset(self.sealed()[-1:])
-        victims = [
-            (slot.live, i)
-            for i, slot in enumerate(self._slots)
-            if slot.live and not slot.pinned and slot.live not in newest
-        ]
-        others = [(step_id, i) for step_id, i in victims if step_id not in self._protected]
-        removed = self._with(SlotState.REMOVED)
-        if not others and len(self._slots) - len(removed) > _FEW:
-            return None
-        return min(others or victims, default=(None, None))[1]
+        return next((i for _, i in self._unprotected(keep) if not self._slots[i].pinned), None)

@@ -231,7 +231,7 @@ def parse_policy(body: Body) -> Policy:
         generation=int(metadata.get("generation") or 0),
         memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
         volumes=volumes,
-        slots=memory.optional_number("slots", least=2, most=16),
+        slots=memory.optional_number("slots", least=1, most=16),
         huge_pages=memory.choice("hugePages", HugePages.NONE),
         stage_every=stage_every,
         persist_every=_persist(persist, stage_every),

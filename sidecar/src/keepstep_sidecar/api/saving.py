@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -93,8 +94,13 @@ class SaveHandlers:
 
     @property
     def stage_every(self) -> int:
-        """Steps from one staged step to the next."""
-        return self._stage.steps if self.config.stages_by_cost else self.config.stage_base
+        """Steps from one staged step to the next. With a single slot it is those from one durable
+        step to the next: the drives of all machines then choose from the same grid."""
+        steps = self._stage.steps if self.config.stages_by_cost else self.config.stage_base
+        if self._node.has_single_slot:
+            durable_every = self._node.planner.grid.newest_interval
+            steps = max(steps, math.gcd(durable_every, *self.config.milestones))
+        return steps
 
     # --- lease -------------------------------------------------------------------------------
 
@@ -224,7 +230,7 @@ class SaveHandlers:
     def layout(self, request: LayoutRequest) -> LayoutAccepted:
         """Set the layout of this rank's images. Its slots are made in the background.
 
-        Raises NoMemoryError when not even two slots fit, SidecarError `bad-image` or `memory-busy`.
+        Raises NoMemoryError when not one slot fits, SidecarError `bad-image` or `memory-busy`.
         """
         lease = self.leases.require_lease(request.lease)
         layout = parse_layout(request.header)
@@ -301,9 +307,12 @@ class SaveHandlers:
         base = slots.bases.granted()
         if base is None and slots.bases.current is not None:
             return SlotGranted(slot=None)  # it is being made
-        stage_every = self.stage_every if self.config.stages_by_cost else 0
+        changes = self.config.stages_by_cost or self._node.has_single_slot
+        stage_every = self.stage_every if changes else 0
         assigned = slot_set.assigned() or slot_set.assign()
         if assigned is None:
+            if slot_set.needs_last_slot:
+                self.allocator.make_last(slot_set)
             return SlotGranted(slot=None, stage_every=stage_every)
         if assigned.lost is not None and slots.find(assigned.lost) is None:
             self.node_host.feed(Overwritten(slots.rank, assigned.lost))
@@ -443,6 +452,7 @@ class SaveHandlers:
         reasons = counters.skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
         self.unequal_steps.lost(lease.rank, request.step, time.monotonic(), count=request.count)
+        self._node.missed(request.step)
         self.history.lost(
             EventKind.SKIPPED,
             rank=lease.rank,

@@ -385,9 +385,11 @@ class Config:
         several=True,
     )
     slots: int | None = setting(
-        integer(2), None,
+        integer(1), None,
         "Images of each rank in memory.  [default: as many as a restart needs to find a common step"
-        " there: 3 if all ranks are on this machine, else 4]",
+        " there: 3 if all ranks are on this machine, else 4; the last of them is made when a write"
+        " takes longer than a step]  1: only durable steps are staged, and a restart goes back to"
+        " the last of them.",
     )
     memory_limit_bytes: int | None = setting(
         SIZE, None, "Memory for all slots, like 32Gi.  [default: what the shared memory has]"

@@ -39,6 +39,7 @@ _FIRST_HUGE = 100_000_000
 """Slot numbers on huge pages begin here. Otherwise a life that does not see these slots would reuse
 their names."""
 LEAST_SLOTS = 2
+"""With fewer, an image is overwritten before the next one is complete."""
 SLOTS = 4
 """Images of a rank that shares its run with ranks of other machines."""
 SLOTS_ON_ONE_MACHINE = 3
@@ -79,9 +80,14 @@ class SlotAllocator:
 
     def fill(self, slot_set: SlotSet) -> None:
         """Order the slots that this slot set lacks."""
-        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.target):
+        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.wanted):
             self._making[id(slot_set)] += 1
             self._queue.put_nowait((position, next(self._numbers), slot_set))
+
+    def make_last(self, slot_set: SlotSet) -> None:
+        """Order the slot that was postponed, because a reader is in the way of the next step."""
+        slot_set.postponed = False
+        self.fill(slot_set)
 
     def settle(self, file: SlotFile) -> None:
         """Map and lock an adopted slot, after all other orders."""
@@ -103,7 +109,7 @@ class SlotAllocator:
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
         try:
-            if slot_set.count >= slot_set.target:  # the layout was dropped, or has enough
+            if slot_set.count >= slot_set.wanted:  # the layout was dropped, or has enough
                 return
             file = await self._create(slot_set)
         except FileNotFoundError as error:  # the directory was removed: see `Service.repair_memory`
@@ -124,7 +130,7 @@ class SlotAllocator:
             self._making += Counter()  # without those of which none is ordered
             self.changes.ring()
         given_up = file.huge and self.pool.directories.huge is None
-        if slot_set.count >= slot_set.target or given_up:
+        if slot_set.count >= slot_set.wanted or given_up:
             file.unlink()  # the layout was dropped meanwhile, or trainers do not see huge pages
             self.fill(slot_set)
             return
@@ -188,10 +194,11 @@ class SlotAllocator:
 
     def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone
-        take the memory. If need be, slots of older layouts are given up. Returns a warning when
-        there are fewer than configured, else "".
+        take the memory. If need be, slots of older layouts are given up. If no person chose their
+        number, the last one is postponed: the others suffice while the drive writes an image within
+        a step. Returns a warning when there are fewer than configured, else "".
 
-        Raises NoMemoryError when not even two fit; SidecarError `memory-busy` when they will, once
+        Raises NoMemoryError when not one fits; SidecarError `memory-busy` when more will, once
         images of former layouts are on the drive.
         """
         size_bytes, target = slot_set.layout.size_bytes, self.target_slots(lease)
@@ -206,7 +213,8 @@ class SlotAllocator:
 
         count = affordable(others)
         newest = max(slots.sealed(), default=None)
-        for keep, enough in ((2, target), (1, LEAST_SLOTS), (0, LEAST_SLOTS)):
+        least = min(LEAST_SLOTS, target)
+        for keep, enough in ((2, target), (1, least), (0, least)):
             if count >= enough:
                 continue
             for other in others:
@@ -216,20 +224,22 @@ class SlotAllocator:
             if lease.training or keep == _KEPT_OF_GONE:
                 self._give_up_gone(lease, keep=keep)
             count = affordable(others)
-        if count < LEAST_SLOTS <= affordable([]):
+        if count < least <= affordable([]):
             raise refusal_error(
                 "memory-busy", "images of a former layout are on their way to the drive"
             )
         warning = self._shortage(lease, total_bytes, size_bytes, count)
         slot_set.failure = ""
         slot_set.target = max(count, slot_set.count)
+        slot_set.postponed = self.config.slots is None and count == target
+        slot_set.shared_run = not serves_all_ranks(lease.request)
         if warning:
             warn("slot.count_reduced", rank=slots.rank, slots=count, reason=warning)
         return warning
 
     def _shortage(self, lease: Lease, total_bytes: int, slot_bytes: int, count: int) -> str:
         """The warning about fewer slots than configured; "" when there are enough. Raises
-        NoMemoryError when even two do not fit."""
+        NoMemoryError when not one fits."""
         target, ranks = self.target_slots(lease), _ranks(lease)
         if count >= target:
             return ""
@@ -238,21 +248,27 @@ class SlotAllocator:
             f"{target} slots of {slot_bytes} bytes for each of {ranks} ranks need"
             f" {target * slot_bytes * ranks} bytes, but there are {there}"
         )
-        if count < LEAST_SLOTS:
+        if not count:
             raise NoMemoryError(
-                f"{asked}: not even {LEAST_SLOTS} fit; raise --memory-limit or give the machine"
-                " more shared memory",
+                f"{asked}: not one fits; raise --memory-limit or give the machine more shared"
+                " memory",
                 code="no-memory",
             )
         risk = "after a crash, ranks may have no step in common in memory"
         if count == LEAST_SLOTS:
             risk = "every staged step waits to be persisted"
+        elif count < LEAST_SLOTS:
+            risk = "a step is staged once the one before it is durable, and replaces it in memory"
         return f"{asked}: {count} slots instead, so {risk}; raise --memory-limit"
 
     def order_restore_slot(self, slots: RankSlots, slot_set: SlotSet) -> None:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self.leases.of(slots.rank))
-        if slot_set.count >= slot_set.target and slot_set.target < most:
+        if slot_set.count < slot_set.wanted:
+            return
+        if slot_set.postponed:
+            self.make_last(slot_set)
+        elif slot_set.target < most:
             slot_set.target += 1
             self.fill(slot_set)
 

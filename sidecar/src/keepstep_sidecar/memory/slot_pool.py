@@ -486,11 +486,14 @@ class PooledSlot:
 
 class SlotSet:
     """The slots of one rank and one layout. `target`: how many there shall be; missing slots are
-    made in the background, one by one."""
+    made in the background, one by one. `postponed`: the last of them waits until a reader is in the
+    way of the next step. `shared_run`: ranks of other machines train, too, and it is unknown what
+    these have sealed."""
 
     def __init__(self, layout: Layout, *, target: int = 0) -> None:
         self.layout = layout
         self.target = target
+        self.postponed = self.shared_run = False
         self.failure = ""
         self.table = SlotTable(0)
         self.files: list[SlotFile] = []
@@ -568,11 +571,22 @@ class SlotSet:
 
     def assign(self) -> AssignedSlot | None:
         """The next slot to fill; None while there is none."""
-        if (index := self.table.assign(growing=self.count < self.target)) is None:
+        if (index := self.table.assign(keep=self._keep)) is None:
             return None
         generation = next(_generations)
         self.uses[index] = Assignment(generation, base=self.uses[index].base)
         return AssignedSlot(index, generation, self.table.slots[index].id)
+
+    @property
+    def needs_last_slot(self) -> bool:
+        """Whether the next step waits for the slot that was postponed."""
+        return self.postponed and self.table.waits_for_reader(keep=self._keep)
+
+    @property
+    def _keep(self) -> int:
+        """How many of the newest images are not given up while slots are missing: without these two
+        ranks of other machines might find no step in common."""
+        return 2 if self.shared_run and self.count < self.target else 0
 
     def assigned(self) -> AssignedSlot | None:
         """The slot that is being filled, as `assign` returned it; None if there is none."""
@@ -610,8 +624,13 @@ class SlotSet:
         )
 
     @property
+    def wanted(self) -> int:
+        """How many slots are to be made now."""
+        return self.target - self.postponed
+
+    @property
     def size_bytes(self) -> int:
-        """Bytes that this slot set takes once all wanted slots are made."""
+        """Bytes that this slot set takes once all its slots are made."""
         return max(self.target, self.count) * self.layout.size_bytes
 
     @property

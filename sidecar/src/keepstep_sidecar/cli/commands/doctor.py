@@ -31,7 +31,7 @@ from keepstep_sidecar.cli.options import directory_option, json_option
 from keepstep_sidecar.concurrency import for_each_chunk
 from keepstep_sidecar.config.settings import format_duration, format_size, size_option
 from keepstep_sidecar.config.sidecar import IO_THREADS
-from keepstep_sidecar.memory.slot_allocator import LEAST_SLOTS, SLOTS, SLOTS_ON_ONE_MACHINE
+from keepstep_sidecar.memory.slot_allocator import SLOTS, SLOTS_ON_ONE_MACHINE
 from keepstep_sidecar.memory.slot_directories import free_huge_bytes, huge_pages_advice
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
@@ -143,7 +143,7 @@ def check_shared_memory(directory: Path, need: Need) -> Finding:
     free += free_huge_bytes()
     if free >= needed:
         return Finding("shared memory", Outcome.OK, f"{found}, {format_size(needed)} needed")
-    least = needed * LEAST_SLOTS // need.slots
+    least = needed // need.slots
     outcome = Outcome.SLOW if free >= least else Outcome.MISSING
     found += f", {format_size(needed)} needed for {need.slots} slots, {format_size(least)} at least"
     return Finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
