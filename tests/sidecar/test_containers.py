@@ -34,7 +34,7 @@ def apart(sidecars: Callable[..., SidecarProcess]) -> SidecarProcess:
         pytest.skip("unshare cannot make pid namespaces here")
     sidecar = sidecars()
     sidecar.program = (*apart, *sidecar.program)
-    return sidecar.start()
+    return sidecar.start("--slots", "3")
 
 
 def slots_of(sidecar: SidecarProcess) -> list[dict[str, object]]:
@@ -56,7 +56,7 @@ def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
     apart: SidecarProcess, trainers: Trainers
 ) -> None:
     first = trainers(apart.socket).begin_run()
-    eventually(lambda: len(slots_of(apart)) == 2)
+    eventually(lambda: len(slots_of(apart)) == 3)
     kept = [first.stage(step) for step in range(2)]
     path = first.begin()
     written = path.stat().st_ino
@@ -68,7 +68,7 @@ def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
     assert [candidate.id for candidate in successor.candidates().candidates] == kept
     successor.restored(first.epoch)
     successor.register()
-    eventually(lambda: len(slots_of(apart)) == 2, what="another slot is made")
+    eventually(lambda: len(slots_of(apart)) == 3, what="another slot is made")
     for step in range(2, 9):
         step_id = successor.stage(step)
     assert successor.wait(step_id, "committed", flush=True).reached

@@ -585,8 +585,8 @@ class SlotSet:
     @property
     def _keep(self) -> int:
         """How many of the newest images are not given up while slots are missing: without these two
-        ranks of other machines might find no step in common."""
-        return 2 if self.shared_run and self.count < self.target else 0
+        ranks of other machines might find no step in common, even while the last slot waits."""
+        return 2 if self.count < (self.target if self.shared_run else self.wanted) else 0
 
     def assigned(self) -> AssignedSlot | None:
         """The slot that is being filled, as `assign` returned it; None if there is none."""
