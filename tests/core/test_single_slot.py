@@ -4,6 +4,7 @@ The drives of two machines differ: they must not stage different steps in turns.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -65,7 +66,9 @@ class Machine:
         """Let the writes end that end until then."""
         while due := sorted((at, write.rank) for at, write in self.writes if at <= now):
             at, rank = due[0]
-            (ended,) = (entry for entry in self.writes if entry[:1] == (at,) and entry[1].rank == rank)
+            (ended,) = (
+                entry for entry in self.writes if entry[:1] == (at,) and entry[1].rank == rank
+            )
             self.writes.remove(ended)
             self.now, write = at, ended[1]
             self.durable.setdefault(write.id.step, set()).add(rank)
@@ -97,7 +100,9 @@ class Machine:
 
 
 @pytest.mark.parametrize("paced", [True, False])
-@pytest.mark.parametrize("write_steps", [(0.4, 0.4), (0.4, 2.6), (1.5, 2.5), (3.3, 11.0), (7.9, 8.1)])
+@pytest.mark.parametrize(
+    "write_steps", [(0.4, 0.4), (0.4, 2.6), (1.5, 2.5), (3.3, 11.0), (7.9, 8.1)]
+)
 def test_machines_with_different_drives_make_the_same_steps_durable(
     write_steps: tuple[float, float], paced: bool
 ) -> None:
@@ -111,7 +116,7 @@ def test_machines_with_different_drives_make_the_same_steps_durable(
             machine.until(float(step))
             machine.save(step)
     commits = sorted(set.intersection(*(machine.durable_steps for machine in machines)))
-    gaps = [later - earlier for earlier, later in zip(commits, commits[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(commits)]
     slowest = max(write_steps)
     assert commits[-1] > steps - 8 * max(1.0, slowest)
     assert max(gaps) <= 8 * max(1.0, slowest), gaps

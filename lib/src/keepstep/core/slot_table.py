@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.steps import StepId, StrEnum
 
+
 class SlotState(StrEnum):
     """`ASSIGNED`: being filled by the trainer. `LOADING`: being filled by a restore.
     `REMOVED`: the slot no longer exists; the other slots keep their indices."""

@@ -433,8 +433,8 @@ class Waited(Message):
 
 
 class FlushRequest(Message):
-    """POST /v1/flush: make the newest two staged steps that all ranks have in common durable
-    (SIGTERM, preStop)."""
+    """POST /v1/flush: make the newest staged steps, at most two, that all ranks have in common
+    durable (SIGTERM, preStop)."""
 
     timeout_s: float = 25.0
 

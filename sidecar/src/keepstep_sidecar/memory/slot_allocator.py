@@ -80,7 +80,7 @@ class SlotAllocator:
 
     def fill(self, slot_set: SlotSet) -> None:
         """Order the slots that this slot set lacks."""
-        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.wanted):
+        for position in range(slot_set.count + self._making[id(slot_set)], slot_set.needed_count):
             self._making[id(slot_set)] += 1
             self._queue.put_nowait((position, next(self._numbers), slot_set))
 
@@ -109,7 +109,7 @@ class SlotAllocator:
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
         try:
-            if slot_set.count >= slot_set.wanted:  # the layout was dropped, or has enough
+            if slot_set.count >= slot_set.needed_count:  # the layout was dropped, or has enough
                 return
             file = await self._create(slot_set)
         except FileNotFoundError as error:  # the directory was removed: see `Service.repair_memory`
@@ -130,7 +130,7 @@ class SlotAllocator:
             self._making += Counter()  # without those of which none is ordered
             self.changes.ring()
         given_up = file.huge and self.pool.directories.huge is None
-        if slot_set.count >= slot_set.wanted or given_up:
+        if slot_set.count >= slot_set.needed_count or given_up:
             file.unlink()  # the layout was dropped meanwhile, or trainers do not see huge pages
             self.fill(slot_set)
             return
@@ -264,7 +264,7 @@ class SlotAllocator:
     def order_restore_slot(self, slots: RankSlots, slot_set: SlotSet) -> None:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self.leases.of(slots.rank))
-        if slot_set.count < slot_set.wanted:
+        if slot_set.count < slot_set.needed_count:
             return
         if slot_set.postponed:
             self.make_last(slot_set)

@@ -586,7 +586,7 @@ class SlotSet:
     def _keep(self) -> int:
         """How many of the newest images are not given up while slots are missing: without these two
         ranks of other machines might find no step in common, even while the last slot waits."""
-        return 2 if self.count < (self.target if self.shared_run else self.wanted) else 0
+        return 2 if self.count < (self.target if self.shared_run else self.needed_count) else 0
 
     def assigned(self) -> AssignedSlot | None:
         """The slot that is being filled, as `assign` returned it; None if there is none."""
@@ -624,7 +624,7 @@ class SlotSet:
         )
 
     @property
-    def wanted(self) -> int:
+    def needed_count(self) -> int:
         """How many slots are to be made now."""
         return self.target - self.postponed
 
