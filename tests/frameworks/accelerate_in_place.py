@@ -25,7 +25,7 @@ _PREPARE, _SAVE_STATE = Accelerator.prepare, Accelerator.save_state
 class _Batches(keepstep.Batches):
     """Of the class that a test expects of a loader."""
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> Any:
         return self.loader.__class__
 

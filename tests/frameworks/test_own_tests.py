@@ -1,7 +1,7 @@
-"""The own tests of a framework, without keepstep and with keepstep in place of what they test.
+"""accelerate's own tests of resuming, without keepstep and with keepstep in place of save and load.
 
-These are accelerate's: of the frameworks that keepstep resumes, its package alone brings tests of
-resuming (docs/frameworks.md).
+Its source distribution has them. Trainer's, Lightning's and DCP's are in no package. Ignite's tests
+load states that they write out themselves, so there is nothing to keep.
 """
 
 from __future__ import annotations
