@@ -76,6 +76,11 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt requirements-vision.txt lib/py
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check -r requirements-frameworks.txt
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(FRAMEWORKS)/vision -r requirements-vision.txt
 	@$(FRAMEWORKS)/bin/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e lib -e sidecar
+	@# accelerate's own tests are in its source distribution alone
+	@rm -rf $(FRAMEWORKS)/own-tests && mkdir -p $(FRAMEWORKS)/own-tests/accelerate
+	@$(FRAMEWORKS)/bin/pip download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary accelerate \
+		-d $(FRAMEWORKS)/own-tests $$(grep ^accelerate== requirements-frameworks.txt)
+	@tar -xzf $(FRAMEWORKS)/own-tests/accelerate-*.tar.gz -C $(FRAMEWORKS)/own-tests/accelerate --strip-components 1 --wildcards '*/tests/*'
 	@echo "compiling DeepSpeed's CPU Adam (some minutes); without it one row of tests/conformance is skipped"
 	-@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/$(FRAMEWORKS)/extensions PATH=$(CURDIR)/$(FRAMEWORKS)/bin:$$PATH \
 		$(FRAMEWORKS)/bin/python -c "from deepspeed.ops.op_builder import CPUAdamBuilder as one; one().load(verbose=False)" >/dev/null 2>&1
