@@ -49,7 +49,7 @@ from keepstep.core.commit_rule import ReportedTier, merge_equal_reports
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks, Shard
 from keepstep.leader.leader import Leader
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import (
     LeaderReply,
     MemberReport,
@@ -164,7 +164,7 @@ class Machine:
             or new_list
             or max(self._held[Tier.LOCAL], default=0) > max(self._sent_bytes[Tier.LOCAL], default=0)
         )
-        wait_s = self._rhythm.least_gap_s if pressing else self._rhythm.later_s
+        wait_s = self._rhythm.least_gap_s if pressing else self._rhythm.max_deferral_s
         due_in_s = self._reported_at + wait_s - time.monotonic()
         if self._later is not None:
             self._later.cancel()
@@ -211,7 +211,7 @@ class Machine:
         for tier in tiers:
             before = set() if whole else self._sent_bytes[tier]
             if whole or before != self._held[tier]:
-                held = ReportedTier.of(
+                held = ReportedTier.from_shards(
                     Shard(
                         step_id=StepId(EPOCH, step),
                         rank=rank,
@@ -222,7 +222,7 @@ class Machine:
                     for step in sorted(self._held[tier] - before)
                 )
                 gone = tuple(StepId(EPOCH, step) for step in sorted(before - self._held[tier]))
-                answer = Answer.STEPS if self._held[tier] else Answer.NONE
+                answer = TierAnswer.STEPS if self._held[tier] else TierAnswer.NONE
                 reported[tier] = replace(held, answer=answer, gone=None if whole else gone)
         newest = max(self._held[Tier.MEMORY], default=None) if alive else None
         staged = None if newest is None else StepId(EPOCH, newest)
@@ -237,7 +237,7 @@ class Machine:
         for step_id in reply.commits if newest is None else (*reply.commits, newest):
             self.seen.setdefault(step_id.step, now)
         self._acknowledged, self._peers_version = leader_reply.number, reply.peers_version
-        self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
+        self._rhythm = Rhythm.clamped_to_bounds(reply.interval_s, reply.least_gap_s)
         if leader_reply.answers == self._sequence > self._answered:
             self._answered, self._follows = self._sequence, 0
             if reply.changes_since == self._sequence:
@@ -298,7 +298,7 @@ async def _lead(clock: Clock, port: int, connection: Connection) -> None:
         f"127.0.0.1:{port}",
         SecretCredentials(SECRET, "bench", OWN),
         lambda _: None,  # type: ignore[arg-type, return-value]
-        join=Hub(host.receive_frame, host.gone, nodes=clock.machines).join,
+        join=Hub(host.receive_member_frame, host.handle_disconnect, nodes=clock.machines).join,
     )
     server.start()
     loop = asyncio.get_running_loop()
@@ -317,7 +317,7 @@ async def _lead(clock: Clock, port: int, connection: Connection) -> None:
     while not living.done():
         with contextlib.suppress(TimeoutError):  # once it knows everything, this costs nothing
             await asyncio.wait_for(asked.wait(), None if known_at else 0.05)
-        if not known_at and leader.all_here:
+        if not known_at and leader.have_all_members_reported:
             known_at = time.monotonic()
         if asked.is_set():
             asked.clear()

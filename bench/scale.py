@@ -36,17 +36,22 @@ import msgspec
 
 from bench.report import table
 from keepstep.core.ledger import Ledger, Reported
+from keepstep.core.restore_vote import Candidate, Candidates, Offer
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
-from keepstep.core.vote import Candidate, Candidates, Offer
-from keepstep.image import Layout, Parameters, Section, TensorSpec
+from keepstep.image import Layout, Parameters, TensorRole, TensorSpec
 from keepstep.restore.collective import AgreedEpoch, Collective
 from keepstep.restore.fill_plan import Box, IndexBuilder, TensorRequest, make_fill_plan
-from keepstep.state.sharding import Bulk, agree_on_topology, chunk_bounds, cut_rows
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.state.sharding import (
+    ReplicatedTensorSize,
+    agree_on_topology,
+    compute_row_partitions,
+    find_chunk_begin_and_length,
+)
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.trainer import LeaseGranted
-from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
+from keepstep_sidecar.commit.reachable_copies import LocalShards, ReachableCopies, RemoteInventory
 from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
-from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodShardListing
 from keepstep_sidecar.tiers.remote_tier import RemoteTier
 
 T = TypeVar("T")
@@ -90,15 +95,15 @@ def parameters() -> Parameters:
     return (*found, ("model.ln_f.weight", (WIDTH,)), ("model.lm_head.weight", (WORDS, WIDTH)))
 
 
-def _tensors() -> Iterator[tuple[str, tuple[int, ...], Section]]:
+def _tensors() -> Iterator[tuple[str, tuple[int, ...], TensorRole]]:
     """Name, shape and section of each tensor of model and optimizer, in the order of names. Step
     counters are scalars."""
     found = []
     for name, shape in parameters():
-        found.append((name, shape, Section.PARAMS))
+        found.append((name, shape, TensorRole.PARAMS))
         state = {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
         for key, its in state.items():
-            found.append((f"optimizer.state.{name}.{key}", its, Section.OPTIMIZER))
+            found.append((f"optimizer.state.{name}.{key}", its, TensorRole.OPTIMIZER))
     yield from sorted(found)
 
 
@@ -121,7 +126,9 @@ class Model:
         self.kind, self.world = kind, world
         self.tensors = list(_tensors())
         large = [(name, shape) for name, shape, _ in self.tensors if shape]
-        cuts = cut_rows(tuple(Bulk(shape, 4) for _, shape in large), NODE)
+        cuts = compute_row_partitions(
+            tuple(ReplicatedTensorSize(shape, 4) for _, shape in large), NODE
+        )
         self._cuts = {name: rows for (name, _), rows in zip(large, cuts, strict=True)}
         self._parameters = parameters()
         names = [name for name, _, _ in self.tensors]
@@ -133,7 +140,7 @@ class Model:
         if not shape:
             return Box((), ())
         if self.kind == "fsdp":
-            begin, size = chunk_bounds(shape[0], self.world, rank)
+            begin, size = find_chunk_begin_and_length(shape[0], self.world, rank)
         else:
             begin, end = self._cuts[name][rank % NODE :][:2]
             size = end - begin
@@ -180,7 +187,7 @@ def candidates(world: int) -> Candidates:
     tiers |= {StepId(_EPOCH, step): Tier.LOCAL for step in _LOCAL}
     tiers |= {StepId(_EPOCH, step): Tier.MEMORY for step in _MEMORY}
     return Candidates(
-        answer=Answer.STEPS,
+        answer=TierAnswer.STEPS,
         candidates=tuple(
             Candidate(id=step_id, tier=tier, world=world) for step_id, tier in tiers.items()
         ),
@@ -221,7 +228,7 @@ def plan(kind: str, world: int) -> dict[str, float]:
     header = model.header(1)
     with measured.timed("own_plan_s"):
         own = IndexBuilder(world)
-        own.add(Layout.parse(header))
+        own.add_image(Layout.parse(header))
         requests = [
             TensorRequest(name, model.box(at, 1)) for at, (name, _, _) in enumerate(model.tensors)
         ]
@@ -236,7 +243,7 @@ def plan(kind: str, world: int) -> dict[str, float]:
         began = time.process_time()
         layout = Layout.parse(zlib.decompress(base64.b64decode(packed)))
         read = time.process_time()
-        builder.add(layout)
+        builder.add_image(layout)
         headers_bytes += len(packed)
         read_s += read - began
         made_s += time.process_time() - read
@@ -272,7 +279,9 @@ def _listing(kind: str, node: int, world: int) -> bytes:
         for rank in range(owner * NODE, owner * NODE + NODE)
         for step in _LOCAL
     ]  # fmt: skip
-    return msgspec.json.encode(PodListing(run="gpt", epochs=(Epoch(_EPOCH),), shards=tuple(shards)))
+    return msgspec.json.encode(
+        PodShardListing(run="gpt", epochs=(Epoch(_EPOCH),), shards=tuple(shards))
+    )
 
 
 class _Copy(NamedTuple):
@@ -292,7 +301,7 @@ class _Peers(RemoteTier):
         self._directory = directory
 
     async def scan(self) -> Any:
-        return self._directory.merge_inventory(())
+        return self._directory.combine_inventories(())
 
     def sources(self, shard: Any) -> list[Any]:
         return [_Copy(Tier.PEER, shard) for _ in shard.key]
@@ -301,23 +310,23 @@ class _Peers(RemoteTier):
 def gossip(kind: str, world: int) -> dict[str, float]:
     """One sidecar receives what all others hold, and finds what it can offer to its ranks."""
     measured, directory = Measured(), PeerList(complete=True)
-    decode = msgspec.json.Decoder(PodListing).decode
+    decode = msgspec.json.Decoder(PodShardListing).decode
     received_bytes, read_s, pods = 0, 0.0, world // NODE
     for node in range(1, pods):
         text, address = _listing(kind, node, world), f"10.0.{node >> 8}.{node & 255}:9443"
         directory.known[address] = KnownPeer(address=address, node_rank=node)
         received_bytes += len(text)
         began = time.process_time()
-        directory.update(address, decode(text))
+        directory.record_pod_answer(address, decode(text))
         read_s += time.process_time() - began
     remotes = RemoteInventory(_Peers(directory))
     with measured.timed("inventory_s"):
         asyncio.run(remotes.scan())
     ledger = Ledger()
     with measured.timed("ledger_s"):
-        reports = {rank: remotes.report(rank) for rank in sorted(remotes.ranks)}
+        reports = {rank: remotes.build_rank_report(rank) for rank in sorted(remotes.ranks)}
         ledger.apply(Reported(node_rank=0, ranks=reports, epochs=remotes.epochs, sequence=1))
-        whole = ledger.whole()
+        whole = ledger.list_reachable_steps()
     pool: Any = SimpleNamespace(ranks={}, images=lambda step_id: {})
     locator = ReachableCopies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):

@@ -42,7 +42,7 @@ TIER = (
     "sidecar/src/keepstep_sidecar/config/sidecar.py",
     "operator/src/keepstep_operator/api/tiers.py",
     "operator/src/keepstep_operator/api/policy.py",
-    "operator/src/keepstep_operator/injection/tiers.py",
+    "operator/src/keepstep_operator/injection/remote_tiers.py",
     "crds/keepstep.dev_checkpointpolicies.yaml",
 )
 """The files of a new tier, here called `vault`: see "Where to add" in CONTRIBUTING.md. A test

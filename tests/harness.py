@@ -149,13 +149,13 @@ def verify_image(
     if len(view) != layout.size_bytes:
         raise TornError(f"{len(view)} bytes, but the image has {layout.size_bytes}", path=path)
     try:
-        manifest = Manifest.of(layout, bytes(view[layout.digests_begin :]), run=run)
+        manifest = Manifest.from_layout(layout, bytes(view[layout.digests_begin :]), run=run)
     except ImageError as error:
         raise type(error)(error.reason, path=path) from None
     check_control(manifest.control, layout, step_id=step_id, path=path)
-    for chunk in manifest.chunks:
-        begin, end = manifest.bounds(chunk)
-        manifest.check(chunk, view[begin:end], path=path)
+    for chunk in manifest.chunk_indices:
+        begin, end = manifest.bounds_of_chunk(chunk)
+        manifest.verify_chunk(chunk, view[begin:end], path=path)
     if bytes(view[: len(layout.header)]) != layout.header:  # the layout may come from elsewhere
         raise ForeignError(f"its header is not that of layout {layout.id}", path=path)
     return manifest.control

@@ -36,10 +36,12 @@ def _run(tmp_path: Path, name: str = "gpt") -> Path:
 
 
 def _clean(run: Path, *, gone_since: float = math.inf) -> int:
-    return remove_run_directory(OpenDirectory.opened(run.parent), run.name, gone_since=gone_since)
+    return remove_run_directory(
+        OpenDirectory.open_path(run.parent), run.name, gone_since=gone_since
+    )
 
 
-def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
+def test_a_run_that_a_sidecar_still_uses_is_not_removed(tmp_path: Path) -> None:
     run = _run(tmp_path)
     lock = FileLock(run / "1" / "gpt" / ".lock")
     with pytest.raises(StillUsedError, match=r"1/gpt: a sidecar uses it.*nothing was removed"):
@@ -50,7 +52,7 @@ def test_a_run_that_a_sidecar_uses_is_left_whole(tmp_path: Path) -> None:
     assert not run.exists()
 
 
-def test_a_run_that_wrote_anything_since_it_was_taken_for_gone_is_left_whole(
+def test_a_run_that_wrote_files_after_its_object_was_deleted_is_not_removed(
     tmp_path: Path,
 ) -> None:
     run = _run(tmp_path)
@@ -75,7 +77,9 @@ def test_no_link_within_a_run_is_followed(tmp_path: Path) -> None:
     assert (precious / "file").exists()
 
 
-def test_compile_caches_go_with_their_run_and_keep_none(tmp_path: Path) -> None:
+def test_compile_caches_are_removed_with_their_run_and_do_not_delay_its_removal(
+    tmp_path: Path,
+) -> None:
     run = _run(tmp_path)
     cache = run / "0" / ".compile-cache" / "1000" / "inductor"
     cache.mkdir(parents=True)
@@ -101,7 +105,7 @@ def deep(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
 
 
-def test_a_tree_of_any_depth_goes(deep: Path) -> None:
+def test_a_directory_tree_of_any_depth_is_removed_without_leaking_descriptors(deep: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     assert _clean(deep) == 4 + 4
     assert list(deep.parent.iterdir()) == []
@@ -109,7 +113,7 @@ def test_a_tree_of_any_depth_goes(deep: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["A..b", ".gpt", "gpt_2", "x" * 64])
-def test_only_what_can_be_the_name_of_a_run_is_removed(tmp_path: Path, name: str) -> None:
+def test_only_directories_with_a_valid_run_name_are_removed(tmp_path: Path, name: str) -> None:
     run, node = _run(tmp_path, name), Node(tmp_path, grace_s=0.0)
     node.round()
     assert node.asked == []
@@ -123,7 +127,7 @@ def test_only_what_can_be_the_name_of_a_run_is_removed(tmp_path: Path, name: str
         *((place, "directory") for place in ("others", "0/gpt-2")),
     ],
 )
-def test_what_others_keep_beside_the_node_ranks_stays_and_the_run_with_it(
+def test_a_run_directory_with_foreign_files_beside_its_node_ranks_is_not_removed(
     tmp_path: Path, place: str, kind: str
 ) -> None:
     run, precious = _run(tmp_path), tmp_path / "precious"
@@ -143,7 +147,7 @@ def test_what_others_keep_beside_the_node_ranks_stays_and_the_run_with_it(
     assert len(list(run.rglob("*.safetensors"))) == 2
 
 
-def test_numeric_names_of_runs_and_namespaces_do_not_pass_one_level_for_another(
+def test_a_directory_at_the_wrong_level_is_not_removed_even_with_numeric_run_names(
     tmp_path: Path,
 ) -> None:
     run = _run(tmp_path / "volume", "0")
@@ -153,7 +157,7 @@ def test_numeric_names_of_runs_and_namespaces_do_not_pass_one_level_for_another(
     assert len(list(run.rglob("*.safetensors"))) == 2
 
 
-def test_a_rank_with_files_and_without_a_lock_is_not_understood_and_stays(tmp_path: Path) -> None:
+def test_a_rank_directory_with_files_but_no_lock_is_not_removed(tmp_path: Path) -> None:
     run = _run(tmp_path)
     (run / "1" / "gpt" / ".lock").unlink()
     with pytest.raises(StorageError, match=r"1/gpt.*no \.lock.*nothing was removed"):
@@ -162,9 +166,7 @@ def test_a_rank_with_files_and_without_a_lock_is_not_understood_and_stays(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
-def test_what_lies_in_the_place_of_a_lock_is_not_followed_and_nothing_goes(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_lock_that_is_not_a_regular_file_prevents_any_removal(tmp_path: Path, kind: str) -> None:
     run, precious = _run(tmp_path), tmp_path / "precious"
     precious.touch()
     lock = run / "1" / "gpt" / ".lock"
@@ -207,7 +209,9 @@ class Node:
         self._cleaner.round()
 
 
-def test_a_run_goes_after_its_time_of_grace_and_its_neighbour_stays(tmp_path: Path) -> None:
+def test_a_deleted_run_is_removed_after_its_grace_period_and_other_runs_are_not(
+    tmp_path: Path,
+) -> None:
     run, other = _run(tmp_path), _run(tmp_path / "Fast_1", "gpt-2")
     node = Node(tmp_path)
     node.there.add(("team", "gpt-2"))
@@ -225,7 +229,7 @@ def test_a_run_goes_after_its_time_of_grace_and_its_neighbour_stays(tmp_path: Pa
     assert (tmp_path / "Fast_1" / "team").exists(), "the namespace's may be in use by others"
 
 
-def test_a_run_that_is_there_again_has_its_time_of_grace_anew(tmp_path: Path) -> None:
+def test_the_grace_period_restarts_when_a_run_object_exists_again(tmp_path: Path) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
     node.round()
     node.there.add(("team", "gpt"))
@@ -238,7 +242,7 @@ def test_a_run_that_is_there_again_has_its_time_of_grace_anew(tmp_path: Path) ->
     assert not run.exists()
 
 
-def test_an_api_server_that_is_away_for_a_while_begins_no_time_of_grace_anew(
+def test_an_api_server_outage_does_not_restart_the_grace_period(
     tmp_path: Path,
 ) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
@@ -251,7 +255,7 @@ def test_an_api_server_that_is_away_for_a_while_begins_no_time_of_grace_anew(
     assert not run.exists()
 
 
-def test_an_agent_that_begins_anew_waits_for_the_whole_time_of_grace(tmp_path: Path) -> None:
+def test_a_restarted_agent_waits_for_the_full_grace_period_again(tmp_path: Path) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
     node.round()
     again = Node(tmp_path)
@@ -262,7 +266,7 @@ def test_an_agent_that_begins_anew_waits_for_the_whole_time_of_grace(tmp_path: P
     assert not run.exists()
 
 
-def test_a_run_without_an_object_whose_sidecar_lives_or_wrote_has_its_time_of_grace_anew(
+def test_the_grace_period_restarts_when_a_sidecar_is_running_or_has_written_files(
     tmp_path: Path,
 ) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
@@ -280,7 +284,9 @@ def test_a_run_without_an_object_whose_sidecar_lives_or_wrote_has_its_time_of_gr
     assert not run.exists()
 
 
-def test_a_pod_that_comes_back_in_the_middle_keeps_its_directory(tmp_path: Path) -> None:
+def test_a_pod_that_is_recreated_during_the_grace_period_keeps_its_directory(
+    tmp_path: Path,
+) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
     node.now = time.time()
     node.round()
@@ -290,7 +296,7 @@ def test_a_pod_that_comes_back_in_the_middle_keeps_its_directory(tmp_path: Path)
     assert len(list(run.rglob("*.safetensors"))) == 2, "its sidecar has not begun yet"
 
 
-def test_a_pod_that_comes_while_its_directory_is_removed_gets_a_new_one(
+def test_a_pod_that_starts_during_the_removal_of_its_directory_gets_a_new_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, seen = OpenDirectory.rename, []
@@ -326,14 +332,16 @@ prepare_directory(Path(sys.argv[1]), uid=os.getuid(), gid=os.getgid())
 
 
 @pytest.mark.root
-def test_a_pod_that_died_before_its_sidecar_began_leaves_nothing_for_ever(tmp_path: Path) -> None:
+def test_the_directory_of_a_pod_that_died_before_its_sidecar_started_is_removed(
+    tmp_path: Path,
+) -> None:
     run, node = tmp_path / "team" / "gpt", Node(tmp_path, grace_s=0.0)
     prepare_directory(run / "0")
     node.round()
     assert not run.exists()
 
 
-def test_what_an_earlier_agent_had_set_aside_is_finished_although_its_run_is_back(
+def test_a_removal_that_an_earlier_agent_began_is_completed_although_the_run_exists_again(
     tmp_path: Path,
 ) -> None:
     run, node = _run(tmp_path), Node(tmp_path)
@@ -346,7 +354,7 @@ def test_what_an_earlier_agent_had_set_aside_is_finished_although_its_run_is_bac
 
 
 @pytest.mark.root
-def test_what_others_own_stays_whatever_its_name_is(tmp_path: Path) -> None:
+def test_directories_that_another_user_owns_are_never_removed(tmp_path: Path) -> None:
     namespace, node = tmp_path / "team", Node(tmp_path, grace_s=0.0)
     aside, run = namespace / ".gpt.keepstep-removed", namespace / "data"
     for path in (aside, run / "0"):
@@ -359,7 +367,9 @@ def test_what_others_own_stays_whatever_its_name_is(tmp_path: Path) -> None:
     assert (run / "0" / "file").exists()
 
 
-def test_what_others_keep_below_the_same_prefix_is_never_even_asked_about(tmp_path: Path) -> None:
+def test_foreign_directories_below_the_prefix_cause_no_request_to_the_api_server(
+    tmp_path: Path,
+) -> None:
     precious = tmp_path / "precious"
     for path in ("a/b/c/d", "team/data/0", "team/data/1/other", "Team/gpt/0/gpt", "x_y/gpt/0/gpt"):
         (tmp_path / path).mkdir(parents=True)
@@ -377,7 +387,7 @@ def test_what_others_keep_below_the_same_prefix_is_never_even_asked_about(tmp_pa
     assert len(list(outside.rglob("*.safetensors"))) == 2
 
 
-def test_a_run_with_something_of_others_in_it_is_named_once_and_holds_up_no_other(
+def test_a_run_with_foreign_files_is_logged_once_and_does_not_block_the_removal_of_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     odd, run, node = _run(tmp_path, "a"), _run(tmp_path, "b"), Node(tmp_path, grace_s=0.0)
@@ -446,7 +456,7 @@ def answers(
     serving.join()
 
 
-def test_only_an_answer_about_this_run_says_that_it_is_gone(
+def test_a_run_counts_as_deleted_only_after_a_not_found_response_that_names_it(
     tmp_path: Path, answers: dict[str, tuple[int, object]]
 ) -> None:
     api = ApiServer(tmp_path)
@@ -466,7 +476,7 @@ def test_only_an_answer_about_this_run_says_that_it_is_gone(
             api.exists("team", run)
 
 
-def test_an_api_server_that_is_away_says_nothing(
+def test_an_unreachable_api_server_does_not_make_a_run_count_as_deleted(
     tmp_path: Path, answers: dict[str, tuple[int, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.steps import Answer, Tier
+from keepstep.steps import Tier, TierAnswer
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.agent.serve import LeftShardsServer
 from keepstep_sidecar.config.sidecar import PeerSettings
@@ -41,12 +41,14 @@ def left(tmp_path: Path) -> Path:
 
 
 def agent_files(authority: Authority, node: str = NODE) -> Files:
-    return authority.files(0, uris=[PodIdentity.of_agent(node).uri])
+    return authority.files(0, uris=[PodIdentity.for_agent_of_node(node).uri])
 
 
 @contextlib.asynccontextmanager
 async def serving(host: Path, files: Files, *, node: str = NODE) -> AsyncIterator[dict[str, str]]:
-    server = Server("127.0.0.1:0", FileCredentials(files), LeftShardsServer([host]).of)
+    server = Server(
+        "127.0.0.1:0", FileCredentials(files), LeftShardsServer([host]).find_context_for_client
+    )
     server.start()
     try:
         yield {node: f"127.0.0.1:{server.port}"}
@@ -89,13 +91,13 @@ def write(directory: Path, step: int, *, parameters: int = 6000) -> tuple[Slot, 
     return slot, found
 
 
-async def test_a_shard_that_was_left_comes_back_byte_for_byte(
+async def test_an_agent_serves_a_shard_on_its_node_byte_for_byte(
     tmp_path: Path, authority: Authority, left: Path
 ) -> None:
     slot, found = write(left, 5, parameters=3_000_000)
     before = _files(tmp_path / "host")
     tier = fetching(tmp_path, authority.files(1))
-    assert (await tier.scan()).answer is Answer.UNKNOWN, "nobody was named yet"
+    assert (await tier.scan()).answer is TierAnswer.UNKNOWN, "nobody was named yet"
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
         (remote,) = (await tier.scan()).shards
@@ -106,7 +108,7 @@ async def test_a_shard_that_was_left_comes_back_byte_for_byte(
     assert _files(tmp_path / "host") == before, "nothing was written, locked or moved"
 
 
-async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_asked(
+async def test_an_agent_and_a_pod_with_node_rank_0_are_both_queried_and_the_agent_gets_no_copies(
     tmp_path: Path, authority: Authority, left: Path
 ) -> None:
     _, found = write(left, 5)
@@ -123,7 +125,7 @@ async def test_an_agent_beside_a_pod_of_node_rank_0_is_no_buddy_and_both_are_ask
 @pytest.mark.parametrize(
     ("namespace", "run"), [("else", RUN), ("team", "bert"), ("..", RUN), ("team", "..")]
 )
-async def test_a_pod_of_another_run_gets_nothing_of_this_one(
+async def test_an_agent_serves_no_shard_to_a_pod_of_another_run(
     tmp_path: Path, authority: Authority, left: Path, namespace: str, run: str
 ) -> None:
     write(left, 5)
@@ -131,11 +133,11 @@ async def test_a_pod_of_another_run_gets_nothing_of_this_one(
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
         seen = await tier.scan()
-        assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
+        assert (seen.answer, seen.shards) == (TierAnswer.UNKNOWN, ())
         assert f"nothing of run {namespace}/{run} lies on this node" in seen.reason
 
 
-async def test_only_the_agent_of_that_node_is_believed(
+async def test_a_response_from_any_peer_but_the_agent_of_the_node_is_rejected(
     tmp_path: Path, authority: Authority, left: Path
 ) -> None:
     write(left, 5)
@@ -148,11 +150,11 @@ async def test_only_the_agent_of_that_node_is_believed(
         async with serving(tmp_path / "host", files) as agents:
             tier.peers_are((), agents=agents)
             seen = await tier.scan()
-            assert seen.answer is Answer.UNKNOWN
+            assert seen.answer is TierAnswer.UNKNOWN
             assert f"is {name}, not the agent of node {NODE}" in seen.reason
 
 
-async def test_an_agent_is_no_client_of_pods_nor_of_agents(
+async def test_an_agent_certificate_cannot_read_shards_from_pods_or_agents(
     tmp_path: Path, authority: Authority, left: Path
 ) -> None:
     write(left, 5)
@@ -175,18 +177,18 @@ async def test_a_pod_of_the_run_cannot_pass_for_an_agent_among_its_peers(
         assert "not of this run" in (await tier.scan()).reason
 
 
-async def test_while_it_is_awaited_nobody_says_that_nothing_is_there(
+async def test_a_scan_answers_unknown_until_the_expected_agent_responds(
     tmp_path: Path, authority: Authority
 ) -> None:
     tier = fetching(tmp_path, authority.files(1))
     tier.peers_are((), awaits="shards lie on node b")
     seen = await tier.scan()
-    assert (seen.answer, seen.reason) == (Answer.UNKNOWN, "shards lie on node b")
+    assert (seen.answer, seen.reason) == (TierAnswer.UNKNOWN, "shards lie on node b")
     tier.peers_are(())
-    assert (await tier.scan()).answer is Answer.NONE
+    assert (await tier.scan()).answer is TierAnswer.NONE
 
 
-async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_away(
+async def test_an_agent_serves_peer_copies_too_and_accepts_no_upload_or_deletion(
     tmp_path: Path, authority: Authority
 ) -> None:
     place = tmp_path / "host" / "team" / RUN
@@ -212,7 +214,7 @@ async def test_copies_of_others_are_served_too_and_nobody_can_add_or_want_them_a
 
 
 @pytest.mark.parametrize("link", ["team", f"team/{RUN}", f"team/{RUN}/1", f"team/{RUN}/1/{RUN}"])
-async def test_no_link_is_followed_to_what_others_keep(
+async def test_an_agent_follows_no_symbolic_link_to_foreign_files(
     tmp_path: Path, authority: Authority, link: str
 ) -> None:
     write(tmp_path / "precious" / "team" / RUN / "1", 5)
@@ -223,7 +225,7 @@ async def test_no_link_is_followed_to_what_others_keep(
     async with serving(tmp_path / "host", agent_files(authority)) as agents:
         tier.peers_are((), agents=agents)
         seen = await tier.scan()
-        assert (seen.answer, seen.shards) == (Answer.UNKNOWN, ())
+        assert (seen.answer, seen.shards) == (TierAnswer.UNKNOWN, ())
 
 
 async def test_a_drive_that_is_not_mounted_is_not_an_empty_one(
@@ -235,10 +237,13 @@ async def test_a_drive_that_is_not_mounted_is_not_an_empty_one(
         async with serving(host, agent_files(authority)) as agents:
             tier.peers_are((), agents=agents)
             seen = await tier.scan()
-            assert (seen.answer, "is its drive mounted?" in seen.reason) == (Answer.UNKNOWN, True)
+            assert (seen.answer, "is its drive mounted?" in seen.reason) == (
+                TierAnswer.UNKNOWN,
+                True,
+            )
 
 
-async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
+async def test_a_step_that_is_published_between_two_scans_appears_in_the_second(
     tmp_path: Path, authority: Authority, left: Path
 ) -> None:
     _, first = write(left, 5)
@@ -247,7 +252,7 @@ async def test_what_is_written_and_published_meanwhile_is_seen_by_the_next_look(
         tier.peers_are((), agents=agents)
         assert len((await tier.scan()).shards) == 1
         volume = Volume(left / RUN, run=RUN)
-        volume.publish(first.step_id)
+        volume.publish_step(first.step_id)
         volume.close()
         _, second = write(left, 6)
         seen = await tier.scan()

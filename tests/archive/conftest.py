@@ -76,7 +76,7 @@ async def running(
     """A remote tier that works until the block ends."""
     more = {"retry_s": QUICKLY, **more}
     remote_tier = ArchiveTier(config, open_store(config), run=run, epochs=lambda: epochs, **more)
-    remote_tier.begin(facts or RunFacts())
+    remote_tier.set_run_facts(facts or RunFacts())
     work = asyncio.ensure_future(remote_tier.run())
     try:
         yield remote_tier

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import index, step_record
 from keepstep_sidecar.volume.volume import Volume
@@ -39,7 +39,7 @@ async def archived(local: Volume, archive_dir: Path) -> ArchiveConfig:
     return config
 
 
-async def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
+async def test_two_runs_with_the_same_name_in_one_archive_are_detected_and_refused(
     archived: ArchiveConfig, local: Volume, archive_dir: Path
 ) -> None:
     before = everything(archive_dir)
@@ -48,7 +48,7 @@ async def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
         commit(stranger, write_step(local, 20))
         await until(lambda: stranger.status().trouble)
         held = await stranger.scan()
-        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert (held.answer, held.shards) == (TierAnswer.UNKNOWN, ())
         for text in (held.reason, stranger.status().trouble):
             assert str(EPOCH.id) in text
             assert f"{OTHER.id} (this run)" in text
@@ -56,14 +56,14 @@ async def test_two_runs_of_one_name_in_one_archive_are_told_apart_and_refused(
     assert everything(archive_dir) == before
 
 
-async def test_a_run_that_goes_on_from_an_archived_step_is_no_stranger(
+async def test_a_run_that_resumes_from_an_archived_step_is_not_taken_for_another_run(
     archived: ArchiveConfig, local: Volume
 ) -> None:
     child = Epoch(EpochId(2, "00000002"), step_id(10))
 
     async with running(archived, epochs=(child,)) as remote_tier:
         held = await remote_tier.scan()
-        assert (held.answer, held.reason) == (Answer.STEPS, "")
+        assert (held.answer, held.reason) == (TierAnswer.STEPS, "")
 
 
 async def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
@@ -100,7 +100,7 @@ async def test_a_second_writer_with_other_bytes_for_the_same_step_is_refused(
         ),
     ],
 )
-async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offered_or_deleted(
+async def test_foreign_or_missing_files_are_reported_and_that_step_is_neither_offered_nor_deleted(
     damage: Callable[[Path], object],
     message: str,
     archived: ArchiveConfig,
@@ -113,7 +113,7 @@ async def test_what_does_not_belong_or_is_missing_is_named_and_nothing_is_offere
 
     async with running(archived) as remote_tier:
         held = await remote_tier.scan()
-        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert (held.answer, held.shards) == (TierAnswer.UNKNOWN, ())
         assert message in held.reason
         assert held.reason.encode(), "a status and a report can tell it"
         for later in (200, 300, 400, 500):
@@ -181,7 +181,7 @@ def test_large_records_take_less_memory_than_a_sidecar_has_beside_its_slots(
 
 
 @pytest.mark.parametrize("size_bytes", [0, (16 << 20) + 1, 1 << 40])
-async def test_what_is_too_small_or_too_large_for_a_record_hides_no_other_step(
+async def test_a_record_of_impossible_size_is_reported_and_hides_no_other_step(
     archived: ArchiveConfig, archive_dir: Path, size_bytes: int
 ) -> None:
     planted = archive_dir / RUN / str(step_id(20)) / "step.json"
@@ -198,7 +198,7 @@ async def test_what_is_too_small_or_too_large_for_a_record_hides_no_other_step(
 
 @pytest.mark.parametrize("name", ["", "step.json", "rank-00001-of-00002.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
-async def test_what_stands_in_the_place_of_a_file_leads_nowhere_and_holds_up_nobody(
+async def test_links_and_special_files_in_the_archive_are_not_followed_and_block_no_step(
     archived: ArchiveConfig,
     local: Volume,
     archive_dir: Path,
@@ -252,7 +252,7 @@ async def test_a_shard_of_another_step_is_not_recorded_as_one_of_this(
         assert (await remote_tier.scan()).complete == frozenset()
 
 
-async def test_dead_steps_of_an_epoch_that_was_left_go_once_a_living_one_is_archived(
+async def test_steps_of_an_abandoned_epoch_are_deleted_once_a_current_step_is_archived(
     archived: ArchiveConfig, local: Volume, archive_dir: Path
 ) -> None:
     """Rolled back to step 10 after 20 was archived, and trained on."""

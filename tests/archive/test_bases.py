@@ -18,14 +18,18 @@ from safetensors.torch import load_file
 
 from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, RestoreError
-from keepstep.image import BaseRef, Layout, Section, TensorSpec
+from keepstep.image import BaseRef, Layout, TensorRole, TensorSpec
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.steps import base_name, shard_name
+from keepstep.steps import make_base_file_name, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import verified_chunks
-from keepstep_sidecar.tiers.archive.step_record import StepRecord, TwinOf, twin_name
+from keepstep_sidecar.tiers.archive.step_record import (
+    StepRecord,
+    TwinDelta,
+    twin_delta_name,
+)
 from keepstep_sidecar.volume.run_tree import LocalShard
-from keepstep_sidecar.volume.volume import SealedImage, Volume
+from keepstep_sidecar.volume.volume import SealedMemoryImage, Volume
 from tests import warm
 from tests.archive.conftest import Bucket, running, send
 from tests.cli.conftest import Keepstep
@@ -111,7 +115,7 @@ def restored(seed: int = 9) -> tuple[torch.nn.Module, int]:
         return model, kept.epoch.parent.step
 
 
-def test_a_base_is_sent_once_and_lies_beside_each_step(place: Place) -> None:
+def test_a_base_is_uploaded_once_and_stored_beside_each_step(place: Place) -> None:
     place.start("--archive-keep", "9")
     live(steps=range(1))
     first = place.status()["sent_bytes"]
@@ -129,7 +133,9 @@ def test_a_base_is_sent_once_and_lies_beside_each_step(place: Place) -> None:
         assert torch.equal(found[f"model.{name}"], tensor)
 
 
-def test_an_emptied_machine_goes_on_from_the_archive_and_sends_no_base_again(place: Place) -> None:
+def test_a_machine_that_lost_all_data_resumes_from_the_archive_without_uploading_the_base_again(
+    place: Place,
+) -> None:
     place.start()
     before = live(steps=range(3))
     place.empty()
@@ -143,7 +149,9 @@ def test_an_emptied_machine_goes_on_from_the_archive_and_sends_no_base_again(pla
 
 
 @only_directory
-def test_a_directory_has_one_file_for_all_steps_and_none_after_the_last(place: Place) -> None:
+def test_steps_in_a_directory_archive_share_one_base_file_that_is_deleted_with_the_last(
+    place: Place,
+) -> None:
     place.start("--archive-keep", "2")
     live(steps=range(6), change=3)
     files = eventually(lambda: len(place.steps()) <= 3 and place.bases(), what="older ones go")
@@ -181,7 +189,7 @@ def listed(place: Place, keepstep: Keepstep) -> str:
 
 
 @pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_a_base_that_was_found_damaged_there_is_not_copied_again(place: Place) -> None:
+def test_an_archived_base_that_was_found_damaged_is_not_reused_for_new_steps(place: Place) -> None:
     place.start()
     live(steps=range(3))
     _, older, newer = sorted(place.bases())
@@ -205,7 +213,7 @@ def test_the_only_step_without_its_base_is_an_error_that_names_it(place: Place) 
     assert place.steps(), "nothing was deleted"
 
 
-def test_an_archive_that_lost_a_base_gets_it_again_from_the_machine(place: Place) -> None:
+def test_a_base_that_the_archive_lost_is_uploaded_again_from_the_machine(place: Place) -> None:
     place.start()
     live(steps=range(2))
     (base,) = max(place.steps()).glob("base-*")
@@ -243,7 +251,7 @@ def test_a_fork_begins_with_the_base_of_the_other_run(
 
 
 @only_directory
-def test_lives_killed_at_any_moment_with_an_archive_make_the_losses_of_an_undisturbed_one(
+def test_a_trainer_killed_at_random_moments_reaches_the_losses_of_an_uninterrupted_run(
     place: Place, sidecars: Callable[..., SidecarProcess], tmp_path: Path
 ) -> None:
     def life(sidecar: SidecarProcess, out: Path) -> warm.Process:
@@ -340,18 +348,20 @@ def record(**more: Any) -> StepRecord:
     )
 
 
-def test_a_record_with_bases_comes_back() -> None:
-    written = record(base_twins={1: TwinOf(rank=0, stored_bytes=4)})
+def test_a_step_record_with_bases_survives_a_json_round_trip() -> None:
+    written = record(base_twins={1: TwinDelta(rank=0, stored_bytes=4)})
     assert StepRecord.from_json(written.to_json(), path="there") == written
     assert written.files == {
-        shard_name(0, 2): 5, shard_name(1, 2): 5, base_name(0, 2): 9,
-        twin_name(1, 2, 0, is_base=True): 4,
+        shard_name(0, 2): 5, shard_name(1, 2): 5, make_base_file_name(0, 2): 9,
+        twin_delta_name(1, 2, 0, is_base=True): 4,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("of", [{0: 0}, {1: 2}, {1: 0, 0: 1}], ids=str)
-def test_a_base_that_is_a_twin_of_what_is_not_whole_is_refused(of: dict[int, int]) -> None:
-    twins = {rank: TwinOf(rank=whose, stored_bytes=1) for rank, whose in of.items()}
+def test_a_base_that_refers_to_a_base_without_a_complete_file_is_refused(
+    of: dict[int, int],
+) -> None:
+    twins = {rank: TwinDelta(rank=whose, stored_bytes=1) for rank, whose in of.items()}
     with pytest.raises(FormatError, match="has no whole file"):
         StepRecord.from_json(record(base_twins=twins).to_json(), path="there")
 
@@ -361,10 +371,10 @@ def test_a_base_that_is_a_twin_of_what_is_not_whole_is_refused(of: dict[int, int
 CHUNKS = 6
 
 
-def base_of(rank: int) -> SealedImage:
+def base_of(rank: int) -> SealedMemoryImage:
     """The base of one of two replicas; its first piece names the rank."""
     values = (CHUNKS * CHUNK_BYTES - 100_000) // 4
-    tensors = [TensorSpec("model.frozen", "F32", (values,), Section.PARAMS)]
+    tensors = [TensorSpec("model.frozen", "F32", (values,), TensorRole.PARAMS)]
     layout = Layout.build(tensors, rank=rank, world=2, twins=[1 - rank], is_base=True)
     view, noise = empty_slot(layout), random.Random(0)
     for begin in range(0, layout.digests_begin, CHUNK_BYTES):
@@ -374,7 +384,7 @@ def base_of(rank: int) -> SealedImage:
     control = staged(make_layout(rank=rank), 0).control
     control = replace(control, layout=layout.id, extras_bytes=0)
     view[layout.control_begin :] = control.to_bytes()
-    return SealedImage(view=view, layout=layout, control=control)
+    return SealedMemoryImage(view=view, layout=layout, control=control)
 
 
 def write(volume: Volume, step: int) -> dict[int, LocalShard]:
@@ -386,7 +396,7 @@ def write(volume: Volume, step: int) -> dict[int, LocalShard]:
     return {shard.rank: shard for shard in volume.scan().shards if shard.step_id.step == step}
 
 
-async def test_of_twins_only_the_first_ones_base_is_stored_whole(
+async def test_only_the_first_replica_stores_a_complete_base(
     local: Volume, archive_dir: Path
 ) -> None:
     config = ArchiveConfig(url=str(archive_dir), every=1)
@@ -394,7 +404,7 @@ async def test_of_twins_only_the_first_ones_base_is_stored_whole(
         for step in (10, 20):
             await send(tier, write(local, step), within_s=60)
             directory = archive_dir / RUN / str(step_id(step))
-            difference = directory / twin_name(1, 2, 0, is_base=True)
+            difference = directory / twin_delta_name(1, 2, 0, is_base=True)
             assert difference.stat().st_size < 3 * CHUNK_BYTES
             assert [path.name[:10] for path in directory.glob("base-*.safetensors")] == [
                 "base-00000"

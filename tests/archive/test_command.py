@@ -38,7 +38,7 @@ def fill(config: ArchiveConfig, local: Volume, **image: int) -> None:
     asyncio.run(scenario())
 
 
-def test_ls_shows_steps_and_names_what_is_wrong(keepstep: Keepstep, archived: Path) -> None:
+def test_ls_lists_steps_and_names_their_problems(keepstep: Keepstep, archived: Path) -> None:
     (archived / RUN / str(step_id(10)) / "rank-00001-of-00002.safetensors").unlink()
     shown = keepstep("archive", "ls", "--archive", str(archived)).stdout
     assert "all 2" in shown
@@ -71,7 +71,7 @@ def test_verify_reads_every_byte_and_names_the_damaged_chunk(
     assert "every digest is right" in keepstep("archive", "verify", "10", *where).stdout
 
 
-def test_pull_goes_on_after_an_interruption_and_keeps_no_wrong_byte(
+def test_pull_resumes_after_an_interruption_and_keeps_no_damaged_byte(
     keepstep: Keepstep, local: Volume, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(bucket.config(), local, parameters=3 << 20)
@@ -108,7 +108,7 @@ def shard(local: Volume, step: int, rank: int) -> Path:
         (("pull", "99", "out", "--archive", "{dir}"), 2, "does not hold step 99"),
     ],
 )
-def test_wrong_uses_say_what_to_do(
+def test_wrong_arguments_print_an_error_that_names_the_fix(
     words: tuple[str, ...], code: int, message: str, keepstep: Keepstep, archived: Path
 ) -> None:
     words = tuple(word.format(dir=archived) for word in words)
@@ -116,7 +116,7 @@ def test_wrong_uses_say_what_to_do(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
+def test_a_run_whose_machine_was_lost_resumes_from_its_archive(
     keepstep: Keepstep, archive_dir: Path
 ) -> None:
     """And stock readers read what it left there, without us."""
@@ -141,7 +141,7 @@ def test_a_run_whose_machine_was_lost_goes_on_from_its_archive(
     assert torch.equal(target["model.weight"], stored["model.weight"])
 
 
-def test_a_step_that_somebody_waits_for_is_archived_though_it_is_not_due(
+def test_a_step_that_the_script_waits_for_is_archived_outside_the_archive_interval(
     keepstep: Keepstep, archive_dir: Path
 ) -> None:
     script = keepstep.script("train.py", TRAIN.replace(".close()", f".wait(2, 'archived'){CLOSE}"))

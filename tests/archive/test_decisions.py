@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.errors import FormatError, TornError, UsageError, VersionError
-from keepstep.steps import Epoch, EpochId, StepId, base_name, shard_name
+from keepstep.steps import Epoch, EpochId, StepId, make_base_file_name, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.index import (
     ABANDONED_S,
+    ArchiveContents,
     ArchivedStep,
-    Survey,
     epoch_families,
     expired_steps,
     names_to_delete,
@@ -62,7 +62,7 @@ def files(*names: str, age_s: float = 2 * ABANDONED_S) -> dict[str, StoredObject
 def gone(
     steps: Collection[ArchivedStep], policy: Retention, pinned: Collection[StepId] = ()
 ) -> list[StepId]:
-    survey = Survey(steps=tuple(sorted(steps, key=lambda step: step.id)))
+    survey = ArchiveContents(steps=tuple(sorted(steps, key=lambda step: step.id)))
     policy = replace(policy, pinned=frozenset(pinned))
     return [step.id for step in expired_steps(survey, policy, epochs=(), now=NOW)]
 
@@ -73,7 +73,7 @@ def gone(
     st.none() | st.integers(1, 20),
     st.sets(st.integers(1, 60)),
 )
-def test_the_newest_step_and_pinned_ones_stay_whatever_the_policy(
+def test_the_newest_step_and_pinned_steps_are_kept_under_every_policy(
     steps: set[int], last: int, every: int | None, pins: set[int]
 ) -> None:
     pinned = {at(step) for step in pins}
@@ -85,7 +85,7 @@ def test_the_newest_step_and_pinned_ones_stay_whatever_the_policy(
     assert doomed == sorted(doomed)
 
 
-def test_the_first_of_every_six_hours_stays() -> None:
+def test_the_first_step_of_every_six_hours_is_kept() -> None:
     hours = [0, 1, 5, 6, 7, 12]
     steps = [complete(at(hour), at_s=hour * 3600.0) for hour in hours]
     assert [step_id.step for step_id in gone(steps, Retention(last=1, every_s=6 * 3600.0))] == [
@@ -95,27 +95,27 @@ def test_the_first_of_every_six_hours_stays() -> None:
     ]
 
 
-def test_what_cannot_be_judged_is_never_deleted() -> None:
+def test_steps_of_an_unknown_epoch_are_never_deleted() -> None:
     """An epoch that nobody recorded separates the old steps from the new ones."""
     lost = Epoch(EpochId(5, "eeeeeeee"), StepId(EpochId(4, "dddddddd"), 7))
     steps = [complete(at(1)), complete(at(2)), complete(at(9, lost), epochs=(lost,))]
     assert gone(steps, Retention(last=1)) == []
 
 
-def test_a_step_with_a_fault_is_left_for_people_to_judge() -> None:
+def test_a_damaged_step_is_never_deleted_automatically() -> None:
     broken = ArchivedStep(id=at(1), files=files("step.json"), fault="damaged")
     assert gone([broken, complete(at(2)), complete(at(3))], Retention(last=1)) == [at(2)]
 
 
-def test_a_base_that_newer_steps_link_to_does_not_keep_what_is_left_of_a_step() -> None:
-    base = files(base_name(0, 1), age_s=0.0)
+def test_a_recently_linked_base_does_not_delay_the_deletion_of_a_partial_step() -> None:
+    base = files(make_base_file_name(0, 1), age_s=0.0)
     for more, goes in ((files(shard_name(0, 1)), [at(1)]), ({}, [])):
         left = ArchivedStep(id=at(1), files={**base, **more})
         assert gone([left, complete(at(2))], Retention(last=1)) == goes
 
 
 @pytest.mark.parametrize(("age_s", "goes"), [(ABANDONED_S + 1, True), (ABANDONED_S - 1, False)])
-def test_a_step_that_was_sent_in_part_goes_when_nobody_sends_the_rest(
+def test_a_partly_uploaded_step_is_deleted_once_its_upload_has_stalled(
     age_s: float, goes: bool
 ) -> None:
     part = ArchivedStep(id=at(1), files=files(shard_name(0, 2), age_s=age_s))
@@ -124,7 +124,7 @@ def test_a_step_that_was_sent_in_part_goes_when_nobody_sends_the_rest(
     assert gone([complete(at(2)), newest], Retention()) == []
 
 
-def test_the_record_is_deleted_first_and_strangers_files_never() -> None:
+def test_the_record_is_deleted_first_and_foreign_files_are_never_deleted() -> None:
     step = ArchivedStep(id=at(1), files=files(shard_name(0, 1), "step.json", "notes.txt"))
     names = names_to_delete(step, "gpt")
     assert [Path(name).name for name in names] == ["step.json", shard_name(0, 1)]
@@ -133,7 +133,7 @@ def test_the_record_is_deleted_first_and_strangers_files_never() -> None:
 # --- kinship -------------------------------------------------------------------------------------
 
 
-def test_epochs_are_kin_through_parents_and_through_a_common_record() -> None:
+def test_epochs_belong_to_one_family_through_a_parent_or_a_common_record() -> None:
     child = Epoch(EpochId(2, "bbbbbbbb"), at(5))
     fresh = Epoch(EpochId(3, "cccccccc"))  # began anew, knowingly, beside the others
     stranger = Epoch(EpochId(1, "99999999"))
@@ -148,7 +148,7 @@ def test_epochs_are_kin_through_parents_and_through_a_common_record() -> None:
 # --- records and settings ------------------------------------------------------------------------
 
 
-def test_a_record_comes_back_as_it_was() -> None:
+def test_a_step_record_survives_a_json_round_trip() -> None:
     record = complete(at(7), epochs=(FIRST, Epoch(EpochId(2, "bbbbbbbb"), at(5)))).record
     assert record is not None
     assert StepRecord.from_json(record.to_json(), path="there") == record
@@ -172,7 +172,7 @@ def test_a_record_that_was_changed_is_refused(change: dict[str, Any], error: typ
 
 
 @given(st.binary(max_size=64))
-def test_noise_is_no_record(noise: bytes) -> None:
+def test_random_bytes_are_refused_as_a_step_record(noise: bytes) -> None:
     with pytest.raises(FormatError):
         StepRecord.from_json(noise, path="there")
 
@@ -181,11 +181,11 @@ def test_noise_is_no_record(noise: bytes) -> None:
     ("url", "message"),
     [("ftp://host/x", "not one of"), ("s3:///x", "no bucket"), ("file://x/y", "file:///mnt")],
 )
-def test_an_address_that_means_nothing_is_refused(url: str, message: str) -> None:
+def test_an_invalid_archive_url_is_refused(url: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ArchiveConfig(url=url)
 
 
-def test_settings_meet_the_grid_of_what_is_durable() -> None:
+def test_the_archive_interval_is_rounded_up_to_a_multiple_of_the_persist_interval() -> None:
     config = ArchiveConfig(url="s3://b/x/y", every=10)
-    assert (config.bucket, config.prefix, config.base(4)) == ("b", "x/y", 12)
+    assert (config.bucket, config.prefix, config.step_interval(4)) == ("b", "x/y", 12)

@@ -19,7 +19,7 @@ from keepstep.core.retention import Retention
 from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
-from keepstep.steps import Answer, StepId
+from keepstep.steps import StepId, TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import source
 from keepstep_sidecar.tiers.archive.directory_store import DirectoryStore
@@ -48,7 +48,7 @@ async def test_a_committed_step_is_archived_with_its_record_last(
         await send(remote_tier, shards)
         held = await remote_tier.scan()
         status = remote_tier.status()
-    assert held.answer is Answer.STEPS
+    assert held.answer is TierAnswer.STEPS
     assert held.complete == {step_id(10)}
     assert [(shard.rank, shard.world, shard.root) for shard in held.shards] == [
         (rank, 2, shards[rank].root) for rank in range(2)
@@ -65,7 +65,7 @@ async def test_a_committed_step_is_archived_with_its_record_last(
     assert (directory / names[0]).read_bytes() == original.read_bytes()
 
 
-async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_that_it_was_one(
+async def test_a_step_older_than_the_newest_commit_is_archived_without_its_own_commit_notice(
     local: Volume, archive_dir: Path
 ) -> None:
     """Others may have archived and retired it before this pod heard of anything."""
@@ -73,12 +73,12 @@ async def test_a_step_before_the_runs_newest_commit_is_sent_though_nobody_told_t
     async with running(config(archive_dir, every=10), facts=facts) as remote_tier:
         for step in (10, 15, 20, 30):
             durable(remote_tier, *write_step(local, step).values())
-        assert remote_tier.replicator.in_use(step_id(10)), "and is not deleted before"
+        assert remote_tier.replicator.is_step_in_transfer(step_id(10)), "and is not deleted before"
         assert await remote_tier.drain(timeout_s=10)
         assert (await remote_tier.scan()).complete == {step_id(10)}
 
 
-async def test_the_first_commit_after_one_that_was_due_and_left_out_is_sent_at_the_leaders_word(
+async def test_the_first_commit_after_a_skipped_due_step_is_archived_when_the_leader_requests_it(
     local: Volume, archive_dir: Path
 ) -> None:
     async with running(config(archive_dir, every=10)) as remote_tier:
@@ -101,7 +101,7 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         await until(lambda: matching(archive_dir, "*/*/*.safetensors"))
         assert not await tier.drain(timeout_s=0.3)
         held = await other.scan()
-        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert (held.answer, held.shards) == (TierAnswer.UNKNOWN, ())
         assert "in part only" in held.reason
         committed(other, step_id(10), [shards[1]])
         assert await tier.drain(timeout_s=10)
@@ -109,13 +109,13 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         assert (await tier.scan()).complete == {step_id(10)}
 
 
-async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_archive_is_away(
+async def test_a_step_that_is_due_for_the_archive_is_not_retired_before_its_upload(
     local: Volume, archive_dir: Path
 ) -> None:
     remote_tier = ArchiveTier(config(archive_dir, every=10), DirectoryStore(archive_dir), run=RUN)
     for step in (10, 15, 20):
         commit(remote_tier, write_step(local, step))
-    in_use = remote_tier.replicator.in_use
+    in_use = remote_tier.replicator.is_step_in_transfer
     assert [step for step in (10, 15, 20) if in_use(step_id(step))] == [10, 20]
     archive_dir.rmdir()
     work = asyncio.ensure_future(remote_tier.run())
@@ -126,7 +126,7 @@ async def test_the_step_whose_turn_is_next_is_not_retired_before_unless_the_arch
     await remote_tier.close()
 
 
-async def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it_is_gone(
+async def test_an_unreachable_archive_is_still_reported_after_its_backlog_is_empty(
     local: Volume, archive_dir: Path
 ) -> None:
     archive_dir.rmdir()
@@ -142,7 +142,7 @@ async def test_an_archive_that_is_away_stays_told_of_when_all_that_waited_for_it
         await until(lambda: not remote_tier.status().trouble)
 
 
-async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_something(
+async def test_a_successful_upload_clears_the_reported_archive_error_despite_a_backlog(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It refuses once; then, while one step is on its way, the next becomes committed."""
@@ -167,7 +167,7 @@ async def test_an_archive_that_never_has_all_is_no_trouble_once_it_took_somethin
 
 
 @pytest.mark.parametrize("when", ["opened", "read"])
-async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_archive(
+async def test_a_shard_that_cannot_be_read_from_its_drive_blocks_no_later_step(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     works, error = source.open_shard, OSError(errno.EIO, os.strerror(errno.EIO))
@@ -193,7 +193,7 @@ async def test_a_shard_that_its_drive_cannot_read_keeps_no_later_step_from_the_a
         assert remote_tier.status().failures == 2, "one for each shard"
 
 
-async def test_old_steps_go_record_first_and_the_newest_stays(
+async def test_old_steps_are_deleted_record_first_and_the_newest_is_kept(
     local: Volume, archive_dir: Path
 ) -> None:
     policy = Retention(last=1, every_steps=100)
@@ -209,7 +209,7 @@ async def test_old_steps_go_record_first_and_the_newest_stays(
     assert not (archive_dir / RUN / str(step_id(110))).exists()
 
 
-async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
+async def test_no_step_is_deleted_until_the_pinned_steps_are_known(
     local: Volume, archive_dir: Path
 ) -> None:
     """A sidecar that has just started, while the operator is away."""
@@ -224,7 +224,7 @@ async def test_nothing_is_deleted_until_somebody_has_said_what_is_pinned(
             assert {archived.step for archived in (await remote_tier.scan()).complete} == left
 
 
-async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_tried_again(
+async def test_a_share_that_becomes_read_only_during_an_upload_raises_a_storage_error(
     archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither writing nor tidying works any more, and none of it is done on the event loop."""
@@ -247,7 +247,7 @@ async def test_a_share_that_turns_read_only_under_an_upload_is_an_error_that_is_
     assert threading.main_thread().name not in threads
 
 
-def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
+def test_a_failed_upload_leaves_no_file_and_no_open_descriptor(
     archive_dir: Path,
 ) -> None:
     async def story() -> None:
@@ -266,7 +266,7 @@ def test_an_upload_that_failed_leaves_nothing_behind_and_no_file_open(
     assert [path for path in archive_dir.rglob("*") if path.is_file()] == []
 
 
-async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_still_here(
+async def test_a_step_that_the_archive_has_retired_is_not_uploaded_again(
     local: Volume, archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keepstep_sidecar.tiers.replicator.SCAN_AGAIN_S", 0.05)
@@ -285,7 +285,7 @@ async def test_what_the_archive_does_not_keep_is_not_sent_again_while_it_is_stil
             assert {archived.step for archived in (await remote_tier.scan()).complete} == {3}
 
 
-async def test_directories_deeper_than_those_of_steps_are_not_walked(
+async def test_listing_does_not_descend_below_step_directories(
     local: Volume, archive_dir: Path
 ) -> None:
     async with running(config(archive_dir)) as remote_tier:
@@ -301,7 +301,7 @@ async def test_directories_deeper_than_those_of_steps_are_not_walked(
         assert (await remote_tier.scan()).complete == {step_id(10)}
 
 
-def test_a_process_ends_though_a_listing_of_its_archive_does_not(archive_dir: Path) -> None:
+def test_a_process_can_exit_while_an_archive_listing_hangs(archive_dir: Path) -> None:
     """As on a server that is away: here, the listing waits for ever in a pipe that nobody fills."""
     os.mkfifo(archive_dir / "pipe")
     code = """

@@ -9,9 +9,9 @@ import pytest
 
 from keepstep.core.shard import Shard
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
-from keepstep_sidecar.commit.lineage import ancestors_of
+from keepstep_sidecar.commit.lineage import collect_epoch_ancestors
 from keepstep_sidecar.config.sidecar import ArchiveConfig
-from keepstep_sidecar.tiers.archive.index import Survey, Surveyor
+from keepstep_sidecar.tiers.archive.index import ArchiveContents, Surveyor
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
 from keepstep_sidecar.tiers.archive.store import open_store
 
@@ -33,8 +33,8 @@ def archived(root: Path, step_id: StepId, *epochs: Epoch) -> None:
     (directory / "step.json").write_bytes(record.to_json())
 
 
-def survey(root: Path, *own: Epoch) -> Survey:
-    async def scan() -> Survey:
+def survey(root: Path, *own: Epoch) -> ArchiveContents:
+    async def scan() -> ArchiveContents:
         store = open_store(ArchiveConfig(url=str(root)))
         try:
             return await Surveyor(store, "run").survey(own)
@@ -44,21 +44,23 @@ def survey(root: Path, *own: Epoch) -> Survey:
     return asyncio.run(scan())
 
 
-def test_a_pod_that_knows_only_the_newest_epoch_is_of_the_same_run(tmp_path: Path) -> None:
+def test_a_pod_that_has_only_the_newest_epoch_causes_no_run_conflict(tmp_path: Path) -> None:
     archived(tmp_path, StepId(FIRST.id, 1000), FIRST)
     assert survey(tmp_path, THIRD).conflict == ""
 
 
-def test_what_such_a_pod_has_archived_can_be_restored_by_every_later_job(tmp_path: Path) -> None:
+def test_later_jobs_can_restore_steps_that_a_pod_with_only_the_newest_epoch_archived(
+    tmp_path: Path,
+) -> None:
     archived(tmp_path, StepId(FIRST.id, 1000), FIRST)
     archived(tmp_path, StepId(THIRD.id, 2000), THIRD)
     found = survey(tmp_path)
     assert found.conflict == ""
-    assert [step.id.step for step in found.complete] == [1000, 2000]
+    assert [step.id.step for step in found.complete_steps] == [1000, 2000]
 
 
 @pytest.mark.parametrize("own", [(STRANGER,), (STRANGER, SECOND)], ids=["began", "went on"])
-def test_two_runs_that_began_apart_still_are_a_conflict(
+def test_two_runs_with_unrelated_first_epochs_conflict(
     tmp_path: Path, own: tuple[Epoch, ...]
 ) -> None:
     other = StepId(EpochId(4, "44444444"), 1)
@@ -66,11 +68,13 @@ def test_two_runs_that_began_apart_still_are_a_conflict(
     assert "shared by two runs" in survey(tmp_path, *own).conflict
 
 
-def test_the_line_of_an_epoch_is_as_long_as_anybody_can_tell() -> None:
-    assert ancestors_of([THIRD], [STRANGER, FIRST, SECOND]) == (FIRST, SECOND, THIRD)
-    assert ancestors_of([THIRD], [FIRST]) == (THIRD,), "who is beyond a gap cannot be known"
+def test_the_ancestors_of_an_epoch_end_at_the_first_unknown_parent() -> None:
+    assert collect_epoch_ancestors([THIRD], [STRANGER, FIRST, SECOND]) == (FIRST, SECOND, THIRD)
+    assert collect_epoch_ancestors([THIRD], [FIRST]) == (THIRD,), (
+        "who is beyond a gap cannot be known"
+    )
 
 
-def test_the_line_of_a_fork_ends_where_it_left_the_other_run() -> None:
+def test_the_ancestors_of_a_fork_exclude_the_epochs_of_the_original_run() -> None:
     forked = Epoch(EpochId(2, "22222222"), StepId(FIRST.id, 7), "other")
-    assert ancestors_of([forked], [FIRST]) == (forked,)
+    assert collect_epoch_ancestors([forked], [FIRST]) == (forked,)

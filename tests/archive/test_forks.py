@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.image import check_control
-from keepstep.steps import Answer, Tier
+from keepstep.steps import Tier, TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig, parse_restore_from
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.tiers.archive.tier import AncestorTier
@@ -27,7 +27,7 @@ def config(request: pytest.FixtureRequest, archive_dir: Path) -> ArchiveConfig:
     return bucket.config()
 
 
-async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_written_there(
+async def test_a_fork_loads_a_shard_of_the_original_run_without_writing_to_its_archive(
     config: ArchiveConfig, local: Volume
 ) -> None:
     async with running(config) as remote_tier:
@@ -38,7 +38,7 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
     before = await store.list_below("")
     ancestor = AncestorTier(store, parse_restore_from(f"{RUN}/10"), run="second")
     found = await ancestor.scan()
-    assert (found.answer, found.epochs) == (Answer.STEPS, ())
+    assert (found.answer, found.epochs) == (TierAnswer.STEPS, ())
     assert {shard.step_id for shard in found.shards} == ancestor.ids == {step_id(10)}
     assert {(shard.rank, shard.world, shard.tier) for shard in found.shards} == {
         (0, 2, Tier.ARCHIVE),
@@ -52,16 +52,18 @@ async def test_a_shard_of_another_run_becomes_this_runs_image_and_nothing_is_wri
         assert bytes(view[layout.control_begin :]) == control.to_bytes()
     assert await store.list_below("") == before
 
-    ancestor.begin(RunFacts(outgrown=lambda: True))
-    assert (await ancestor.scan()).answer is Answer.NONE
+    ancestor.set_run_facts(RunFacts(outgrown=lambda: True))
+    assert (await ancestor.scan()).answer is TierAnswer.NONE
     await ancestor.close()
 
 
-async def test_a_store_that_is_away_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+async def test_a_fork_does_not_start_at_step_0_when_the_archive_is_unreachable(
+    tmp_path: Path,
+) -> None:
     store = open_store(ArchiveConfig(url=str(tmp_path / "gone"), every=1))
     ancestor = AncestorTier(store, parse_restore_from("first/10"), run="second")
     found = await ancestor.scan()
-    assert found.answer is Answer.UNKNOWN
+    assert found.answer is TierAnswer.UNKNOWN
     assert "begin from first/10, but" in found.reason
     assert str(tmp_path / "gone") in found.reason
     await ancestor.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.steps import Answer, Epoch, EpochId
+from keepstep.steps import Epoch, EpochId, TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import heartbeats
 from keepstep_sidecar.tiers.archive.heartbeats import RunHeartbeats
@@ -54,7 +54,7 @@ def trained(config: ArchiveConfig, check: Callable[[Store], Awaitable[None]]) ->
     asyncio.run(work())
 
 
-def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
+def test_a_start_is_refused_when_another_process_renews_its_heartbeat_during_the_wait(
     archive_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeats, "WATCH_S", 0.5)
@@ -63,14 +63,17 @@ def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
     async def check(store: Store) -> None:
         async with running(config, run=RUN, epochs=(OLD,)) as start:
             found = await start.scan()
-            assert found.answer is Answer.UNKNOWN
-            assert f"trains on {os.uname().nodename} in epoch {OTHER.id}" in start.contested
-            assert start.status().trouble == found.reason == start.contested
+            assert found.answer is TierAnswer.UNKNOWN
+            assert (
+                f"trains on {os.uname().nodename} in epoch {OTHER.id}"
+                in start.name_conflict_message
+            )
+            assert start.status().trouble == found.reason == start.name_conflict_message
             begun = time.monotonic()
 
             async def clear() -> bool:
                 await start.scan()
-                return not start.contested
+                return not start.name_conflict_message
 
             await until(clear)
             assert time.monotonic() - begun >= 0.4
@@ -78,14 +81,14 @@ def test_a_start_waits_until_it_is_clear_whether_another_life_is_renewed(
 
             async def renewed() -> bool:
                 await start.scan()
-                return bool(start.contested)
+                return bool(start.name_conflict_message)
 
             await until(renewed, within_s=10)
 
     trained(config, check)
 
 
-def test_who_knows_the_epoch_has_an_operator_does_not_lead_or_trains_itself_does_not_wait(
+def test_a_start_with_a_known_epoch_or_an_operator_does_not_wait_for_a_heartbeat(
     archive_dir: Path,
 ) -> None:
     config = ArchiveConfig(url=str(archive_dir))
@@ -99,8 +102,8 @@ def test_who_knows_the_epoch_has_an_operator_does_not_lead_or_trains_itself_does
             ((OLD,), RunFacts(strangers=lambda epochs: frozenset({OTHER.id}))),
         ):
             async with running(config, run=RUN, epochs=epochs, facts=facts) as start:
-                assert (await start.scan()).answer is Answer.NONE
-                assert start.contested == ""
+                assert (await start.scan()).answer is TierAnswer.NONE
+                assert start.name_conflict_message == ""
 
     trained(config, check)
 
@@ -109,12 +112,14 @@ def test_who_knows_the_epoch_has_an_operator_does_not_lead_or_trains_itself_does
     "content",
     [b"", b"\xff", b"[" * 4000, b"[]", b"{}", b'{"host": 1}', b'{"host": "\\u001b[2J"}'],
 )
-def test_what_others_write_there_reaches_no_message(archive_dir: Path, content: bytes) -> None:
+def test_untrusted_heartbeat_content_is_not_shown_in_messages(
+    archive_dir: Path, content: bytes
+) -> None:
     written(archive_dir, content)
     assert f"'gpt' trains in epoch {OTHER.id}, and" in contested(archive_dir)
 
 
-def test_a_life_of_long_ago_and_names_that_are_none_are_no_lives(archive_dir: Path) -> None:
+def test_old_heartbeats_and_files_with_other_names_are_ignored(archive_dir: Path) -> None:
     path = written(archive_dir, json.dumps({"host": "b"}).encode())
     (path.parent / "notes.txt").touch()
     assert "trains on b in" in contested(archive_dir)
@@ -133,12 +138,12 @@ def contested(archive_dir: Path) -> str:
     async def check() -> str:
         async with running(ArchiveConfig(url=str(archive_dir)), run=RUN, epochs=(OLD,)) as start:
             await start.scan()
-            return start.contested
+            return start.name_conflict_message
 
     return asyncio.run(check())
 
 
-def test_lives_in_a_bucket(bucket: Bucket) -> None:
+def test_a_renewed_heartbeat_is_detected_in_a_bucket(bucket: Bucket) -> None:
     async def check(store: Store) -> None:
         first = (await Surveyor(store, RUN).survey()).lives
         await store.replace(f"{RUN}/lives/{OTHER.id}.json", b"{}")

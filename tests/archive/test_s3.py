@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.errors import StorageError
 from keepstep.image import PAGE_BYTES
-from keepstep.steps import Answer
+from keepstep.steps import TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.store import open_store
 from keepstep_sidecar.volume.volume import Volume
@@ -30,7 +30,7 @@ def in_bucket(bucket: Bucket, step: int) -> Path:
     return bucket.directory / "runs" / RUN / str(step_id(step))
 
 
-async def test_the_pod_that_leaves_last_writes_the_record_of_the_step(
+async def test_the_last_pod_that_shuts_down_writes_the_step_record(
     local: Volume, bucket: Bucket
 ) -> None:
     shards = write_step(local, 10)
@@ -44,7 +44,7 @@ async def test_the_pod_that_leaves_last_writes_the_record_of_the_step(
         assert (in_bucket(bucket, 10) / "step.json").is_file()
 
 
-async def test_a_store_that_asks_to_slow_down_is_tried_again_until_it_takes_the_step(
+async def test_uploads_are_retried_until_a_throttling_store_accepts_the_step(
     local: Volume, bucket: Bucket
 ) -> None:
     faults = bucket.proxy.faults
@@ -78,7 +78,7 @@ async def test_connections_that_break_in_the_middle_of_a_part_only_delay_it(
         assert bytes(slot) == shards[0].path.read_bytes()
 
 
-async def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
+async def test_pod_shutdown_does_not_wait_for_a_store_that_rejects_requests(
     local: Volume, bucket: Bucket
 ) -> None:
     bucket.proxy.faults.answer = 503
@@ -88,7 +88,7 @@ async def test_the_end_of_a_pod_does_not_wait_for_a_store_that_refuses(
         assert remote_tier.status().trouble
 
 
-def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
+def test_an_unreachable_store_is_reported_with_an_identical_message_each_time(
     local: Volume, bucket: Bucket
 ) -> None:
     """Else each attempt of a long outage would be news: a line in the log, a report."""
@@ -108,7 +108,7 @@ def test_a_store_that_is_away_is_told_of_in_the_same_words_each_time(
     assert "retries" not in trouble
 
 
-async def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_believed(
+async def test_an_upload_whose_digests_read_back_differently_is_not_recorded_as_complete(
     local: Volume, bucket: Bucket
 ) -> None:
     async with running(bucket.config()) as remote_tier:
@@ -120,7 +120,7 @@ async def test_a_store_that_gives_back_other_digests_after_an_upload_is_not_beli
         assert await remote_tier.drain(timeout_s=20)
 
 
-async def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
+async def test_a_shard_with_a_missing_part_is_reported_and_not_offered(
     local: Volume, bucket: Bucket
 ) -> None:
     async with running(bucket.config()) as remote_tier:
@@ -128,7 +128,7 @@ async def test_a_shard_that_the_store_lost_a_part_of_is_named_and_not_offered(
         damaged = in_bucket(bucket, 10) / "rank-00001-of-00002.safetensors"
         os.truncate(damaged, damaged.stat().st_size - (8 << 20))
         held = await remote_tier.scan()
-        assert (held.answer, held.shards) == (Answer.UNKNOWN, ())
+        assert (held.answer, held.shards) == (TierAnswer.UNKNOWN, ())
         assert "rank-00001-of-00002.safetensors has" in held.reason
 
 
@@ -142,7 +142,7 @@ async def test_a_shard_that_arrived_damaged_is_sent_again(local: Volume, bucket:
     assert place.read_bytes() == shards[1].path.read_bytes()
 
 
-def test_wrong_credentials_and_absent_buckets_say_what_to_do(
+def test_errors_for_wrong_credentials_and_missing_buckets_name_the_fix(
     local: Volume, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def reason(config: ArchiveConfig) -> str:
@@ -151,7 +151,7 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
             held = await remote_tier.scan()
             assert not await remote_tier.drain(timeout_s=0.5)
             assert remote_tier.status().trouble
-            assert held.answer is Answer.UNKNOWN
+            assert held.answer is TierAnswer.UNKNOWN
             return held.reason
 
     absent = ArchiveConfig(
@@ -164,7 +164,7 @@ def test_wrong_credentials_and_absent_buckets_say_what_to_do(
     assert "wrong" not in message
 
 
-async def test_a_connection_that_leads_elsewhere_by_now_is_not_used_again(bucket: Bucket) -> None:
+async def test_a_pooled_connection_is_not_reused_after_its_address_changed(bucket: Bucket) -> None:
     """A service may move, and whoever was there before may go on answering."""
     moved, writers, copies = False, list[asyncio.StreamWriter](), set[asyncio.Task[None]]()
 

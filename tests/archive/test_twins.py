@@ -14,12 +14,17 @@ import pytest
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Shard
 from keepstep.errors import DigestError, FormatError
-from keepstep.image import PAGE_BYTES, ControlPage, Layout, Section, TensorSpec
+from keepstep.image import PAGE_BYTES, ControlPage, Layout, TensorRole, TensorSpec
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.steps import Answer, shard_name
+from keepstep.steps import TierAnswer, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive import browse
-from keepstep_sidecar.tiers.archive.step_record import NAME, StepRecord, TwinOf, twin_name
+from keepstep_sidecar.tiers.archive.step_record import (
+    NAME,
+    StepRecord,
+    TwinDelta,
+    twin_delta_name,
+)
 from keepstep_sidecar.tiers.archive.store import StoredObject
 from keepstep_sidecar.tiers.archive.tier import ArchiveTier
 from keepstep_sidecar.volume.run_tree import LocalShard
@@ -36,7 +41,7 @@ def replica(rank: int, step: int, *, world: int = WORLD, own: Iterable[int] = ()
     """The image of a rank of a data-parallel run: chunks in the middle are those of all ranks, but
     for `own`; the extras are the rank's."""
     values = CHUNKS * CHUNK_BYTES // 4 - 100_000
-    tensors = [TensorSpec("model.weight", "F32", (values,), Section.PARAMS)]
+    tensors = [TensorSpec("model.weight", "F32", (values,), TensorRole.PARAMS)]
     twins = [twin for twin in range(world) if twin != rank]
     extras = 5000 * (1 + rank)  # no two images are of one size
     layout = Layout.build(
@@ -96,7 +101,7 @@ async def archived(
 async def brought(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
     """Every rank's image comes back as it was, whole and in single chunks."""
     held = await remote_tier.scan()
-    assert held.answer is Answer.STEPS, held.reason
+    assert held.answer is TierAnswer.STEPS, held.reason
     for remote in held.shards:
         original = shards[remote.rank].path.read_bytes()
         layout = (await reading.manifest(remote_tier, remote)).layout
@@ -111,7 +116,7 @@ async def brought(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> No
             assert piece == original[begin:end]
 
 
-async def test_what_ranks_have_in_common_is_stored_once(
+async def test_chunks_that_ranks_have_in_common_are_stored_once(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
     async with archived(local, config) as (remote_tier, shards):
@@ -121,25 +126,25 @@ async def test_what_ranks_have_in_common_is_stored_once(
     whole = shards[0].size_bytes
     assert sizes.pop(shard_name(0, WORLD)) == whole
     assert sizes.pop(NAME) < PAGE_BYTES
-    assert sizes == {twin_name(rank, WORLD, 0): pytest.approx(2 * CHUNK_BYTES, rel=0.1)
+    assert sizes == {twin_delta_name(rank, WORLD, 0): pytest.approx(2 * CHUNK_BYTES, rel=0.1)
                      for rank in (1, 2)}  # fmt: skip
 
 
-async def test_a_chunk_that_is_a_ranks_own_stays_its_own(
+async def test_a_chunk_that_differs_between_ranks_is_stored_for_each_rank(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
     async with archived(local, config, own=[3]) as (remote_tier, shards):
         await brought(remote_tier, shards)
-    assert (step_dir / twin_name(1, WORLD, 0)).stat().st_size > 2.5 * CHUNK_BYTES
+    assert (step_dir / twin_delta_name(1, WORLD, 0)).stat().st_size > 2.5 * CHUNK_BYTES
 
 
-async def test_a_twin_on_another_machine_is_waited_for(
+async def test_an_upload_waits_for_the_replica_on_another_machine(
     volumes: Any, config: ArchiveConfig, step_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = volumes("here"), volumes("there")
     async with running(config) as later, running(config) as first:
         store = later._sender.store
-        asked, find = asyncio.Event(), store.find
+        asked, find = asyncio.Event(), store.find_object
 
         async def seen(name: str) -> StoredObject | None:
             if name.endswith(shard_name(0, WORLD)):
@@ -155,10 +160,10 @@ async def test_a_twin_on_another_machine_is_waited_for(
         commit(first, {0: shards[0]})
         assert await later.drain(timeout_s=30)
         await brought(later, shards)
-    assert (step_dir / twin_name(2, WORLD, 0)).exists()
+    assert (step_dir / twin_delta_name(2, WORLD, 0)).exists()
 
 
-async def test_a_twin_that_never_comes_holds_up_nobody(
+async def test_a_replica_that_is_never_uploaded_does_not_block_other_ranks(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
     async with running(config, patience_s=-10.0) as remote_tier:
@@ -168,7 +173,7 @@ async def test_a_twin_that_never_comes_holds_up_nobody(
     assert {path.name for path in step_dir.iterdir()} == {shard_name(r, WORLD) for r in (1, 2)}
 
 
-async def test_at_the_end_of_a_pod_there_is_time_left_to_send_all(
+async def test_a_pod_that_shuts_down_uploads_its_complete_shard_instead_of_waiting_for_a_replica(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
     async with running(config, patience_s=1000.0) as remote_tier:
@@ -178,7 +183,7 @@ async def test_at_the_end_of_a_pod_there_is_time_left_to_send_all(
     assert (step_dir / shard_name(1, WORLD)).stat().st_size == shards[1].size_bytes
 
 
-async def test_a_twins_flipped_bit_is_found_by_all_who_need_it(
+async def test_a_flipped_bit_in_a_shared_chunk_is_detected_by_every_rank_that_needs_it(
     local: Volume, config: ArchiveConfig, step_dir: Path
 ) -> None:
     async with archived(local, config) as (remote_tier, _):
@@ -193,7 +198,7 @@ async def test_a_twins_flipped_bit_is_found_by_all_who_need_it(
             assert bytes(slot[-PAGE_BYTES:]) == bytes(PAGE_BYTES), "and leaves no seal"
 
 
-@pytest.mark.parametrize("which", [shard_name(0, WORLD), twin_name(1, WORLD, 0)])
+@pytest.mark.parametrize("which", [shard_name(0, WORLD), twin_delta_name(1, WORLD, 0)])
 async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
     local: Volume, config: ArchiveConfig, step_dir: Path, which: str
 ) -> None:
@@ -203,15 +208,15 @@ async def test_a_file_that_is_missing_or_cut_off_makes_the_step_unusable(
     file.write_bytes(file.read_bytes()[:-PAGE_BYTES])
     async with running(config) as remote_tier:
         held = await remote_tier.scan()
-        assert held.answer is Answer.UNKNOWN
+        assert held.answer is TierAnswer.UNKNOWN
         assert f"{which} has " in held.reason
         file.unlink()
         held = await remote_tier.scan()
-        assert held.answer is Answer.UNKNOWN
+        assert held.answer is TierAnswer.UNKNOWN
         assert f"{which} is missing" in held.reason
 
 
-async def test_a_pull_makes_plain_shards_of_them(
+async def test_a_pull_expands_deduplicated_shards_to_complete_files(
     local: Volume, config: ArchiveConfig, step_dir: Path, tmp_path: Path
 ) -> None:
     async with archived(local, config) as (_, shards):
@@ -224,7 +229,7 @@ async def test_a_pull_makes_plain_shards_of_them(
         assert (pulled / shard_name(rank, WORLD)).read_bytes() == shard.path.read_bytes()
 
 
-async def test_a_step_that_is_not_kept_goes_with_its_twins(
+async def test_a_retired_step_is_deleted_with_its_deduplicated_files(
     local: Volume, archive_dir: Path, step_dir: Path
 ) -> None:
     config = ArchiveConfig(url=str(archive_dir), every=1, retention=Retention(last=1))
@@ -238,7 +243,7 @@ async def test_a_step_that_is_not_kept_goes_with_its_twins(
 # --- the record ----------------------------------------------------------------------------------
 
 
-def record(twins: dict[int, TwinOf]) -> StepRecord:
+def record(twins: dict[int, TwinDelta]) -> StepRecord:
     sealed = step_id(10)
     shards = tuple(
         Shard(step_id=sealed, rank=rank, world=WORLD, size_bytes=1000, root=f"{rank:032x}")
@@ -255,17 +260,23 @@ def record(twins: dict[int, TwinOf]) -> StepRecord:
     )
 
 
-def test_a_record_with_twins_comes_back() -> None:
-    written = record({1: TwinOf(rank=0, stored_bytes=500), 2: TwinOf(rank=0, stored_bytes=400)})
+def test_a_step_record_with_deduplicated_shards_survives_a_json_round_trip() -> None:
+    written = record(
+        {1: TwinDelta(rank=0, stored_bytes=500), 2: TwinDelta(rank=0, stored_bytes=400)}
+    )
     data = written.to_json()
     assert StepRecord.from_json(data, path="there") == written
     assert written.files == {
-        shard_name(0, WORLD): 1000, twin_name(1, WORLD, 0): 500, twin_name(2, WORLD, 0): 400
+        shard_name(0, WORLD): 1000,
+        twin_delta_name(1, WORLD, 0): 500,
+        twin_delta_name(2, WORLD, 0): 400,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("of", [{1: 1}, {1: WORLD}, {1: 0, 0: 2}, {1: 2, 2: 1}], ids=str)
-def test_a_twin_of_what_is_not_whole_is_refused(of: dict[int, int]) -> None:
-    twins = {rank: TwinOf(rank=whose, stored_bytes=1) for rank, whose in of.items()}
+def test_a_deduplicated_shard_that_refers_to_an_incomplete_file_is_refused(
+    of: dict[int, int],
+) -> None:
+    twins = {rank: TwinDelta(rank=whose, stored_bytes=1) for rank, whose in of.items()}
     with pytest.raises(FormatError, match="has no whole file"):
         StepRecord.from_json(record(twins).to_json(), path="there")

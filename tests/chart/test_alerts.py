@@ -23,7 +23,7 @@ def alerts(chart: Chart) -> dict[str, Object]:
     return {rule["alert"]: rule for rule in group["rules"]}
 
 
-def test_every_metric_of_an_alert_or_of_the_dashboard_is_made_by_some_process(
+def test_every_metric_in_alerts_and_the_dashboard_is_exported_by_some_process(
     alerts: dict[str, Object],
 ) -> None:
     made = {row.name for row in TABLE}
@@ -43,7 +43,7 @@ def test_every_metric_of_an_alert_or_of_the_dashboard_is_made_by_some_process(
         }
 
 
-def test_every_alert_leads_to_its_section_of_the_page(alerts: dict[str, Object]) -> None:
+def test_every_alert_links_to_an_existing_section_of_the_runbook(alerts: dict[str, Object]) -> None:
     page = (ROOT / "docs" / "troubleshoot.md").read_text()
     assert sorted(re.findall(r"^### (Keepstep\w+)$", page, re.MULTILINE)) == sorted(alerts)
     for name, alert in alerts.items():

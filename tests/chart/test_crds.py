@@ -35,7 +35,7 @@ def test_every_schema_has_one_type() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_status_short_names_columns_and_stays_on_uninstall(kind: str) -> None:
+def test_every_crd_has_a_status_short_names_and_columns_and_is_kept_on_uninstall(kind: str) -> None:
     crd = CRDS[kind]
     (version,) = crd["spec"]["versions"]
     assert version["name"] == "v1alpha1"
@@ -62,7 +62,7 @@ def test_every_field_that_the_reconciler_writes_is_in_the_schema() -> None:
     assert set(_written(msgspec.json.schema(RunStatus))) <= known
 
 
-def test_what_the_reconciler_cuts_fits_the_schema() -> None:
+def test_the_truncation_limits_of_the_reconciler_fit_the_schema() -> None:
     status = schema_of(CRDS["CheckpointRun"])["properties"]["status"]["properties"]
     assert status["recent"]["maxItems"] >= run_reports.MOST_RECENT
     assert status["ranks"]["maxItems"] >= run_reports.MOST_NODES

@@ -14,7 +14,7 @@ COMMANDS = ("admission", "reconcile", "certificates")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_argument_is_an_option_of_the_command(chart: Chart, name: str) -> None:
+def test_every_argument_in_the_chart_is_an_option_of_its_command(chart: Chart, name: str) -> None:
     objects = chart.render({**EVERYTHING, "hostPaths": ["/mnt/a", "/mnt/b"]})
     spec = dict(pod_specs(objects))[f"keepstep-{name}"]
     command, *arguments = spec["containers"][0]["args"]

@@ -26,7 +26,7 @@ def _locked(part: str) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_range_is_locked_within_it(part: str) -> None:
+def test_every_locked_version_lies_within_its_required_range(part: str) -> None:
     locked = _locked(part)
     for asked in map(Requirement, needs(part)):
         assert asked.name in locked, f"{asked} is not locked: run `make lock`"
@@ -35,7 +35,7 @@ def test_every_range_is_locked_within_it(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_every_locked_package_has_a_version_and_hashes_and_torch_is_none_of_them(part: str) -> None:
+def test_every_locked_package_has_a_version_and_hashes_and_torch_is_not_locked(part: str) -> None:
     locked = _locked(part)
     assert all(version and hashes for version, hashes in locked.values())
     assert "torch" not in locked
@@ -59,6 +59,6 @@ def test_the_packaged_chart_of_a_release_pulls_the_images_of_that_release_by_dig
 
 
 @pytest.mark.parametrize("digest", ["", "null", "sha256:abc"])
-def test_what_is_no_digest_makes_no_chart(digest: str) -> None:
+def test_a_chart_release_with_an_invalid_image_digest_is_refused(digest: str) -> None:
     with pytest.raises(SystemExit, match="is no digest"):
         chart_reference.released("", registry="", digests={"operator": digest})

@@ -24,7 +24,7 @@ class Grant:
     verbs: frozenset[str]
 
 
-def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
+def test_the_documented_permissions_match_the_rendered_chart(chart: Chart) -> None:
     objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
     rendered = {grant for component in GRANTED for grant in _rendered(objects, component)}
     documented = _documented()
@@ -32,7 +32,7 @@ def test_the_table_of_rights_is_what_the_chart_renders(chart: Chart) -> None:
     assert documented - rendered == set(), "in the table, but not granted"
 
 
-def test_reconcile_may_read_every_kind_of_job_that_it_knows(chart: Chart) -> None:
+def test_the_reconciler_may_read_every_kind_of_job_that_it_supports(chart: Chart) -> None:
     granted = _rendered(chart.render(), "reconcile")
     readable = {grant.resource for grant in granted if "get" in grant.verbs}
     known = {_named(kind.plural, kind.group) for kind in job_kinds._KINDS}
@@ -52,7 +52,9 @@ def test_every_component_has_a_service_account_of_its_own(chart: Chart, componen
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_the_roles_are_bound_to_an_account_of_somebody_else(chart: Chart, component: str) -> None:
+def test_the_roles_are_bound_to_an_existing_service_account_if_one_is_given(
+    chart: Chart, component: str
+) -> None:
     account = {"create": False, "name": "theirs"}
     objects = chart.render(_with_account(component, account))
     assert f"keepstep-{component}" not in of_kind(objects, "ServiceAccount")
@@ -157,14 +159,14 @@ def _listed(cell: str) -> frozenset[str]:
     return frozenset(word.strip() for word in cell.split(",") if word.strip())
 
 
-def test_nobody_may_make_pods(chart: Chart) -> None:
+def test_no_role_permits_the_creation_of_pods(chart: Chart) -> None:
     objects = chart.render({"hostPaths": ["/mnt/nvme0"]})
     roles = [*of_kind(objects, "ClusterRole").values(), *of_kind(objects, "Role").values()]
     rules = [rule for role in roles if not is_hook(role) for rule in role["rules"]]
     assert not any("create" in rule["verbs"] and "pods" in rule["resources"] for rule in rules)
 
 
-def test_agents_are_there_where_directories_of_nodes_are_and_see_whether_runs_exist(
+def test_agents_are_deployed_only_with_host_paths_and_may_only_get_checkpoint_runs(
     chart: Chart,
 ) -> None:
     assert _rendered(chart.render(), "agent") == set()

@@ -82,7 +82,9 @@ def test_helm_lint_finds_nothing(chart: Chart, name: str) -> None:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_knows_every_field(rendered: list[Object], version: str) -> None:
+def test_every_rendered_object_is_valid_for_the_kubernetes_schema(
+    rendered: list[Object], version: str
+) -> None:
     for body in rendered:
         if body["kind"] not in OURS | {"CustomResourceDefinition"}:
             kubernetes_validate.validate(body, version, strict=True)
@@ -100,7 +102,7 @@ def test_every_object_is_labelled_and_namespaced_objects_name_their_namespace(
         assert ("namespace" in body["metadata"]) == (not _cluster_wide(body))
 
 
-def test_every_container_is_restricted(rendered: list[Object]) -> None:
+def test_every_container_meets_the_restricted_pod_security_standard(rendered: list[Object]) -> None:
     specs = dict(pod_specs(rendered))
     assert len(specs) == 4
     for spec in specs.values():
@@ -121,7 +123,7 @@ def test_every_container_is_restricted(rendered: list[Object]) -> None:
             assert "memory" in container["resources"]["limits"]
 
 
-def test_selectors_choose_the_pods_that_they_mean(rendered: list[Object]) -> None:
+def test_every_selector_matches_exactly_its_own_pods(rendered: list[Object]) -> None:
     deployments = of_kind(rendered, "Deployment")
     for body in (*deployments.values(), *of_kind(rendered, "DaemonSet").values()):
         chosen = body["spec"]["selector"]["matchLabels"]
@@ -143,7 +145,7 @@ def test_no_secret_is_rendered_and_no_ca_bundle(rendered: list[Object]) -> None:
     assert not any("(lookup " in text or "{{ lookup" in text for text in templates)
 
 
-def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
+def test_rendered_names_match_the_names_in_the_code(plain: list[Object]) -> None:
     assert of_kind(plain, "Service").keys() == {"keepstep-admission", "keepstep-reports"}
     assert of_kind(plain, "Deployment").keys() == {
         "keepstep-admission",
@@ -164,7 +166,7 @@ def test_names_are_those_that_the_processes_use(plain: list[Object]) -> None:
     assert reports["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "no key of the authority"
 
 
-def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Object]) -> None:
+def test_the_webhook_matches_only_annotated_pods_and_fails_open(plain: list[Object]) -> None:
     (webhook,) = of_kind(plain, "MutatingWebhookConfiguration")["keepstep"]["webhooks"]
     assert webhook["failurePolicy"] == "Ignore"
     assert webhook["timeoutSeconds"] == 10
@@ -185,7 +187,7 @@ def test_the_webhook_asks_for_annotated_pods_only_and_fails_open(plain: list[Obj
     assert _left_out(webhook) == {"kube-system", NAMESPACE}
 
 
-def test_the_webhooks_failure_policy_and_timeout_hold_and_admission_knows_it(
+def test_the_configured_webhook_timeout_is_passed_to_the_admission_process(
     chart: Chart,
 ) -> None:
     objects = chart.render({"admission": {"failurePolicy": "Fail", "timeoutSeconds": 7}})
@@ -205,12 +207,16 @@ def test_admission_is_spread_and_survives_a_drain(plain: list[Object]) -> None:
 
 
 @pytest.mark.parametrize("component", ["certificates", "reconcile"])
-def test_neither_of_these_ever_runs_twice(component: str, plain: list[Object]) -> None:
+def test_singleton_components_have_one_replica_and_the_recreate_strategy(
+    component: str, plain: list[Object]
+) -> None:
     spec = of_kind(plain, "Deployment")[f"keepstep-{component}"]["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
 
 
-def test_what_serves_on_a_node_writes_nowhere_and_what_cleans_listens_nowhere(chart: Chart) -> None:
+def test_the_serving_agent_mounts_volumes_read_only_and_the_cleaning_agent_opens_no_port(
+    chart: Chart,
+) -> None:
     objects = chart.render(EVERYTHING)
     agent = of_kind(objects, "DaemonSet")["keepstep-agent"]["spec"]["template"]["spec"]
     serve, clean = agent["containers"]
@@ -237,7 +243,7 @@ def test_what_serves_on_a_node_writes_nowhere_and_what_cleans_listens_nowhere(ch
     assert not of_kind(chart.render(), "DaemonSet")
 
 
-def test_what_goes_out_is_the_api_server_and_dns(chart: Chart) -> None:
+def test_egress_is_limited_to_the_api_server_and_dns(chart: Chart) -> None:
     objects = chart.render({"networkPolicy": {"egress": {"enabled": True}}})
     policies = of_kind(objects, "NetworkPolicy")
     assert len(policies) == 3
@@ -251,7 +257,7 @@ def test_what_goes_out_is_the_api_server_and_dns(chart: Chart) -> None:
     assert narrow["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
 
 
-def test_training_pods_let_in_peers_and_scrapes_where_that_is_asked_for(chart: Chart) -> None:
+def test_the_training_network_policy_admits_only_peers_and_metrics_scrapes(chart: Chart) -> None:
     values = {"networkPolicy": {"training": {"namespaces": ["ml"]}}}
     (policy,) = of_kind(chart.render(values), "NetworkPolicy").values()
     assert policy["metadata"]["namespace"] == "ml"
@@ -273,7 +279,7 @@ def test_the_crds_of_the_release_are_those_of_the_repository(plain: list[Object]
     }
 
 
-def test_options_are_off_unless_asked_for(chart: Chart, plain: list[Object]) -> None:
+def test_optional_objects_are_rendered_only_when_enabled(chart: Chart, plain: list[Object]) -> None:
     options = {"NetworkPolicy", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
     assert not options & {body["kind"] for body in plain}
     assert options <= {body["kind"] for body in chart.render(EVERYTHING)}
@@ -304,7 +310,9 @@ def _cluster_wide(body: Object) -> bool:
     }
 
 
-def test_reconcile_leaves_a_node_that_is_lost_within_half_a_minute(plain: list[Object]) -> None:
+def test_the_reconciler_is_evicted_from_a_lost_node_within_half_a_minute(
+    plain: list[Object],
+) -> None:
     spec = of_kind(plain, "Deployment")["keepstep-reconcile"]["spec"]["template"]["spec"]
     left_after_s = {
         toleration["key"]: toleration["tolerationSeconds"] for toleration in spec["tolerations"]

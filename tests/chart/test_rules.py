@@ -79,7 +79,7 @@ FUNCTIONS: dict[str, Any] = {"quantity": _quantity, "compareTo": _compare}
 
 
 @pytest.mark.parametrize("change", RIGHT, ids=str)
-def test_a_policy_that_makes_sense_is_taken(change: Object) -> None:
+def test_a_valid_policy_is_accepted(change: Object) -> None:
     assert list(problems(policy_body()["spec"] | change, POLICY)) == []
 
 
@@ -101,17 +101,17 @@ ONLY_HERE: list[Object] = [
     ],
     ids=str,
 )
-def test_a_policy_that_cannot_work_is_refused(change: Object) -> None:
+def test_an_invalid_policy_is_refused(change: Object) -> None:
     assert list(problems(policy_body()["spec"] | change, POLICY))
 
 
 @pytest.mark.parametrize("text", ["1200", "gpt-1a2b/1200", "0003.1f9c2d7a-000001200", "a/1"])
-def test_a_step_to_restore_from_is_a_number_or_an_id_of_any_run(text: str) -> None:
+def test_restore_from_accepts_a_step_number_or_a_step_id_of_any_run(text: str) -> None:
     assert list(problems({"restoreFrom": text}, RUN)) == []
 
 
 @pytest.mark.parametrize("text", ["latest", "a/b/1", "/1", "Gpt/1", "0003.1f9c-1", "-1"])
-def test_anything_else_to_restore_from_is_refused(text: str) -> None:
+def test_restore_from_refuses_any_other_text(text: str) -> None:
     (found,) = problems({"restoreFrom": text}, RUN)
     assert found.startswith("restoreFrom must be")
 

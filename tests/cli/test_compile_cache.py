@@ -113,7 +113,7 @@ def cache(keepstep: Keepstep, *options: str) -> Path:
 
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
-def test_the_life_after_a_kill_compiles_nothing(keepstep: Keepstep) -> None:
+def test_a_restart_after_a_kill_compiles_nothing_again(keepstep: Keepstep) -> None:
     script = keepstep.script("train.py", COMPILED)
     done = keepstep("run", "--restarts", "1", "--", PYTHON, script)
     first, second = map(json.loads, done.stdout.splitlines())
@@ -161,7 +161,9 @@ def undisturbed(rank: int) -> list[float]:
     return pytest.approx(found, rel=1e-5)
 
 
-def test_the_caches_are_this_users_alone_and_the_same_at_each_start(keepstep: Keepstep) -> None:
+def test_the_compile_caches_are_private_to_the_user_and_have_the_same_path_at_each_start(
+    keepstep: Keepstep,
+) -> None:
     found = cache(keepstep)
     assert found.parent == keepstep.directory / "show" / "compile-cache"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
@@ -169,20 +171,20 @@ def test_the_caches_are_this_users_alone_and_the_same_at_each_start(keepstep: Ke
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
-def test_what_the_user_chose_stays(
+def test_a_cache_directory_that_the_user_set_is_not_changed(
     keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "/their/own")
     assert sorted(places(keepstep), key=str) == ["/their/own", None]
 
 
-def test_nothing_is_kept_where_nothing_is_to_be_kept(keepstep: Keepstep) -> None:
+def test_a_compile_cache_size_of_0_disables_the_caches_and_deletes_them(keepstep: Keepstep) -> None:
     cache(keepstep)
     assert places(keepstep, "--compile-cache", "0") == [None, None]
     assert not (keepstep.directory / "show" / "compile-cache").exists()
 
 
-def test_caches_larger_than_the_limit_begin_anew(keepstep: Keepstep) -> None:
+def test_compile_caches_larger_than_the_limit_are_emptied(keepstep: Keepstep) -> None:
     file = cache(keepstep) / "inductor" / "ab" / "large.so"
     file.parent.mkdir(parents=True)
     file.write_bytes(os.urandom(2 << 20))
@@ -192,7 +194,7 @@ def test_caches_larger_than_the_limit_begin_anew(keepstep: Keepstep) -> None:
     assert not file.exists()
 
 
-def test_caches_that_came_with_a_copied_directory_are_not_used(keepstep: Keepstep) -> None:
+def test_compile_caches_in_a_copied_run_directory_are_not_used(keepstep: Keepstep) -> None:
     theirs = cache(keepstep)
     (theirs / "inductor").mkdir()
     (theirs / "inductor" / "planted.so").write_text("hostile")
@@ -206,7 +208,7 @@ def test_caches_that_came_with_a_copied_directory_are_not_used(keepstep: Keepste
     assert not list(ours.rglob("planted.so"))
 
 
-def test_what_is_not_ours_in_that_place_stays(keepstep: Keepstep) -> None:
+def test_foreign_files_in_the_compile_cache_directory_are_not_removed(keepstep: Keepstep) -> None:
     kept = cache(keepstep).parent
     (kept / "notes").mkdir()
     (kept / "notes" / "text").write_text("the user's\n")
@@ -214,7 +216,9 @@ def test_what_is_not_ours_in_that_place_stays(keepstep: Keepstep) -> None:
     assert (kept / "notes" / "text").read_text() == "the user's\n"
 
 
-def test_nothing_is_kept_where_others_may_write(keepstep: Keepstep) -> None:
+def test_no_compile_cache_is_kept_in_a_directory_that_other_users_may_write_to(
+    keepstep: Keepstep,
+) -> None:
     keepstep.directory.mkdir()
     keepstep.directory.chmod(0o777)
     script = keepstep.script("show.py", SHOW)
@@ -226,7 +230,9 @@ def test_nothing_is_kept_where_others_may_write(keepstep: Keepstep) -> None:
 
 @needs_root
 @pytest.mark.root
-def test_a_group_may_write_only_if_it_is_the_users_own(keepstep: Keepstep) -> None:
+def test_a_group_writable_directory_is_accepted_only_for_the_users_own_group(
+    keepstep: Keepstep,
+) -> None:
     keepstep.directory.mkdir()
     keepstep.directory.chmod(0o775)
     assert cache(keepstep).is_dir()
@@ -256,7 +262,7 @@ def test_a_drive_on_which_nothing_may_be_executed_is_refused(
     mounted: Callable[..., Path],
 ) -> None:
     drive = mounted("drive", "-t", "tmpfs", "-o", "noexec", "none")
-    place = OpenDirectory.opened(drive)
+    place = OpenDirectory.open_path(drive)
     with pytest.raises(StorageError, match=r"/caches may be executed \(noexec\)"):
         compile_cache.cache_variables(place, "caches")
 
@@ -264,7 +270,7 @@ def test_a_drive_on_which_nothing_may_be_executed_is_refused(
 # --- in a pod --------------------------------------------------------------------------------
 
 
-def test_in_a_pod_each_user_has_a_part_of_the_mounted_directory(
+def test_each_user_of_a_pod_gets_a_subdirectory_of_the_mounted_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -277,7 +283,7 @@ def test_in_a_pod_each_user_has_a_part_of_the_mounted_directory(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(inductor)
 
 
-def test_in_a_pod_what_stands_in_the_way_stops_nothing(
+def test_an_unusable_cache_directory_in_a_pod_is_logged_and_does_not_stop_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

@@ -50,7 +50,9 @@ def lives(text: str) -> list[int | None]:
 
 
 @pytest.mark.parametrize("how", ["nan", "error"])
-def test_a_poisoned_step_costs_two_lives(keepstep: Keepstep, how: str) -> None:
+def test_a_poisoned_step_is_no_longer_restored_after_two_failures(
+    keepstep: Keepstep, how: str
+) -> None:
     script = keepstep.script("loop.py", LOOP)
     with keepstep.start(
         "run", "--restarts", "6", "--", warm.python(), script, how, "120"
@@ -67,7 +69,7 @@ def test_a_poisoned_step_costs_two_lives(keepstep: Keepstep, how: str) -> None:
     assert ("ValueError" in err) is (how == "error"), "the script's own words stay"
 
 
-def test_what_is_suspect_outlives_the_sidecar_is_shown_and_a_person_may_say_otherwise(
+def test_suspect_steps_are_shown_survive_a_sidecar_restart_and_can_be_chosen_explicitly(
     keepstep: Keepstep,
 ) -> None:
     script = keepstep.script("loop.py", LOOP)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from keepstep_sidecar.cli.commands import doctor as machine
-from keepstep_sidecar.cli.commands.doctor import Finding, Need, Outcome
+from keepstep_sidecar.cli.commands.doctor import Finding, Outcome, RunRequirements
 from keepstep_sidecar.memory.slot_directories import free_huge_bytes
 from tests.cli.conftest import Keepstep
 
 MIB = 1 << 20
-UNKNOWN = Need(image_bytes=None, ranks=1, slots=4)
+UNKNOWN = RunRequirements(image_bytes=None, ranks=1, slots=4)
 
 
 @contextlib.contextmanager
@@ -32,13 +32,13 @@ def mounted(place: Path, kind: str, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def findings(place: Path, need: Need = UNKNOWN, **options: Any) -> dict[str, Finding]:
+def findings(place: Path, need: RunRequirements = UNKNOWN, **options: Any) -> dict[str, Finding]:
     settings: dict[str, Any] = {"volumes": 1, "probe_bytes": 16 * MIB, "clock": lambda: 0.0}
     found = machine.check_drive(place, need, **{**settings, **options})
     return {finding.name.partition(" ")[0]: finding for finding in found}
 
 
-def test_a_machine_that_is_well_passes_and_nothing_is_left(
+def test_doctor_passes_on_a_healthy_machine_and_leaves_no_file(
     keepstep: Keepstep, tmp_path: Path
 ) -> None:
     place = tmp_path / "drive"
@@ -54,7 +54,7 @@ def test_a_machine_that_is_well_passes_and_nothing_is_left(
     assert "ok       torch: " in keepstep(*words).stdout
 
 
-def test_what_would_fail_is_exit_code_1_and_said(keepstep: Keepstep) -> None:
+def test_doctor_exits_with_1_and_prints_what_to_change(keepstep: Keepstep) -> None:
     shown = keepstep("doctor", "--state", "900Ti", "--probe-size", "8Mi", code=1).stdout
     assert "missing  shared memory" in shown
     assert "missing  space" in shown
@@ -63,7 +63,7 @@ def test_what_would_fail_is_exit_code_1_and_said(keepstep: Keepstep) -> None:
     assert "no size" in keepstep("doctor", "--state", "0", code=2).stderr
 
 
-def test_a_state_is_compared_with_what_is_there(keepstep: Keepstep) -> None:
+def test_doctor_compares_the_state_size_with_available_memory_and_space(keepstep: Keepstep) -> None:
     checks = keepstep.json("doctor", "--state", "1Mi", "--probe-size", "8Mi")["checks"]
     found = {check["name"].partition(" ")[0]: check["found"] for check in checks}
     assert "3.00 MiB needed" in found["shared"]
@@ -71,7 +71,7 @@ def test_a_state_is_compared_with_what_is_there(keepstep: Keepstep) -> None:
     assert "4.00 MiB needed" in several
     assert "needed" in found["space"]
     assert "a step of all ranks" in found["speed"]
-    need = Need(image_bytes=10, ranks=4, slots=4)
+    need = RunRequirements(image_bytes=10, ranks=4, slots=4)
     assert (need.memory_bytes, need.volume_bytes(2)) == (160, 60)
 
 
@@ -80,7 +80,7 @@ def test_shared_memory_has_room_for_all_slots_for_one_or_for_none(tmp_path: Path
     with mounted(tmp_path / "shm", "tmpfs", "size=64M") as place:
 
         def outcome(image_bytes: int | None, slots: int) -> Outcome:
-            need = Need(image_bytes=image_bytes, ranks=1, slots=slots)
+            need = RunRequirements(image_bytes=image_bytes, ranks=1, slots=slots)
             return machine.check_shared_memory(place, need).outcome
 
         room = 64 * MIB + free_huge_bytes()
@@ -92,7 +92,7 @@ def test_shared_memory_has_room_for_all_slots_for_one_or_for_none(tmp_path: Path
 
 
 @pytest.mark.root
-def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> None:
+def test_doctor_reports_drives_that_are_full_read_only_or_without_direct_io(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "tmpfs", "size=4M") as place:
         assert findings(place)["space"].outcome is Outcome.MISSING
         assert not list(place.iterdir())
@@ -106,7 +106,7 @@ def test_drives_that_are_full_read_only_or_refuse_direct_io(tmp_path: Path) -> N
         assert "refused" in found.found
 
 
-def test_what_logind_would_remove(tmp_path: Path) -> None:
+def test_doctor_warns_when_logind_would_remove_shared_memory(tmp_path: Path) -> None:
     """For a user that people log in as; whichever has an account here."""
     user = next((user for user in pwd.getpwall() if user.pw_uid >= 1000), None)
     uid = 4321 if user is None else user.pw_uid

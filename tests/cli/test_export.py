@@ -90,7 +90,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keepstep]:
     ],
     ids=lambda lives: "-then-".join(f"{layout}{ranks}" for layout, ranks in lives),
 )
-def test_any_world_and_layout_is_one_model(
+def test_a_step_of_any_world_size_and_layout_exports_the_same_model(
     keepstep: Keepstep, lives: list[tuple[str, int]]
 ) -> None:
     for number, (layout, ranks) in enumerate(lives, start=1):
@@ -103,7 +103,7 @@ def test_any_world_and_layout_is_one_model(
     assert_equal(load(keepstep.home / "cut"), trained(keepstep))
 
 
-def test_bf16_is_what_torch_makes_of_it(alone: Keepstep, tmp_path: Path) -> None:
+def test_an_export_to_bf16_equals_the_conversion_of_torch(alone: Keepstep, tmp_path: Path) -> None:
     alone("export", "latest", "--to", str(tmp_path / "out"), "--dtype", "bf16")
     expected = {
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -112,7 +112,7 @@ def test_bf16_is_what_torch_makes_of_it(alone: Keepstep, tmp_path: Path) -> None
     assert_equal(load(tmp_path / "out"), expected)
 
 
-def test_what_one_machine_lacks_comes_from_the_archive(keepstep: Keepstep) -> None:
+def test_export_reads_missing_shards_from_the_archive(keepstep: Keepstep) -> None:
     (keepstep.home / "archive").mkdir()
     train(keepstep, "fsdp", 2, 3, "--archive", "archive", "--archive-every", "1")
     (lost,) = keepstep.directory.glob("*/*-000000002/rank-00001-of-*")
@@ -175,7 +175,7 @@ os._exit(0)
 """
 
 
-def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_are_not(
+def test_tensors_that_differ_between_ranks_are_exported_only_with_the_lowest_rank_option(
     keepstep: Keepstep,
 ) -> None:
     """Plain tensors of which each rank has its own: which it is, their bytes tell."""
@@ -196,7 +196,7 @@ def test_slices_of_ranks_are_refused_unless_one_ranks_are_asked_for_and_copies_a
     assert_equal(load(keepstep.home / "same"), alike)
 
 
-def test_a_flipped_byte_leaves_nothing(copied_alone: Keepstep) -> None:
+def test_a_flipped_byte_aborts_the_export_and_leaves_no_output(copied_alone: Keepstep) -> None:
     (shard,) = copied_alone.directory.glob("*/*-000000005/rank-*")
     flip(shard, at=shard.stat().st_size // 3)
     output = copied_alone("export", "5", "--to", "out", code=1).stderr
@@ -214,7 +214,9 @@ def copied_alone(alone: Keepstep, tmp_path: Path) -> Keepstep:
     return Keepstep(home)
 
 
-def test_nobody_s_directory_is_touched(alone: Keepstep, tmp_path: Path) -> None:
+def test_export_refuses_an_existing_output_directory_and_does_not_change_it(
+    alone: Keepstep, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     alone("export", "5", "--to", str(out))
     before = (out / "model.safetensors").read_bytes()
@@ -235,7 +237,7 @@ def test_nobody_s_directory_is_touched(alone: Keepstep, tmp_path: Path) -> None:
         (("5", "--dtype", "int8"), "int8"),
     ],
 )
-def test_wrong_uses_say_what_to_do(
+def test_wrong_arguments_print_an_error_that_names_the_fix(
     words: tuple[str, ...], message: str, alone: Keepstep, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

@@ -32,7 +32,7 @@ def train(  # type: ignore[no-untyped-def]
     return keepstep("run", *where, *more, *words, **how)
 
 
-def test_a_fork_begins_once_and_then_goes_on_from_its_own_steps(
+def test_a_fork_starts_from_the_original_run_once_and_then_resumes_from_its_own_steps(
     keepstep: Keepstep, archive: Path
 ) -> None:
     fork = ("--restore-from", "first/2")
@@ -48,7 +48,7 @@ def test_a_fork_begins_once_and_then_goes_on_from_its_own_steps(
     assert f"run second began from first/{began}" in " ".join(table.split())
 
 
-def test_what_cannot_be_begun_from_is_named_and_nothing_begins_anew(
+def test_a_fork_from_an_unusable_step_fails_and_does_not_start_at_step_0(
     keepstep: Keepstep, archive: Path
 ) -> None:
     gone = train(keepstep, archive, "second", "--restore-from", "first/77", last=6, code=1)

@@ -10,7 +10,7 @@ from tests import warm
 from tests.cli.conftest import TRAIN, Keepstep
 
 
-def test_goodput_is_shown_over_restarts_and_after_the_end(keepstep: Keepstep) -> None:
+def test_goodput_covers_all_restarts_and_is_shown_after_the_run_ended(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
     command = ("--", warm.python(), "train.py")
     done = keepstep("run", "--restarts", "1", *command, "60", "30")

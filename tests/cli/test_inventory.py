@@ -16,13 +16,13 @@ def test_a_shard_that_is_published_before_it_is_opened_is_read_under_its_new_nam
 ) -> None:
     volume, slot = Volume(tmp_path / RUN, run=RUN), staged(make_layout(), 1)
     source = file_source(volume.write(slot.view, slot.layout, slot.control).shard, run=RUN)
-    volume.publish(step_id(1))
+    volume.publish_step(step_id(1))
     with source.open() as file:
         assert file.fd
     volume.unpublish(step_id(1))
     with source.open() as file:
         assert file.fd
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     with pytest.raises(ShardGone), source.open():
         pass
     volume.close()

@@ -26,7 +26,7 @@ def shard_of(keepstep: Keepstep, step: int) -> Path:
 # --- steps and status ------------------------------------------------------------------------
 
 
-def test_steps_without_a_sidecar_come_from_the_volumes(trained: Keepstep) -> None:
+def test_the_steps_command_reads_the_volumes_when_no_sidecar_is_running(trained: Keepstep) -> None:
     document = trained.json("steps")
     assert document["run"] == "train"
     first, last = document["steps"]
@@ -40,7 +40,9 @@ def test_steps_without_a_sidecar_come_from_the_volumes(trained: Keepstep) -> Non
     assert last["id"] == f"{last['epoch']}-000000005"
 
 
-def test_status_and_steps_of_a_live_sidecar_have_what_is_in_memory(keepstep: Keepstep) -> None:
+def test_status_and_steps_include_steps_in_memory_while_a_sidecar_is_running(
+    keepstep: Keepstep,
+) -> None:
     keepstep.script("train.py", TRAIN)
     keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     document = keepstep.json("status")
@@ -63,7 +65,7 @@ def test_steps_beyond_the_parent_of_a_later_epoch_are_shown_as_dead(copied: Keep
     assert copied.json("status")["committed"]["id"].endswith("-000000004")
 
 
-def test_status_and_steps_show_what_lies_beyond_the_machine(keepstep: Keepstep) -> None:
+def test_status_and_steps_include_steps_in_the_archive(keepstep: Keepstep) -> None:
     archive = keepstep.home / "shared"
     archive.mkdir()
     keepstep.script("train.py", TRAIN)
@@ -159,7 +161,7 @@ def test_inspect_shows_control_page_layout_sections_and_tensors(trained: Keepste
 # --- rm and stop -----------------------------------------------------------------------------
 
 
-def test_rm_asks_and_deletes_what_was_agreed_to(copied: Keepstep) -> None:
+def test_rm_deletes_a_step_only_after_confirmation(copied: Keepstep) -> None:
     copied("rm", "4", code=1, input="n\n")
     assert len(copied.json("steps")["steps"]) == 2
     copied("rm", "4", input="y\n")
@@ -175,7 +177,9 @@ def test_rm_keeps_the_only_committed_step_unless_forced(copied: Keepstep) -> Non
     assert copied.json("steps")["steps"] == []
 
 
-def test_rm_leaves_a_live_sidecars_steps_alone_and_stop_frees_them(keepstep: Keepstep) -> None:
+def test_rm_refuses_steps_of_a_running_sidecar_and_stop_frees_its_memory(
+    keepstep: Keepstep,
+) -> None:
     keepstep.script("train.py", TRAIN)
     keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     assert "keepstep stop" in keepstep("rm", "--yes", "2", code=2).stderr
@@ -187,7 +191,7 @@ def test_rm_leaves_a_live_sidecars_steps_alone_and_stop_frees_them(keepstep: Kee
     assert "was not running" in keepstep("stop").stdout
 
 
-def test_stop_saves_what_a_killed_sidecar_left_in_memory(keepstep: Keepstep) -> None:
+def test_stop_writes_the_steps_that_a_killed_sidecar_left_in_memory(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
     command = ("--", warm.python(), "train.py", "6", "3")
     keepstep("run", "--persist-every", "1000", *command, code=137)
@@ -208,7 +212,9 @@ def backup(trained: Keepstep, tmp_path: Path) -> Keepstep:
     return Keepstep(tmp_path / "backup")
 
 
-def test_no_command_over_a_copy_reaches_the_originals_sidecar(keepstep: Keepstep) -> None:
+def test_commands_on_a_copied_directory_do_not_reach_the_original_sidecar(
+    keepstep: Keepstep,
+) -> None:
     keepstep.script("train.py", TRAIN)
     keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
     sidecar = keepstep.sidecar().pid
@@ -226,7 +232,7 @@ def test_no_command_over_a_copy_reaches_the_originals_sidecar(keepstep: Keepstep
     assert keepstep.json("status")["newest"]["tiers"] == ["memory", "local"]
 
 
-def test_a_moved_directory_shows_and_verifies_its_steps_and_goes_on(
+def test_a_moved_directory_can_be_listed_verified_and_resumed(
     backup: Keepstep, tmp_path: Path
 ) -> None:
     backup.home.rename(tmp_path / "moved")
@@ -261,7 +267,7 @@ def _hostile_directory(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_hostile_name, _hostile_record, _hostile_directory])
-def test_nothing_that_a_file_says_reaches_the_terminal_as_a_command(
+def test_escape_sequences_in_files_are_not_printed_to_the_terminal(
     backup: Keepstep, make: Callable[[Path], None]
 ) -> None:
     shard = shard_of(backup, 5)
@@ -275,5 +281,7 @@ def test_nothing_that_a_file_says_reaches_the_terminal_as_a_command(
 
 
 @pytest.mark.parametrize("command", ["status", "steps", "verify", "stop"])
-def test_without_a_run_every_command_says_how_to_find_one(keepstep: Keepstep, command: str) -> None:
+def test_every_command_explains_how_to_select_a_run_when_none_is_found(
+    keepstep: Keepstep, command: str
+) -> None:
     assert "--dir DIR" in keepstep(command, code=2).stderr

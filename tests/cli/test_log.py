@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_sidecar.cli import launcher
-from keepstep_sidecar.cli.launcher import limit_log
+from keepstep_sidecar.cli.sidecar_launcher import limit_log
 
 
-def test_a_large_log_moves_aside_and_its_writer_goes_on(
+def test_a_large_log_is_rotated_and_its_writer_continues_in_the_new_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "LOG_LIMIT_BYTES", 10)
+    monkeypatch.setattr("keepstep_sidecar.cli.sidecar_launcher.LOG_LIMIT_BYTES", 10)
     path = tmp_path / "sidecar.log"
     with path.open("ab", buffering=0) as writer:  # O_APPEND, as the sidecar's
         writer.write(b"0123456789\n")

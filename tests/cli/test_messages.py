@@ -15,7 +15,7 @@ def restarted(**ranks: tuple[int, ...]) -> str:
     return run_messages.restarted_text(holdings, code=1, attempt=1, restarts=3)
 
 
-def test_a_step_that_all_ranks_have_on_volumes_is_not_said_to_be_uncommitted() -> None:
+def test_a_step_that_all_ranks_have_on_volumes_is_not_reported_as_uncommitted() -> None:
     """A sidecar that has just begun publishes it in a moment."""
     assert "nothing is committed" in restarted(memory=(0, 1), local=(0,))
     assert "nothing is committed" not in restarted(local=(0, 1))

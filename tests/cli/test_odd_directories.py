@@ -34,7 +34,7 @@ def open_home() -> Iterator[Path]:
         (("status",), ""),
     ],
 )
-def test_another_user_is_told_whose_run_it_is(
+def test_the_error_for_a_run_of_another_user_names_its_owner(
     trained: Keepstep, open_home: Path, words: tuple[str, ...], message: str
 ) -> None:
     if os.geteuid() != 0 or shutil.which("setpriv") is None:

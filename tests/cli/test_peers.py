@@ -105,7 +105,7 @@ def await_copies(machines: tuple[Keepstep, Keepstep]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
+def test_a_machine_that_lost_its_drive_resumes_from_the_copies_of_its_peer(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]
@@ -126,7 +126,7 @@ def test_a_machine_that_lost_its_drive_goes_on_from_the_other_ones_copies(
 
 
 @pytest.mark.timeout(300)
-def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
+def test_export_reads_missing_shards_from_local_copies_and_from_peers(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]
@@ -156,7 +156,7 @@ def test_what_a_machine_lacks_is_exported_from_its_copies_and_from_peers(
 
 
 @pytest.mark.timeout(120)
-def test_two_machines_end_with_their_last_step_committed_on_both(
+def test_the_last_step_is_committed_on_both_machines_when_the_run_ends(
     machines: tuple[Keepstep, Keepstep], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = [free_port(), free_port()]

@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import UsageError
-from keepstep_sidecar.cli import launcher, run_dir
+from keepstep_sidecar.cli import run_dir, sidecar_launcher
 from keepstep_sidecar.cli.run_dir import (
     RunDir,
+    create_run_directory,
+    derive_name_from_command,
     find_run,
-    make_home,
     make_memory,
     memory_directory,
-    run_name,
     save_record,
 )
 from keepstep_sidecar.config.settings import toml_value
@@ -49,15 +49,15 @@ def _keep(directory: Path, run: str, *volumes: Path) -> RunDir:
     ],
 )
 def test_a_run_is_named_by_its_script(command: list[str], name: str) -> None:
-    assert run_name(command) == name
+    assert derive_name_from_command(command) == name
 
 
-def test_a_command_without_a_usable_name_asks_for_one() -> None:
+def test_a_command_without_a_usable_run_name_fails_and_names_the_run_option() -> None:
     with pytest.raises(UsageError, match="--run NAME"):
-        run_name(["(((.py"])
+        derive_name_from_command(["(((.py"])
 
 
-def test_memory_depends_on_directory_and_run_only(
+def test_the_path_of_the_shared_memory_depends_only_on_directory_and_run_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,9 @@ def test_a_run_is_found_again_as_it_was_recorded(tmp_path: Path) -> None:
     assert kept.roots == (tmp_path / "v0" / "a", tmp_path / "v1" / "a")
 
 
-def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
+def test_a_stored_run_record_provides_storage_settings_but_no_connection_settings(
+    tmp_path: Path,
+) -> None:
     kept = RunDir.of(
         tmp_path, "a", slots=3, keep=9, archive="s3://b/x", archive_endpoint="https://e",
         restore_from="7", owner_pid=1, report_url="https://r", report_ca="ca",
@@ -91,7 +93,7 @@ def test_a_record_gives_data_and_no_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [".", "{home}", "/proc/self/cwd/a"])
-def test_a_record_that_was_unpacked_leads_to_no_place_outside_its_directory(
+def test_a_run_record_from_an_unpacked_archive_cannot_name_paths_outside_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,7 +105,7 @@ def test_a_record_that_was_unpacked_leads_to_no_place_outside_its_directory(
         find_run(tmp_path, "a")
 
 
-def test_a_link_within_the_directory_is_no_volume_of_a_copy(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_refused_as_a_volume_of_a_copied_directory(tmp_path: Path) -> None:
     _keep(tmp_path / "kept", "a", tmp_path / "kept" / "inside")
     (tmp_path / "copy").mkdir()
     shutil.copytree(tmp_path / "kept" / "a", tmp_path / "copy" / "a")
@@ -113,17 +115,17 @@ def test_a_link_within_the_directory_is_no_volume_of_a_copy(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
-def test_a_directory_to_which_all_may_write_is_refused_unless_that_is_wanted(
+def test_a_world_writable_directory_is_refused_unless_explicitly_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
     kept = _keep(tmp_path, "a")
     kept.home.chmod(mode)
     with pytest.raises(UsageError, match="all users of this machine may write"):
-        make_home(kept)
-    with pytest.raises(UsageError, match="all users"), launcher.hold_supervision(kept):
+        create_run_directory(kept)
+    with pytest.raises(UsageError, match="all users"), sidecar_launcher.hold_supervision(kept):
         pass
     monkeypatch.setenv("KEEPSTEP_SHARED_DIR", "1")
-    make_home(kept)
+    create_run_directory(kept)
     assert find_run(tmp_path, "a") == kept
 
 
@@ -131,8 +133,11 @@ def test_a_directory_of_another_user_is_refused_by_that_users_name(tmp_path: Pat
     kept = _keep(tmp_path, "a")
     os.chown(kept.home, 65534, -1)
     with pytest.raises(UsageError, match="belongs to user nobody"):
-        make_home(kept)
-    with pytest.raises(UsageError, match="belongs to user nobody"), launcher.hold_supervision(kept):
+        create_run_directory(kept)
+    with (
+        pytest.raises(UsageError, match="belongs to user nobody"),
+        sidecar_launcher.hold_supervision(kept),
+    ):
         pass
     assert find_run(tmp_path, "a").home == kept.home, "it may be looked at"
 
@@ -152,7 +157,7 @@ def test_a_directory_of_another_user_is_refused_by_that_users_name(tmp_path: Pat
         ("", ("{0}", "{0}/a")),
     ],
 )
-def test_places_that_lie_in_each_other_are_refused_at_the_start(
+def test_nested_volume_and_archive_directories_are_refused_at_the_start(
     tmp_path: Path, archive: str, volumes: tuple[str, ...]
 ) -> None:
     place = tmp_path / "kept"
@@ -169,7 +174,7 @@ def test_places_that_lie_in_each_other_are_refused_at_the_start(
 @pytest.mark.parametrize(
     ("archive", "volumes"), [("", ()), ("far", ()), ("", ("v",)), (None, ("v", "../bound/v"))]
 )
-def test_a_bind_mount_of_a_volume_is_no_other_place(
+def test_a_bind_mount_of_a_volume_is_refused_as_a_second_volume_or_archive(
     tmp_path: Path, archive: str | None, volumes: tuple[str, ...]
 ) -> None:
     place, bound = tmp_path / "kept", tmp_path / "bound"
@@ -189,7 +194,7 @@ def test_a_bind_mount_of_a_volume_is_no_other_place(
         subprocess.run(["umount", str(bound)], check=True)
 
 
-def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
+def test_a_directory_with_several_runs_requires_the_run_option(tmp_path: Path) -> None:
     _keep(tmp_path, "a")
     _keep(tmp_path, "b")
     with pytest.raises(UsageError, match="choose one with --run: a, b"):
@@ -198,7 +203,7 @@ def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
         find_run(tmp_path, "c")
 
 
-def test_a_copy_of_a_directory_has_volumes_and_memory_of_its_own(tmp_path: Path) -> None:
+def test_a_copied_directory_uses_its_own_volumes_and_memory(tmp_path: Path) -> None:
     original = _keep(tmp_path / "kept", "a")
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
     found = find_run(tmp_path / "copy", None)
@@ -207,7 +212,7 @@ def test_a_copy_of_a_directory_has_volumes_and_memory_of_its_own(tmp_path: Path)
     assert find_run(tmp_path / "kept", None) == original
 
 
-def test_a_moved_directory_takes_its_volumes_along(tmp_path: Path) -> None:
+def test_volumes_inside_a_moved_directory_are_found_at_their_new_path(tmp_path: Path) -> None:
     _keep(tmp_path / "kept", "a", tmp_path / "kept" / "inside", tmp_path / "nvme")
     (tmp_path / "kept").rename(tmp_path / "moved")
     found = find_run(tmp_path / "moved", None)
@@ -215,7 +220,9 @@ def test_a_moved_directory_takes_its_volumes_along(tmp_path: Path) -> None:
     assert found.memory == memory_directory(tmp_path / "moved", "a")
 
 
-def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> None:
+def test_a_copied_directory_does_not_use_the_external_volumes_of_the_original(
+    tmp_path: Path,
+) -> None:
     _keep(tmp_path / "kept", "a", tmp_path / "nvme")
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
     with pytest.raises(
@@ -224,7 +231,7 @@ def test_a_copy_does_not_reach_the_originals_other_volumes(tmp_path: Path) -> No
         find_run(tmp_path / "copy", None)
 
 
-def test_a_copy_under_another_name_is_refused(tmp_path: Path) -> None:
+def test_a_copied_run_directory_with_another_name_is_refused(tmp_path: Path) -> None:
     _keep(tmp_path, "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UsageError, match=f"{tmp_path}/b holds run 'a'"):
@@ -248,7 +255,7 @@ _json = st.recursive(
 @example(data=("linger", float("inf")))
 @example(data=("volumes", ["/a\0b"]))
 @example(data=("home", {"path": "\0", "device": 1, "inode": 1}))
-def test_any_record_is_read_or_refused_by_name(
+def test_any_run_record_is_either_read_or_refused_with_its_path(
     tmp_path: Path, data: bytes | tuple[str, object]
 ) -> None:
     shutil.rmtree(tmp_path / "a", ignore_errors=True)
@@ -278,12 +285,12 @@ def _read_or_refused(kept: RunDir) -> None:
     assert not value or str(kept.home) in value
 
 
-def test_a_run_cannot_be_a_path(tmp_path: Path) -> None:
+def test_a_run_name_that_is_a_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot name a run"):
         find_run(tmp_path, "../other")
 
 
-def test_memory_is_private_and_never_through_a_link(
+def test_the_memory_directory_is_private_and_never_a_symbolic_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_dir, "SHARED_MEMORY", tmp_path)
@@ -306,7 +313,7 @@ def test_memory_is_private_and_never_through_a_link(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_the_error_for_unwritable_shared_memory_names_its_path(tmp_path: Path) -> None:
     command = f"{sys.executable} -m keepstep_sidecar.cli start --run a --dir {tmp_path}"
     script = f"mount -t tmpfs -o ro none /dev/shm && exec {command}"
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:

@@ -115,7 +115,7 @@ def _put(path: Path, plant: Callable[[Path, Elsewhere], None], elsewhere: Elsewh
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_no_command_follows_what_stands_in_the_place_of_a_name(
+def test_no_command_follows_a_link_that_replaces_an_expected_file(
     keepstep: Keepstep, tmp_path: Path, plant: Callable[[Path, Elsewhere], None]
 ) -> None:
     script = keepstep.script("train.py", _TRAIN)
@@ -172,7 +172,7 @@ READ_FROM = {
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_no_command_that_reads_steps_or_copies_them_follows_what_stands_there(
+def test_commands_that_read_or_copy_steps_do_not_follow_planted_links(
     keepstep: Keepstep, tmp_path: Path, plant: Callable[[Path, Elsewhere], None]
 ) -> None:
     script = keepstep.script("train.py", _TRAIN)
@@ -207,7 +207,7 @@ def _remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [link_to_directory, pipe, foreign_file, link_to_file])
-def test_a_run_whose_directory_is_no_directory_is_refused_by_name(
+def test_a_run_directory_that_is_not_a_directory_is_refused_with_its_path(
     keepstep: Keepstep, tmp_path: Path, plant: Callable[[Path, Elsewhere], None]
 ) -> None:
     elsewhere = Elsewhere(tmp_path / "elsewhere")
@@ -219,7 +219,7 @@ def test_a_run_whose_directory_is_no_directory_is_refused_by_name(
     elsewhere.check()
 
 
-def test_a_projects_own_modules_neither_run_in_the_sidecar_nor_stop_the_training(
+def test_project_modules_that_shadow_the_standard_library_are_not_imported_by_the_sidecar(
     keepstep: Keepstep, tmp_path: Path
 ) -> None:
     names = ("queue", "select", "inspect", "secrets", "profile", "shlex", "tempfile", "runpy")

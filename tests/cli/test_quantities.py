@@ -25,7 +25,7 @@ def test_sizes_are_read_as_kubernetes_reads_them(text: str, size_bytes: int) -> 
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "-1G", "1X", "1Gi2", "1e9"])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="512Mi, 32Gi or 10G"):
         parse_size(text)
 
@@ -40,6 +40,6 @@ def test_durations_are_sums_of_parts(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "m", "5 minutes", "-5s", "5x"])
-def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="90s, 15m or 2h"):
         parse_duration(text)

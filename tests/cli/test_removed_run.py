@@ -52,7 +52,9 @@ def test_the_sidecar_of_a_removed_run_ends_and_frees_its_memory(keepstep: Keepst
     assert FREED not in err, "there was nothing left"
 
 
-def test_a_start_right_after_the_removal_begins_at_step_0_and_says_so(keepstep: Keepstep) -> None:
+def test_a_run_that_starts_after_its_directory_was_removed_begins_at_step_0_with_a_message(
+    keepstep: Keepstep,
+) -> None:
     fail(keepstep)
     sidecar = keepstep.sidecar()
     sidecar.suspend()  # it has not noticed
@@ -64,7 +66,7 @@ def test_a_start_right_after_the_removal_begins_at_step_0_and_says_so(keepstep: 
     assert "from None" in out
 
 
-def test_memory_that_a_killed_sidecar_left_is_not_taken_by_a_new_directory(
+def test_a_new_directory_does_not_reuse_the_memory_of_a_removed_run(
     keepstep: Keepstep,
 ) -> None:
     fail(keepstep)
@@ -76,7 +78,7 @@ def test_memory_that_a_killed_sidecar_left_is_not_taken_by_a_new_directory(
     assert err.count(FREED) == 1
 
 
-def test_stop_frees_what_a_removed_run_left(keepstep: Keepstep) -> None:
+def test_stop_frees_the_memory_of_a_removed_run(keepstep: Keepstep) -> None:
     fail(keepstep)
     keepstep.sidecar().send_signal(signal.SIGKILL)
     eventually(lambda: not keepstep.sidecars())
@@ -89,7 +91,7 @@ def test_stop_frees_what_a_removed_run_left(keepstep: Keepstep) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize(("memory_stays", "begins"), [(True, "from 3"), (False, "from None")])
-def test_a_drive_of_the_only_machine_that_was_formatted_costs_what_memory_lacks(
+def test_a_run_on_one_machine_with_a_formatted_drive_loses_only_steps_not_in_memory(
     keepstep: Keepstep,
     mounted: Callable[..., Path],
     tmp_path: Path,

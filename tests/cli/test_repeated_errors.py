@@ -50,7 +50,7 @@ def run(keepstep: Keepstep, text: str, *, code: int = 1, launcher: tuple[str, ..
         ),
     ],
 )
-def test_a_refusal_before_there_is_a_lease_is_not_retried(
+def test_a_usage_error_before_the_trainer_has_a_lease_is_not_retried(
     keepstep: Keepstep, text: str, message: str
 ) -> None:
     err = run(keepstep, text.replace("\\n", "\n"))
@@ -91,7 +91,7 @@ def test_a_script_that_ends_by_itself_before_it_has_a_lease_is_tried_twice(
     assert "it failed with 3 twice in a row before any trainer took its rank" in err
 
 
-def test_a_complete_run_that_is_started_again_says_that_nothing_was_trained(
+def test_a_complete_run_that_is_started_again_reports_that_no_step_was_saved(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("first.py", TRAIN)

@@ -17,7 +17,9 @@ PATIENT = TRAIN.replace("save(step)\n", "save(step)\n    checkpointer.wait(step)
 """Every step is committed: none is left out because the drive is slow."""
 
 
-def test_a_run_goes_back_once_and_what_came_later_is_never_restored(keepstep: Keepstep) -> None:
+def test_a_rollback_happens_once_and_later_steps_of_the_old_epoch_are_never_restored(
+    keepstep: Keepstep,
+) -> None:
     keepstep.script("train.py", PATIENT)
     train = ("--", warm.python(), "train.py")
     keepstep("run", "--keep", "9", *train, "6", "-1")
@@ -38,7 +40,7 @@ def test_a_run_goes_back_once_and_what_came_later_is_never_restored(keepstep: Ke
     assert f"going back to step {first[4]} was asked for" in dead.stderr
 
 
-def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
+def test_a_lingering_sidecar_drops_memory_that_is_newer_than_the_rollback_target(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("train.py", TRAIN)
@@ -54,7 +56,7 @@ def test_a_lingering_sidecar_gives_its_memory_up_to_the_step_that_is_wanted(
     assert newest.endswith("-000000006")
 
 
-def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> None:
+def test_the_rollback_target_is_not_retired_by_newer_commits(keepstep: Keepstep) -> None:
     keepstep.script("train.py", PATIENT)
     train = ("--", warm.python(), "train.py")
     keepstep("run", "--keep", "3", *train, "6", "-1")
@@ -70,7 +72,7 @@ def test_the_step_to_go_back_to_outlives_newer_commits(keepstep: Keepstep) -> No
 ASKS = PATIENT.replace("checkpointer.restore()", "checkpointer.restore(step=ASKED)")
 
 
-def test_a_script_goes_back_by_itself_and_what_came_later_is_never_restored(
+def test_a_script_can_roll_back_and_later_steps_of_the_old_epoch_are_never_restored(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("train.py", PATIENT)

@@ -23,7 +23,7 @@ from tests.harness import eventually
 PYTHON = sys.executable
 
 
-def test_the_commands_output_and_exit_code_are_its_own(keepstep: Keepstep) -> None:
+def test_run_passes_through_the_output_and_exit_code_of_the_command(keepstep: Keepstep) -> None:
     text = "import os, sys; print(sys.stdin.read(), os.environ['KEEPSTEP_SOCKET']); sys.exit(7)"
     done = keepstep("run", "--run", "a", "--", PYTHON, "-c", text, code=7, input="hello")
     assert done.stdout == f"hello {keepstep.memory('a') / 'sidecar.sock'}\n"
@@ -35,7 +35,7 @@ def test_the_commands_output_and_exit_code_are_its_own(keepstep: Keepstep) -> No
     assert "stays for 15m" in lines[1]
 
 
-def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
+def test_the_sidecar_uses_the_settings_of_file_environment_and_flags(
     keepstep: Keepstep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (keepstep.home / "keepstep.toml").write_text("keep = 5\npersist_every = 7\nslots = 5\n")
@@ -51,7 +51,7 @@ def test_what_a_file_the_environment_and_flags_say_is_what_the_sidecar_reads(
     assert expected.items() <= read.items()
 
 
-def test_a_script_that_makes_no_checkpointer_is_told_so_before_it_is_started_again(
+def test_run_reports_before_a_restart_that_the_script_created_no_checkpointer(
     keepstep: Keepstep,
 ) -> None:
     failed = keepstep("run", "--run", "a", "--restarts", "1", "--", "false", code=1).stderr
@@ -65,7 +65,7 @@ def test_a_script_that_makes_no_checkpointer_is_told_so_before_it_is_started_aga
     assert "no trainer" not in trained
 
 
-def test_what_the_sidecar_warns_of_is_told_while_the_command_runs_and_once(
+def test_a_warning_of_the_sidecar_is_printed_once_while_the_command_runs(
     keepstep: Keepstep,
 ) -> None:
     wait = "until [ -e end ]; do sleep 0.1; done"
@@ -79,7 +79,9 @@ def test_what_the_sidecar_warns_of_is_told_while_the_command_runs_and_once(
     assert "warning" not in rest
 
 
-def test_what_can_never_be_made_durable_is_refused(keepstep: Keepstep) -> None:
+def test_a_persist_interval_that_is_no_multiple_of_the_stage_interval_is_refused(
+    keepstep: Keepstep,
+) -> None:
     options = ("--stage-every", "3", "--persist-every", "10")
     output = keepstep("run", "--run", "a", *options, "--", "true", code=2).stderr
     assert "10 is no multiple of --stage-every 3" in output
@@ -88,7 +90,7 @@ def test_what_can_never_be_made_durable_is_refused(keepstep: Keepstep) -> None:
     assert "every 3rd step is staged, every 21st step is made durable" in output
 
 
-def test_the_message_names_a_stage_interval_by_cost(keepstep: Keepstep) -> None:
+def test_the_start_message_names_an_automatic_stage_interval(keepstep: Keepstep) -> None:
     output = keepstep("run", "--run", "a", "--stage-every", "auto", "--", "true").stderr
     assert "as many steps as cost 1 % of the training time are staged, as many as pay" in output
 
@@ -99,7 +101,7 @@ def test_a_clean_end_leaves_no_process_and_no_memory(keepstep: Keepstep) -> None
     assert not keepstep.memory("a").exists()
 
 
-def test_what_the_command_left_running_is_ended(keepstep: Keepstep) -> None:
+def test_processes_that_the_command_left_running_are_killed(keepstep: Keepstep) -> None:
     # as a worker of a killed torchrun: another session, its parent gone, deaf to SIGTERM
     keepstep.script("worker.sh", "trap '' TERM; echo $$ > worker.pid; exec sleep 600")
     text = "setsid sh worker.sh & while [ ! -s worker.pid ]; do sleep 0.01; done"
@@ -123,12 +125,12 @@ while pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0
 """
 
 
-def test_what_is_left_behind_a_process_that_looks_dead_is_ended(keepstep: Keepstep) -> None:
+def test_child_processes_of_a_zombie_are_killed(keepstep: Keepstep) -> None:
     keepstep("run", "--run", "a", "--", PYTHON, "-S", "-c", BEHIND_A_ZOMBIE)
     assert keepstep.family() == []
 
 
-def test_a_process_that_the_first_look_misses_is_ended() -> None:
+def test_a_leftover_process_that_the_first_search_misses_is_killed() -> None:
     checks = iter([()])
     with subprocess.Popen(["sleep", "600"]) as child:
 
@@ -143,7 +145,7 @@ def test_a_process_that_the_first_look_misses_is_ended() -> None:
             child.kill()
 
 
-def test_a_failed_command_is_restarted_and_goes_on_from_memory(keepstep: Keepstep) -> None:
+def test_a_failed_command_is_restarted_and_resumes_from_memory(keepstep: Keepstep) -> None:
     keepstep.script("train.py", TRAIN)
     done = keepstep("run", "--restarts", "1", "--", warm.python(), "train.py", "6", "3")
     assert done.stdout.splitlines() == ["from None", "from 3"]
@@ -154,7 +156,7 @@ def test_a_failed_command_is_restarted_and_goes_on_from_memory(keepstep: Keepste
     assert keepstep.family() == []
 
 
-def test_after_a_failure_memory_lingers_and_a_second_run_goes_on_from_it(
+def test_memory_is_kept_after_a_failure_and_a_second_run_resumes_from_it(
     keepstep: Keepstep,
 ) -> None:
     command = ("run", "--", warm.python(), keepstep.script("train.py", TRAIN), "6", "3")
@@ -204,7 +206,7 @@ def test_a_signal_reaches_the_command_exactly_once(
     assert (keepstep.home / "got").read_text() == str(int(number))
 
 
-def test_the_commands_own_answer_to_sigterm_is_returned_and_not_restarted(
+def test_a_command_that_exits_on_sigterm_is_not_restarted_and_its_exit_code_is_returned(
     keepstep: Keepstep,
 ) -> None:
     script = keepstep.script("listener.py", LISTENER)
@@ -243,7 +245,7 @@ def _text(path: Path) -> str:
 # --- wrong use -------------------------------------------------------------------------------
 
 
-def test_a_command_that_is_not_there_ends_before_a_sidecar_starts(keepstep: Keepstep) -> None:
+def test_a_missing_command_fails_before_a_sidecar_starts(keepstep: Keepstep) -> None:
     assert "command not found" in keepstep("run", "--", "no-such-program", code=127).stderr
     (keepstep.home / "data").touch()
     assert "not executable" in keepstep("run", "--", "./data", code=126).stderr
@@ -260,7 +262,7 @@ def test_two_supervisors_of_one_run_are_refused(keepstep: Keepstep) -> None:
     assert running.returncode == 128 + signal.SIGTERM
 
 
-def test_the_command_of_a_killed_run_trains_on_and_is_ended_as_the_next_one_says(
+def test_the_next_run_is_refused_until_the_trainer_of_a_killed_run_is_ended(
     keepstep: Keepstep,
 ) -> None:
     stays = 'open("there", "w").write(str(os.getpid())); import time; time.sleep(600)'
@@ -314,7 +316,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_an_end_that_waits_for_the_archive_says_so(keepstep: Keepstep) -> None:
+def test_run_prints_that_it_waits_for_the_archive_at_the_end(keepstep: Keepstep) -> None:
     (keepstep.home / "archive").mkdir()
     gone = 'import shutil; shutil.rmtree("archive"); checkpointer.close(timeout=5)'
     keepstep.script("train.py", TRAIN.replace("checkpointer.close()", gone))

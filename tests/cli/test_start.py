@@ -36,7 +36,7 @@ def plain(
     return done
 
 
-def test_two_lines_in_a_script_are_enough(keepstep: Keepstep) -> None:
+def test_a_script_resumes_with_two_added_lines(keepstep: Keepstep) -> None:
     keepstep.script("train.py", OWN)
     assert plain(keepstep, "train.py", "6", "3", code=-9).stdout == "from None\n"
     sidecar = keepstep.sidecar().pid
@@ -108,7 +108,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sidecar_that_dies_is_started_again_and_the_training_goes_on(
+def test_a_sidecar_that_dies_is_restarted_with_the_same_memory_and_training_continues(
     keepstep: Keepstep, ranks: int
 ) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -168,7 +168,7 @@ def committed(keepstep: Keepstep) -> int:
     return -1 if step is None else step.step
 
 
-def test_it_ends_by_itself_and_what_it_held_is_on_the_volume(keepstep: Keepstep) -> None:
+def test_a_lingering_sidecar_writes_its_steps_to_the_volume_and_exits(keepstep: Keepstep) -> None:
     keepstep.script("train.py", OWN)
     settings = {"KEEPSTEP_LINGER": "1s", "KEEPSTEP_PERSIST_EVERY": "1000"}
     plain(keepstep, "train.py", "6", "4", code=-9, **settings)
@@ -189,7 +189,7 @@ def test_start_prints_a_socket_and_again_the_same(keepstep: Keepstep) -> None:
     keepstep("stop")
 
 
-def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -> None:
+def test_the_sidecar_of_a_running_trainer_cannot_be_replaced_or_stopped(keepstep: Keepstep) -> None:
     stays = "print(os.getpid(), file=sys.stderr); sys.stdin.read()"
     held = OWN.replace("checkpointer.close()", stays)
     keepstep.script("train.py", held)
@@ -217,7 +217,9 @@ def test_nobody_takes_the_sidecar_of_a_living_trainer_away(keepstep: Keepstep) -
     keepstep("stop")
 
 
-def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
+def test_a_sidecar_that_cannot_be_started_raises_an_error_with_the_reason(
+    keepstep: Keepstep,
+) -> None:
     keepstep.script("train.py", OWN)
     (keepstep.home / ".keepstep").write_text("a file")
     output = plain(keepstep, "train.py", "2", "-1", code=1).stderr
@@ -233,7 +235,7 @@ def test_what_hinders_it_is_an_error_that_says_so(keepstep: Keepstep) -> None:
     assert "give it one with --run NAME" in keepstep("start", code=2).stderr
 
 
-def test_a_name_gives_each_training_of_a_process_a_run_of_its_own(keepstep: Keepstep) -> None:
+def test_a_run_name_gives_each_training_of_a_process_its_own_run(keepstep: Keepstep) -> None:
     keepstep.script(
         "train.py",
         "import keepstep\n"
@@ -253,7 +255,7 @@ def test_a_name_gives_each_training_of_a_process_a_run_of_its_own(keepstep: Keep
         keepstep("stop", "--run", name)
 
 
-def test_a_name_needs_a_directory() -> None:
+def test_a_run_name_without_a_directory_is_refused() -> None:
     import keepstep as library
 
     with pytest.raises(UsageError, match="run='dpo' names a run below a directory"):

@@ -71,7 +71,7 @@ def live_run(keepstep: Keepstep) -> Iterator[None]:
     running.communicate()
 
 
-def test_a_pipe_gets_one_block_for_each_change_and_none_in_between(keepstep: Keepstep) -> None:
+def test_status_watch_writes_one_block_to_a_pipe_for_each_change(keepstep: Keepstep) -> None:
     with live_run(keepstep):
         eventually(
             lambda: keepstep.json("status")["committed"]["step"] == 5, what="step 5 is committed"
@@ -86,7 +86,9 @@ def test_a_pipe_gets_one_block_for_each_change_and_none_in_between(keepstep: Kee
             shown.end()
 
 
-def test_a_run_that_is_gone_is_an_error_in_the_output_and_not_the_end(copied: Keepstep) -> None:
+def test_status_watch_prints_an_error_and_continues_when_the_run_disappears(
+    copied: Keepstep,
+) -> None:
     record = copied.directory / "train" / "sidecar.toml"
     with watching(copied, "--run", "train") as shown:
         shown.shows("step 5 of epoch 1")
@@ -98,7 +100,7 @@ def test_a_run_that_is_gone_is_an_error_in_the_output_and_not_the_end(copied: Ke
     assert "no run 'other'" in copied("status", "--watch", "--run", "other", code=2).stderr
 
 
-def test_a_terminal_is_printed_anew_until_ctrl_c(trained: Keepstep) -> None:
+def test_status_watch_refreshes_a_terminal_until_ctrl_c(trained: Keepstep) -> None:
     with trained.on_terminal("status", "--watch") as (process, terminal):
         text = b""
 

@@ -82,7 +82,7 @@ def runs(keepstep: Keepstep) -> Iterator[Runs]:
             keepstep("stop", "--dir", place, *NAME, code=None)
 
 
-def test_a_second_run_is_refused_while_the_first_trains_and_goes_on_once_it_has_ended(
+def test_a_second_run_is_refused_while_the_first_trains_and_resumes_after_it_ended(
     runs: Runs,
 ) -> None:
     first = runs.start("k1")
@@ -103,7 +103,9 @@ def test_a_second_run_is_refused_while_the_first_trains_and_goes_on_once_it_has_
     assert runs.record("k2")["epochs"][-1]["parent"] == newest
 
 
-def test_a_run_that_was_killed_holds_up_its_restart_elsewhere_only_for_a_while(runs: Runs) -> None:
+def test_a_killed_run_delays_its_restart_on_another_machine_only_for_a_limited_time(
+    runs: Runs,
+) -> None:
     first = runs.start("k1")
     eventually(lambda: runs.archived() and runs.lives(), within_s=60)
     for process in runs.keepstep.family():
@@ -118,7 +120,7 @@ def test_a_run_that_was_killed_holds_up_its_restart_elsewhere_only_for_a_while(r
     assert runs.record("k2")["epochs"][-1]["parent"].startswith("0001.")
 
 
-def test_steps_of_a_run_stay_although_another_one_goes_on_from_its_archive(runs: Runs) -> None:
+def test_a_run_keeps_its_steps_although_another_run_resumes_from_its_archive(runs: Runs) -> None:
     """The second start cannot see that the first one lives: a file is where that would be told."""
     (runs.archive / "gpt").mkdir()
     (runs.archive / "gpt" / "lives").touch()

@@ -28,7 +28,7 @@ def lives(keepstep: Keepstep) -> list[str]:
     return (keepstep.home / "lives").read_text().split()
 
 
-def test_every_life_starts_with_torch_and_goes_on_from_memory(keepstep: Keepstep) -> None:
+def test_every_warm_start_has_torch_imported_and_resumes_from_memory(keepstep: Keepstep) -> None:
     keepstep.script("train.py", STARTS + TRAIN)
     done = keepstep(*WARM, "--", PYTHON, "train.py", "6", "3")
     assert done.stdout.splitlines() == ["from None", "from 3"]
@@ -75,7 +75,7 @@ def test_torchrun_and_its_workers_start_warm(keepstep: Keepstep) -> None:
     assert keepstep.family() == []
 
 
-def test_a_fork_server_that_dies_costs_cold_starts_until_there_is_another(
+def test_starts_are_cold_after_a_fork_server_died_until_a_new_one_is_ready(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("train.py", STARTS + "open(f'at {life}', 'w').close()\nsys.stdin.read()")
@@ -125,7 +125,7 @@ def kill(keepstep: Keepstep, word: str) -> None:
         (("--preload", "no_such"), (PYTHON, "train.py"), "module no_such cannot be imported"),
     ],
 )
-def test_what_cannot_start_warm_starts_cold_and_says_why(
+def test_a_command_that_cannot_start_warm_starts_cold_and_prints_the_reason(
     keepstep: Keepstep, options: tuple[str, ...], command: tuple[str, ...], reason: str
 ) -> None:
     keepstep.script("train.py", "")
@@ -133,7 +133,9 @@ def test_what_cannot_start_warm_starts_cold_and_says_why(
     assert f"starts are cold, not warm: {reason}" in done.stderr
 
 
-def test_on_a_terminal_ctrl_c_is_the_commands_and_not_the_fork_servers(keepstep: Keepstep) -> None:
+def test_ctrl_c_on_a_terminal_reaches_the_command_and_not_the_fork_server(
+    keepstep: Keepstep,
+) -> None:
     script = keepstep.script("listener.py", f"line = input()\n{LISTENER}")
     words = ("run", "--run", "a", "--warm", "--", PYTHON, script)
     with keepstep.on_terminal(*words) as (running, terminal):

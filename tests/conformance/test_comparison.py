@@ -19,7 +19,7 @@ from tests.conformance.trial import Outcome, Trial, of_control, of_keepstep
 
 
 @pytest.mark.parametrize("row", wrong.TABLE.rows, ids=lambda row: row.name)
-def test_a_restart_that_is_wrong_in_one_way_is_seen(row: Any, tmp_path: Path) -> None:
+def test_a_restart_with_one_deviation_is_detected(row: Any, tmp_path: Path) -> None:
     trial = Trial(row, tmp_path)
     undisturbed, control, kept = trial.undisturbed(), trial.control(), trial.keepstep()
     assert of_control(undisturbed, control) is Result.EQUAL
@@ -47,7 +47,7 @@ PLAIN = _outcome({"a": "1", "b": "2"}, codes=(0,), outputs=("",))
         ({"a": "1", "b": "2"}, {"a": "1"}, Result.DIFFERS),
     ],
 )
-def test_what_differs_as_the_control_does_is_no_worse(
+def test_a_result_that_differs_as_the_control_does_counts_as_no_worse(
     control: dict[str, str], kept: dict[str, str], expected: Result
 ) -> None:
     assert of_keepstep(ROW, PLAIN, _outcome(control), _outcome(kept)) is expected
@@ -67,14 +67,14 @@ def test_what_differs_as_the_control_does_is_no_worse(
         ((-11,), ("",), 3, Result.RAISES),
     ],
 )
-def test_a_refusal_counts_only_where_it_is_early_and_names_its_cause(
+def test_a_refusal_is_accepted_only_before_the_first_step_and_with_its_cause(
     codes: tuple[int, ...], outputs: tuple[str, ...], steps: int, expected: Result
 ) -> None:
     kept = Outcome(record={}, outputs=outputs, codes=codes, steps=steps)
     assert of_keepstep(ROW, PLAIN, _outcome({"a": "1"}), kept) is expected
 
 
-def test_silence_beside_a_control_that_raises_is_worse() -> None:
+def test_a_silent_result_counts_as_worse_than_a_control_that_raises() -> None:
     control = _outcome({}, codes=(-9, 1), outputs=("", "ValueError"))
     assert of_control(PLAIN, control) is Result.RAISES
     assert of_keepstep(ROW, PLAIN, control, _outcome({"a": "1"})) is Result.DIFFERS
@@ -110,13 +110,15 @@ def _cycle() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _ALIKE)
-def test_what_compares_equal_is_not_always_alike(name: str) -> None:
+def test_objects_that_compare_equal_but_differ_in_content_are_described_differently(
+    name: str,
+) -> None:
     first, other = _ALIKE[name]()
     assert differences(describe(first), describe(other))
     assert not differences(describe(first), describe(_ALIKE[name]()[0]))
 
 
-def test_an_object_that_is_met_again_is_the_first_one() -> None:
+def test_shared_objects_are_described_differently_from_equal_copies() -> None:
     item = [1]
     assert describe({"a": item, "b": item}) != describe({"a": [1], "b": [1]})
     whole = torch.ones(4)

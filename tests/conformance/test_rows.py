@@ -15,11 +15,13 @@ ROWS = [row for row in every_row() if not row.packages]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_restarted_training_is_what_its_row_says(row: Row, tmp_path: Path) -> None:
+def test_a_restarted_training_has_the_result_that_its_table_row_expects(
+    row: Row, tmp_path: Path
+) -> None:
     check(Trial(row, tmp_path))
 
 
-def test_no_row_is_worse_than_its_control_and_what_is_not_equal_has_a_reason() -> None:
+def test_no_row_is_worse_than_its_control_and_every_difference_has_a_reason() -> None:
     for row in every_row():
         assert row.control in NOT_WORSE[row.keepstep], row.what
         assert row.reason or row.control is row.keepstep is Result.EQUAL, row.what

@@ -15,33 +15,33 @@ from dataclasses import replace
 
 from keepstep.core.commit_rule import (
     ReportedTier,
+    combine_rank_reports,
     each_rank,
     is_full,
-    reports_of_ranks,
     tiers_at_least,
 )
 from keepstep.core.ledger import (
     Action,
     Alarm,
-    Committed,
     EpochStarted,
     Event,
     FreshStartAcknowledged,
     Ledger,
     LedgerConfig,
     NothingToRestore,
-    PlanUnknown,
     Reported,
-    ReportLost,
+    ReportedHoldingsLost,
     RestorePlan,
+    StepCommittedOnTier,
+    UndecidedRestore,
 )
+from keepstep.core.restore_vote import Candidate, Candidates, Offer, choose_step
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import PersistPlanner, StepGrid, Write
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import Candidate, Candidates, Offer, choose_step
 from keepstep.errors import KeepstepError
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, Tier, TierAnswer
 
 _EPOCH = re.compile(r"(\d+)([a-f]?)")
 
@@ -84,11 +84,13 @@ def listed(ids: Iterable[StepId]) -> str:
 
 def newest_on(ledger: Ledger, tiers: Collection[Tier]) -> StepId | None:
     """The newest restorable step of which these tiers have every box."""
-    for step in reversed(ledger.steps):
+    for step in reversed(ledger.held_steps):
         worlds = ledger.worlds(step)
         there = [held.ranks_with_twins() for held in ledger.copies(step) if held.place[1] in tiers]
         certain = (
-            len(worlds) == 1 and not ledger.contested(step) and ledger.lineage.restorable(step)
+            len(worlds) == 1
+            and not ledger.find_conflicting_ranks(step)
+            and ledger.lineage.is_restorable(step)
         )
         if certain and is_full(functools.reduce(operator.or_, there, 0), *worlds):
             return step
@@ -140,7 +142,7 @@ class Scenario:
     def _retirements(self) -> Iterator[str]:
         for tier, policy in self.keep.items():
             for step in self.ledger.expendable(tier, policy):
-                if ranks := self.ledger.holders(step, tier):
+                if ranks := self.ledger.compute_rank_mask_on_tier(step, tier):
                     named = ",".join(map(str, each_rank(ranks)))
                     yield f"retire {short(step)} on {tier}, ranks {named}"
 
@@ -158,7 +160,8 @@ class Scenario:
         reports = {
             int(rank): {
                 Tier(t): replace(
-                    ReportedTier.of(_held(text, int(rank), int(world), alike)), answer=_answer(text)
+                    ReportedTier.from_shards(_held(text, int(rank), int(world), alike)),
+                    answer=_answer(text),
                 )
                 for t, text in tiers.items()
             }
@@ -167,7 +170,7 @@ class Scenario:
         return self._apply(
             Reported(
                 node_rank=int(node),
-                ranks=reports_of_ranks(reports),
+                ranks=combine_rank_reports(reports),
                 epochs=tuple(Epoch(epoch_id(word)) for word in epochs.split(",") if word),
                 sequence=int(sequence),
             )
@@ -181,7 +184,7 @@ class Scenario:
         return self._apply(FreshStartAcknowledged(epoch_id(epoch) if epoch else None))
 
     def _do_lost(self, node: str = "0", rank: str = "") -> Iterable[str]:
-        return self._apply(ReportLost(int(node), int(rank) if rank else None))
+        return self._apply(ReportedHoldingsLost(int(node), int(rank) if rank else None))
 
     def _do_plan(self, world: str = "2") -> Iterable[str]:
         plan = self.ledger.plan(range(int(world)))
@@ -193,17 +196,17 @@ class Scenario:
             return [f"restore {short(plan.id)} from {places}"]
         if isinstance(plan, NothingToRestore):
             return ["nothing: begin at step 0"]
-        assert isinstance(plan, PlanUnknown)
+        assert isinstance(plan, UndecidedRestore)
         return [f"{'wait' if plan.waits_for else 'refuse'}: {plan.reason}"]
 
     def _do_whole(self) -> Iterable[str]:
-        return [listed(self.ledger.whole())]
+        return [listed(self.ledger.list_reachable_steps())]
 
     def _do_without(self, *nodes: str, tier: str = "local") -> Iterable[str]:
         """Print what could be restored if each of these nodes were gone."""
         for node in nodes:
             left = copy.deepcopy(self.ledger)
-            left.apply(ReportLost(int(node)))
+            left.apply(ReportedHoldingsLost(int(node)))
             yield f"node {node}: {short(newest_on(left, tiers_at_least(Tier(tier))))}"
 
     def _do_watermarks(self) -> Iterable[str]:
@@ -238,10 +241,10 @@ class Scenario:
 
     def _do_gone(self, ranks: str = "0,1") -> Iterable[str]:
         for rank in ranks.split(","):
-            yield from _writes(self.planner.gone(int(rank)))
+            yield from _writes(self.planner.record_trainer_death(int(rank)))
 
     def _do_forget(self, epoch: str) -> Iterable[str]:
-        return _writes(self.planner.forget(lambda step: step.epoch == epoch_id(epoch)))
+        return _writes(self.planner.forget_dead_steps(lambda step: step.epoch == epoch_id(epoch)))
 
     def _do_flush(self, *ids: str, newest: str = "2") -> Iterable[str]:
         steps = [step_id(step) for step in ids] or None
@@ -249,7 +252,7 @@ class Scenario:
 
     def _do_counts(self) -> Iterable[str]:
         counts, planner = self.planner.counts, self.planner
-        yield f"durable {short(planner.durable)}, in flight {short(planner.target)}"
+        yield f"durable {short(planner.durable)}, in flight {short(planner.step_in_flight)}"
         yield (
             f"persisted {counts.persisted}, skipped {counts.skipped}, "
             f"abandoned {counts.abandoned}, failed {counts.failed}"
@@ -283,7 +286,7 @@ class Scenario:
         return []
 
     def _do_pin(self, step: str) -> Iterable[str]:
-        index = self.table.holds(step_id(step))
+        index = self.table.find_slot(step_id(step))
         assert index is not None
         self.table.pin(index)
         return []
@@ -297,16 +300,18 @@ class Scenario:
         return []
 
     def _do_reserve(self, *expendable: str) -> Iterable[str]:
-        index = self.table.reserve_slot({step_id(step) for step in expendable})
+        index = self.table.reserve_slot_for_load({step_id(step) for step in expendable})
         return ["none" if index is None else f"slot {index}"]
 
     def _do_bury(self, epoch: str, after: str) -> Iterable[str]:
         last = int(after)
-        dead = self.table.forget(lambda step: step.epoch == epoch_id(epoch) and step.step > last)
+        dead = self.table.mark_dead_images(
+            lambda step: step.epoch == epoch_id(epoch) and step.step > last
+        )
         return [f"dead: {listed(dead)}"]
 
     def _do_memory(self) -> Iterable[str]:
-        return [listed(self.table.sealed())]
+        return [listed(self.table.list_sealed_steps())]
 
     # --- votes ---------------------------------------------------------------------------
 
@@ -427,12 +432,12 @@ def _epoch(text: str) -> Epoch:
     return Epoch(step_id(f"{number}-0").epoch, step_id(parent) if parent else None)
 
 
-def _answer(text: str) -> Answer:
-    return Answer(text) if text in ("none", "unknown", "steps") else Answer.STEPS
+def _answer(text: str) -> TierAnswer:
+    return TierAnswer(text) if text in ("none", "unknown", "steps") else TierAnswer.STEPS
 
 
 def _action(action: Action) -> str:
-    if isinstance(action, Committed):
+    if isinstance(action, StepCommittedOnTier):
         return f"committed {short(action.id)} on {action.tier}"
     assert isinstance(action, Alarm)
     return f"alarm {action.kind}: {action.text}"

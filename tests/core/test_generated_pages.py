@@ -12,7 +12,7 @@ import tomllib
 
 import keepstep
 import keepstep.dcp
-from keepstep_sidecar import errors
+from keepstep_sidecar import error_responses
 from scripts import chart_reference, frameworks, log_reference, site
 from tests.harness import ROOT
 
@@ -24,12 +24,12 @@ def test_the_readme_of_the_chart_is_what_its_script_writes() -> None:
     assert shown == chart_reference.readme(), "run: python scripts/chart_reference.py"
 
 
-def test_the_table_of_frameworks_is_that_of_results_of_tests_that_there_are() -> None:
+def test_the_table_of_frameworks_is_current_and_refers_to_existing_tests() -> None:
     assert frameworks.PAGE.read_text() == frameworks.reference(), "run: scripts/frameworks.py"
     assert frameworks.unknown() == []
 
 
-def test_pages_name_all_tables_that_the_code_makes_and_no_others() -> None:
+def test_the_pages_include_exactly_the_tables_that_the_code_generates() -> None:
     named = {
         name
         for page in (ROOT / "docs").glob("*.md")
@@ -84,7 +84,7 @@ def test_every_code_of_a_refusal_has_a_status_and_a_row() -> None:
         for code in re.findall(r'\brefusal_error\(\s*"([a-z-]+)"', path.read_text())
     }
     assert "pins" in raised
-    assert raised <= errors.STATUS.keys()
+    assert raised <= error_responses.STATUS.keys()
     rows = (ROOT / "docs/protocol.md").read_text().split("## Problems")[1].split("\n## ")[0]
     named = {
         code
@@ -92,4 +92,4 @@ def test_every_code_of_a_refusal_has_a_status_and_a_row() -> None:
         if row.startswith("| `")
         for code in re.findall(r"`([a-z-]+)`", row.split("|")[1])
     }
-    assert named == errors.STATUS.keys()
+    assert named == error_responses.STATUS.keys()

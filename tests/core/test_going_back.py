@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.core.vote import Candidate, Candidates, choose_step, nothing_is_kept, vote_limit
+from keepstep.core.restore_vote import (
+    Candidate,
+    Candidates,
+    choose_step,
+    find_step_limit,
+    nothing_is_kept,
+)
 from keepstep.errors import RestoreError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep_sidecar.commit.lineage import Rollback
 from keepstep_sidecar.config.sidecar import RollbackRequest, parse_restore_from
 
@@ -19,40 +25,40 @@ def step(number: int, epoch: EpochId = FIRST) -> StepId:
 
 def vote(*numbers: int, **fields: object) -> Candidates:
     held = tuple(Candidate(id=step(number), tier=Tier.LOCAL, world=2) for number in numbers)
-    return Candidates(answer=Answer.STEPS, candidates=held, highest_epoch=1, **fields)  # type: ignore[arg-type]
+    return Candidates(answer=TierAnswer.STEPS, candidates=held, highest_epoch=1, **fields)  # type: ignore[arg-type]
 
 
 def request(number: int) -> dict[str, object]:
     return {"wanted": str(step(number)), "limit": step(number), "exact": True}
 
 
-def test_what_one_vote_names_all_ranks_restore() -> None:
+def test_all_ranks_restore_the_rollback_step_that_one_rank_requests() -> None:
     votes = [vote(3, 4, 5), vote(3, 4, 5, **request(3))]
-    limit, exact = vote_limit(votes)
+    limit, exact = find_step_limit(votes)
     decision = choose_step(votes, limit=limit, exact=exact)
     assert (decision.id, decision.epoch_number) == (step(3), 2)
 
 
-def test_two_different_steps_are_refused() -> None:
+def test_requests_for_two_different_rollback_steps_are_refused() -> None:
     with pytest.raises(RestoreError, match="different steps"):
-        vote_limit([vote(3, 4, **request(3)), vote(3, 4, **request(4))])
+        find_step_limit([vote(3, 4, **request(3)), vote(3, 4, **request(4))])
 
 
-def test_a_step_that_nobody_knows_is_refused_with_what_there_is() -> None:
+def test_a_rollback_to_an_unknown_step_is_refused_with_the_available_steps() -> None:
     with pytest.raises(RestoreError, match=r"going back to step 7 .*000000004"):
-        vote_limit([vote(3, 4, wanted="7", exact=True), vote(3, 4)])
+        find_step_limit([vote(3, 4, wanted="7", exact=True), vote(3, 4)])
     with pytest.raises(RestoreError, match=r"going back to step 7 .*000000004"):
-        vote_limit([vote(3, 4), vote(3, 4)], 7)
+        find_step_limit([vote(3, 4), vote(3, 4)], 7)
 
 
-def test_without_a_wish_the_newest_step_wins() -> None:
-    assert vote_limit([vote(3), vote(3)]) == (None, False)
+def test_the_newest_step_is_restored_without_a_rollback_request() -> None:
+    assert find_step_limit([vote(3), vote(3)]) == (None, False)
 
 
 # --- when a wish is fulfilled --------------------------------------------------------------------
 
 
-def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:
+def test_a_rollback_request_ends_once_an_epoch_has_started_from_its_step() -> None:
     epochs = [Epoch(FIRST, None)]
     rollback = Rollback(parse_restore_from("3", since=1), lambda: epochs)
     assert rollback.names(step(3))
@@ -62,13 +68,13 @@ def test_a_wish_is_done_with_once_an_epoch_began_from_its_step() -> None:
     assert not rollback.names(step(3))
 
 
-def test_an_earlier_epoch_from_the_same_step_does_not_count() -> None:
+def test_an_earlier_epoch_from_the_same_step_does_not_end_a_rollback_request() -> None:
     epochs = [Epoch(FIRST, None), Epoch(SECOND, step(3))]
     rollback = Rollback(parse_restore_from("3", since=2), lambda: epochs)
     assert rollback.request == RollbackRequest(number=3, since=2)
 
 
-def test_a_number_means_its_newest_whole_step() -> None:
+def test_a_rollback_by_number_selects_the_newest_complete_step_with_that_number() -> None:
     rollback = Rollback(parse_restore_from("3"), tuple)
     held = [step(3), step(3, SECOND), step(4)]
     assert rollback.resolve([step(3)], held) == step(3)
@@ -79,36 +85,38 @@ def test_a_number_means_its_newest_whole_step() -> None:
 @pytest.mark.parametrize(
     ("ballot", "nothing"),
     [
-        (Candidates(answer=Answer.NONE), True),
-        (Candidates(answer=Answer.NONE, highest_epoch=1), True),
-        (Candidates(answer=Answer.UNKNOWN, reason="it is being scanned"), False),
+        (Candidates(answer=TierAnswer.NONE), True),
+        (Candidates(answer=TierAnswer.NONE, highest_epoch=1), True),
+        (Candidates(answer=TierAnswer.UNKNOWN, reason="it is being scanned"), False),
         (vote(3), False),
-        (Candidates(answer=Answer.NONE, wanted="7"), False),
-        (Candidates(answer=Answer.NONE, limit=step(9)), False),
+        (Candidates(answer=TierAnswer.NONE, wanted="7"), False),
+        (Candidates(answer=TierAnswer.NONE, limit=step(9)), False),
     ],
 )
-def test_nothing_is_kept_where_all_could_look_and_nobody_wants_to_go_back(
+def test_a_run_counts_as_empty_only_if_every_rank_could_scan_and_none_requests_a_rollback(
     ballot: Candidates, nothing: bool
 ) -> None:
-    assert nothing_is_kept([Candidates(answer=Answer.NONE), ballot]) is nothing
+    assert nothing_is_kept([Candidates(answer=TierAnswer.NONE), ballot]) is nothing
 
 
-def test_a_script_may_ask_for_a_number_and_gets_the_newest_step_of_it_that_all_ranks_see() -> None:
+def test_a_rollback_by_a_script_selects_the_newest_step_of_that_number_that_all_ranks_hold() -> (
+    None
+):
     again = (Candidate(id=step(3, SECOND), tier=Tier.LOCAL, world=2),)
     ballot = vote(3, 4)
     other = Candidates(
-        answer=Answer.STEPS, candidates=(*ballot.candidates, *again), highest_epoch=2
+        answer=TierAnswer.STEPS, candidates=(*ballot.candidates, *again), highest_epoch=2
     )
-    assert vote_limit([ballot, other], 3) == (step(3), True)
-    assert vote_limit([other, other], 3) == (step(3, SECOND), True)
+    assert find_step_limit([ballot, other], 3) == (step(3), True)
+    assert find_step_limit([other, other], 3) == (step(3, SECOND), True)
 
 
-def test_a_number_that_only_one_rank_sees_is_refused_by_its_id() -> None:
+def test_a_rollback_to_a_step_that_only_one_rank_holds_is_refused_with_its_id() -> None:
     votes = [vote(2, 3, 4), vote(2, 4)]  # and no older one instead
-    limit, exact = vote_limit(votes, 3)
+    limit, exact = find_step_limit(votes, 3)
     with pytest.raises(RestoreError, match=rf"{step(3)} was asked for, but not every rank"):
         choose_step(votes, limit=limit, exact=exact)
 
 
-def test_what_a_person_asks_for_counts_before_what_the_script_does() -> None:
-    assert vote_limit([vote(3, 4, **request(3)), vote(3, 4)], 4) == (step(3), True)
+def test_a_rollback_request_of_a_user_takes_precedence_over_the_script() -> None:
+    assert find_step_limit([vote(3, 4, **request(3)), vote(3, 4)], 4) == (step(3), True)

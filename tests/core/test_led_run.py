@@ -39,13 +39,13 @@ from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
 from keepstep.errors import UsageError
 from keepstep.leader.leader import Leader
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import LeaderReply, MemberReport, Report, ReportedRanks
 from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.report.leader_channel import LinkChannel
-from keepstep_sidecar.report.report import report_changes, report_of_other
+from keepstep_sidecar.report.report import reduce_to_changes, report_other_pods_rank
 from tests.core.test_states import watched_node  # noqa: F401
 from tests.leader.runs import credentials
 
@@ -213,7 +213,7 @@ class LedRun(RuleBasedStateMachine):
             self._feed(machine, Listed(ranks=held, shown=machine.shown))
 
     def _listed(self, rank: int, ids: Iterable[StepId]) -> ReportedTier:
-        return ReportedTier.of(self._shards(rank, ids))
+        return ReportedTier.from_shards(self._shards(rank, ids))
 
     def _shards(self, rank: int, ids: Iterable[StepId]) -> Iterator[Shard]:
         return (
@@ -302,9 +302,9 @@ class LedRun(RuleBasedStateMachine):
             machine.alive, machine.saved = True, None
             machine.epochs.append(self.epoch)
             self._feed(machine, RanksServed(frozenset({machine.number}), _SLOTS))
-            if parent is not None and machine.slots.holds(parent) is None:
-                spare = set(machine.slots.sealed())
-                index = machine.slots.reserve_slot(spare)
+            if parent is not None and machine.slots.find_slot(parent) is None:
+                spare = set(machine.slots.list_sealed_steps())
+                index = machine.slots.reserve_slot_for_load(spare)
                 assert index is not None
                 machine.slots.seal(index, parent)
             self._feed(machine, EpochStarted(self.epoch))
@@ -334,8 +334,8 @@ class LedRun(RuleBasedStateMachine):
     def _report(self, machine: Machine) -> Report:
         held = self._listed(machine.number, machine.shards)
         tiers = {
-            Tier.MEMORY: ReportedTier.of(()),
-            Tier.LOCAL: held if machine.scanned else ReportedTier(answer=Answer.UNKNOWN),
+            Tier.MEMORY: ReportedTier.from_shards(()),
+            Tier.LOCAL: held if machine.scanned else ReportedTier(answer=TierAnswer.UNKNOWN),
         }
         ranks: list[ReportedRanks] = []
         if machine.alive or (machine.scanned and machine.shards):
@@ -350,7 +350,7 @@ class LedRun(RuleBasedStateMachine):
             )
         if machine.scanned and machine.copies:
             rank = self._before(machine.number)
-            ranks.append(report_of_other(rank, list(self._shards(rank, machine.copies))))
+            ranks.append(report_other_pods_rank(rank, list(self._shards(rank, machine.copies))))
         machine.sequence += 1
         return Report(
             sidecar="test",
@@ -371,7 +371,7 @@ class LedRun(RuleBasedStateMachine):
         lied_ranks = {lie.ranks for lie in lies}
         true = (each for each in report.ranks if each.ranks not in lied_ranks)
         report = replace(report, ranks=(*true, *lies))
-        news, machine.known = report_changes(machine.known, report), None
+        news, machine.known = reduce_to_changes(machine.known, report), None
         word = Word(
             machine=machine,
             life=machine.life,
@@ -407,7 +407,7 @@ class LedRun(RuleBasedStateMachine):
         if not since or goes_on:
             host.words[machine.number], host.live[machine.number] = word, machine.life
         for number, latest in host.words.items():
-            assert host.leader.ledger.local(number) == latest.shards, (
+            assert host.leader.ledger.list_steps_on_node_volumes(number) == latest.shards, (
                 "it takes each at its last word"
             )
         return True
@@ -416,7 +416,7 @@ class LedRun(RuleBasedStateMachine):
         """What its leader tells it now, if that is news."""
         host = machine.to
         assert host is not None
-        host.leader.settle(at=self.now)
+        host.leader.draw_conclusions(at=self.now)
         reply = host.leader.news(machine.number)
         if reply is None:
             return None
@@ -515,7 +515,7 @@ class LedRun(RuleBasedStateMachine):
 
     def _deliver(self, machine: Machine, reply: LeaderReply) -> None:
         machine.reply = reply
-        machine.channel.take(_encode(reply))
+        machine.channel.handle_frame(_encode(reply))
 
     def _act(self, machine: Machine) -> None:
         reply, machine.reply = machine.channel.take_pushed(), None
@@ -581,7 +581,7 @@ class LedRun(RuleBasedStateMachine):
                 self._speak(machine)
                 self._act(machine)
                 self._list(machine)
-        assert host.leader.all_here or not self._trains()
+        assert host.leader.have_all_members_reported or not self._trains()
         whole = self._whole()
         ours = set.intersection(*(machine.shards for machine in self.machines)) & self.alive
         for machine in self.machines:
@@ -695,7 +695,7 @@ class LedRun(RuleBasedStateMachine):
         """What no deletion may take: the newest step that all have; of a run in which a machine
         hears nothing of its leader, the newest one that was named a commit. A machine that has
         heard in this epoch that a step may go might have been faster than the loss of a drive."""
-        silent = any(machine.node.leader_view.silent(self.now) for machine in self._all())
+        silent = any(machine.node.leader_view.is_silent(self.now) for machine in self._all())
         going = {
             step_id
             for machine in self._all()

@@ -45,5 +45,5 @@ def broken(page: Path) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: {link}: there is no such heading"
 
 
-def test_links_of_the_documents_lead_somewhere() -> None:
+def test_every_link_in_the_documentation_has_an_existing_target() -> None:
     assert not [link for page in pages() for link in broken(page)]

@@ -84,7 +84,9 @@ def _moves(state: State, rules: Rules) -> Iterator[tuple[str, State]]:
 
 
 def _protecting(state: State) -> State:
-    kept = steps_to_protect([RankMemory(frozenset(_table(rank).sealed())) for rank in state])
+    kept = steps_to_protect(
+        [RankMemory(frozenset(_table(rank).list_sealed_steps())) for rank in state]
+    )
     return tuple(replace(rank, protected=frozenset(map(_number, kept))) for rank in state)
 
 
@@ -222,7 +224,7 @@ def test_with_four_slots_one_finished_step_is_lost_at_most(protects: bool) -> No
     assert visited > 1000, "the search must not end early"
 
 
-def test_to_protect_what_all_ranks_have_and_nothing_newer_would_lose_two_steps(monkeypatch) -> None:
+def test_protecting_only_the_newest_common_step_could_lose_two_steps(monkeypatch) -> None:
     """A rank that is ahead would then give up the step that the others are about to seal."""
 
     def common_alone(ranks: Sequence[RankMemory]) -> frozenset[StepId]:
@@ -254,7 +256,7 @@ def _assert_goes_on(state: State, rules: Rules) -> None:
     assert any(name.endswith(own) for name in names), state
 
 
-def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None:
+def test_the_newest_common_step_is_kept_while_another_rank_seals_nothing() -> None:
     held = [frozenset({_id(2)}), frozenset({_id(2), _id(3), _id(4), _id(5)})]
     assert steps_to_protect([RankMemory(steps) for steps in held]) == held[1]
     table = SlotTable(4)
@@ -266,7 +268,7 @@ def test_the_newest_common_step_stays_while_another_rank_seals_nothing() -> None
     assert table.slots[table.assign() or 0].id == _id(3), "the other rank has passed these"
 
 
-def test_nobody_waits_for_a_rank_whose_trainer_has_ended() -> None:
+def test_other_ranks_do_not_wait_for_a_rank_whose_trainer_has_ended() -> None:
     ended = RankMemory(frozenset({_id(2)}), ended=True)
     ahead = RankMemory(frozenset({_id(2), _id(3), _id(4)}))
     assert steps_to_protect([ended, ahead]) == {_id(2)}
@@ -287,14 +289,14 @@ def test_with_three_slots_on_one_machine_one_finished_step_is_lost_at_most(ranks
     assert visited > 50 * ranks, "the search must not end early"
 
 
-def test_three_slots_with_a_pinned_one_leave_a_window_across_machines() -> None:
+def test_three_slots_with_one_pinned_can_lose_two_finished_steps_across_machines() -> None:
     _, window = search(Rules(slots=3, protects=False))
     assert window is not None
     assert any("writes" in move for move in window), "it takes a pin"
     assert window[-1].endswith("saves"), "the window opens when a victim is zeroed"
 
 
-def test_four_slots_leave_a_window_when_victims_are_zeroed_before_the_collective() -> None:
+def test_four_slots_can_lose_two_steps_if_victims_are_zeroed_before_the_collective() -> None:
     _, window = search(Rules(slots=4, zeroed_early=True, protects=False))
     assert window is not None
     assert window[-1].endswith("asks ahead")
@@ -340,5 +342,5 @@ def test_with_two_slots_a_rank_waits_for_the_drive_or_nothing_is_in_common(ranks
     assert waits or window
 
 
-def test_two_slots_leave_no_window_when_images_are_copied_before_save_returns() -> None:
+def test_two_slots_lose_one_step_at_most_if_images_are_copied_before_save_returns() -> None:
     assert search(Rules(slots=2, pins=False, lazy=False))[1] is None

@@ -28,14 +28,14 @@ steps = st.builds(StepId, epochs, st.integers(0, 10**18 - 1))
 
 
 @given(steps)
-def test_a_name_is_read_back(step_id: StepId) -> None:
+def test_step_and_epoch_names_survive_formatting_and_parsing(step_id: StepId) -> None:
     assert StepId.parse(str(step_id)) == step_id
     assert EpochId.parse(str(step_id.epoch)) == step_id.epoch
     assert is_step(str(step_id))
 
 
 @given(st.integers(0, MOST_RANKS - 1), st.integers(1, MOST_RANKS))
-def test_a_shards_name_is_read_back(rank: int, beyond: int) -> None:
+def test_shard_names_survive_formatting_and_parsing(rank: int, beyond: int) -> None:
     world = min(rank + beyond, MOST_RANKS)
     name = shard_name(rank, world)
     parsed = ShardName.parse(Path(STEP) / name)
@@ -57,7 +57,7 @@ def test_a_shards_name_is_read_back(rank: int, beyond: int) -> None:
         "",
     ],
 )
-def test_no_other_text_is_the_name_of_a_step(name: str) -> None:
+def test_any_other_text_is_refused_as_a_step_name(name: str) -> None:
     assert not is_step(name)
     with pytest.raises(ValueError, match="not an epoch"):
         EpochId.parse(name.partition("-")[0] + "\n")
@@ -73,7 +73,7 @@ def test_no_other_text_is_the_name_of_a_step(name: str) -> None:
         f"x{SHARD}",
     ],
 )
-def test_no_other_text_is_the_name_of_a_shard(name: str) -> None:
+def test_any_other_text_is_refused_as_a_shard_name(name: str) -> None:
     assert is_shard(SHARD)
     assert not is_shard(name)
     with pytest.raises(ValueError, match="not a shard's name"):

@@ -27,7 +27,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from tests.core.test_states import watched_node  # noqa: F401
 
 EPOCH = EpochId(1, "0000000a")
@@ -50,8 +50,8 @@ def node(*, alone: bool = False, last: int = 2) -> Node:
 def listed(*numbers: int, world: int = 2, shown: Iterable[int] = ()) -> Listed:
     """A listing in which rank 0 has these steps on its drive. `shown`: steps that readers see."""
     shards = [Shard(step_id=step(number), rank=0, world=world, root="r") for number in numbers]
-    local = replace(ReportedTier.of(shards), answer=Answer.STEPS)
-    report = {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}
+    local = replace(ReportedTier.from_shards(shards), answer=TierAnswer.STEPS)
+    report = {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.from_shards(())}
     return Listed(ranks={0: report}, shown=steps(shown))
 
 
@@ -73,19 +73,19 @@ def leader_reply(
     )
 
 
-def test_only_what_is_older_than_the_last_commit_is_deleted_at_the_leaders_word() -> None:
+def test_a_retirement_order_of_the_leader_deletes_only_steps_older_than_the_last_commit() -> None:
     state = node()
     state.step(listed(9, 10, 11))
     assert retired(state.step(leader_reply(10, retire=(8, 9, 10, 11)))) == [9]
 
 
-def test_pins_stay_although_the_leader_asks_for_them() -> None:
+def test_pinned_steps_are_kept_although_the_leader_orders_their_retirement() -> None:
     state = node()
     state.step(listed(8, 9, 10))
     assert retired(state.step(leader_reply(10, retire=(8, 9), pinned=(8,)))) == [9]
 
 
-def test_what_all_pods_have_by_the_leaders_word_is_shown_until_it_is() -> None:
+def test_publishing_a_step_that_the_leader_has_committed_is_retried_until_it_succeeds() -> None:
     state = node()
     state.step(listed(9, 10))
     assert published(state.step(leader_reply(10))) == [10]
@@ -93,7 +93,7 @@ def test_what_all_pods_have_by_the_leaders_word_is_shown_until_it_is() -> None:
     assert published(state.step(listed(9, 10, shown=(10,)))) == []
 
 
-def test_a_leader_that_has_just_started_does_not_take_a_commit_back() -> None:
+def test_an_older_commit_in_a_reply_of_a_restarted_leader_is_ignored() -> None:
     state = node()
     state.step(leader_reply(10))
     for older in (9, None):
@@ -101,15 +101,15 @@ def test_a_leader_that_has_just_started_does_not_take_a_commit_back() -> None:
         assert state.leader_view.commit == step(10)
 
 
-def test_silence_begins_a_minute_after_the_last_answer() -> None:
+def test_the_leader_counts_as_silent_a_minute_after_its_last_reply() -> None:
     view = node().leader_view
     now = SILENT_AFTER_S + 1
-    assert view.silent(now)
+    assert view.is_silent(now)
     view.update(leader_reply(), now)
-    assert not view.silent(now)
+    assert not view.is_silent(now)
 
 
-def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
+def test_a_full_drive_deletes_as_few_steps_as_possible_and_never_the_newest_commit() -> None:
     state = node(alone=True, last=3)
     sizes = {step(number): 100 for number in (1, 2, 3, 4)}
     state.step(listed(1, 2, 3, 4, world=1))
@@ -120,7 +120,7 @@ def test_a_full_drive_costs_the_fewest_steps_that_nobody_needs() -> None:
     assert retired(state.step(VolumeFull(900, sizes))) == [1, 2, 3], "never the newest commit"
 
 
-def test_a_full_drive_costs_the_newest_proven_step_when_nothing_else_is_left() -> None:
+def test_a_full_drive_deletes_the_newest_proven_step_last() -> None:
     state = node(alone=True, last=2)
     held = (40, 80, 120, 123, 124)
     sizes = {step(number): 100 for number in held}
@@ -150,7 +150,7 @@ class OneRank:
         return (self.table,)
 
 
-def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newest_two() -> None:
+def test_a_node_with_a_silent_leader_drops_steps_between_last_commit_and_newest_two() -> None:
     node = Node({0: OneRank(14)}, grid=StepGrid(1))
     node.step(EpochStarted(Epoch(EPOCH, None)))
     node.step(listed(4, 5, 10, 11, 12, 13))
@@ -161,26 +161,26 @@ def test_nobody_to_tell_and_a_new_shard_let_go_what_lies_between_commit_and_newe
     assert retired(node.step(listed(4, 5, 10, 11, 12, 13, 14), SILENT_AFTER_S + 1)) == [12]
 
 
-def test_what_all_ranks_restored_stays_although_nobody_says_that_it_was_committed() -> None:
+def test_the_step_that_all_ranks_restored_is_kept_without_a_commit_notice() -> None:
     restored = StepId(EpochId(0, "0000000b"), 10)
     node = Node({0: OneRank(14)}, grid=StepGrid(1))
     node.step(EpochStarted(Epoch(restored.epoch, None)))
     node.step(EpochStarted(Epoch(EPOCH, restored)))
     held = listed(11, 12, 13)
-    older = ReportedTier.of([Shard(step_id=restored, rank=0, world=2, root="r")])
+    older = ReportedTier.from_shards([Shard(step_id=restored, rank=0, world=2, root="r")])
     shards = (*older.shards, *held.ranks[0][Tier.LOCAL].shards)
     local = replace(older, shards=shards)
-    node.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.of(())}}))
+    node.step(Listed(ranks={0: {Tier.LOCAL: local, Tier.MEMORY: ReportedTier.from_shards(())}}))
     node.step(RanksServed(frozenset({0}), 4))
     node.step(WriteEnded(0, step(14)))
     fourth = Shard(step_id=step(14), rank=0, world=2, root="r")
-    local = replace(older, shards=(*shards, *ReportedTier.of([fourth]).shards))
+    local = replace(older, shards=(*shards, *ReportedTier.from_shards([fourth]).shards))
     actions = node.step(Listed(ranks={0: {Tier.LOCAL: local}}), SILENT_AFTER_S + 1)
     gone = [action.id for action in actions if isinstance(action, Retire)]
     assert gone == [step(11), step(12)]
 
 
-def test_what_could_not_be_written_is_tried_once_more_by_a_flush_and_by_nothing_else() -> None:
+def test_a_failed_write_is_retried_only_by_a_final_flush() -> None:
     node = Node({0: OneRank(9)}, grid=StepGrid(1))
     node.step(EpochStarted(Epoch(EPOCH, None)))
     assert node.step(RanksServed(frozenset({0}), 4)) == (Write(0, step(9)),)

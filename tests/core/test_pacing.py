@@ -15,13 +15,13 @@ from keepstep.core.schedule import (
     CALM_BEFORE_REFINING,
     ENOUGH_FAILURES,
     NodeMeasurements,
-    Pacing,
+    PersistCostMeasurements,
     PersistInterval,
     PersistPlanner,
     StepGrid,
     Write,
-    auto_interval,
-    count_failures,
+    choose_persist_interval,
+    count_failures_and_steps,
 )
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -72,10 +72,10 @@ def _auto(measured: NodeMeasurements) -> Callable[[list[Epoch], int], int]:
 
     def choose(epochs: list[Epoch], step: int) -> int:
         nonlocal interval
-        failures, steps = count_failures(epochs, step)
+        failures, steps = count_failures_and_steps(epochs, step)
         known = steps and failures >= ENOUGH_FAILURES
         mtbf_s = steps * measured.step_s / failures if known else None
-        interval = auto_interval(replace(measured, mtbf_s=mtbf_s), current=interval.steps)
+        interval = choose_persist_interval(replace(measured, mtbf_s=mtbf_s), current=interval.steps)
         return interval.steps
 
     return choose
@@ -83,7 +83,7 @@ def _auto(measured: NodeMeasurements) -> Callable[[list[Epoch], int], int]:
 
 @pytest.mark.parametrize("trace", [_exponential, _bursts])
 @pytest.mark.parametrize("mtbf_s", [1800.0, 4 * 3600.0, 3 * _DAY_S])
-def test_auto_wastes_little_more_than_the_best_fixed_interval(
+def test_the_automatic_persist_interval_wastes_little_more_time_than_the_best_fixed_one(
     trace: Callable[[random.Random, float], Iterator[float]], mtbf_s: float
 ) -> None:
     gaps = list(islice(trace(random.Random(1974), mtbf_s), 1000))
@@ -94,7 +94,7 @@ def test_auto_wastes_little_more_than_the_best_fixed_interval(
 
 
 @pytest.mark.parametrize("trace", [_exponential, _bursts])
-def test_the_drive_is_not_written_more_often_than_it_may(
+def test_the_drive_wear_limit_bounds_the_write_rate(
     trace: Callable[[random.Random, float], Iterator[float]],
 ) -> None:
     gaps = list(islice(trace(random.Random(2006), 4 * 3600.0), 1000))
@@ -106,32 +106,32 @@ def test_the_drive_is_not_written_more_often_than_it_may(
     assert unlimited > 4 * writes
 
 
-def test_a_limit_in_motion_does_not_move_the_interval_to_and_fro() -> None:
+def test_a_fluctuating_limit_does_not_make_the_interval_oscillate() -> None:
     chance, seen, interval = random.Random(1), [], PersistInterval(0, "", {})
     for _ in range(1000):
         measured = replace(_RUN, stall_s=0.16 * chance.uniform(0.9, 1.1))
-        interval = auto_interval(measured, current=interval.steps)
+        interval = choose_persist_interval(measured, current=interval.steps)
         seen.append(interval.steps)
     assert set(seen[20:]) == {16}
-    assert auto_interval(replace(measured, stall_s=0.12), current=16).steps == 8
+    assert choose_persist_interval(replace(measured, stall_s=0.12), current=16).steps == 8
     kept_up = replace(measured, stall_s=None, write_s=1.9)
-    assert auto_interval(kept_up, current=16).steps == 1, "each that the drive takes"
+    assert choose_persist_interval(kept_up, current=16).steps == 1, "each that the drive takes"
 
 
 # --- failures --------------------------------------------------------------------------------
 
 
-def test_failures_are_counted_from_the_first_one_on_and_repeated_steps_once() -> None:
-    assert count_failures([_epoch(0)], 500) == (0, 0)
+def test_the_failure_rate_starts_at_the_first_failure_and_counts_repeated_steps_once() -> None:
+    assert count_failures_and_steps([_epoch(0)], 500) == (0, 0)
     kept_from_the_middle = [_epoch(1, 90_000), _epoch(2, 90_100), _epoch(3, 90_060)]
-    assert count_failures(kept_from_the_middle, 90_160) == (2, 200)
+    assert count_failures_and_steps(kept_from_the_middle, 90_160) == (2, 200)
 
 
 # --- measured --------------------------------------------------------------------------------
 
 
 def _train(
-    pacing: Pacing,
+    pacing: PersistCostMeasurements,
     steps: range,
     *,
     epochs: tuple[Epoch, ...] = (_epoch(0),),
@@ -154,12 +154,12 @@ def _train(
                 pacing.on_write_began()
                 pacing.wrote(step_id, drive=drive, seconds=seconds, size_bytes=3 * 10**9)
                 pacing.on_write_ended()
-            interval = pacing.durable(step_id, epochs) or interval
+            interval = pacing.record_durable_step(step_id, epochs) or interval
     return interval
 
 
-def test_who_sets_nothing_persists_every_step_that_the_drive_takes() -> None:
-    pacing = Pacing()
+def test_the_default_persists_every_step_that_the_drive_can_take() -> None:
+    pacing = PersistCostMeasurements()
     assert _train(pacing, range(8)) is None, "too early to say"
     interval = _train(pacing, range(8, 50))
     assert interval is not None
@@ -169,12 +169,12 @@ def test_who_sets_nothing_persists_every_step_that_the_drive_takes() -> None:
     )
 
 
-def test_a_stall_is_what_steps_with_a_write_take_longer_beyond_the_noise() -> None:
-    noisy = Pacing()
+def test_the_measured_stall_is_the_extra_time_of_steps_with_a_write_beyond_noise() -> None:
+    noisy = PersistCostMeasurements()
     _train(noisy, range(200), persist=4, stall_s=0.001, jitter_s=0.1)
     assert noisy.measured is not None
     assert noisy.measured.stall_s == 0.0
-    stalled = Pacing()
+    stalled = PersistCostMeasurements()
     interval = _train(stalled, range(200), persist=4, stall_s=0.1, jitter_s=0.02)
     assert stalled.measured is not None
     assert stalled.measured.stall_s == pytest.approx(0.1, rel=0.2)
@@ -182,8 +182,8 @@ def test_a_stall_is_what_steps_with_a_write_take_longer_beyond_the_noise() -> No
     assert (interval.steps, interval.limit) == (16, "stall"), "a hundredth of the time at most"
 
 
-def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
-    pacing, now, every, persisted = Pacing(), 0.0, 1, []
+def test_write_cost_is_measured_by_a_trial_when_every_step_is_written() -> None:
+    pacing, now, every, persisted = PersistCostMeasurements(), 0.0, 1, []
     for step in range(1600):
         wrote = bool(persisted) and persisted[-1] == step - 1
         now += 1.0 + (0.1 if wrote else 0.0)
@@ -194,7 +194,7 @@ def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
             pacing.on_write_began()
             pacing.wrote(step_id, drive=0, seconds=0.5, size_bytes=10**9)
             pacing.on_write_ended()
-            if (interval := pacing.durable(step_id, ())) is not None:
+            if (interval := pacing.record_durable_step(step_id, ())) is not None:
                 every = interval.steps
         if step == 1023:
             assert persisted == list(range(1024))
@@ -203,8 +203,8 @@ def test_what_a_write_costs_is_tried_where_every_step_is_written() -> None:
     assert (every, interval and interval.limit) == (16, "stall")
 
 
-def test_a_trial_of_what_costs_nothing_ends_with_every_step_written_again() -> None:
-    pacing = Pacing()
+def test_every_step_is_written_again_after_a_trial_that_found_no_cost() -> None:
+    pacing = PersistCostMeasurements()
     trial = _train(pacing, range(900, 1030)) and _train(pacing, range(1030, 1050), persist=2)
     assert trial is not None
     assert (trial.steps, trial.limit) == (2, "trial")
@@ -215,9 +215,9 @@ def test_a_trial_of_what_costs_nothing_ends_with_every_step_written_again() -> N
     assert pacing.measured.stall_s == 0.0, "what was seen is remembered"
 
 
-def test_failures_that_are_known_decide_between_lost_work_and_stalls() -> None:
+def test_a_known_failure_rate_balances_lost_work_against_stalls() -> None:
     epochs = tuple(_epoch(number, 1000 * number) for number in range(1, 6))
-    pacing = Pacing()
+    pacing = PersistCostMeasurements()
     interval = _train(pacing, range(5000, 5200), epochs=epochs, persist=4, stall_s=0.1)
     assert pacing.measured is not None
     assert (pacing.measured.failures, interval and interval.limit) == (4, "failures")
@@ -226,8 +226,8 @@ def test_failures_that_are_known_decide_between_lost_work_and_stalls() -> None:
     assert interval.steps == 16, "Young: sqrt(2 x 0.1 s x 1050 s) = 14.5 s"
 
 
-def test_copies_for_other_nodes_wear_the_drive_too() -> None:
-    pacing = Pacing(drive_writes_per_day=1.0, copies=1)
+def test_peer_copies_count_towards_the_drive_wear_limit() -> None:
+    pacing = PersistCostMeasurements(drive_writes_per_day=1.0, copies=1)
     pacing.drive_bytes = 86_400 * 10**9
     interval = _train(pacing, range(20))
     assert interval is not None
@@ -249,12 +249,14 @@ def _persisted(planner: PersistPlanner, steps: range) -> list[int]:
 
 
 @pytest.mark.parametrize("slots", [2, 4])
-def test_the_grid_follows_the_pace_by_doublings_and_never_beyond(slots: int) -> None:
+def test_the_persist_interval_reaches_the_pace_by_doubling_and_does_not_exceed_it(
+    slots: int,
+) -> None:
     planner = PersistPlanner([0], StepGrid(), slots=slots)
-    planner.pace(8)
+    planner.set_least_interval(8)
     assert _persisted(planner, range(1, 40)) == [1, 2, 3, 4, 8, 16, 24, 32]
     assert set(_persisted(planner, range(40, 320))) == set(range(40, 320, 8))
-    planner.pace(2)
+    planner.set_least_interval(2)
     _persisted(planner, range(320, 320 + 16 * 8 * CALM_BEFORE_REFINING))
     assert set(_persisted(planner, range(1000, 1100))) == set(range(1000, 1100, 2))
 
@@ -268,7 +270,7 @@ def test_nodes_that_measure_differently_still_commit_together() -> None:
         (range(900, 1900), (3, 12)),
     ):
         for node, found, pace in zip(nodes, written, paces, strict=True):
-            node.pace(pace)
+            node.set_least_interval(pace)
             found.update(_persisted(node, steps))
     committed = sorted(written[0] & written[1])
     assert max(later - earlier for earlier, later in pairwise(committed)) <= 48, (
@@ -280,24 +282,24 @@ def test_nodes_that_measure_differently_still_commit_together() -> None:
 def test_a_node_keeps_its_pace_when_its_ranks_change() -> None:
     node = Node({}, grid=StepGrid())
     node.step(RanksServed(frozenset({0}), 4))
-    node.planner.pace(8)
+    node.planner.set_least_interval(8)
     node.step(RanksServed(frozenset({0, 1}), 4))
     assert node.planner.least == 8
 
 
-def test_a_drive_that_does_not_keep_up_is_given_more_time_than_the_pace() -> None:
+def test_the_interval_exceeds_the_pace_when_the_drive_cannot_keep_up() -> None:
     planner = PersistPlanner([0], StepGrid())
-    planner.pace(2)
+    planner.set_least_interval(2)
     for step in range(400):
         step_id = StepId(EpochId(0, "0" * 8), step)
         planner.sealed(0, step_id)
-        if planner.target is not None and step >= planner.target.step + 10:
-            planner.on_write_end(0, planner.target)
+        if planner.step_in_flight is not None and step >= planner.step_in_flight.step + 10:
+            planner.on_write_end(0, planner.step_in_flight)
     assert planner.counts.skipped > 0
     assert planner.grid.newest_interval == 16
 
 
-def test_an_old_step_that_comes_into_memory_again_is_written_once_at_most() -> None:
+def test_an_old_step_that_is_staged_again_is_written_at_most_once() -> None:
     """It is fetched for a restart. More newer steps were written since than are remembered."""
     planner, epoch = PersistPlanner([0], StepGrid(1)), EpochId(1, "0" * 8)
     for step in range(200):
@@ -306,6 +308,6 @@ def test_an_old_step_that_comes_into_memory_again_is_written_once_at_most() -> N
         planner.on_overwritten(0, StepId(epoch, step))
     for write in planner.sealed(0, StepId(epoch, 40)):
         assert planner.on_write_end(0, write.id) == ()
-    assert planner.idle
+    assert planner.has_no_pending_writes
     newer = StepId(epoch, 200)
     assert planner.sealed(0, newer) == (Write(0, newer),)

@@ -16,7 +16,7 @@ RANKS = st.sets(st.integers(0, 300), max_size=60)
 
 
 @given(RANKS | st.builds(lambda a, n, d: {*range(a, a + n * d, d)}, *[st.integers(1, 60)] * 3))
-def test_runs_name_the_ranks_that_they_were_made_of(those: Collection[int]) -> None:
+def test_a_run_length_encoding_contains_exactly_its_ranks(those: Collection[int]) -> None:
     made = Ranks.of(those)
     assert [*made] == sorted(those)
     assert (len(made), bool(made), made.last) == (len(those), bool(those), max(those, default=-1))
@@ -25,13 +25,13 @@ def test_runs_name_the_ranks_that_they_were_made_of(those: Collection[int]) -> N
     assert Ranks.of(reversed([*made])) == Ranks(made.runs)
 
 
-def test_the_same_place_of_every_node_is_one_run_and_one_bitmap() -> None:
+def test_the_same_local_rank_of_every_node_is_encoded_as_one_range() -> None:
     made = Ranks.of(range(3, 16_384, 8))
     assert made.runs == ((3, 16_379, 8),)
     assert made.bits is Ranks.of(range(3, 16_384, 8)).bits
 
 
-def test_two_runs_where_nodes_are_missing() -> None:
+def test_ranks_with_missing_nodes_are_encoded_as_two_ranges() -> None:
     assert Ranks.of([0, 8, 16, 40, 48]).runs == ((0, 16, 8), (40, 48, 8))
 
 
@@ -47,22 +47,22 @@ def test_two_runs_where_nodes_are_missing() -> None:
         ((8, 16, 8), (0, 4, 4)),
     ],
 )
-def test_what_is_no_run_is_refused(runs: tuple[tuple[int, int, int], ...]) -> None:
+def test_an_invalid_rank_range_is_refused(runs: tuple[tuple[int, int, int], ...]) -> None:
     with pytest.raises(ValueError, match="no runs"):
         Ranks(runs)
 
 
-def test_a_trillion_ranks_are_told_apart_without_being_counted() -> None:
+def test_a_range_of_a_trillion_ranks_answers_membership_without_being_expanded() -> None:
     claimed = Ranks(((0, 10**12, 1),))
     assert len(claimed) == 10**12 + 1
     assert 10**12 in claimed
     assert 10**12 + 1 not in claimed
-    assert not claimed.is_short
+    assert not claimed.is_encoded_as_ranges
 
 
-def test_many_runs_or_a_larger_world_are_not_short() -> None:
-    assert Ranks.of([MOST_RANKS - 1]).is_short
-    assert not Ranks.of([MOST_RANKS]).is_short
+def test_rank_sets_with_many_ranges_or_a_huge_world_are_not_short() -> None:
+    assert Ranks.of([MOST_RANKS - 1]).is_encoded_as_ranges
+    assert not Ranks.of([MOST_RANKS]).is_encoded_as_ranges
     squares = [index * index for index in range(2 * MOST_RUNS + 2)]
-    assert not Ranks.of(squares).is_short
-    assert Ranks.of(squares[: 2 * MOST_RUNS]).is_short
+    assert not Ranks.of(squares).is_encoded_as_ranges
+    assert Ranks.of(squares[: 2 * MOST_RUNS]).is_encoded_as_ranges

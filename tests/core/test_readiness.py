@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.core.vote import NEVER, Ready, VoteFacts, Wait, vote_readiness
+from keepstep.core.restore_vote import NEVER, Ready, VoteFacts, Wait, vote_readiness
 
 BEGAN = 1000.0
 ALONE = VoteFacts(scanned_at=0.0, replied_at=-NEVER)
@@ -55,7 +55,9 @@ TABLE = [
 @pytest.mark.parametrize(
     ("at", "view", "until", "ask"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
-def test_a_vote_waits_for(at: float, view: VoteFacts, until: float | None, ask: bool) -> None:
+def test_a_restore_vote_waits_until_its_deadline_or_until_all_sources_have_answered(
+    at: float, view: VoteFacts, until: float | None, ask: bool
+) -> None:
     answer = vote_readiness(BEGAN + at, view, BEGAN)
     if until is None:
         assert answer == Ready()
@@ -65,12 +67,12 @@ def test_a_vote_waits_for(at: float, view: VoteFacts, until: float | None, ask: 
         assert answer.why, "status tells it"
 
 
-def test_every_wait_but_that_for_the_scan_ends() -> None:
+def test_every_wait_except_the_one_for_the_volume_scan_has_a_deadline() -> None:
     views = [row[2] for row in TABLE if row[2].scanned_at != NEVER]
     assert all(vote_readiness(BEGAN + 900.0, view, BEGAN) == Ready() for view in views)
 
 
-def test_a_vote_says_what_stands_in_its_way() -> None:
+def test_a_waiting_vote_names_what_it_waits_for() -> None:
     for view, why in (
         (replace(ALONE, scanned_at=NEVER), "scanned"),
         (replace(ALONE, replied_at=NEVER), "leader of the run has not answered"),

@@ -14,9 +14,9 @@ from keepstep.core import retention
 from keepstep.core.retention import (
     RULES,
     Retention,
-    confirmed_deletions,
     copies_to_drop,
     droppable_steps,
+    filter_allowed_deletions,
     hopeless_steps,
     steps_to_evict,
     steps_to_retire,
@@ -39,7 +39,7 @@ def _steps(ids: tuple[StepId, ...]) -> list[int]:
     last=st.integers(1, 5),
     every=st.none() | st.integers(1, 50),
 )
-def test_the_newest_is_never_retired_and_nothing_is_retired_twice(
+def test_the_newest_step_is_never_retired_and_no_step_is_retired_twice(
     steps: set[int], last: int, every: int | None
 ) -> None:
     policy = Retention(last=last, every_steps=every)
@@ -75,7 +75,7 @@ def _times(held: dict[int, int]) -> dict[StepId, float]:
 
 
 @given(held=_HELD, policy=_POLICIES)
-def test_one_step_of_each_span_the_pins_and_the_newest_outlive_every_policy(
+def test_the_newest_step_pinned_steps_and_one_step_per_interval_are_never_retired(
     held: dict[int, int], policy: Retention
 ) -> None:
     times = _times(held)
@@ -90,7 +90,7 @@ def test_one_step_of_each_span_the_pins_and_the_newest_outlive_every_policy(
 
 
 @given(held=_HELD, policy=_POLICIES, newer=st.integers(61, 99), gap=st.integers(0, 500))
-def test_a_newer_step_brings_no_retired_one_back(
+def test_a_retired_step_stays_retired_when_a_newer_step_is_added(
     held: dict[int, int], policy: Retention, newer: int, gap: int
 ) -> None:
     before, after = _times(held), _times({**held, newer: gap})
@@ -104,7 +104,7 @@ def test_a_newer_step_brings_no_retired_one_back(
     limits=st.tuples(st.integers(-10, 900), st.integers(-10, 900)),
     torn=st.sets(st.integers(0, 60), max_size=6),
 )
-def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
+def test_eviction_frees_no_more_than_needed_and_never_the_newest_or_a_pinned_step(
     held: dict[int, int], policy: Retention, limits: tuple[int, int], torn: set[int]
 ) -> None:
     sizes, low, high = {_ids(step)[0]: size for step, size in held.items()}, *sorted(limits)
@@ -125,7 +125,7 @@ def test_eviction_frees_no_more_than_it_must_and_never_the_newest_nor_a_pin(
     assert gone[: len(fewer)] == fewer, "a wider limit evicts the same steps, but not as many"
 
 
-def test_under_a_limit_what_the_policy_keeps_goes_last_and_the_oldest_first() -> None:
+def test_eviction_deletes_oldest_steps_first_and_steps_that_the_policy_keeps_last() -> None:
     sizes = dict.fromkeys(_ids(10, 15, 20, 25, 30, 31, 32), 10)
     policy = Retention(last=2, every_steps=10, pinned=frozenset(_ids(15)))
     assert _steps(steps_to_evict(sizes, policy, limit_bytes=70)) == []
@@ -141,7 +141,7 @@ def test_every_k_steps_are_kept_beside_the_last() -> None:
     assert _steps(steps_to_retire(_ids(10, 15, 20, 21, 22), policy)) == [15]
 
 
-def test_with_nobody_to_tell_the_last_commit_and_the_newest_two_stay() -> None:
+def test_the_last_commit_and_the_newest_two_steps_are_kept_without_a_leader() -> None:
     (commit,) = _ids(20)
     assert droppable_steps(_ids(10, 20, 30, 40, 50), last_commit=commit) == _ids(30)
     assert droppable_steps(_ids(30, 40, 50), last_commit=None) == _ids(30)
@@ -152,14 +152,14 @@ def test_a_policy_that_keeps_nothing_is_refused() -> None:
         Retention(last=0)
 
 
-def test_on_a_full_volume_what_is_older_than_the_last_commit_goes_too_but_no_pin() -> None:
+def test_a_full_volume_also_drops_unpinned_steps_older_than_the_last_commit() -> None:
     held = _ids(10, 15, 20, 30, 40, 50)
     (commit,) = _ids(20)
     assert droppable_steps(held, last_commit=commit, pinned=_ids(15), full=True) == _ids(10, 30)
 
 
 @given(steps=st.sets(st.integers(0, 100)), commit=st.none() | st.integers(0, 100))
-def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
+def test_the_last_commit_and_the_newest_two_steps_are_kept_on_a_full_volume(
     steps: set[int], commit: int | None
 ) -> None:
     held = _ids(*sorted(steps))
@@ -171,7 +171,7 @@ def test_the_last_commit_and_the_newest_two_outlive_a_full_volume(
 
 
 @pytest.mark.parametrize("wrong", [{"every_steps": 0}, {"every_s": 0.0}, {"every_s": -1.0}])
-def test_nothing_can_be_kept_every_zero_steps_or_seconds(wrong: dict[str, Any]) -> None:
+def test_a_retention_interval_of_zero_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Retention(**wrong)
 
@@ -192,7 +192,7 @@ _CALLS: dict[str, Named] = {
     "unneeded_steps": lambda held, commit, pins: unneeded_steps(
         held, _last(pins), dead=set(held) - {commit}, unfinished=set(held) - {commit}
     ),
-    "confirmed_deletions": lambda held, commit, pins: confirmed_deletions(
+    "confirmed_deletions": lambda held, commit, pins: filter_allowed_deletions(
         held, last_commit=commit, pinned=pins
     ),
     "droppable_steps": lambda held, commit, pins: droppable_steps(
@@ -211,7 +211,7 @@ _CALLS: dict[str, Named] = {
 """Each rule that may meet the newest commit, asked to delete as much as it can."""
 
 
-def test_the_table_names_every_rule_and_the_docs_show_it() -> None:
+def test_the_table_of_deletion_rules_is_complete_and_matches_the_documentation() -> None:
     by = [rule.by for rule in RULES]
     assert all(callable(getattr(retention, name)) for name in by)
     assert {*_CALLS, "hopeless_steps"} == set(by)
@@ -222,7 +222,7 @@ def test_the_table_names_every_rule_and_the_docs_show_it() -> None:
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.by in _CALLS])
 @given(steps=st.sets(st.integers(0, 200), min_size=1), pins=st.sets(st.integers(0, 200)))
-def test_no_rule_names_the_newest_commit_nor_a_pin_of_the_policy(
+def test_no_deletion_rule_selects_the_newest_commit_or_a_pinned_step(
     rule: retention.DeletionRule, steps: set[int], pins: set[int]
 ) -> None:
     held, kept = _ids(*steps), frozenset(_ids(*pins))
@@ -232,6 +232,6 @@ def test_no_rule_names_the_newest_commit_nor_a_pin_of_the_policy(
     assert rule.where == "peer" or not gone & kept
 
 
-def test_of_what_no_rank_can_complete_the_newest_few_stay() -> None:
+def test_the_newest_four_of_the_steps_that_can_never_be_completed_are_kept() -> None:
     assert hopeless_steps(_ids(1, 2, 3, 4, 5, 6)) == _ids(1, 2)
     assert hopeless_steps(_ids(1, 2, 3, 4)) == []

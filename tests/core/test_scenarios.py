@@ -23,7 +23,7 @@ def _play(text: str) -> str:
 
 
 @pytest.mark.parametrize("file", _FILES, ids=lambda file: file.stem)
-def test_the_scenario_prints_what_its_file_says(file: Path) -> None:
+def test_the_output_of_a_scenario_matches_its_file(file: Path) -> None:
     text = file.read_text()
     played = _play(text)
     if os.environ.get("KEEPSTEP_REWRITE"):

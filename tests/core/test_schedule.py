@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from keepstep.core.schedule import (
     NodeMeasurements,
     StepGrid,
-    auto_interval,
+    choose_persist_interval,
     daly_interval_s,
     is_stand_in,
 )
@@ -18,7 +18,7 @@ _CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12)
 
 
 @given(base=st.integers(1, 7), changes=_CHANGES)
-def test_who_missed_the_last_change_still_meets_the_others(
+def test_a_node_that_missed_the_last_interval_change_still_shares_steps_with_the_others(
     base: int, changes: list[tuple[bool, int]]
 ) -> None:
     grid, now = StepGrid(base), 0
@@ -34,7 +34,7 @@ def test_who_missed_the_last_change_still_meets_the_others(
 
 
 @given(base=st.integers(1, 7), after=st.integers(0, 1000))
-def test_coarsening_halves_and_refining_restores(base: int, after: int) -> None:
+def test_coarsening_doubles_the_interval_and_refining_restores_it(base: int, after: int) -> None:
     coarse = StepGrid(base).coarsen(after)
     far = after + 10 * base
     assert coarse.interval(far) == 2 * base
@@ -45,9 +45,7 @@ def test_coarsening_halves_and_refining_restores(base: int, after: int) -> None:
 @pytest.mark.parametrize(
     ("base", "changes"), [(0, ()), (1, ((5, 1), (5, 2))), (1, ((5, -1),)), (1, ((5, 21),))]
 )
-def test_a_grid_that_makes_no_sense_is_refused(
-    base: int, changes: tuple[tuple[int, int], ...]
-) -> None:
+def test_an_invalid_step_grid_is_refused(base: int, changes: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ValueError, match=r"must|needs"):
         StepGrid(base, changes)
 
@@ -86,12 +84,12 @@ def test_young_and_daly_agree_when_a_checkpoint_is_cheap() -> None:
 def test_the_interval_is_the_least_that_every_limit_allows(
     measured: NodeMeasurements, limit: str, steps: int
 ) -> None:
-    interval = auto_interval(measured)
+    interval = choose_persist_interval(measured)
     assert (interval.limit, interval.steps) == (limit, steps)
     assert interval.steps * measured.step_s >= max(interval.bounds.values())
 
 
-def test_milestones_are_due_whatever_the_interval_is_and_survive_its_changes() -> None:
+def test_milestone_steps_are_due_at_every_interval() -> None:
     plain, with_milestones = StepGrid(1), StepGrid(1, milestones=frozenset({1000}))
     for after in range(7):
         plain, with_milestones = plain.coarsen(after), with_milestones.coarsen(after)
@@ -113,7 +111,7 @@ def test_milestones_are_due_whatever_the_interval_is_and_survive_its_changes() -
         ((13, 14, 15), []),  # it is not known what came before 13
     ],
 )
-def test_the_first_commit_after_a_due_step_that_never_was_one_stands_in_for_it(
+def test_the_first_commit_after_a_due_step_that_was_never_committed_replaces_it(
     commits: tuple[int, ...], archived: list[int]
 ) -> None:
     found = []

@@ -18,7 +18,7 @@ from keepstep.core.node import (
     Sealed,
     WriteEnded,
 )
-from keepstep.core.schedule import Pacing, StepGrid, Write
+from keepstep.core.schedule import PersistCostMeasurements, StepGrid, Write
 from keepstep.core.slot_table import SlotTable
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -51,7 +51,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.tables = {self.first + at: SlotTable(1) for at in range(RANKS)}
         self.slots = {rank: OneSlot(table) for rank, table in self.tables.items()}
-        pacing = Pacing() if self.paced else None
+        pacing = PersistCostMeasurements() if self.paced else None
         self.node = Node(self.slots, grid=StepGrid(1), pacing=pacing)
         self.node.step(EpochStarted(Epoch(EPOCH, None)))
         self.node.step(RanksServed(frozenset(self.tables), 1))
@@ -81,14 +81,14 @@ class Machine:
         if step % self.node.planner.grid.newest_interval:
             return
         for rank, table in self.tables.items():
-            held = table.slots[0].live
+            held = table.slots[0].restorable_step
             index = table.assign()
             if index is None:
                 self.node.missed(step)
                 continue
             if held is not None:
                 everywhere = self.durable.get(held.step, set()) >= self.tables.keys()
-                alike = all(other.holds(held) is not None for other in self.tables.values())
+                alike = all(other.find_slot(held) is not None for other in self.tables.values())
                 assert everywhere or not alike, f"step {held.step} was overwritten too early"
                 self.begin(self.node.step(Overwritten(rank, held), self.now))
             table.seal(index, StepId(EPOCH, step))

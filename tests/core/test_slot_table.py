@@ -26,7 +26,7 @@ def test_only_a_slot_that_is_filled_can_be_sealed() -> None:
         SlotTable(2).seal(0, _id(1))
 
 
-def test_an_image_that_somebody_reads_cannot_be_released_or_removed() -> None:
+def test_a_slot_with_a_reader_cannot_be_released_or_removed() -> None:
     table = _staged(2, 1)
     table.pin(0)
     with pytest.raises(ValueError, match="cannot be released"):
@@ -48,21 +48,21 @@ def test_an_unsealed_slot_cannot_be_pinned_and_pins_are_counted() -> None:
         table.unpin(0)
 
 
-def test_a_sealed_slot_cannot_be_adopted_over() -> None:
+def test_adopting_an_image_into_a_sealed_slot_is_refused() -> None:
     with pytest.raises(ValueError, match="not empty"):
         _staged(2, 1).adopt(0, _id(2))
 
 
-def test_a_live_trainer_keeps_the_slot_that_it_fills_over_a_restart_of_the_host() -> None:
+def test_a_running_trainer_keeps_the_slot_that_it_fills_across_a_sidecar_restart() -> None:
     table = SlotTable(3)
     table.adopt(0, _id(1))
-    table.hold(1)
-    assert table.assigned == 1
+    table.restore_assignment(1)
+    assert table.assigned_slot_index == 1
     assert table.assign() is None
     with pytest.raises(ValueError, match="cannot be the one"):
-        table.hold(2)
+        table.restore_assignment(2)
     table.seal(1, _id(2))
-    assert table.sealed() == [_id(1), _id(2)]
+    assert table.list_sealed_steps() == [_id(1), _id(2)]
 
 
 def test_a_removed_slot_is_never_used_again_and_the_other_indices_stay() -> None:
@@ -70,19 +70,21 @@ def test_a_removed_slot_is_never_used_again_and_the_other_indices_stay() -> None
     table.remove(0)
     assert table.assign() == 2
     assert table.slots[0].state is SlotState.REMOVED
-    assert table.holds(_id(2)) == 1
+    assert table.find_slot(_id(2)) == 1
     with pytest.raises(ValueError, match="cannot be released"):
         table.release(0)
 
 
-def test_slots_that_are_made_in_the_background_are_used_as_they_come() -> None:
+def test_slots_that_are_created_in_the_background_are_used_as_soon_as_they_exist() -> None:
     table = SlotTable(0)
     assert table.assign() is None
     assert table.add() == 0
     assert table.assign() == 0
 
 
-def test_while_slots_are_being_made_none_of_the_newest_two_images_is_given_up() -> None:
+def test_neither_of_the_newest_two_images_is_overwritten_while_slots_are_still_being_created() -> (
+    None
+):
     table = _staged(2, 1, 2)
     assert table.assign(keep=2) is None, "a crash would find no step in common"
     table.add()
@@ -91,5 +93,5 @@ def test_while_slots_are_being_made_none_of_the_newest_two_images_is_given_up() 
     assert table.assign(keep=2) == 0, "the third newest"
 
 
-def test_when_no_more_slots_come_one_of_the_newest_two_is_given_up_rather_than_a_save() -> None:
+def test_a_save_overwrites_one_of_the_newest_two_images_when_no_more_slots_can_be_created() -> None:
     assert _staged(2, 1, 2).assign() == 0

@@ -25,7 +25,9 @@ from tests.volume.points import FAULT_POINTS
     ("module", "table"),
     [(node, node.STEP), (save_thread, save_thread.IMAGE), (volume, volume.SHARD)],
 )
-def test_states_are_explained_and_functions_and_named_tests_exist(module, table):
+def test_every_documented_state_has_an_explanation_and_names_existing_functions_and_tests(
+    module, table
+):
     states = {word for row in table for word in f"{row.states}, {row.after}".split(", ")}
     text, _, never = module.__doc__.partition("What may never happen")
     heads = re.findall(r"^- (.+?):", text, re.MULTILINE)
@@ -37,7 +39,7 @@ def test_states_are_explained_and_functions_and_named_tests_exist(module, table)
     assert all(f"def {name}(" in written for name in re.findall(r"`(\w+_\w+)`", never))
 
 
-def test_tables_have_all_events_of_a_node_all_verdicts_and_all_fault_points_in_order():
+def test_the_state_tables_cover_all_node_events_verdicts_and_fault_points():
     events = {event for row in node.STEP for event in row.event.split(", ")}
     assert events == {event.__name__ for event in get_args(node.Event)}
     assert {row.after for row in save_thread.IMAGE} > {verdict.value for verdict in ImageOutcome}

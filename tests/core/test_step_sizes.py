@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.commit_rule import ReportedTier, reports_of_ranks
+from keepstep.core.commit_rule import ReportedTier, combine_rank_reports
 from keepstep.core.ledger import Ledger, Reported
 from keepstep.core.shard import Shard
 from keepstep.steps import EpochId, StepId, Tier
@@ -16,38 +16,40 @@ def apply_sizes(ledger: Ledger, sizes: dict[int, int], tier: Tier, *, world: int
     """The size that the ledger tells after these images were reported."""
     ranks = {
         rank: {
-            tier: ReportedTier.of((Shard(step_id=STEP, rank=rank, world=world, size_bytes=size),))
+            tier: ReportedTier.from_shards(
+                (Shard(step_id=STEP, rank=rank, world=world, size_bytes=size),)
+            )
         }
         for rank, size in sizes.items()
     }
-    ledger.apply(Reported(ranks=reports_of_ranks(ranks)))
+    ledger.apply(Reported(ranks=combine_rank_reports(ranks)))
     return ledger.size_bytes(STEP)
 
 
-def test_copies_on_several_tiers_count_once() -> None:
+def test_the_size_of_a_step_counts_copies_on_several_tiers_once() -> None:
     ledger = Ledger()
     assert apply_sizes(ledger, {0: 4096, 1: 8192}, Tier.LOCAL) == 12288
     assert apply_sizes(ledger, {0: 4096, 1: 8192}, Tier.ARCHIVE) == 12288
 
 
-def test_nothing_is_said_while_a_rank_is_missing_or_silent_about_it() -> None:
+def test_the_size_of_a_step_is_unknown_until_every_rank_has_reported_it() -> None:
     assert apply_sizes(Ledger(), {0: 4096}, Tier.LOCAL) == 0
     assert apply_sizes(Ledger(), {0: 4096, 1: 0}, Tier.LOCAL) == 0
     assert Ledger().size_bytes(STEP) == 0
 
 
-def test_the_size_is_no_part_of_what_an_image_is() -> None:
+def test_shards_compare_equal_regardless_of_their_size() -> None:
     small = Shard(step_id=STEP, rank=0, world=2, root="a")
     assert small == replace(small, size_bytes=4096)
 
 
-def test_an_image_of_a_rank_that_its_world_does_not_have_ends_nothing() -> None:
+def test_an_image_of_a_rank_outside_its_world_raises_no_error() -> None:
     shards = [Shard(step_id=STEP, rank=rank, world=1, params_digest="p") for rank in (0, 5)]
     ledger = Ledger()
     ledger.apply(
         Reported(
-            ranks=reports_of_ranks(
-                {shard.rank: {Tier.LOCAL: ReportedTier.of((shard,))} for shard in shards}
+            ranks=combine_rank_reports(
+                {shard.rank: {Tier.LOCAL: ReportedTier.from_shards((shard,))} for shard in shards}
             )
         )
     )

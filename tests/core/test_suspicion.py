@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.commit_rule import StepStanding, trace_lineage
+from keepstep.core.commit_rule import StepLiveness, trace_lineage
+from keepstep.core.restore_vote import Candidate, Candidates, choose_step
 from keepstep.core.retention import Retention, steps_to_evict, steps_to_retire
 from keepstep.core.suspicion import WITHIN, Failure, SuspectSteps
-from keepstep.core.vote import Candidate, Candidates, choose_step
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 
 LIVES = [EpochId(number, "0" * 8) for number in range(9)]
 
@@ -28,20 +28,22 @@ def failure(at: int, life: int, *after: StepId) -> Failure:
 
 def vote(*held: StepId, failures: tuple[Failure, ...] = (), **fields: object) -> Candidates:
     found = tuple(Candidate(id=step_id, tier=Tier.LOCAL, world=1) for step_id in held)
-    return Candidates(answer=Answer.STEPS, candidates=found, failures=failures, **fields)  # type: ignore[arg-type]
+    return Candidates(answer=TierAnswer.STEPS, candidates=found, failures=failures, **fields)  # type: ignore[arg-type]
 
 
 HELD = tuple(step(number) for number in (60, 80, 99, 100))
 TWICE = (failure(100, 2, step(100)), failure(101, 3, step(100)))
 
 
-def test_what_failed_twice_after_its_restore_is_passed_over_for_the_newest_proven_step() -> None:
+def test_a_step_with_two_failures_after_its_restore_is_replaced_by_the_newest_proven_step() -> None:
     assert choose_step([vote(*HELD, failures=TWICE[:1])]).id == step(100)
     decision = choose_step([vote(*HELD, failures=TWICE)])
     assert (decision.id, decision.suspects) == (step(80), (step(99), step(100)))
 
 
-def test_a_loop_that_creeps_on_is_one_and_one_that_gets_far_is_none() -> None:
+def test_failures_after_little_progress_count_as_a_crash_loop_and_after_much_progress_do_not() -> (
+    None
+):
     creeping = (failure(103, 2, step(100)), failure(105, 3, step(103, 2), step(100)))
     held = (*HELD, step(103, 2), step(105, 3))
     assert choose_step([vote(*held, failures=creeping)]).id == step(80)
@@ -49,20 +51,20 @@ def test_a_loop_that_creeps_on_is_one_and_one_that_gets_far_is_none() -> None:
     assert choose_step([vote(*HELD, step(130, 3), failures=far)]).id == step(130, 3)
 
 
-def test_two_errors_of_one_life_are_one_failure() -> None:
+def test_two_errors_in_one_epoch_count_as_one_failure() -> None:
     failures = (failure(100, 2, step(100)), failure(104, 2, step(100)))
     assert choose_step([vote(*HELD, failures=failures)]).id == step(100)
 
 
-def test_what_the_run_has_left_behind_is_forgiven() -> None:
+def test_failures_are_ignored_once_the_run_has_progressed_far_beyond_them() -> None:
     beyond = step(101 + WITHIN, 4)
     assert choose_step([vote(*HELD, beyond, failures=TWICE)]).id == beyond
 
 
-def test_failures_that_two_machines_saw_count_together() -> None:
+def test_failures_that_different_machines_reported_are_added_up() -> None:
     ballot, other = (vote(*HELD, failures=(each,)) for each in TWICE)
     both = [ballot, other]
-    assert SuspectSteps.of([*ballot.failures, *other.failures], HELD).since == step(100)
+    assert SuspectSteps.from_failures([*ballot.failures, *other.failures], HELD).since == step(100)
     assert choose_step([_of_two(each) for each in both]).id == step(80)
 
 
@@ -73,7 +75,7 @@ def _of_two(vote: Candidates) -> Candidates:
     return Candidates(answer=vote.answer, candidates=found, failures=vote.failures)
 
 
-def test_a_young_run_goes_back_to_its_oldest_step_and_never_to_none() -> None:
+def test_a_run_without_a_proven_step_falls_back_to_its_oldest_step_and_not_to_step_0() -> None:
     held, failures = (
         [step(number) for number in (3, 4, 5)],
         (failure(5, 2, step(5)), failure(5, 3, step(5))),
@@ -82,7 +84,7 @@ def test_a_young_run_goes_back_to_its_oldest_step_and_never_to_none() -> None:
     assert choose_step([vote(held[-1], failures=failures)]).id == step(5), "there is no other"
 
 
-def test_a_person_has_the_last_word() -> None:
+def test_a_step_that_the_user_requests_or_trusts_is_restored_although_it_is_suspect() -> None:
     asked = choose_step([vote(*HELD, failures=TWICE)], limit=step(100), exact=True)
     assert asked.id == step(100)
     assert choose_step([vote(*HELD, failures=TWICE, trusted=(step(99),))]).id == step(99)
@@ -92,19 +94,22 @@ def test_a_person_has_the_last_word() -> None:
     assert pinned.id == beyond, "whoever trusts a step trusts what came of it"
 
 
-def test_what_a_failure_casts_doubt_on() -> None:
+def test_a_failure_makes_all_recently_restored_ancestor_steps_suspect() -> None:
     parents = {LIVES[2]: step(90), LIVES[3]: step(100, 2), LIVES[4]: step(104, 3)}
-    found = Failure.of(step(110, 4), parents.get, lambda step_id: True)
+    found = Failure.from_failed_step(step(110, 4), parents.get, lambda step_id: True)
     assert found.after == (step(104, 3), step(100, 2), step(90))
-    assert Failure.of(step(111, 4), parents.get, lambda step_id: True).after == found.after[:2]
-    assert Failure.of(step(110, 4), parents.get, lambda step_id: step_id.step < 100).after == (
-        step(90),
+    assert (
+        Failure.from_failed_step(step(111, 4), parents.get, lambda step_id: True).after
+        == found.after[:2]
     )
-    assert Failure.of(step(3), parents.get, lambda step_id: True).after == ()
+    assert Failure.from_failed_step(
+        step(110, 4), parents.get, lambda step_id: step_id.step < 100
+    ).after == (step(90),)
+    assert Failure.from_failed_step(step(3), parents.get, lambda step_id: True).after == ()
 
 
 @pytest.mark.parametrize("last", [1, 2])
-def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: int) -> None:
+def test_a_proven_step_is_never_retired_and_is_evicted_last_from_a_full_volume(last: int) -> None:
     policy, there, left = Retention(last=last), set[StepId](), set[StepId]()
     for number in range(1, 200):
         left = {*there, step(number)}
@@ -117,7 +122,7 @@ def test_a_proven_step_is_never_retired_and_goes_last_from_a_full_volume(last: i
     sizes = dict.fromkeys(there, 1)
     gone = steps_to_evict(sizes, policy, limit_bytes=0)
     assert max(there) not in gone
-    assert SuspectSteps.of((), there).is_proven(gone[-1])
+    assert SuspectSteps.from_failures((), there).is_proven(gone[-1])
 
 
 # --- whole runs ----------------------------------------------------------------------------------
@@ -139,11 +144,11 @@ class Run:
         lineage = trace_lineage({epoch.id: epoch for epoch in self.epochs})
 
         def alive(step_id: StepId) -> bool:
-            return lineage.standing(step_id) is StepStanding.LIVE
+            return lineage.standing(step_id) is StepLiveness.LIVE
 
         parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []
-        failures = tuple(Failure.of(at, parents.get, alive) for at in self.failed)
+        failures = tuple(Failure.from_failed_step(at, parents.get, alive) for at in self.failed)
         found = choose_step([vote(*held, failures=failures)]).id if held else None
         self.epochs.append(Epoch(EpochId(len(self.epochs) + 1, "0" * 8), found))
         self.memory = [step_id for step_id in self.memory if found is not None and step_id <= found]
@@ -168,7 +173,7 @@ class Run:
     every=st.integers(1, 10),
     last=st.integers(1, 3),
 )
-def test_a_poisoned_step_costs_two_lives_that_fail_and_no_signal_counts(
+def test_a_poisoned_step_is_avoided_after_two_failures_and_signals_do_not_count_as_failures(
     *,
     poisoned_at: int,
     noticed_after: int,

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from keepstep.core.commit_rule import (
     RankReport,
     ReportedTier,
+    combine_rank_reports,
     each_rank,
-    reports_of_ranks,
     tiers_at_least,
 )
 from keepstep.core.ledger import (
@@ -26,17 +26,17 @@ from keepstep.core.ledger import (
     Ledger,
     LedgerConfig,
     Reported,
-    ReportLost,
-    RestartOutcome,
+    ReportedHoldingsLost,
+    RestartAction,
     RestartOutlook,
     RestorePlan,
     restart_outlook,
 )
+from keepstep.core.restore_vote import Candidate, Candidates, Decision, Offer, choose_step
 from keepstep.core.retention import Retention
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
-from keepstep.core.vote import Candidate, Candidates, Decision, Offer, choose_step
 from keepstep.errors import RestoreError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from tests.core.scenario import newest_on
 
 _KEEP = {
@@ -96,7 +96,7 @@ class Tiers(RuleBasedStateMachine):
         self.at: dict[int, int] = {}  # rank -> the last step that it staged
         self.lives = 0
         self.config = LedgerConfig(tiers=tuple(self._tiers()))
-        self._go_on(choose_step([Candidates(answer=Answer.NONE)] * self.world))
+        self._go_on(choose_step([Candidates(answer=TierAnswer.NONE)] * self.world))
 
     def _tiers(self) -> Iterator[Tier]:
         yield from (Tier.MEMORY, Tier.LOCAL)
@@ -138,7 +138,11 @@ class Tiers(RuleBasedStateMachine):
             if node.up:
                 self.ledger.apply(self._reported(number, self._archived()))
                 doomed = [
-                    (tier, step_id, set(each_rank(self.ledger.holders(step_id, tier))))
+                    (
+                        tier,
+                        step_id,
+                        set(each_rank(self.ledger.compute_rank_mask_on_tier(step_id, tier))),
+                    )
                     for tier, policy in _KEEP.items()
                     if tier in self.config.tiers
                     for step_id in self.ledger.expendable(tier, policy)
@@ -175,14 +179,14 @@ class Tiers(RuleBasedStateMachine):
         own = range(number * self.per_node, (number + 1) * self.per_node)
         node.listed |= {*own, *(rank for shelf in shelves.values() for _, rank in shelf)}
         ranks = {rank: self._rank_report(shelves, rank) for rank in node.listed}
-        return Reported(node_rank=number, ranks=reports_of_ranks(ranks))
+        return Reported(node_rank=number, ranks=combine_rank_reports(ranks))
 
     def _rank_report(self, shelves: dict[Tier, set[Image]], rank: int) -> RankReport:
         sealed = {
             tier: tuple(self._held(step_id, rank) for step_id, of in sorted(shelf) if of == rank)
             for tier, shelf in shelves.items()
         }
-        return {tier: ReportedTier.of(held) for tier, held in sealed.items()}
+        return {tier: ReportedTier.from_shards(held) for tier, held in sealed.items()}
 
     def _held(self, step_id: StepId, rank: int) -> Shard:
         world = self.worlds[step_id]
@@ -311,9 +315,9 @@ class Tiers(RuleBasedStateMachine):
         number %= len(self.nodes)
         self.nodes[number] = Node(up=False)
         self.epoch = None
-        self.ledger.apply(ReportLost(number))
+        self.ledger.apply(ReportedHoldingsLost(number))
         left = set.union(self._archived(), *(node.local | node.kept for node in self.nodes))
-        alive = {step_id for step_id, _ in left if self.ledger.lineage.restorable(step_id)}
+        alive = {step_id for step_id, _ in left if self.ledger.lineage.is_restorable(step_id)}
         expected = newest_on(self.ledger, tiers_at_least(Tier.LOCAL))
         assert expected == max(
             (step_id for step_id in alive if self._covered(left, step_id)), default=None
@@ -346,7 +350,7 @@ class Tiers(RuleBasedStateMachine):
         except RestoreError:
             assert not covered, "there was a step that all could restore"
             assert not self.fleeting, "what is missing cannot come back"
-            assert outlook_.restart is RestartOutcome.WAITS
+            assert outlook_.restart is RestartAction.WAITS
             self._remove_the_run()
             return
         self._check_outlook(outlook_, decision)
@@ -361,7 +365,7 @@ class Tiers(RuleBasedStateMachine):
             for step_id, of in reach[tier]
             if of == rank and not ledger.is_dead(step_id)
         }
-        whole = set(ledger.whole())
+        whole = set(ledger.list_reachable_steps())
         there: dict[StepId, int] = {}
         images: dict[StepId, set[int]] = {}
         for shelf in reach.values():
@@ -371,7 +375,7 @@ class Tiers(RuleBasedStateMachine):
                     ranks = self._alike(of, self.worlds[step_id]).bits | 1 << of
                     there[step_id] = there.get(step_id, 0) | ranks
         return Candidates(
-            answer=Answer.STEPS if own or whole or there else Answer.NONE,
+            answer=TierAnswer.STEPS if own or whole or there else TierAnswer.NONE,
             candidates=tuple(
                 Candidate(id=step_id, tier=own[step_id], world=self.worlds[step_id])
                 for step_id in sorted(own)
@@ -410,7 +414,7 @@ class Tiers(RuleBasedStateMachine):
         ranks = {rank for shelf in reach.values() for _, rank in shelf}
         shelves = {tier: reach[tier] for tier in self.config.tiers}
         reports = {rank: self._rank_report(shelves, rank) for rank in ranks}
-        ledger.apply(Reported(ranks=reports_of_ranks(reports)))
+        ledger.apply(Reported(ranks=combine_rank_reports(reports)))
         return ledger, reach
 
     def _expected(self) -> tuple[set[StepId], set[StepId]]:
@@ -460,18 +464,18 @@ class Tiers(RuleBasedStateMachine):
     def _check_outlook(self, outlook_: RestartOutlook, decision: Decision) -> None:
         """What people are told before a restart is what the restart does."""
         if decision.id is not None:
-            assert outlook_ == RestartOutlook(RestartOutcome.GOES_ON, decision.id), (
+            assert outlook_ == RestartOutlook(RestartAction.GOES_ON, decision.id), (
                 outlook_,
                 decision,
             )
         elif decision.lost is not None:
-            assert outlook_ == RestartOutlook(RestartOutcome.BEGINS_AGAIN, decision.lost)
+            assert outlook_ == RestartOutlook(RestartAction.BEGINS_AGAIN, decision.lost)
         else:
-            assert outlook_.restart in (RestartOutcome.BEGINS, RestartOutcome.BEGINS_AGAIN)
+            assert outlook_.restart in (RestartAction.BEGINS, RestartAction.BEGINS_AGAIN)
 
     def _go_on(self, decision: Decision) -> None:
         self.lives += 1
-        epoch = decision.epoch(f"{self.lives:08x}")
+        epoch = decision.make_epoch(f"{self.lives:08x}")
         assert all(epoch.id > known.id for known in self._epochs())
         if decision.id is None:
             self._forget_all()
@@ -502,7 +506,7 @@ class Tiers(RuleBasedStateMachine):
             step_id
             for step_id, _ in durable
             if all((step_id, rank) in durable for rank in range(self.worlds[step_id]))
-            and self.ledger.lineage.restorable(step_id)
+            and self.ledger.lineage.is_restorable(step_id)
         }
         assert set(self.ledger.committed(Tier.LOCAL)) == complete
 
@@ -523,7 +527,7 @@ TestTiers = Tiers.TestCase
 TestTiers.settings = settings(max_examples=40, stateful_step_count=40, print_blob=True)
 
 
-def test_a_lost_step_that_is_whole_is_gone_on_from_before_the_run_begins_anew() -> None:
+def test_a_complete_step_from_an_unknown_epoch_is_restored_rather_than_starting_at_step_0() -> None:
     """Epoch 5 went on in another world and archived step 1. Its successors' records are lost with
     the nodes, one after the other. The archive also has step 0 of the world that runs now."""
     run = Tiers()
@@ -541,10 +545,10 @@ def test_a_lost_step_that_is_whole_is_gone_on_from_before_the_run_begins_anew() 
     for number in (0, 1, 0):
         run.a_node_is_lost(number)
         run.the_trainers_start(per_node=1, turned=0)
-    assert run.ledger.parent(run.epoch.id) == newest
+    assert run.ledger.find_parent_step(run.epoch.id) == newest
 
 
-def test_an_exact_step_from_before_another_world_does_not_come_before_one_by_twins() -> None:
+def test_a_step_from_replicas_is_preferred_over_an_exact_step_from_an_earlier_world_size() -> None:
     """Step 1 is of four ranks, and whole by twins, as node 0 is lost. Two ranks went on from it."""
     run = Tiers()
     run.begin(nodes=2, per_node=1, replicated=True, peers=True, archive=False)
@@ -558,7 +562,9 @@ def test_an_exact_step_from_before_another_world_does_not_come_before_one_by_twi
     assert set(run.at.values()) == {2}
 
 
-def test_an_exact_step_that_only_all_sidecars_see_together_comes_before_one_by_twins() -> None:
+def test_an_exact_step_that_is_spread_over_sidecars_is_preferred_over_a_step_from_replicas() -> (
+    None
+):
     """Node 0 is lost. Its ranks can get step 0 from node 1 and step 1 by twins. Ranks 2 and 3 have
     step 0 in the memory of their node, which node 0 does not see."""
     run = Tiers()

@@ -17,8 +17,8 @@ import keepstep.core.retention
 from keepstep.core.commit_rule import (
     RankReport,
     ReportedTier,
+    combine_rank_reports,
     merge_equal_reports,
-    reports_of_ranks,
 )
 from keepstep.core.ledger import EpochStarted, Ledger, Reported, RestorePlan
 from keepstep.core.node import (
@@ -35,14 +35,14 @@ from keepstep.core.node import (
     TrainerDied,
     WriteEnded,
 )
+from keepstep.core.restore_vote import Candidate, Candidates, choose_step
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import StepGrid, Write
 from keepstep.core.shard import Ranks, Shard
 from keepstep.core.slot_table import SlotTable
-from keepstep.core.vote import Candidate, Candidates, choose_step
 from keepstep.errors import NothingCommonError, RestoreError
 from keepstep.leader.leader import Leader
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Epoch, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import MemberReport, Report, ReportedRanks
 from keepstep.wire.run_reports import RunPolicy
 from tests.core.test_states import watched_node  # noqa: F401
@@ -130,7 +130,9 @@ class WholeRun(RuleBasedStateMachine):
             self._feed(EpochStarted(epoch))
         for rank in self.ranks:
             if (held := rank.filled) is not None:
-                rank.table.hold(held)  # its live trainer names the slot with its next lease
+                rank.table.restore_assignment(
+                    held
+                )  # its live trainer names the slot with its next lease
         self._list()
         self._feed(RanksServed(frozenset(range(len(self.ranks))), self.slots))
         if self.epoch is None:
@@ -166,7 +168,7 @@ class WholeRun(RuleBasedStateMachine):
 
     def _begin_write(self, write: Write) -> None:
         rank = self.ranks[write.rank]
-        index = rank.table.holds(write.id)
+        index = rank.table.find_slot(write.id)
         assert index is not None, "asked to write what is not there"
         assert rank.table.slots[index].pinned, "and nobody may be given its slot meanwhile"
         assert write.rank not in self.writing, "one write of a rank at a time"
@@ -180,7 +182,7 @@ class WholeRun(RuleBasedStateMachine):
     def _reports(self) -> list[Reported]:
         world = len(self.ranks)
         return [
-            Reported(ranks=reports_of_ranks({number: _report(number, rank, world)}))
+            Reported(ranks=combine_rank_reports({number: _report(number, rank, world)}))
             for number, rank in enumerate(self.ranks)
         ]
 
@@ -215,7 +217,7 @@ class WholeRun(RuleBasedStateMachine):
             ),
         )
         self.leader.take(0, MemberReport(life="", nodes=1, report=report), at=0.0)
-        self.leader.settle(at=0.0)
+        self.leader.draw_conclusions(at=0.0)
         reply = self.leader.news(0)
         assert reply is not None
         leader_answer = LastReply(
@@ -324,7 +326,10 @@ class WholeRun(RuleBasedStateMachine):
     @rule()
     def a_flush_makes_the_newest_common_step_durable(self) -> None:
         self._feed(Flush())
-        common = set.intersection(*(set(rank.table.sealed()) for rank in self.ranks)) - self.failed
+        common = (
+            set.intersection(*(set(rank.table.list_sealed_steps()) for rank in self.ranks))
+            - self.failed
+        )
         self._end_all_writes()
         newest = self.node.ledger.watermark(Tier.LOCAL)
         assert not common or (newest is not None and newest >= max(common))
@@ -346,7 +351,7 @@ class WholeRun(RuleBasedStateMachine):
             for step_id in self.node.ledger.expendable(Tier.LOCAL, _KEEP)
             if self._on_disk(step_id)
         ]
-        assert all(self.node.busy(step_id) for step_id in kept)
+        assert all(self.node.is_step_being_written(step_id) for step_id in kept)
 
     def _on_disk(self, step_id: StepId) -> bool:
         return any(step_id in rank.shards for rank in self.ranks)
@@ -367,7 +372,9 @@ class WholeRun(RuleBasedStateMachine):
             if (held := rank.filled) is not None:
                 kept = rank.seals[held]
                 rank.table.release(held, keep=kept)
-                if kept is not None and rank.table.holds(kept) is not None:  # else the step is dead
+                if (
+                    kept is not None and rank.table.find_slot(kept) is not None
+                ):  # else the step is dead
                     self._feed(Sealed(number, kept))
             rank.filling = rank.next_slot = None
             self._feed(TrainerDied(number))
@@ -395,12 +402,12 @@ class WholeRun(RuleBasedStateMachine):
         return [self._vote(rank) for rank in self.ranks]
 
     def _vote(self, rank: Rank) -> Candidates:
-        memory = set(rank.table.sealed())
+        memory = set(rank.table.list_sealed_steps())
         found = {
             step_id for step_id in memory | rank.shards if not self.node.ledger.is_dead(step_id)
         }
         return Candidates(
-            answer=Answer.STEPS if found else Answer.NONE,
+            answer=TierAnswer.STEPS if found else TierAnswer.NONE,
             candidates=tuple(
                 Candidate(
                     id=step_id,
@@ -435,7 +442,7 @@ class WholeRun(RuleBasedStateMachine):
         assert decision.epoch_number > self.node.ledger.highest_epoch()
         if decision.id is not None:
             self._load(decision.id)
-        self._begin_epoch(decision.epoch("0" * 8))
+        self._begin_epoch(decision.make_epoch("0" * 8))
 
     def _remove_the_run(self) -> None:
         """A user has read the error and starts the run from nothing."""
@@ -446,15 +453,15 @@ class WholeRun(RuleBasedStateMachine):
 
     def _load(self, step_id: StepId) -> None:
         for rank in self.ranks:
-            if rank.table.holds(step_id) is None:
+            if rank.table.find_slot(step_id) is None:
                 # There is always a slot: newer images are dead once all have agreed on this step.
-                index = rank.table.reserve_slot(
-                    {sealed for sealed in rank.table.sealed() if sealed != step_id}
+                index = rank.table.reserve_slot_for_load(
+                    {sealed for sealed in rank.table.list_sealed_steps() if sealed != step_id}
                 )
                 while index is None and self.writing:  # the other slots are being written
                     self._end_write(min(self.writing))
-                    index = rank.table.reserve_slot(
-                        {sealed for sealed in rank.table.sealed() if sealed != step_id}
+                    index = rank.table.reserve_slot_for_load(
+                        {sealed for sealed in rank.table.list_sealed_steps() if sealed != step_id}
                     )
                 assert index is not None
                 rank.seals[index] = step_id
@@ -518,12 +525,12 @@ class WholeRun(RuleBasedStateMachine):
 
 
 def _report(number: int, rank: Rank, world: int) -> RankReport:
-    memory, local = sorted(rank.table.sealed()), sorted(rank.shards)
+    memory, local = sorted(rank.table.list_sealed_steps()), sorted(rank.shards)
     return {
-        Tier.MEMORY: ReportedTier.of(
+        Tier.MEMORY: ReportedTier.from_shards(
             tuple(Shard(step_id=step_id, rank=number, world=world) for step_id in memory)
         ),
-        Tier.LOCAL: ReportedTier.of(
+        Tier.LOCAL: ReportedTier.from_shards(
             tuple(Shard(step_id=step_id, rank=number, world=world, root="r") for step_id in local)
         ),
     }

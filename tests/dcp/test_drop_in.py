@@ -31,7 +31,9 @@ def load(path: object, size: int = 4) -> float:
     return float(target["w"][0])
 
 
-def test_a_path_names_the_step_that_it_ends_with_for_both(sidecar, tmp_path: Path) -> None:
+def test_reader_and_writer_take_the_step_number_from_the_end_of_the_path(
+    sidecar, tmp_path: Path
+) -> None:
     paths = [tmp_path / "step-100", f"{tmp_path}/checkpoint-200/", "out/epoch_300", 400]
     for number, path in enumerate(paths):
         save({"w": torch.full((4,), float(number))}, path)
@@ -48,7 +50,9 @@ def test_a_path_without_a_step_is_refused_with_what_to_write(kind: Any) -> None:
         kind("out/step-1", step=1)
 
 
-def test_a_directory_that_a_script_made_for_the_writer_is_still_a_step(sidecar, tmp_path) -> None:
+def test_a_step_path_is_accepted_although_the_script_already_created_that_directory(
+    sidecar, tmp_path
+) -> None:
     path = tmp_path / "step-7"
     path.mkdir()
     (path / "model.safetensors").write_bytes(b"of somebody else")
@@ -56,7 +60,7 @@ def test_a_directory_that_a_script_made_for_the_writer_is_still_a_step(sidecar, 
     assert load(path) == 1
 
 
-def test_a_step_s_own_directory_is_read_as_it_is(sidecar) -> None:
+def test_the_directory_of_a_step_on_a_volume_can_be_read_directly(sidecar) -> None:
     save({"w": torch.ones(4)}, "step-7")
     [path] = sidecar.root.glob("0*-000000007")
     reader = keepstep.dcp.StorageReader(path)
@@ -66,14 +70,14 @@ def test_a_step_s_own_directory_is_read_as_it_is(sidecar) -> None:
     assert reader._step is None
 
 
-def test_a_mistake_in_a_directory_s_path_brings_no_step_of_this_run(sidecar) -> None:
+def test_a_wrong_path_to_a_step_directory_is_an_error_and_loads_no_other_step(sidecar) -> None:
     save({"w": torch.ones(4)}, "step-7")
     [path] = sidecar.root.glob("0*-000000007")
     with pytest.raises(CheckpointException, match="no directory of a step"):
         load(Path("/elsewhere") / path.name)
 
 
-def test_what_a_file_system_writer_left_is_told_apart(sidecar, tmp_path: Path) -> None:
+def test_a_checkpoint_of_file_system_writer_is_refused_with_a_hint(sidecar, tmp_path: Path) -> None:
     path = tmp_path / "step-7"
     dcp.save({"w": torch.ones(4)}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     save({"w": torch.full((4,), 2.0)}, "step-7")
@@ -90,7 +94,7 @@ def test_an_async_save_on_the_group_of_the_training_is_warned_of(
     assert warnings == [1 if group == "default" else 0, 0], outputs
 
 
-def test_a_rank_that_a_parent_took_is_named_with_the_way_out(sidecar) -> None:
+def test_the_error_for_a_rank_that_the_parent_process_holds_names_the_fix(sidecar) -> None:
     """As with `mp.spawn` after a look at what there is."""
     code = """
 import torch, torch.distributed.checkpoint as dcp, keepstep.dcp
@@ -115,7 +119,9 @@ dcp.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
     assert child().returncode == 0
 
 
-def test_a_checkpointer_beside_a_session_is_told_how_to_end_that(sidecar) -> None:
+def test_a_checkpointer_beside_an_open_dcp_session_is_refused_with_a_hint_to_close_it(
+    sidecar,
+) -> None:
     save({"w": torch.ones(4)}, "step-1")
     with pytest.raises(keepstep.RestoreError, match=r"\(keepstep\.dcp\.close\(\)\) first"):
         keepstep.Checkpointer({"part": {"w": torch.ones(4)}}).restore()

@@ -15,12 +15,12 @@ Ranks = Callable[..., list[str]]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-def test_a_training_goes_on_from_its_step(sidecar, ranks: Ranks, kind: str) -> None:
+def test_a_training_resumes_from_its_saved_step(sidecar, ranks: Ranks, kind: str) -> None:
     ranks(4 if kind == "hsdp" else 2, "end_to_end", kind, "sync")
 
 
 @pytest.mark.parametrize("how", ["thread", "stager", "async-stager"])
-def test_a_training_goes_on_from_a_step_that_was_saved_meanwhile(
+def test_a_training_resumes_from_a_step_that_was_saved_asynchronously(
     sidecar, ranks: Ranks, how: str
 ) -> None:
     ranks(2, "end_to_end", "fsdp", how)
@@ -39,12 +39,14 @@ def test_a_training_goes_on_from_a_step_that_was_saved_meanwhile(
         "mixed",
     ],
 )
-def test_it_is_kept_as_by_a_file_system_writer(sidecar, ranks: Ranks, what: str) -> None:
+def test_the_storage_meets_the_same_expectations_as_a_file_system_writer(
+    sidecar, ranks: Ranks, what: str
+) -> None:
     ranks(2, what)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_dtype_that_no_image_has_is_refused_by_the_tensor_s_name(sidecar) -> None:
+def test_an_unsupported_dtype_is_refused_with_the_name_of_the_tensor(sidecar) -> None:
     odd = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
     with pytest.raises(CheckpointException, match=r"deep\.odd: tensors of torch\.quint8"):
         dcp.save(

@@ -10,7 +10,7 @@ from tests.harness import layout_of
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (4, 2), (1, 2)])
-def test_random_layouts_come_back_bit_equal_at_another_world_size(
+def test_random_layouts_are_restored_bit_equal_at_another_world_size(
     sidecar, ranks, saved, loaded
 ) -> None:
     seed = 7 * saved + loaded
@@ -30,14 +30,16 @@ def test_a_broken_byte_in_one_shard_stops_all_ranks_before_any_loads(sidecar, ra
     ranks(2, "broken", path.parent, 5, KEEPSTEP_SOCKET="")
 
 
-def test_two_ranks_that_save_asynchronously_and_one_that_saves_alone(sidecar, ranks) -> None:
+def test_asynchronous_saves_of_two_ranks_and_a_save_by_a_single_rank_are_both_committed(
+    sidecar, ranks
+) -> None:
     ranks(2, "overlapped", sidecar.root)
     steps = {step["id"]["step"]: step for step in sidecar.get("/v1/status")["steps"]}
     assert steps[5]["world"] == 2
     assert steps[5]["committed"]
 
 
-def test_a_rank_that_saves_alone_does_not_do_so_in_the_epoch_of_the_others(sidecar, ranks) -> None:
+def test_a_save_by_a_single_rank_uses_another_epoch_than_saves_by_all_ranks(sidecar, ranks) -> None:
     ranks(2, "alone_in_between", sidecar.root)
     steps = {step["id"]["step"]: step for step in sidecar.get("/v1/status")["steps"]}
     assert steps[6]["world"] == 2

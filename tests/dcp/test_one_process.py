@@ -41,7 +41,7 @@ def load(state: dict[str, Any], *arguments: Any, **options: Any) -> None:
     dcp.load(state, storage_reader=reader, no_dist=True)
 
 
-def test_a_slot_is_erased_once_the_device_came_to_the_save(sidecar, monkeypatch):
+def test_a_slot_is_erased_only_after_the_device_has_reached_the_save(sidecar, monkeypatch):
     """What is queued before may be the exchange of gradients that makes the next step everybody's;
     until then the image in the slot may be the newest of all ranks."""
     calls: list[str] = []
@@ -148,7 +148,7 @@ def test_a_change_right_after_async_save_is_never_in_the_image(sidecar) -> None:
         assert (target["count"].item(), target["list"]) == (step, [step])
 
 
-def test_an_async_save_that_fails_before_it_is_written_costs_the_next_one_nothing(sidecar) -> None:
+def test_an_async_save_that_fails_before_its_write_does_not_affect_the_next_save(sidecar) -> None:
     state = {"w": torch.zeros(1000)}
     for step, value in ((1, 1.0), (2, 2.0)):
         state["w"].fill_(value)
@@ -277,14 +277,14 @@ def test_a_save_without_a_step_is_refused(sidecar) -> None:
     assert "which step" in str(cause(caught))
 
 
-def test_no_sidecar_is_an_error_and_not_a_lost_step(monkeypatch) -> None:
+def test_a_save_without_a_sidecar_raises_an_error(monkeypatch) -> None:
     monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
     with pytest.raises(CheckpointException) as caught:
         save({"w": torch.ones(1)}, 1)
     assert "keepstep run" in str(cause(caught))
 
 
-def test_nothing_to_load_is_an_error(sidecar) -> None:
+def test_a_load_without_a_committed_step_raises_an_error(sidecar) -> None:
     assert keepstep.dcp.latest_step() is None
     with pytest.raises(CheckpointException, match="no committed step to load"):
         load({"w": torch.ones(1)})
@@ -294,7 +294,7 @@ def test_nothing_to_load_is_an_error(sidecar) -> None:
         load({"w": torch.ones(1)}, step=6)
 
 
-def test_a_step_that_was_committed_and_is_gone_is_no_fresh_start(sidecars, monkeypatch) -> None:
+def test_a_lost_committed_step_is_an_error_and_not_a_fresh_start(sidecars, monkeypatch) -> None:
     sidecar = sidecars().start()
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     save({"w": torch.ones(1)}, 7)
@@ -331,7 +331,7 @@ def test_saving_without_collectives_is_refused(sidecar) -> None:
         writer.set_up_storage_writer(True, rank=0, use_collectives=False)
 
 
-def test_a_trainer_imports_neither_it_nor_what_only_a_sidecar_needs() -> None:
+def test_a_trainer_imports_neither_the_dcp_module_nor_sidecar_dependencies() -> None:
     code = (
         "import sys, keepstep, keepstep.checkpointer\n"
         "assert not {'keepstep.dcp', 'keepstep.core.ledger', 'keepstep.core.node'} & {*sys.modules}"

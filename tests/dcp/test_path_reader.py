@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from keepstep.dcp.reader import StepFolder
-from keepstep.dcp.session import ImageTree
+from keepstep.dcp.session import SavedStateTree
 from keepstep.errors import ForeignError, FormatError, ImageError, RestoreError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.image import ControlPage, Layout, TensorRole, TensorSpec
 from keepstep.steps import shard_name
 from tests.image.images import noise, seal, stage
 
@@ -29,10 +29,10 @@ def shard(
     """Rank's shard with boxes (first row, rows) of a tensor `w` of `rows` x 3."""
     names = ["w"] if len(boxes) == 1 else [f"w@{number}" for number in range(len(boxes))]
     specs = [
-        TensorSpec(name, "F32", (count, 3), Section.REST, (first, 0), (rows, 3), tensor="w")
+        TensorSpec(name, "F32", (count, 3), TensorRole.REST, (first, 0), (rows, 3), tensor="w")
         for name, (first, count) in zip(names, boxes, strict=True)
     ]
-    tree = ImageTree().render()
+    tree = SavedStateTree().to_skeleton_json()
     layout = Layout.build(specs, rank=rank, world=world, skeleton=tree)
     data = stage(layout, noise(layout, seed=rank), kept={})
     if control:
@@ -43,7 +43,7 @@ def shard(
     return path
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+def test_a_missing_rank_is_refused_with_its_file_name(tmp_path: Path) -> None:
     shard(tmp_path, 0, 3, [(0, 2)])
     shard(tmp_path, 2, 3, [(2, 2)])
     with pytest.raises(RestoreError, match=r"rank-00001-of-00003\.safetensors missing"):
@@ -51,7 +51,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [{"step": 1201}, {"run": "other"}])
-def test_shards_of_two_steps_or_runs_are_told_apart(tmp_path: Path, what) -> None:
+def test_a_directory_with_shards_of_two_steps_or_runs_is_refused(tmp_path: Path, what) -> None:
     shard(tmp_path, 0, 2, [(0, 2)])
     odd = shard(tmp_path, 1, 2, [(2, 2)], **what)
     with pytest.raises(ForeignError, match="take it out") as caught:
@@ -59,7 +59,7 @@ def test_shards_of_two_steps_or_runs_are_told_apart(tmp_path: Path, what) -> Non
     assert str(odd) in str(caught.value)
 
 
-def test_shards_of_two_worlds_are_told_apart(tmp_path: Path) -> None:
+def test_a_directory_with_shards_of_two_world_sizes_is_refused(tmp_path: Path) -> None:
     shard(tmp_path, 0, 2, [(0, 2)])
     shard(tmp_path, 1, 2, [(2, 2)])
     odd = shard(tmp_path, 1, 3, [(2, 2)])
@@ -68,7 +68,7 @@ def test_shards_of_two_worlds_are_told_apart(tmp_path: Path) -> None:
     assert odd.name in str(caught.value)
 
 
-def test_a_foreign_file_is_named(tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused_with_its_path(tmp_path: Path) -> None:
     shard(tmp_path, 0, 1, [(0, 4)])
     foreign = tmp_path / "model.safetensors"
     save_file({"w": torch.ones(2)}, foreign)
@@ -84,7 +84,7 @@ def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
         StepFolder(tmp_path)
 
 
-def test_a_torn_shard_is_named(tmp_path: Path) -> None:
+def test_a_truncated_shard_is_refused_with_its_path(tmp_path: Path) -> None:
     path = shard(tmp_path, 0, 1, [(0, 4)])
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(ImageError, match="truncated") as caught:
@@ -92,13 +92,13 @@ def test_a_torn_shard_is_named(tmp_path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_a_tree_that_lies_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_tree_is_refused(tmp_path: Path) -> None:
     for text in ('{"dcp":1}', '{"dcp":1,"values":[1],"boxes":{},"paths":null}', "{"):
         with pytest.raises(FormatError):
-            ImageTree.parse(text)
+            SavedStateTree.parse(text)
 
 
-def test_no_directory_and_an_empty_one_are_told_so(tmp_path: Path) -> None:
+def test_missing_and_empty_directories_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="no shard"):
         StepFolder(tmp_path)
     with pytest.raises(RestoreError, match="no directory"):

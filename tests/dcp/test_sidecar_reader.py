@@ -47,7 +47,7 @@ def until_archived(sidecar: SidecarProcess, step: int) -> None:
     eventually(archived, what=f"step {step} in the archive")
 
 
-def test_two_ranks_come_back_from_the_archive_in_any_world(
+def test_a_step_of_two_ranks_is_loaded_from_the_archive_at_any_world_size(
     sidecars: Callable[..., SidecarProcess], ranks: Callable[..., list[str]], archive
 ) -> None:
     sidecar = sidecars().start(*archive, "1")
@@ -60,7 +60,7 @@ def test_two_ranks_come_back_from_the_archive_in_any_world(
         ranks(world, "load", 11, "-", **named)
 
 
-def test_two_ranks_come_back_from_a_buddy_in_any_world(
+def test_a_step_of_two_ranks_is_loaded_from_a_peer_at_any_world_size(
     sidecars: Callable[..., SidecarProcess], ranks: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -106,7 +106,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("newest", ["7", "7+"], ids=["alike", "of-another-layout"])
-def test_ranks_whose_sidecars_know_different_steps_take_the_newest_that_all_can_bring(
+def test_ranks_with_different_steps_load_the_newest_step_that_all_can_read(
     sidecars, ranks, archive, tmp_path: Path, newest: str
 ) -> None:
     """Step 5 is in the archive, step 7 only on the machine of rank 0."""
@@ -146,7 +146,7 @@ def archived(sidecar: SidecarProcess, archive: tuple[str, ...], monkeypatch: Any
     return sorted(Path(archive[1]).rglob("*.safetensors"))
 
 
-def test_a_step_that_is_damaged_everywhere_is_an_error_and_the_next_load_takes_another(
+def test_a_step_that_is_damaged_on_every_tier_is_an_error_and_the_next_load_skips_it(
     sidecars, archive, monkeypatch
 ) -> None:
     sidecar = sidecars()
@@ -164,7 +164,7 @@ def test_a_step_that_is_damaged_everywhere_is_an_error_and_the_next_load_takes_a
     assert state["w"].eq(1.0).all()
 
 
-def test_a_step_whose_header_is_damaged_gets_no_vote(sidecars, archive, monkeypatch) -> None:
+def test_a_step_with_a_damaged_header_is_skipped(sidecars, archive, monkeypatch) -> None:
     sidecar = sidecars()
     _, newest = archived(sidecar, archive, monkeypatch)
     flip(newest, 8)
@@ -177,7 +177,7 @@ def test_a_step_whose_header_is_damaged_gets_no_vote(sidecars, archive, monkeypa
         load(state, step=2)
 
 
-def test_an_older_step_is_loaded_by_its_number_and_the_run_goes_on_from_it(
+def test_an_older_step_can_be_loaded_by_number_and_the_run_continues_from_it(
     sidecars, archive, monkeypatch
 ) -> None:
     sidecar = sidecars()
@@ -193,7 +193,7 @@ def test_an_older_step_is_loaded_by_its_number_and_the_run_goes_on_from_it(
     assert not list(sidecar.memory.rglob("window-*")), "the window is given back"
 
 
-def test_a_tensor_of_another_dtype_gets_its_values(sidecar) -> None:
+def test_a_load_converts_values_to_the_dtype_of_the_target_tensor(sidecar) -> None:
     """As stock readers convert them."""
     save({"w": torch.arange(5.0)}, 1)
     target = {"w": torch.zeros(5, dtype=torch.float64)}
@@ -201,7 +201,9 @@ def test_a_tensor_of_another_dtype_gets_its_values(sidecar) -> None:
     assert torch.equal(target["w"], torch.arange(5.0, dtype=torch.float64))
 
 
-def test_an_archive_that_is_not_there_is_no_beginning(sidecars, archive, monkeypatch) -> None:
+def test_a_missing_archive_is_an_error_and_not_a_fresh_start(
+    sidecars, archive, monkeypatch
+) -> None:
     sidecar = sidecars()
     archived(sidecar, archive, monkeypatch)
     shutil.rmtree(archive[1])

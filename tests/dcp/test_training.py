@@ -16,7 +16,7 @@ def lines(log: Path) -> list[dict[str, object]]:
     ("kind", "world", "then", "later"),
     [("1d", 2, "1d", 3), ("2d", 4, "1d", 1), ("hsdp", 4, "1d", 2)],
 )
-def test_a_killed_training_goes_on_from_its_newest_committed_step(
+def test_a_killed_training_resumes_from_its_newest_committed_step(
     sidecar, ranks, tmp_path, kind, world, then, later
 ) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"

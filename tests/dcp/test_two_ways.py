@@ -23,7 +23,9 @@ def load(state: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["of-the-same-names", "of-other-names"])
-def test_a_checkpointer_names_dcp_as_who_saved_a_step(sidecar, alike: bool) -> None:
+def test_a_checkpointer_refuses_a_step_that_dcp_saved_and_names_the_right_reader(
+    sidecar, alike: bool
+) -> None:
     saved = {"part": {"w": torch.ones(4)}} if alike else {"other": torch.ones(5), "text": "x"}
     dcp.save(saved, storage_writer=keepstep.dcp.StorageWriter(step=1), no_dist=True)
     keepstep.dcp.close()
@@ -34,7 +36,7 @@ def test_a_checkpointer_names_dcp_as_who_saved_a_step(sidecar, alike: bool) -> N
     assert not part["w"].any()
 
 
-def test_dcp_loads_the_tensors_of_a_checkpointer_by_its_names_and_says_who_saved_them(
+def test_dcp_loads_the_tensors_of_a_checkpointer_step_by_name_with_a_warning(
     sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(3, 2)
@@ -50,7 +52,7 @@ def test_dcp_loads_the_tensors_of_a_checkpointer_by_its_names_and_says_who_saved
         load({**state, "extra": {"count": 0}})
 
 
-def test_dcp_goes_on_from_a_step_of_a_checkpointer(sidecar) -> None:
+def test_a_dcp_training_resumes_from_a_step_of_a_checkpointer(sidecar) -> None:
     part = {"w": torch.full((4,), 3.0)}
     with keepstep.Checkpointer({"part": part}) as checkpointer:
         checkpointer.restore()

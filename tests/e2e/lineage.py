@@ -10,7 +10,7 @@ from pathlib import Path
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.archive.browse import open_archived_run
-from keepstep_sidecar.tiers.archive.index import ArchivedStep, Survey
+from keepstep_sidecar.tiers.archive.index import ArchiveContents, ArchivedStep
 from tests.e2e.cluster import Cluster, run
 from tests.e2e.kubectl import Kubectl
 from tests.e2e.stores import BUCKET
@@ -57,8 +57,8 @@ def checked(archive: Path, name: str) -> Lineage:
     survey = asyncio.run(_survey(archive, name))
     assert not survey.conflict
     assert not survey.faults
-    lineage = Lineage(tuple(step.id for step in survey.complete), survey.epochs)
-    for step in survey.complete:
+    lineage = Lineage(tuple(step.id for step in survey.complete_steps), survey.epochs)
+    for step in survey.complete_steps:
         _check(archive, step, name)
     for epoch in lineage.epochs:
         assert epoch.parent is None or epoch.parent.epoch < epoch.id, f"{epoch} is its own parent"
@@ -67,7 +67,7 @@ def checked(archive: Path, name: str) -> Lineage:
     return lineage
 
 
-async def _survey(archive: Path, name: str) -> Survey:
+async def _survey(archive: Path, name: str) -> ArchiveContents:
     async with open_archived_run(ArchiveConfig(url=str(archive)), name) as holding:
         return await holding.survey()
 

@@ -23,7 +23,9 @@ def test_too_little_memory_for_a_slot_is_named_and_training_goes_on(namespace: K
     runs.training_beyond(namespace, 5)
 
 
-def test_a_volume_that_is_too_small_is_named_and_memory_still_serves(namespace: Kubectl) -> None:
+def test_a_volume_that_is_too_small_is_reported_and_steps_stay_in_memory(
+    namespace: Kubectl,
+) -> None:
     policy = jobs.policy()
     policy["spec"]["volumes"][0]["capacity"] = "2Mi"
     namespace.apply(policy, jobs.pytorch_job(workers=0))
@@ -50,7 +52,9 @@ def test_the_librarys_version_is_in_the_status(namespace: Kubectl) -> None:
     assert runs.status(namespace)["libraryVersion"] == "0.0.9"
 
 
-def test_a_library_of_another_protocol_is_named_with_both_versions(namespace: Kubectl) -> None:
+def test_a_library_with_another_protocol_version_is_reported_with_both_versions(
+    namespace: Kubectl,
+) -> None:
     change = (
         "of = keepstep.wire.trainer.LeaseRequest.__dataclass_fields__; of['protocol'].default = 99"
     )

@@ -10,7 +10,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl
 
 
-def test_a_job_made_anew_goes_on_from_the_archive(
+def test_a_recreated_job_resumes_from_the_archive(
     namespace: Kubectl, reference: dict[int, str], record_property: runs.Record
 ) -> None:
     stores.start(namespace)
@@ -29,7 +29,9 @@ def test_a_job_made_anew_goes_on_from_the_archive(
     record_property("lost_steps", max(0, last - life.first + 1))
 
 
-def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl) -> None:
+def test_an_unreachable_archive_does_not_stop_training_and_is_caught_up_later(
+    namespace: Kubectl,
+) -> None:
     stores.start(namespace)
     namespace.apply(jobs.policy(archive=stores.archive()), jobs.pytorch_job())
     tiers.beyond(namespace, "archive", 5)
@@ -42,7 +44,7 @@ def test_an_archive_that_is_away_stops_nothing_and_catches_up(namespace: Kubectl
     tiers.beyond(namespace, "archive", committed, within_s=240)
 
 
-def test_another_number_of_replicas_goes_on_where_the_old_one_stopped(
+def test_a_job_with_another_number_of_replicas_resumes_from_the_archive(
     cluster: Cluster, namespace: Kubectl, record_property: runs.Record
 ) -> None:
     """From images of which the archive has in common what both replicas hold: they are large

@@ -13,7 +13,7 @@ _PODS = 3
 _IDLE_S = 10.0
 
 
-def test_a_pod_starts_soon_although_it_waits_for_its_sidecar(
+def test_waiting_for_the_sidecar_delays_a_pod_start_only_briefly(
     namespace: Kubectl, measured: dict[str, float]
 ) -> None:
     namespace.apply(jobs.policy())
@@ -28,7 +28,7 @@ def test_a_pod_starts_soon_although_it_waits_for_its_sidecar(
     assert statistics.median(waits["injected"]) < 60.0
 
 
-def test_an_idle_sidecar_costs_next_to_nothing(
+def test_an_idle_sidecar_uses_almost_no_cpu_and_memory(
     cluster: Cluster, namespace: Kubectl, measured: dict[str, float]
 ) -> None:
     namespace.apply(jobs.policy())

@@ -30,7 +30,7 @@ def _directory(kubectl: Kubectl, run: str, node_rank: int, *, path: str = HOST_P
 # --- going back ----------------------------------------------------------------------------------
 
 
-def test_what_a_run_that_went_back_left_behind_is_never_mixed_into_its_new_line(
+def test_steps_that_a_rollback_abandoned_are_never_restored_in_the_new_epoch(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str], run: str, tmp_path: Path
 ) -> None:
     first, two = cluster.workers()
@@ -87,7 +87,7 @@ def _go_back(kubectl: Kubectl, run: str, step: int) -> None:
 # --- buddies -------------------------------------------------------------------------------------
 
 
-def test_a_buddy_that_stands_still_or_loses_its_copies_holds_up_nobody_and_is_brought_up_to_date(
+def test_a_hung_or_emptied_peer_delays_no_rank_and_receives_its_copies_again(
     cluster: Cluster, namespace: Kubectl, run: str, measured: dict[str, float]
 ) -> None:
     first, two = cluster.workers()
@@ -194,7 +194,7 @@ def test_a_copy_whose_bytes_changed_is_refused_and_the_next_step_that_verifies_i
 # --- a full drive --------------------------------------------------------------------------------
 
 
-def test_a_full_drive_of_one_node_is_named_and_costs_copies_before_it_costs_commits(
+def test_a_full_drive_is_reported_and_drops_peer_copies_before_commits_stop(
     cluster: Cluster, namespace: Kubectl, run: str
 ) -> None:
     first, two = cluster.workers()

@@ -37,7 +37,7 @@ def _cordoned(cluster: Cluster, node: str) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_pod_that_moved_has_its_shards_from_the_node_it_left_and_both_are_cleaned_in_the_end(
+def test_a_rescheduled_pod_restores_from_its_old_node_and_both_nodes_are_cleaned_at_the_end(
     cluster: Cluster,
     namespace: Kubectl,
     reference: dict[int, str],

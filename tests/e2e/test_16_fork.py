@@ -11,7 +11,7 @@ from tests.e2e.kubectl import Kubectl
 _DATA = "/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~empty-dir/data/{bucket}"
 
 
-def test_a_new_job_begins_from_a_step_of_anothers_archive(
+def test_a_new_job_can_start_from_an_archived_step_of_another_job(
     namespace: Kubectl, reference: dict[int, str]
 ) -> None:
     stores.start(namespace)

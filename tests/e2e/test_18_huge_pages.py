@@ -27,7 +27,7 @@ def _sidecar(namespace: Kubectl) -> Object:
     return found
 
 
-def test_a_trainer_and_its_sidecar_go_on_from_huge_pages_after_kill_9(
+def test_a_trainer_and_its_sidecar_resume_from_huge_pages_after_kill_9(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     namespace.apply(jobs.policy(memory=_MEMORY), _job())

@@ -9,7 +9,7 @@ from tests.e2e.kubectl import Kubectl
 WARM = ["python3", "-m", "keepstep.warm", "--", "python3", "/train_gpt.py"]
 
 
-def test_a_trainer_that_is_killed_starts_again_without_the_kubelet(
+def test_a_killed_trainer_is_restarted_inside_its_container_without_the_kubelet(
     cluster: Cluster,
     namespace: Kubectl,
     reference: dict[int, str],

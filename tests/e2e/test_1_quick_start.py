@@ -8,7 +8,9 @@ from tests.e2e import jobs, runs
 from tests.e2e.kubectl import Kubectl
 
 
-def test_a_two_replica_job_is_kept_seen_and_completes(namespace: Kubectl) -> None:
+def test_a_job_with_two_replicas_is_checkpointed_shown_by_kubectl_and_completes(
+    namespace: Kubectl,
+) -> None:
     namespace.apply(jobs.policy())
     job = jobs.example("pytorchjob.yaml")
     for replica in job["spec"]["pytorchReplicaSpecs"].values():  # it lasts for hours

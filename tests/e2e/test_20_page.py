@@ -39,7 +39,7 @@ _ROLE = {
 Browser = Callable[[str], Any]
 
 
-def test_the_page_of_a_run_is_shown_by_the_right_to_forward_a_port(
+def test_the_right_to_forward_ports_suffices_to_view_the_page_of_a_run(
     cluster: Cluster, training: Kubectl, tmp_path: Path
 ) -> None:
     training("create", "serviceaccount", "viewer")

@@ -17,7 +17,7 @@ def path() -> str:
     return f"{HOST_PATH}/drive-{time.time_ns() // 1_000_000}"
 
 
-def test_a_replica_goes_on_from_the_pod_that_is_left(
+def test_a_deleted_ddp_replica_resumes_from_the_remaining_pod(
     namespace: Kubectl, record_property: runs.Record
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
@@ -39,7 +39,7 @@ def test_a_replica_goes_on_from_the_pod_that_is_left(
     assert f"step {life.first - 1} " in restored[-1]["message"]
 
 
-def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kubectl) -> None:
+def test_a_run_starts_at_step_0_when_shards_were_lost_with_their_pod(namespace: Kubectl) -> None:
     namespace.apply(jobs.policy(), *jobs.sharded_job())
     committed = runs.committed_beyond(namespace, 10)
     assert runs.status(namespace)["survives"] == ["ContainerRestart"]
@@ -59,14 +59,16 @@ def test_shards_that_went_with_their_pod_have_the_run_begin_again(namespace: Kub
     runs.becomes(namespace, "Protected")
 
 
-def test_with_on_loss_wait_the_run_waits_until_a_person_decides(namespace: Kubectl) -> None:
+def test_a_run_with_on_loss_wait_waits_for_a_decision_after_shards_were_lost(
+    namespace: Kubectl,
+) -> None:
     namespace.apply(jobs.policy(onLoss="Wait"), *jobs.sharded_job())
     runs.committed_beyond(namespace, 10)
     runs.becomes(namespace, "Protected", words="waits for a person")
     _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
 
 
-def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
+def test_a_run_with_a_lost_host_path_waits_until_one_command_restarts_it_at_step_0(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     here, there = cluster.workers()[:2]
@@ -80,7 +82,7 @@ def test_where_a_host_path_may_come_back_the_run_waits_and_one_command_works(
     _waits_and_begins_again(namespace, _delete(namespace, "gpt-worker-0"))
 
 
-def test_another_drive_in_place_of_the_one_with_the_steps_has_the_run_begin_again(
+def test_a_run_starts_at_step_0_when_its_drive_was_replaced(
     cluster: Cluster, namespace: Kubectl, path: str
 ) -> None:
     node = cluster.workers()[0]
@@ -100,7 +102,7 @@ def test_another_drive_in_place_of_the_one_with_the_steps_has_the_run_begin_agai
             runs.becomes(namespace, "Protected")
 
 
-def test_a_drive_that_is_not_mounted_is_waited_for_and_its_return_is_enough(
+def test_a_run_waits_for_an_unmounted_drive_and_resumes_once_it_is_mounted(
     cluster: Cluster, namespace: Kubectl, path: str
 ) -> None:
     node = cluster.workers()[0]
@@ -120,7 +122,7 @@ def test_a_drive_that_is_not_mounted_is_waited_for_and_its_return_is_enough(
         assert not namespace.events("FreshStart")
 
 
-def test_a_sidecar_and_its_trainer_that_are_killed_cost_what_was_finished_between(
+def test_killing_sidecar_and_trainer_loses_only_the_steps_finished_between_the_two_kills(
     cluster: Cluster, namespace: Kubectl, record_property: runs.Record
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job())
@@ -191,7 +193,7 @@ def _name(namespace: Kubectl) -> str:
     return name
 
 
-def test_a_second_job_with_the_label_of_a_run_leaves_the_first_its_commits(
+def test_a_second_job_with_the_same_run_label_does_not_affect_the_commits_of_the_first(
     namespace: Kubectl,
 ) -> None:
     namespace.apply(jobs.policy(), jobs.pytorch_job(run="shared"))
@@ -218,9 +220,7 @@ def _warnings(namespace: Kubectl, job: str) -> list[str]:
     return runs.status(namespace, job).get("warnings") or []
 
 
-def test_pods_of_shards_that_come_back_on_each_others_nodes_lose_nothing(
-    cluster: Cluster, namespace: Kubectl
-) -> None:
+def test_pods_that_swap_nodes_lose_no_step(cluster: Cluster, namespace: Kubectl) -> None:
     here, there = cluster.workers()[:2]
     policy = jobs.policy("node-local", host_path=True, peers={})
     namespace.apply(policy, *_apart(here, there))

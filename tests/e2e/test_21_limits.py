@@ -87,7 +87,9 @@ _FORBIDDEN: dict[str, tuple[Object, Object, Object]] = {
 _BY_REASON = {"": _FIT, "NoRoom": _TOO_SMALL, "PodSecurity": _FORBIDDEN}
 
 
-def test_limits_and_quotas_keep_no_pod_from_existing(cluster: Cluster) -> None:
+def test_limit_ranges_and_quotas_do_not_prevent_the_creation_of_injected_pods(
+    cluster: Cluster,
+) -> None:
     cases = {name: case for found in _BY_REASON.values() for name, case in found.items()}
     with _namespaces(cluster, [*cases]) as places:
         for name in _FORBIDDEN:
@@ -163,7 +165,7 @@ def _serving(name: str, *ports: int, declared: bool = True, **spec: Any) -> Obje
     return _job(name, spec=spec, command=command, resources=small, **listed)
 
 
-def test_the_ports_of_a_trainer_and_the_hosts_network_are_left_to_it(namespace: Kubectl) -> None:
+def test_the_sidecar_does_not_take_ports_that_the_trainer_uses(namespace: Kubectl) -> None:
     """9464 is OpenTelemetry's; 26740 to 26742 are keepstep's own."""
     namespace.apply(
         _policy(peers={}),

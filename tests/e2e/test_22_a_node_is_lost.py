@@ -20,7 +20,7 @@ def doomed(cluster: Cluster, cluster_alone: None) -> Iterator[str]:
     cluster.start_node(node)
 
 
-def test_a_lost_node_costs_no_more_than_is_promised_and_comes_back(
+def test_losing_a_node_loses_no_more_steps_than_guaranteed_and_runs_resume(
     cluster: Cluster,
     new_namespace: Callable[[str], Kubectl],
     doomed: str,

@@ -9,7 +9,7 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
-def test_a_killed_sidecar_stops_nothing_and_a_killed_trainer_goes_on_from_memory(
+def test_a_killed_sidecar_does_not_stop_training_and_a_killed_trainer_resumes_from_memory(
     cluster: Cluster,
     namespace: Kubectl,
     reference: dict[int, str],

@@ -56,7 +56,7 @@ def test_a_deleted_pod_flushes_and_its_successor_restores_that_step(
 
 
 @pytest.mark.long
-def test_all_pods_deleted_at_once_then_the_job_made_again(
+def test_a_recreated_job_resumes_after_all_its_pods_were_deleted_at_once(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
     node = cluster.workers()[0]

@@ -11,7 +11,7 @@ from tests.e2e.cluster import NAMESPACE, RECONCILE, Cluster
 from tests.e2e.kubectl import Kubectl
 
 
-def test_a_reconciler_that_is_killed_mid_write_and_then_away_costs_a_run_nothing(
+def test_a_killed_and_then_absent_reconciler_does_not_affect_a_run(
     cluster: Cluster,
     training: Kubectl,
     turn_alone: None,
@@ -94,7 +94,7 @@ def _kill_reconciler(cluster: Cluster) -> None:
     cluster.kill_container(pod, container)
 
 
-def test_an_api_server_that_is_killed_and_then_stands_still_stops_nothing(
+def test_a_killed_and_then_hung_api_server_does_not_stop_training_or_commits(
     cluster: Cluster, training: Kubectl, turn_alone: None
 ) -> None:
     namespace = training

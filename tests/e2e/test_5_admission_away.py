@@ -115,7 +115,7 @@ def _about(event: Object) -> tuple[str, str]:
 
 
 @_AWAY
-def test_without_admission_pods_start_and_the_run_says_what_is_missing(
+def test_pods_start_without_admission_and_the_run_reports_the_missing_sidecars(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     owner = jobs.owner(namespace)
@@ -156,7 +156,9 @@ def test_with_failure_policy_fail_annotated_pods_wait_and_others_start(
 
 
 @_AWAY
-def test_an_expired_certificate_is_told_and_replaced(cluster: Cluster, namespace: Kubectl) -> None:
+def test_an_expired_webhook_certificate_is_reported_and_replaced(
+    cluster: Cluster, namespace: Kubectl
+) -> None:
     system = cluster.kubectl.namespaced(NAMESPACE)
     namespace.apply(jobs.policy())
     owner = jobs.owner(namespace)
@@ -254,7 +256,7 @@ def _bundle(cluster: Cluster) -> bytes:
 
 
 @_AWAY
-def test_a_ca_bundle_that_somebody_emptied_is_filled_again(cluster: Cluster) -> None:
+def test_an_emptied_ca_bundle_of_the_webhook_is_restored(cluster: Cluster) -> None:
     kubectl = cluster.kubectl
     (before,) = kubectl.list("mutatingwebhookconfigurations", "app.kubernetes.io/name=keepstep")
     name = before["metadata"]["name"]

@@ -45,7 +45,7 @@ def _accepted(kubectl: Kubectl, name: str) -> dict[str, str]:
     return found
 
 
-def test_a_wrong_policy_name_starts_the_pods_and_is_told(namespace: Kubectl) -> None:
+def test_pods_with_an_unknown_policy_start_uninjected_with_an_event(namespace: Kubectl) -> None:
     namespace.apply(jobs.pytorch_job(workers=0, policy="no-such-policy"))
     (event, *_) = namespace.eventually(lambda: namespace.events("NotInjected"), what="an event")
     assert "no-such-policy" in event["message"]
@@ -53,7 +53,9 @@ def test_a_wrong_policy_name_starts_the_pods_and_is_told(namespace: Kubectl) -> 
 
 
 @pytest.mark.long
-def test_an_image_without_the_library_trains_and_the_run_says_so(namespace: Kubectl) -> None:
+def test_a_training_image_without_the_library_starts_and_the_run_reports_it(
+    namespace: Kubectl,
+) -> None:
     command = ["python3", "-c", "import time\nwhile True: time.sleep(1)"]
     namespace.apply(jobs.policy(), jobs.pytorch_job(workers=0, command=command, args=[]))
     condition = runs.becomes(

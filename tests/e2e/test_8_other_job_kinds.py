@@ -8,21 +8,21 @@ from tests.e2e.cluster import Cluster
 from tests.e2e.kubectl import Kubectl, Object
 
 
-def test_an_indexed_job_goes_on_from_memory(
+def test_an_indexed_job_resumes_from_memory(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
     namespace.apply(jobs.policy(), jobs.headless_service("gpt"), jobs.indexed_job())
     _killed_and_back(cluster, namespace, "batch.kubernetes.io/job-name=gpt", reference)
 
 
-def test_a_job_set_goes_on_from_memory(
+def test_a_job_set_resumes_from_memory(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
     namespace.apply(jobs.policy(), jobs.job_set())
     _killed_and_back(cluster, namespace, "jobset.sigs.k8s.io/jobset-name=gpt", reference)
 
 
-def test_a_stateful_set_goes_on_from_memory(
+def test_a_stateful_set_resumes_from_memory(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
     namespace.apply(jobs.policy(), jobs.headless_service("gpt"), jobs.stateful_set())

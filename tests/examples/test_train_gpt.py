@@ -59,7 +59,7 @@ def losses(log_file: Path) -> dict[int, str]:
     return found
 
 
-def test_two_ranks_give_the_same_bits_in_every_run_and_learn(tmp_path: Path) -> None:
+def test_the_example_with_two_ranks_is_deterministic_and_its_loss_decreases(tmp_path: Path) -> None:
     first = train(tmp_path / "1", "--steps", "12", "--no-keepstep", launcher=TORCHRUN)
     other = train(tmp_path / "2", "--steps", "12", "--no-keepstep", launcher=TORCHRUN)
     assert first == other
@@ -67,7 +67,7 @@ def test_two_ranks_give_the_same_bits_in_every_run_and_learn(tmp_path: Path) -> 
     assert float.fromhex(first[11]) < float.fromhex(first[0]) - 0.2
 
 
-def test_a_killed_trainer_goes_on_and_its_losses_are_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_trainer_resumes_with_bit_equal_losses(tmp_path: Path) -> None:
     steps = ("--steps", "400")
     expected = train(tmp_path / "reference", "--no-keepstep", *steps)
     log_file = tmp_path / "log"

@@ -94,9 +94,9 @@ def test_a_checker_in_strict_mode_accepts_a_training_script(
     assert findings.keys() <= {"mistakes.py"}
 
 
-def test_a_checker_sees_mistakes(findings: dict[str, set[int]]) -> None:
+def test_a_type_checker_reports_wrong_calls(findings: dict[str, set[int]]) -> None:
     assert findings["mistakes.py"] == {3, 4, 5, 6}
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_contains_a_py_typed_marker() -> None:
     assert (ROOT / "lib" / "src" / "keepstep" / "py.typed").exists()

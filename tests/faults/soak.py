@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.errors import ImageError
-from keepstep.image import local_name
+from keepstep.image import add_rank_suffix
 from keepstep.steps import StepId
 from tests.faults.processes import WORLD, Life, Order
 from tests.faults.trainer import COMPARED, digest
@@ -222,7 +222,7 @@ class Soak:
             data = memoryview(shard.read_bytes())
             layout = layout_of(shard)
             control = verify_image(data, layout, path=shard)
-            assert control.id == step_id, "a step mixes epochs or steps"
+            assert control.step_id == step_id, "a step mixes epochs or steps"
             assert control.rank == rank
             self._check_content(data, layout, step_id.step, shard)
 
@@ -255,7 +255,7 @@ class Soak:
         tensors = []
         for name in _STATE:
             # plain tensors of the same name in every rank: the lowest keeps it bare
-            entry = layout.entries[local_name(name, layout.rank) if layout.rank else name]
+            entry = layout.entries[add_rank_suffix(name, layout.rank) if layout.rank else name]
             tensors.append(
                 torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=torch.float32)
             )

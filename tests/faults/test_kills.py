@@ -30,7 +30,7 @@ def soak(memory_dir: Path, tmp_path: Path) -> Iterator[Soak]:
 
 
 @pytest.mark.timeout(300)
-def test_ten_kills_at_random_moments_break_no_promise(soak: Soak) -> None:
+def test_ten_kills_at_random_moments_break_no_guarantee(soak: Soak) -> None:
     struck: Counter[str] = Counter()
     kills.run(soak, struck, kills=10, seconds=240, report=lambda seconds: None)
     assert soak.watermark >= 0, "something was committed"
@@ -41,7 +41,9 @@ def test_ten_kills_at_random_moments_break_no_promise(soak: Soak) -> None:
 
 
 @pytest.mark.parametrize("what", kills.WHILE_TRAINING)
-def test_training_goes_on_and_steps_are_committed_again_after(soak: Soak, what: str) -> None:
+def test_training_continues_and_commits_steps_after_each_kind_of_kill(
+    soak: Soak, what: str
+) -> None:
     with soak.living() as life:
         soak.until_steps(life, 3)
         for _ in range(2):

@@ -111,7 +111,7 @@ class Trained:
         step_id = StepId(self.epoch.id, step)
         (shard,) = (self.sidecar.root / str(step_id)).glob("*.safetensors")
         layout, data = layout_of(shard), memoryview(shard.read_bytes())
-        assert verify_image(data, layout, path=shard).id == step_id
+        assert verify_image(data, layout, path=shard).step_id == step_id
         names = [f"model.{name}" for name, _ in self.model.named_parameters()]
         names += [f"optimizer.state.{name}.exp_avg" for name in names]
         entries = [layout.entries[name] for name in names]
@@ -159,7 +159,7 @@ class Trained:
 
 
 class Faults:
-    """What may happen to a `TrainedPart`; each is one name of `EVENTS`."""
+    """What may happen to a `TrainedParameters`; each is one name of `EVENTS`."""
 
     def __init__(self, run: Trained, saver: injection.SaveThreadFault, signals: Any) -> None:
         self.run, self.saver, self.signals = run, saver, signals
@@ -299,7 +299,7 @@ def meet(events: list[tuple[str, int]], *, lazy: bool) -> None:
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 400)), min_size=4, max_size=10),
     st.booleans(),
 )
-def test_nothing_is_lost_in_silence_whatever_happens_in_whatever_order(events, lazy):
+def test_any_sequence_of_faults_loses_no_step_silently(events, lazy):
     meet([("train", 0), *events], lazy=lazy)
 
 
@@ -307,17 +307,17 @@ TRIVIAL = ("train", "wait", "wait_for_a_step_never_saved", "start_sidecar", "con
 
 
 @pytest.mark.parametrize("name", [event for event in EVENTS if event not in TRIVIAL])
-def test_nothing_is_lost_in_silence_after(name):
+def test_a_single_fault_loses_no_step_silently(name):
     meet([("train", 0), ("wait", 1), (name, 7), ("train", 0), ("train", 0)], lazy=True)
 
 
 @pytest.mark.parametrize("number", range(40) if EXAMPLES else (1, 3, 5))
-def test_memory_is_made_again_by_a_sidecar_that_met_an_error_at_its_await(number):
+def test_the_sidecar_recreates_removed_memory_even_after_an_error_in_its_watcher(number):
     """What watches over memory, slots and volumes begins again after an error."""
     meet([("interrupt_sidecar", number), ("train", 0), ("empty_memory", 0)], lazy=True)
 
 
-def test_a_signal_that_strikes_where_a_copy_ends_leaves_gradients_on(monkeypatch):
+def test_a_signal_at_the_end_of_a_copy_leaves_gradients_enabled(monkeypatch):
     ends = torch.no_grad.__exit__
 
     def strikes(*_: Any) -> None:
@@ -337,7 +337,7 @@ def test_a_signal_that_strikes_where_a_copy_ends_leaves_gradients_on(monkeypatch
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
 @pytest.mark.parametrize("kind", [injection.Injected, KeyboardInterrupt])
-def test_an_error_at_whatever_line_of_save_costs_that_step_and_no_other(kind, lazy):
+def test_an_error_at_any_line_of_save_loses_only_that_step(kind, lazy):
     with running(lazy=lazy) as run:
         run.recovers()
         places: list[injection.Place] = []

@@ -27,7 +27,7 @@ def made(tmp_path, kind=transformers.Trainer, **arguments):
     )
 
 
-def test_the_trainer_stays_who_it_is(tmp_path):
+def test_attach_returns_the_same_trainer_and_keeps_its_class_name(tmp_path):
     trainer = made(tmp_path)
     assert integration.attach(trainer, trusted=True) is trainer
     assert type(trainer).__name__ == "Trainer"
@@ -40,7 +40,7 @@ def test_the_trainer_stays_who_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["_inner_training_loop", "_run_epoch"])
-def test_a_loop_of_its_own_is_refused(tmp_path, name):
+def test_a_trainer_with_an_overridden_training_loop_is_refused(tmp_path, name):
     own = type("Looping", (transformers.Trainer,), {name: lambda self, *args, **options: None})
     mixed = type("Mixed", (integration.KeepstepTrainerMixin, own), {})
     for trainer in (integration.attach(made(tmp_path, own)), made(tmp_path, mixed)):
@@ -55,7 +55,7 @@ def test_a_loop_of_its_own_is_refused(tmp_path, name):
         ("args.auto_find_batch_size", True, "auto_find_batch_size"),
     ],
 )
-def test_what_was_never_tried_is_refused_by_name(tmp_path, attribute, value, text):
+def test_untested_trainer_settings_are_refused_by_name(tmp_path, attribute, value, text):
     trainer = integration.attach(made(tmp_path))
     place, _, name = f"trainer.{attribute}".rpartition(".")
     setattr(trainer.args if place.endswith("args") else trainer, name, value)
@@ -63,7 +63,7 @@ def test_what_was_never_tried_is_refused_by_name(tmp_path, attribute, value, tex
         trainer.train()
 
 
-def test_batches_that_one_rank_reads_for_all_are_refused_by_name(tmp_path, monkeypatch):
+def test_dispatch_batches_on_several_ranks_is_refused_by_name(tmp_path, monkeypatch):
     trainer = integration.attach(made(tmp_path))
     trainer.accelerator.dataloader_config.dispatch_batches = True
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
@@ -71,7 +71,7 @@ def test_batches_that_one_rank_reads_for_all_are_refused_by_name(tmp_path, monke
         trainer.train()
 
 
-def test_an_optimizer_that_is_none_of_torchs_is_refused(tmp_path):
+def test_an_optimizer_that_is_not_a_torch_optimizer_is_refused(tmp_path):
     trainer = integration.attach(made(tmp_path))
     trainer.optimizer = types.SimpleNamespace(optimizer=object())
     with pytest.raises(keepstep.UsageError, match="state of a object: it is no torch"):
@@ -98,7 +98,7 @@ class Noise(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of(
+def test_a_dataset_that_draws_random_numbers_during_prefetch_causes_a_warning(
     tmp_path, sidecar, caplog, seeded
 ):
     options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 6}
@@ -129,7 +129,7 @@ def lives(monkeypatch):
     return begin
 
 
-def test_a_second_train_of_the_same_trainer_is_refused_by_name(tmp_path, sidecar):
+def test_a_second_call_of_train_on_the_same_trainer_is_refused(tmp_path, sidecar):
     trainer = trained(tmp_path)
     weights = trainer.model.weight.detach().clone()
     with pytest.raises(keepstep.UsageError, match="a run keeps one training, and this process"):
@@ -137,14 +137,14 @@ def test_a_second_train_of_the_same_trainer_is_refused_by_name(tmp_path, sidecar
     assert torch.equal(trainer.model.weight, weights)
 
 
-def test_a_checkpointer_that_goes_on_after_an_adapter_is_refused_by_name(tmp_path, sidecar):
+def test_a_plain_checkpointer_cannot_restore_a_step_of_the_adapter(tmp_path, sidecar):
     trainer = trained(tmp_path)
     plain = keepstep.Checkpointer(model=trainer.model, optimizer=trainer.optimizer.optimizer)
     with pytest.raises(keepstep.MismatchError, match="trainer: in the checkpoint, but not given"):
         plain.restore()
 
 
-def test_steps_of_a_checkpointer_of_the_scripts_own_are_refused_by_name(tmp_path, sidecar, lives):
+def test_the_adapter_refuses_a_step_of_a_plain_checkpointer(tmp_path, sidecar, lives):
     with keepstep.Checkpointer(model=torch.nn.Linear(2, 2)) as plain:
         plain.restore()
         plain.save(1)
@@ -170,7 +170,7 @@ def test_a_step_of_another_kind_of_training_is_refused_before_anything_changes(
     assert trained(tmp_path).state.global_step == 3
 
 
-def test_a_run_that_is_complete_says_so(tmp_path, sidecar, lives, caplog):
+def test_a_complete_run_logs_that_nothing_is_trained(tmp_path, sidecar, lives, caplog):
     trained(tmp_path)
     assert "complete" not in caplog.text
     assert "settings differ" not in caplog.text
@@ -180,7 +180,7 @@ def test_a_run_that_is_complete_says_so(tmp_path, sidecar, lives, caplog):
     assert "settings differ" not in caplog.text
 
 
-def test_arguments_that_changed_since_the_kept_step_are_named_once(
+def test_arguments_that_changed_since_the_restored_step_are_logged_once(
     tmp_path, sidecar, lives, caplog
 ):
     trained(tmp_path)
@@ -202,7 +202,7 @@ class Interrupt(transformers.TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sidecar, caplog):
+def test_an_interrupted_notebook_cell_resumes_when_it_is_run_again(tmp_path, sidecar, caplog):
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path, callbacks=[Interrupt()])
     again = trained(tmp_path)
@@ -210,7 +210,9 @@ def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sid
     assert again.state.global_step == 3
 
 
-def test_layers_that_were_unfrozen_on_the_way_train_on(tmp_path, sidecar, lives):
+def test_layers_that_were_unfrozen_during_training_are_still_trained_after_a_restart(
+    tmp_path, sidecar, lives
+):
     class Unfreeze(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, model, **_):
             model.bias.requires_grad = state.global_step >= 1
@@ -231,7 +233,7 @@ def test_layers_that_were_unfrozen_on_the_way_train_on(tmp_path, sidecar, lives)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog, frozen):
+def test_a_step_of_mostly_frozen_bytes_causes_a_warning(tmp_path, sidecar, caplog, frozen):
     class Wide(Line):
         def forward(self, x):
             return super().forward(x.repeat(1, 8))
@@ -246,7 +248,7 @@ def test_a_step_that_mostly_does_not_train_is_told_of(tmp_path, sidecar, caplog,
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen_once": False}])
-def test_what_lies_below_an_adapter_is_kept_once(tmp_path, sidecar, lives, options):
+def test_the_frozen_base_below_an_adapter_is_stored_once(tmp_path, sidecar, lives, options):
     class Wide(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -274,7 +276,9 @@ def test_what_lies_below_an_adapter_is_kept_once(tmp_path, sidecar, lives, optio
     assert kept_once == (not options)
 
 
-def test_an_object_in_the_place_of_the_model_keeps_what_it_gives(tmp_path, sidecar, lives, caplog):
+def test_a_substitute_for_the_model_stores_only_what_its_state_dict_returns(
+    tmp_path, sidecar, lives, caplog
+):
     class Bias:
         def __init__(self, model):
             self.model = model
@@ -344,7 +348,7 @@ class Counted(transformers.TrainerCallback, transformers.trainer_callback.Export
         self.steps += 1
 
 
-def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog):
+def test_attributes_that_change_but_are_in_no_step_are_logged_once(tmp_path, sidecar, caplog):
     trained(tmp_path, Curriculum, callbacks=[Average(), Counted()], max_steps=9)
     (message,) = (message for message in caplog.messages if "is in no step" in message)
     names, _, _ = message.removeprefix("keepstep: ").partition(": changes")
@@ -353,7 +357,7 @@ def test_what_changes_and_is_in_no_step_is_named_once(tmp_path, sidecar, caplog)
     ]  # fmt: skip
 
 
-def test_what_a_class_names_itself_is_not_named(tmp_path, sidecar, caplog):
+def test_attributes_that_a_class_adds_as_components_cause_no_warning(tmp_path, sidecar, caplog):
     class Named(integration.KeepstepTrainerMixin, Curriculum):
         def keepstep_components(self):
             level = {"level": self.level}

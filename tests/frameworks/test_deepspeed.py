@@ -31,7 +31,7 @@ def kill_within(steps: int) -> list[int]:
     return drawn(range(1, steps // 2), range(steps // 2, steps))
 
 
-def test_zero_1_in_float16_with_an_overflow(loop):
+def test_zero_1_in_float16_with_an_overflow_resumes_bit_equal(loop):
     options = {"stage": 1, "precision": "fp16", "overflow": 11}
     plain = loop.undisturbed(ranks=2, **options)
     kept, output = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 2))
@@ -51,7 +51,7 @@ def rows(name: str, kept: Path) -> list[int]:
     return sorted(found)
 
 
-def test_zero_2_with_accumulation_and_in_other_worlds(loop):
+def test_zero_2_with_accumulation_resumes_bit_equal_and_at_other_world_sizes(loop):
     options = {"stage": 2, "accumulation": 2}
     plain = loop.undisturbed(ranks=2, **options)
     kept, _ = loop.kept(ranks=2, **options, kill=kill_within(BATCHES // 4))
@@ -70,7 +70,7 @@ def test_zero_2_with_accumulation_and_in_other_worlds(loop):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_zero_3_and_other_worlds(loop, precision):
+def test_zero_3_resumes_bit_equal_and_at_other_world_sizes(loop, precision):
     """Some of its parameters stay whole on every rank. How many share a tensor differs from life to
     life, as does what they are before the restore, also the one that is not trained."""
     options = {"stage": 3, "precision": precision, "overflow": 11 if precision == "fp16" else None}
@@ -96,7 +96,7 @@ def test_zero_3_and_other_worlds(loop, precision):
     assert "master: given to Checkpointer, but not in the checkpoint" in refused
 
 
-def test_an_export_of_zero_3_is_what_deepspeed_itself_would_have_saved(loop, tmp_path):
+def test_an_export_of_zero_3_equals_the_model_that_deepspeed_saves(loop, tmp_path):
     """By name and shape; of weights that were trained, in full precision."""
     zero = {"sub_group_size": 100, "stage3_gather_16bit_weights_on_model_save": True}
     kept, _ = loop.kept(ranks=2, stage=3, zero=zero, epochs=1, stock=True)
@@ -113,7 +113,7 @@ def test_an_export_of_zero_3_is_what_deepspeed_itself_would_have_saved(loop, tmp
     assert exported["1.weight"].shape == (17, 8)
 
 
-def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
+def test_zero_1_in_bfloat16_with_float32_accumulation_resumes_bit_equal(loop):
     """Another optimizer of DeepSpeed's, and a loader with workers."""
     options = {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}, "workers": 2}
     plain = loop.undisturbed(**options)
@@ -125,7 +125,7 @@ def test_zero_1_in_bfloat16_that_accumulates_in_float32(loop):
     not (EXTENSIONS / "cpu_adam").exists(),
     reason="DeepSpeed's CPU Adam is not compiled: make test-frameworks does that",
 )
-def test_zero_2_with_deepspeeds_own_adam_on_the_cpu(loop, monkeypatch):
+def test_zero_2_with_the_cpu_adam_of_deepspeed_resumes_bit_equal(loop, monkeypatch):
     """Whose powers of betas round as they are multiplied, which is seen after some 50 steps."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
     monkeypatch.setenv("PATH", f"{sys.prefix}/bin", prepend=os.pathsep)  # of ninja
@@ -140,7 +140,7 @@ def test_zero_2_with_deepspeeds_own_adam_on_the_cpu(loop, monkeypatch):
     assert_same(plain, kept, kills=2)
 
 
-def test_without_zero_a_save_within_accumulation_is_left_out(loop):
+def test_a_save_during_accumulation_without_zero_is_skipped_with_a_message(loop):
     options = {"stage": 0, "accumulation": 2}
     plain = loop.undisturbed(**options)
     kept, output = loop.kept(**options, always=True, kill=kill_within(BATCHES // 2))
@@ -148,7 +148,7 @@ def test_without_zero_a_save_within_accumulation_is_left_out(loop):
     assert "gradients are being accumulated, which no step holds" in output
 
 
-def test_what_cannot_be_followed_is_refused_by_name(loop):
+def test_unsupported_deepspeed_settings_are_refused_by_name(loop):
     out = loop.undisturbed(stage=1, refusals=True, config=OFFLOADS)
     refusals = json.loads((out / "refusals").read_text())
     assert "zero_optimization.offload_param: leave offload_param out" in refusals["offload"]

@@ -41,7 +41,7 @@ def test_two_kills_in_two_epochs_change_nothing(fit):
     assert {**over, "metrics": 0} == {**expected, "metrics": 0}
 
 
-def test_an_end_of_an_epoch_with_its_log_and_validation_is_kept_whole(fit):
+def test_kills_at_the_end_of_an_epoch_change_neither_log_nor_validation(fit):
     options = {"arguments": {"max_epochs": 3}, "patience": 5, "plateau": True}
     plain = fit.undisturbed(**options)
     kill = [EPOCH - 1, EPOCH, *drawn(range(2 * EPOCH, 44))]
@@ -49,7 +49,7 @@ def test_an_end_of_an_epoch_with_its_log_and_validation_is_kept_whole(fit):
     assert_same_log(plain, kept, kills=3)
 
 
-def test_accumulation_with_a_remainder_and_a_loader_with_workers(fit):
+def test_accumulation_with_a_remainder_and_loader_workers_resumes_bit_equal(fit):
     options = {"arguments": {"accumulate_grad_batches": 2}, "workers": 2}
     plain = fit.undisturbed(**options)
     kept, _ = fit.kept(**options, kill=drawn(range(1, 8), range(8, 16)))
@@ -58,21 +58,23 @@ def test_accumulation_with_a_remainder_and_a_loader_with_workers(fit):
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_workers_that_outlive_an_epoch_and_a_generator_of_the_loaders_own(fit, stateful):
+def test_persistent_workers_and_a_private_loader_generator_resume_bit_equal(fit, stateful):
     options = {"stateful": stateful, "workers": 2, "persistent": True, "generator": True}
     plain = fit.undisturbed(**options)
     kept, _ = fit.kept(**options, kill=[*drawn(range(1, EPOCH)), EPOCH, *drawn(range(17, 30))])
     assert_same_log(plain, kept, kills=3)
 
 
-def test_a_stateful_loader(fit):
+def test_a_training_with_a_stateful_loader_resumes_bit_equal(fit):
     plain = fit.undisturbed(stateful=True)
     kept, _ = fit.kept(stateful=True, kill=[*drawn(range(1, EPOCH)), EPOCH, *drawn(range(17, 30))])
     assert_same_log(plain, kept, kills=3)
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_stream_of_unknown_length_and_a_validation_within_the_epoch(fit, stateful):
+def test_a_stream_of_unknown_length_with_validation_within_the_epoch_resumes_bit_equal(
+    fit, stateful
+):
     options = {
         "stream": True,
         "stateful": stateful,
@@ -83,13 +85,13 @@ def test_a_stream_of_unknown_length_and_a_validation_within_the_epoch(fit, state
     assert_same_log(plain, kept, kills=3)
 
 
-def test_a_dataset_that_draws_from_the_generators_of_the_process(fit):
+def test_a_dataset_that_draws_from_the_global_generators_resumes_bit_equal(fit):
     plain = fit.undisturbed(augment=True)
     kept, _ = fit.kept(augment=True, kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
     assert_same_log(plain, kept, kills=2)
 
 
-def test_two_optimizers_by_hand_in_the_other_package(fit):
+def test_manual_optimization_of_two_optimizers_in_pytorch_lightning_resumes_bit_equal(fit):
     options = {"two": True, "package": "pytorch_lightning"}
     plain = fit.undisturbed(**options)
     kept, _ = fit.kept(**options, kill=drawn(range(2, 30), range(30, 60)))
@@ -97,7 +99,7 @@ def test_two_optimizers_by_hand_in_the_other_package(fit):
 
 
 @pytest.mark.parametrize("finetune", ["backbone", "bias"])
-def test_layers_that_are_unfrozen_on_the_way_and_groups_that_a_callback_adds(fit, finetune):
+def test_layers_unfrozen_and_groups_added_during_training_resume_bit_equal(fit, finetune):
     options = {"finetune": finetune, "arguments": {"max_epochs": 3}}
     plain = fit.undisturbed(**options)
     kill = [EPOCH, *drawn(range(EPOCH + 1, 30), range(31, 44))]
@@ -108,13 +110,13 @@ def test_layers_that_are_unfrozen_on_the_way_and_groups_that_a_callback_adds(fit
     assert len(json.loads(groups[0])) == 2, "a group was added"
 
 
-def test_two_ranks(fit):
+def test_a_training_on_two_ranks_resumes_bit_equal(fit):
     plain = fit.undisturbed(ranks=2, workers=1)
     kept, _ = fit.kept(ranks=2, workers=1, kill=drawn(range(1, 8), range(8, 16)))
     assert_same_log(plain, kept, kills=2, ranks=2)
 
 
-def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit):
+def test_a_lightning_checkpoint_is_loaded_only_if_the_run_has_no_step(fit):
     seed = fit.undisturbed(arguments={"max_epochs": 1}, checkpoint=True, out="seed")
     resume = seed / "lightning.ckpt"
     plain = fit.undisturbed(resume=str(resume))
@@ -124,7 +126,7 @@ def test_a_checkpoint_of_lightnings_counts_only_where_the_run_holds_no_step(fit)
     assert_same_log(plain, kept, kills=2)
 
 
-def test_a_loader_that_begins_anew_within_the_epoch_is_told_of(fit):
+def test_a_loader_that_restarts_within_an_epoch_causes_a_warning(fit):
     plain = fit.undisturbed(second=4)
     kept, output = fit.kept(second=4, kill=[2, 9])
     assert output.count("is shorter than the epoch restarted within it") == 1, "after one of two"
@@ -132,12 +134,12 @@ def test_a_loader_that_begins_anew_within_the_epoch_is_told_of(fit):
     assert all(done[step] == runs for step, runs in losses(kept).items() if step < 9)
 
 
-def test_what_cannot_be_followed_is_refused(fit):
+def test_unsupported_lightning_features_are_refused(fit):
     _, output = fit.kept(tuned=True, code=1)
     assert "LearningRateFinder trains within a training" in output
 
 
-def test_an_average_of_the_weights(fit):
+def test_weight_averaging_resumes_bit_equal(fit):
     """Which takes their place in a validation, and at the end."""
     plain = fit.undisturbed(average=True)
     kept, _ = fit.kept(average=True, kill=drawn(range(1, EPOCH), range(EPOCH, 2 * EPOCH)))
@@ -165,7 +167,7 @@ def dividing(lives, monkeypatch) -> Lives:
         pytest.param(1, {"zero": {"zero_optimization": {"stage": 3}}}, id="zero-3"),
     ],
 )
-def test_two_ranks_that_divide_a_model(dividing, accumulate, options):
+def test_a_model_sharded_over_two_ranks_resumes_bit_equal(dividing, accumulate, options):
     options = {**options, "arguments": {"accumulate_grad_batches": accumulate}}
     plain = dividing.undisturbed(ranks=2, **options)
     steps = (30 if "tensors" in options else 16) // accumulate

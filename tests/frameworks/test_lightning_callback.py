@@ -58,7 +58,7 @@ def made(tmp_path, *callbacks, **options):
     )
 
 
-def test_without_a_sidecar_it_trains_as_ever_and_leaves_nothing(tmp_path):
+def test_training_without_a_sidecar_is_unchanged_and_no_hook_remains(tmp_path):
     callback = KeepstepCallback()
     trainer = made(tmp_path, callback)
     trainer.fit(Model())
@@ -69,7 +69,7 @@ def test_without_a_sidecar_it_trains_as_ever_and_leaves_nothing(tmp_path):
     assert not [name for loop in loops for name in vars(loop) if name.startswith("restore_")]
 
 
-def test_what_is_no_training_is_left_alone(tmp_path, sidecar):
+def test_learning_rate_search_and_prediction_create_no_checkpointer(tmp_path, sidecar):
     callback = KeepstepCallback()
     trainer, model = made(tmp_path, callback), Model()
     Tuner(trainer).lr_find(model, num_training=3, min_lr=1e-3, max_lr=1e-2)
@@ -92,7 +92,7 @@ def test_a_step_of_another_module_is_refused_before_anything_changes(
     assert "hold NaN" not in caplog.text
 
 
-def test_what_is_complete_and_what_changed_is_told(tmp_path, sidecar, lives, caplog):
+def test_completion_and_changed_settings_are_logged(tmp_path, sidecar, lives, caplog):
     made(tmp_path, KeepstepCallback()).fit(Model())
     assert "settings differ" not in caplog.text
     lives()
@@ -103,7 +103,7 @@ def test_what_is_complete_and_what_changed_is_told(tmp_path, sidecar, lives, cap
     assert "settings differ from step 4: optimizer.lr 0.1 -> 0.5" in caplog.text
 
 
-def test_a_cell_that_was_interrupted_goes_on_where_it_is_run_again(tmp_path, sidecar):
+def test_an_interrupted_notebook_cell_resumes_when_it_is_run_again(tmp_path, sidecar):
     class Interrupt(lightning.Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 2:
@@ -151,7 +151,7 @@ class Quantized(Model):
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"block": 128}], ids=["base", "block size"])
-def test_what_trains_on_a_quantised_base_is_kept_and_another_base_refused(
+def test_an_adapter_on_a_quantised_base_is_restored_and_another_base_is_refused(
     tmp_path, sidecar, lives, other
 ):
     first = Quantized()
@@ -189,7 +189,7 @@ class Divided(Quantized):
     ],
     ids=["bitsandbytes", "torchao"],
 )
-def test_a_quantised_model_that_is_divided_is_refused_by_name(tmp_path, sidecar, trains, message):
+def test_a_sharded_quantised_model_is_refused_by_name(tmp_path, sidecar, trains, message):
     """In a process of its own, because torch's process group would stay in this one."""
     text = f"from {__name__} import *; fit_divided({str(tmp_path)!r}, trains={trains})"
     ended = subprocess.run(
@@ -217,7 +217,7 @@ def test_callbacks_can_be_copied_while_they_train(tmp_path, sidecar):
     assert callback.checkpointer is not None
 
 
-def test_the_last_step_is_whole_where_not_every_step_is_staged(
+def test_the_last_step_is_complete_although_not_every_step_is_staged(
     tmp_path, sidecars, monkeypatch, lives
 ):
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecars().start("--stage-every", "3").socket))
@@ -228,7 +228,7 @@ def test_the_last_step_is_whole_where_not_every_step_is_staged(
     assert trainer.global_step == 4, "what is over is not trained again"
 
 
-def test_what_is_logged_lies_in_the_same_tensors_at_each_save(tmp_path, sidecar):
+def test_logged_metrics_reuse_the_same_tensors_at_each_save(tmp_path, sidecar):
     """Or each save would walk through the whole state."""
     keeper, misses = KeepstepCallback(), []
 
@@ -261,7 +261,7 @@ def test_a_callback_with_weights_of_its_own_is_refused_by_name(tmp_path, name):
         made(tmp_path, KeepstepCallback(), other).fit(Model())
 
 
-def test_a_step_that_fetches_by_itself_is_refused(tmp_path):
+def test_a_training_step_that_takes_the_data_iterator_is_refused(tmp_path):
     class Fetching(Model):
         def training_step(self, dataloader_iter):
             return self.net(next(dataloader_iter)[0]).sum()
@@ -270,7 +270,7 @@ def test_a_step_that_fetches_by_itself_is_refused(tmp_path):
         made(tmp_path, KeepstepCallback()).fit(Fetching())
 
 
-def test_a_hook_for_checkpoints_that_is_not_called_is_told_of(tmp_path, caplog):
+def test_a_checkpoint_hook_that_is_never_called_causes_a_warning(tmp_path, caplog):
     class Adding(Model):
         def on_save_checkpoint(self, checkpoint):
             raise AssertionError
@@ -279,7 +279,7 @@ def test_a_hook_for_checkpoints_that_is_not_called_is_told_of(tmp_path, caplog):
     assert "Adding.on_save_checkpoint is not called" in caplog.text
 
 
-def test_an_optimizer_that_is_none_of_torchs_is_refused():
+def test_an_optimizer_that_is_not_a_torch_optimizer_is_refused():
     strategy = types.SimpleNamespace(model=Model(), optimizers=[object()])
     with pytest.raises(keepstep.UsageError, match="state of a object: it is no torch"):
         KeepstepCallback().keepstep_components(types.SimpleNamespace(strategy=strategy))

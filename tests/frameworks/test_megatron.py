@@ -34,7 +34,7 @@ LAYOUTS = {
 }
 
 
-def test_names_what_it_cannot_keep(loop):
+def test_unsupported_megatron_settings_are_refused_by_name(loop):
     out = loop.undisturbed(refusals=True, distributed=True)
     refusals = json.loads((out / "refusals").read_text())
     assert "use_megatron_fsdp: take use_distributed_optimizer" in refusals["fsdp"]
@@ -46,7 +46,7 @@ def test_names_what_it_cannot_keep(loop):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_killed_and_gone_on_with_bit_by_bit(loop, layout):
+def test_a_killed_training_resumes_bit_equal(loop, layout):
     options = LAYOUTS[layout]
     plain = loop.undisturbed(ranks=2, **options)
     kept, output = loop.kept(ranks=2, **options, kill=kills())
@@ -57,7 +57,7 @@ def test_killed_and_gone_on_with_bit_by_bit(loop, layout):
         assert result(plain)["progress"]["skipped"] == 1
 
 
-def test_megatron_bridges_manager_is_replaced_bit_by_bit(loop):
+def test_the_checkpoint_manager_of_megatron_bridge_can_be_replaced_and_resumes_bit_equal(loop):
     """By its interface: no CPU runs Megatron-Bridge itself."""
     options = {"distributed": True, "ranks": 2}
     plain = loop.undisturbed(**options)
@@ -68,7 +68,9 @@ def test_megatron_bridges_manager_is_replaced_bit_by_bit(loop):
 
 
 @pytest.mark.parametrize(("before", "after"), [("tp", "pp"), ("pp", "tp")])
-def test_another_layout_gets_what_megatrons_own_checkpoint_gives_it(loop, tmp_path, before, after):
+def test_a_restore_into_another_layout_equals_a_load_of_megatrons_own_checkpoint(
+    loop, tmp_path, before, after
+):
     first, _ = loop.kept(ranks=2, **{before: 2}, steps=4, out="before", keep_own=True)
     own = loop.undisturbed(ranks=2, **{after: 2}, own=True, steps=4, seed=2)
     kept, _ = loop.kept(ranks=2, **{after: 2}, steps=4, seed=2, out="after")
@@ -110,7 +112,7 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_distributed_optimizer_in_another_layout(loop, tmp_path, precision):
+def test_the_distributed_optimizer_is_restored_into_another_layout(loop, tmp_path, precision):
     """Megatron's own checkpoint is no measure here: it cannot load torch's Adam into this one."""
     options = {"precision": precision, "steps": 4}
     first, _ = loop.kept(ranks=4, tp=2, distributed=True, **options, out="first")
@@ -130,7 +132,7 @@ def assert_exported(folder: Path, path: Path) -> None:
     assert_equal(weights, {name: of.to(weights[name].dtype) for name, of in exported.items()})
 
 
-def test_experts_in_another_expert_parallel_size(loop):
+def test_experts_are_restored_at_another_expert_parallel_size(loop):
     first, _ = loop.kept(ranks=2, ep=2, distributed=True, steps=4, out="first")
     for name, layout in (("one each", {"ep": 4}), ("divided", {"ep": 2, "tp": 2})):
         kept, _ = loop.kept(ranks=4, **layout, distributed=True, steps=4, seed=2, out=name)
@@ -139,7 +141,7 @@ def test_experts_in_another_expert_parallel_size(loop):
     assert "optimizer_1: in the checkpoint" in (alone / "refused-0").read_text()
 
 
-def test_losses_go_on_in_another_tensor_parallel_size(loop):
+def test_losses_continue_at_another_tensor_parallel_size(loop):
     """Up to the order in which the parts of a sum are added, which depends on the layout; and
     without dropout, whose masks do, too."""
     options = {"distributed": True, "precision": "fp32", "dropout": 0.0}

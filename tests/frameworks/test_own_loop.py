@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import keepstep
 from keepstep import Batches
-from keepstep.integrations.loaders import own_generators
+from keepstep.integrations.loaders import capture_loader_generators
 from tests.frameworks.conftest import Lives, assert_same, drawn, result
 
 EPOCH = 15
@@ -55,15 +55,15 @@ def over_the_epochs_end() -> list[int]:
     ],
     ids=lambda options: "-".join(options),
 )
-def test_fabric(loop, options):
+def test_a_fabric_training_resumes_bit_equal(loop, options):
     assert_bit_equal(loop, at_the_epochs_end(), on="fabric", **options)
 
 
-def test_fabric_that_accumulates(loop):
+def test_a_fabric_training_with_accumulation_resumes_bit_equal(loop):
     assert_bit_equal(loop, over_the_epochs_end(), on="fabric", accumulate=2)
 
 
-def test_fabric_on_two_ranks(loop):
+def test_a_fabric_training_on_two_ranks_resumes_bit_equal(loop):
     plain = loop.undisturbed(on="fabric", ranks=2, workers=1)
     kept, _ = loop.kept(
         on="fabric", ranks=2, workers=1, kill=[*drawn(range(1, 7)), 8, *drawn(range(9, 16))]
@@ -76,7 +76,7 @@ def test_fabric_on_two_ranks(loop):
     [{"seedable": True}, {"workers": 2}],
     ids=lambda options: "-".join(options),
 )
-def test_accelerate(loop, options):
+def test_an_accelerate_training_resumes_bit_equal(loop, options):
     """Eight steps an epoch, of two micro-batches each but the last."""
     kill = [*drawn(range(1, 7)), 8, *drawn(range(9, 16))]
     assert_bit_equal(loop, kill, on="accelerate", **options)
@@ -85,7 +85,7 @@ def test_accelerate(loop, options):
 @pytest.mark.parametrize(
     "options", [{}, {"dispatched": True}], ids=lambda options: "-".join(options)
 )
-def test_accelerate_on_two_ranks(loop, options):
+def test_an_accelerate_training_on_two_ranks_resumes_bit_equal(loop, options):
     """Each reads its own rows, or rank 0 those of both, two batches at a time."""
     plain = loop.undisturbed(on="accelerate", ranks=2, **options)
     kept, _ = loop.kept(on="accelerate", ranks=2, kill=[*drawn(range(1, 4)), 4, 6], **options)
@@ -97,7 +97,7 @@ def test_accelerate_on_two_ranks(loop, options):
     [{}, {"workers": 2}, {"workers": 2, "persistent": True}, {"ranks": 2}],
     ids=lambda options: "-".join(options) or "alone",
 )
-def test_accelerates_stateful_loader(loop, options):
+def test_an_accelerate_training_with_a_stateful_loader_resumes_bit_equal(loop, options):
     """Of which it begins an epoch in prepare(): with `Batches` another one is begun after it, also
     where nothing is kept."""
     options = {"on": "accelerate", "stateful": True, **options}
@@ -110,7 +110,7 @@ def test_accelerates_stateful_loader(loop, options):
 
 
 @pytest.mark.parametrize("options", [{"augment": True}, {"workers": 2}], ids="-".join)
-def test_ignite(loop, options):
+def test_an_ignite_training_resumes_bit_equal(loop, options):
     """The epoch's end is in the middle of what it counts as an iteration."""
     plain = assert_bit_equal(loop, at_the_epochs_end(), on="ignite", **options)
     again, _ = loop.kept(on="ignite", **options, out="again")
@@ -118,11 +118,11 @@ def test_ignite(loop, options):
     assert result(again)["progress"] == result(plain)["progress"]
 
 
-def test_ignite_that_accumulates(loop):
+def test_an_ignite_training_with_accumulation_resumes_bit_equal(loop):
     assert_bit_equal(loop, over_the_epochs_end(), on="ignite", accumulate=2)
 
 
-def test_ignite_on_two_ranks(loop):
+def test_an_ignite_training_on_two_ranks_resumes_bit_equal(loop):
     options = {"on": "ignite", "ranks": 2, "sampler": True}
     plain = loop.undisturbed(**options)
     kept, _ = loop.kept(**options, kill=[*drawn(range(1, 7)), 8, *drawn(range(9, 16))])
@@ -132,7 +132,7 @@ def test_ignite_on_two_ranks(loop):
 @pytest.mark.parametrize(
     "options", [{"zero": 2}, {"zero": 3}, {"fsdp2": True}], ids=["zero-2", "zero-3", "fsdp2"]
 )
-def test_accelerates_plugins_that_divide_a_model(lives, monkeypatch, options):
+def test_accelerate_plugins_that_shard_a_model_resume_bit_equal(lives, monkeypatch, options):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
     loop = lives("own_loop.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
     plain = loop.undisturbed(ranks=2, on="accelerate", **options)
@@ -150,7 +150,7 @@ def test_accelerates_plugins_that_divide_a_model(lives, monkeypatch, options):
         (DistributedType.FSDP, "set fsdp_version: 2"),
     ],
 )
-def test_what_accelerate_divides_a_model_by_is_refused_by_name(monkeypatch, kind, message):
+def test_unsupported_accelerate_sharding_is_refused_by_name(monkeypatch, kind, message):
     """Accelerate itself has none of them on a CPU: there it says what it would elsewhere."""
     loading = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=2))
     monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
@@ -173,7 +173,7 @@ class Noise(Dataset):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of_once(
+def test_a_dataset_that_draws_random_numbers_during_prefetch_causes_one_warning(
     sidecar, caplog, prepared
 ):
     """Accelerate does that; a loader alone does not."""
@@ -186,7 +186,7 @@ def test_a_dataset_that_draws_as_a_batch_is_fetched_ahead_is_told_of_once(
     assert caplog.text.count("draws from the random generators") == prepared
 
 
-def test_an_epoch_that_was_left_early_begins_anew():
+def test_an_epoch_that_was_left_early_starts_over_at_its_first_batch():
     batches = Batches(DataLoader(torch.arange(6), batch_size=2))
     checkpointer = keepstep.Checkpointer(batches=batches)
     checkpointer.restore()
@@ -195,7 +195,7 @@ def test_an_epoch_that_was_left_early_begins_anew():
 
 
 @pytest.mark.parametrize("dataset", [torch.arange(8), Noise()], ids=type)
-def test_what_is_left_of_two_loaders_comes_with_the_random_states_of_the_step(sidecar, dataset):
+def test_the_remaining_batches_of_two_loaders_follow_the_restored_random_states(sidecar, dataset):
     def life(seed):
         torch.manual_seed(seed)
         loaders = [DataLoader(dataset, batch_size=2, shuffle=True) for _ in range(2)]
@@ -215,7 +215,7 @@ def test_what_is_left_of_two_loaders_comes_with_the_random_states_of_the_step(si
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_save_between_two_epochs_and_workers_that_outlive_them(sidecar):
+def test_a_save_between_two_epochs_with_persistent_workers_resumes_bit_equal(sidecar):
     def life(seed):
         torch.manual_seed(seed)
         lasting = {"num_workers": 1, "persistent_workers": True}
@@ -235,7 +235,7 @@ def test_a_save_between_two_epochs_and_workers_that_outlive_them(sidecar):
 
 
 @pytest.mark.parametrize("rng", [True, False])
-def test_batches_that_are_in_a_list_are_left_out_too(sidecar, rng):
+def test_finished_batches_of_a_list_are_skipped_after_a_restart(sidecar, rng):
     for done in range(3):
         batches = Batches([10, 11, 12])
         with keepstep.Checkpointer(batches=batches, rng=rng) as checkpointer:
@@ -244,7 +244,7 @@ def test_batches_that_are_in_a_list_are_left_out_too(sidecar, rng):
             checkpointer.save(done)
 
 
-def test_samplers_that_name_each_other_are_looked_at_once() -> None:
+def test_samplers_with_a_reference_cycle_are_visited_once() -> None:
     loader = DataLoader(torch.arange(8), batch_size=2, shuffle=True)
     loader.batch_sampler.sampler.sampler = loader.batch_sampler
-    assert own_generators([loader]) == []
+    assert capture_loader_generators([loader]) == []

@@ -36,20 +36,20 @@ def compare(lives: Lives, resume: str, **options: Any) -> set[str]:
     return differs(plain, own)
 
 
-def test_trainers_own_resume_loses_the_sums_and_the_callbacks(lives):
+def test_the_built_in_resume_of_trainer_loses_loss_sums_and_callbacks(lives):
     trainer = lives("trainer.py", "transformers", "accelerate", "transformers.trainer")
     lost = compare(trainer, "hf/checkpoint-*", arguments=TRAINER)
     assert lost == {"log", "train_loss", "callbacks"}
 
 
-def test_lightnings_own_resume_within_an_epoch_trains_on_other_data(lives):
+def test_the_built_in_resume_of_lightning_within_an_epoch_trains_on_other_data(lives):
     fit = lives("lightning_fit.py", "lightning.pytorch", "torchdata.stateful_dataloader")
     lost = compare(fit, "own/*.ckpt", checkpoints=EVERY)
     assert lost == {"losses", "weights", "optimizer", "metrics", "datamodule", "random"}
 
 
 @pytest.mark.parametrize("kind", ["SFT", "GRPO"])
-def test_trls_own_resume_loses_the_rollouts(lives, kind):
+def test_the_built_in_resume_of_trl_loses_the_rollouts(lives, kind):
     modules = ("trl.trainer.grpo_trainer", "trl.trainer.sft_trainer", "peft", "datasets")
     more = {"steps_per_generation": 4, "num_generations": 4, "max_completion_length": 6}
     arguments = {**TRAINER, "max_steps": 16, **(more if kind == "GRPO" else {})}

@@ -16,7 +16,7 @@ MODULES = ("transformers.trainer", "accelerate", "peft", "lightning.pytorch", *w
 
 
 @pytest.mark.parametrize("name", IN_FRAMEWORKS)
-def test_a_block_of_the_page_runs_and_goes_on_in_a_second_life(
+def test_each_code_block_of_the_page_runs_and_resumes_after_a_restart(
     sidecar: SidecarProcess, tmp_path: Path, name: str
 ) -> None:
     check(IN_FRAMEWORKS[name], BLOCKS[name], tmp_path, warm.python(MODULES))

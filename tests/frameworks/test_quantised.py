@@ -18,7 +18,7 @@ def made(seed: int, group: int) -> torch.nn.Module:
     return model
 
 
-def test_a_layer_that_is_quantised_in_other_groups_is_refused_and_nothing_is_changed(sidecar):
+def test_a_layer_with_another_quantisation_group_size_is_refused_and_nothing_is_changed(sidecar):
     first = made(0, 32)
     keep({"model": first})
     other = made(1, 64)

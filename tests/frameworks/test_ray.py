@@ -34,7 +34,7 @@ def _done(training: Lives, home: Path, *, code: int = 0, **settings: Any) -> str
     return done.stdout
 
 
-def test_a_worker_is_killed_and_then_a_node_has_no_shared_memory(lives, tmp_path):
+def test_training_resumes_bit_equal_after_a_killed_worker_and_lost_shared_memory(lives, tmp_path):
     training = lives("ray_train.py")
     plain = training.undisturbed(ranks=2)
     kill = drawn(range(5, 25))
@@ -67,7 +67,7 @@ def test_workers_use_the_sidecar_that_their_pod_has(lives):
     assert not (kept / "reported").exists(), "Ray gets metrics alone"
 
 
-def test_a_node_is_lost_and_comes_back_and_the_world_follows(lives, tmp_path):
+def test_training_continues_at_the_new_world_size_when_a_node_is_lost_and_returns(lives, tmp_path):
     """Bit by bit as a training whose worlds change at the same steps, handed over by torch.save."""
     training = lives("ray_train.py")
     (lose,) = drawn(range(8, 25))
@@ -94,7 +94,7 @@ def test_a_node_is_lost_and_comes_back_and_the_world_follows(lives, tmp_path):
     _assert_reported(kept)
 
 
-def test_a_node_is_to_go_and_its_steps_are_made_durable(lives, tmp_path):
+def test_a_preemption_notice_makes_the_steps_of_a_node_durable(lives, tmp_path):
     training = lives("ray_train.py")
     (notice,) = drawn(range(8, 25))
     archive = tmp_path / "archive"

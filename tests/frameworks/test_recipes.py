@@ -17,7 +17,7 @@ VISION = (
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nanogpt(lives, ranks):
+def test_the_nanogpt_recipe_resumes_bit_equal(lives, ranks):
     loop = lives("recipe.py", "lightning.fabric", "accelerate", "torchdata.stateful_dataloader")
     plain = loop.undisturbed(ranks=ranks, page="nanogpt")
     kept, output = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
@@ -27,7 +27,7 @@ def test_nanogpt(lives, ranks):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_diffusers(lives, lora):
+def test_the_diffusers_recipe_resumes_bit_equal(lives, lora):
     loop = lives("recipe.py", "diffusers", "diffusers.training_utils", "accelerate", "peft")
     plain = loop.undisturbed(page="diffusers", lora=lora)
     kill = [*drawn(range(1, 5)), 5, *drawn(range(6, 10))]
@@ -37,7 +37,7 @@ def test_diffusers(lives, lora):
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_timm(lives, prefetch):
+def test_the_timm_recipe_resumes_bit_equal(lives, prefetch):
     """Killed in an evaluation, too."""
     loop = lives("recipe.py", *VISION)
     plain = loop.undisturbed(page="timm", prefetch=prefetch)
@@ -48,7 +48,7 @@ def test_timm(lives, prefetch):
 
 
 @pytest.mark.parametrize("yolo", ["yolo11n.yaml", "yolo26n.yaml"])
-def test_ultralytics(lives, yolo):
+def test_the_ultralytics_recipe_resumes_bit_equal(lives, yolo):
     """Beside the same lines undisturbed: the page says why. The loss of YOLO26 counts epochs."""
     loop = lives("recipe.py", *VISION)
     plain = loop.undisturbed(page="ultralytics", bare=False, yolo=yolo)
@@ -79,7 +79,7 @@ for again in (
 """
 
 
-def test_what_an_epoch_of_ultralytics_depends_on_is_refused_by_name(tmp_path):
+def test_unsupported_ultralytics_options_are_refused_by_name(tmp_path):
     script = f"from pathlib import Path\nOUT = Path({str(tmp_path)!r})\n{REFUSALS}"
     printed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path), "{}"],

@@ -27,7 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 import keepstep
 from keepstep import tracing
 from keepstep.errors import UsageError
-from keepstep.integrations.notes import note_restore
+from keepstep.integrations.notes import log_restore_to_trackers
 from keepstep.steps import Tier
 from tests.harness import eventually
 
@@ -80,7 +80,7 @@ def spans(exporter: Exporter, name: str) -> list[ReadableSpan]:
     return [span for span in exporter.memory.get_finished_spans() if span.name == name]
 
 
-def test_saves_and_restores_are_spans_of_the_step_around_them(
+def test_saves_and_restores_are_child_spans_of_the_current_opentelemetry_span(
     exporter: Exporter, tmp_path: Path
 ) -> None:
     first = checkpointer(tmp_path)
@@ -113,7 +113,7 @@ def test_saves_and_restores_are_spans_of_the_step_around_them(
     assert saves[1].parent is None
 
 
-def test_an_exporter_that_hangs_and_fails_holds_up_no_save(
+def test_a_hung_or_failing_exporter_does_not_delay_saves(
     exporter: Exporter, tmp_path: Path
 ) -> None:
     kept = checkpointer(tmp_path)
@@ -133,7 +133,7 @@ def test_an_exporter_that_hangs_and_fails_holds_up_no_save(
     assert len(spans(exporter, "checkpoint_save")) < 300  # the others were dropped
 
 
-def test_a_program_without_opentelemetry_does_not_get_it() -> None:
+def test_importing_the_checkpointer_does_not_import_opentelemetry() -> None:
     code = "import sys, keepstep.checkpointer; print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -142,9 +142,9 @@ def test_a_program_without_opentelemetry_does_not_get_it() -> None:
 # --- notes -----------------------------------------------------------------------------------
 
 
-def test_a_restore_stands_in_tensorboard(tmp_path: Path) -> None:
+def test_a_restore_is_recorded_in_tensorboard(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
-    assert note_restore(RESTORED, writer) is RESTORED
+    assert log_restore_to_trackers(RESTORED, writer) is RESTORED
 
     def noted() -> bool:
         writer.flush()
@@ -157,13 +157,13 @@ def test_a_restore_stands_in_tensorboard(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_restore_stands_in_wandb_and_moves_no_step(
+def test_a_restore_is_recorded_in_wandb_without_advancing_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(mode="offline", dir=str(tmp_path), project="keepstep")
-    note_restore(RESTORED, run, None)
+    log_restore_to_trackers(RESTORED, run, None)
     eventually(lambda: run.summary.get("keepstep/restored") == "step 41 of epoch 2: local")
     assert run.summary["keepstep/restored_step"] == 41
     assert run.step == 0
@@ -173,12 +173,12 @@ def test_a_restore_stands_in_wandb_and_moves_no_step(
     run.finish()
 
 
-def test_a_restore_stands_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_is_recorded_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="not in this environment: it is large")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file:{tmp_path / 'runs'}")
     with mlflow.start_run() as run:
-        note_restore(RESTORED, mlflow)
+        log_restore_to_trackers(RESTORED, mlflow)
         client = mlflow.MlflowClient()
         eventually(lambda: "keepstep.restored" in client.get_run(run.info.run_id).data.tags)
         (metric,) = client.get_metric_history(run.info.run_id, "keepstep/restored_step")
@@ -199,21 +199,21 @@ class Tracker:
         raise AssertionError
 
 
-def test_a_tracker_that_hangs_and_fails_holds_up_nothing(
+def test_a_hung_or_failing_tracker_does_not_delay_the_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracker = Tracker()
     with caplog.at_level(logging.WARNING, "keepstep"):
-        note_restore(RESTORED, tracker)  # returns while it hangs
+        log_restore_to_trackers(RESTORED, tracker)  # returns while it hangs
         tracker.goes_on.set()
         eventually(lambda: "no note of the restore: OSError: the disk is full" in caplog.text)
 
 
-def test_a_first_start_is_not_noted() -> None:
-    assert note_restore(None, Tracker()) is None
+def test_a_start_without_a_restore_is_not_recorded() -> None:
+    assert log_restore_to_trackers(None, Tracker()) is None
     assert not any(thread.name == "note" for thread in threading.enumerate())
 
 
-def test_what_is_no_tracker_is_named_also_at_a_first_start() -> None:
+def test_an_unsupported_tracker_is_refused_even_without_a_restore() -> None:
     with pytest.raises(UsageError, match="a dict is no tracker that keepstep knows"):
-        note_restore(None, {})
+        log_restore_to_trackers(None, {})

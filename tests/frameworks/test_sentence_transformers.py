@@ -14,7 +14,7 @@ from tests.frameworks.conftest import assert_same, drawn
         ("summed", {"batch_sampler": "no_duplicates"}),
     ],
 )
-def test_a_loss_with_weights_and_sums_of_its_own(lives, loss, arguments):
+def test_a_loss_that_holds_weights_and_sums_resumes_bit_equal(lives, loss, arguments):
     modules = ("datasets", "trl.trainer.sft_trainer", "peft")
     trainer = lives("sentence.py", "sentence_transformers", *modules)
     plain = trainer.undisturbed(loss=loss, arguments=arguments)

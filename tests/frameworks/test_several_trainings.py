@@ -28,7 +28,7 @@ def lines(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_second_fold_without_a_name_is_refused_in_every_life(folds, framework):
+def test_a_second_training_without_a_run_name_is_refused_also_after_a_restart(folds, framework):
     kept, output = folds.kept(framework=framework, code=1)
     assert "a run keeps one training, and this process would train" in output
     assert 'run="dpo", dir="ckpt"' in output
@@ -45,7 +45,7 @@ def test_a_training_of_another_framework_in_the_same_process_is_refused(folds, m
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_folds_with_names_go_on_after_a_kill_in_the_middle_of_the_second(folds, framework):
+def test_named_trainings_resume_after_a_kill_during_the_second(folds, framework):
     plain = lines(folds.undisturbed(framework=framework))
     kept, output = folds.kept(framework=framework, named=True, kill=[STEPS + 3])
     first, *rest = lines(kept)
@@ -60,7 +60,7 @@ def test_folds_with_names_go_on_after_a_kill_in_the_middle_of_the_second(folds, 
     end_runs(folds, kept)
 
 
-def test_folds_with_names_need_no_command_in_front(folds):
+def test_named_trainings_resume_without_keepstep_run(folds):
     plain = lines(folds.undisturbed(framework="transformers"))
     settings = {"framework": "transformers", "named": True, "kill": [STEPS + 2]}
     command = folds.command("kept", settings, 1)

@@ -13,7 +13,7 @@ def titan(lives) -> Lives:
     return lives("titan.py", "tests.frameworks.titan_on_cpu", "torchtitan.models.qwen3")
 
 
-def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
+def test_two_kills_change_nothing_and_a_complete_run_is_not_trained_again(titan):
     plain = titan.undisturbed(ranks=2)
     kept, output = titan.kept(ranks=2, kill=drawn(range(2, 10), range(10, 21)))
     assert "restored step" in output
@@ -26,7 +26,7 @@ def test_two_kills_change_nothing_and_what_is_over_is_not_trained_again(titan):
     assert "load_step=3 and exclude_from_loading=[] are ignored: this run holds step 20" in output
 
 
-def test_accumulation_and_a_loader_with_workers(titan):
+def test_accumulation_with_loader_workers_resumes_bit_equal(titan):
     options = {"ranks": 2, "workers": 1, "global_batch": 8, "steps": 12}
     plain = titan.undisturbed(**options)
     kept, _ = titan.kept(**options, kill=drawn(range(2, 6), range(6, 13)))
@@ -34,7 +34,7 @@ def test_accumulation_and_a_loader_with_workers(titan):
     assert len(next(iter(losses(kept)[2]))) == 2, "two micro-batches a step"
 
 
-def test_a_run_without_a_step_begins_with_what_torchtitan_itself_would_load(titan):
+def test_a_run_without_a_step_starts_from_the_checkpoint_that_torchtitan_loads(titan):
     options = {"ranks": 2, "steps": 6}
     own = {"enable": True, "last_save_model_only": False}
     seed = titan.undisturbed(**options, out="seed", checkpoint=own)
@@ -59,7 +59,9 @@ PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interl
         pytest.param(PIPELINE, 4, 2, id="pipeline"),
     ],
 )
-def test_a_model_that_is_divided_otherwise(titan, parallelism, batch, parts):
+def test_tensor_expert_and_pipeline_parallel_models_resume_bit_equal(
+    titan, parallelism, batch, parts
+):
     """Each of its parts has two optimizers. Where there are several, the adapter is in both
     trainings: without it torchtitan's experts count tokens of memory with any content."""
     options = {"ranks": 2, "steps": 8, "parallelism": parallelism, "batch": batch}

@@ -30,7 +30,7 @@ def test_two_kills_in_two_epochs_change_nothing(trainer):
     assert over["weights"] == expected["weights"]
 
 
-def test_an_end_of_an_epoch_with_its_log_and_evaluation_is_kept_whole(trainer):
+def test_kills_at_the_end_of_an_epoch_change_neither_log_nor_evaluation(trainer):
     arguments = {
         "logging_strategy": "epoch",
         "eval_strategy": "epoch",
@@ -46,7 +46,7 @@ def test_an_end_of_an_epoch_with_its_log_and_evaluation_is_kept_whole(trainer):
     assert_same(plain, kept, kills=3)
 
 
-def test_accumulation_with_a_remainder_and_a_loader_with_workers(trainer):
+def test_accumulation_with_a_remainder_and_loader_workers_resumes_bit_equal(trainer):
     arguments = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
     plain = trainer.undisturbed(arguments=arguments)
     kept, _ = trainer.kept(arguments=arguments, kill=drawn(range(1, 8), range(8, 16)))
@@ -55,7 +55,7 @@ def test_accumulation_with_a_remainder_and_a_loader_with_workers(trainer):
 
 
 @pytest.mark.parametrize("seedable", [True, False])
-def test_workers_that_outlive_an_epoch(trainer, seedable):
+def test_a_training_with_persistent_workers_resumes_bit_equal(trainer, seedable):
     """Of which the first epoch alone draws a seed, and whoever goes on in a later one does, too. So
     it is with evaluations."""
     arguments = {
@@ -72,21 +72,21 @@ def test_workers_that_outlive_an_epoch(trainer, seedable):
     assert_same(plain, kept, kills=3)
 
 
-def test_a_log_that_outgrows_its_room_in_a_step_comes_back(trainer):
+def test_a_log_history_that_outgrows_its_reserved_space_is_restored(trainer):
     options = {"arguments": {"logging_steps": 1}, "note": 8000}
     plain = trainer.undisturbed(**options)
     kept, _ = trainer.kept(**options, kill=drawn(range(1, 6), range(12, EPOCH)))
     assert_same(plain, kept, kills=2)
 
 
-def test_a_sampler_that_draws_from_the_global_generator(trainer):
+def test_a_sampler_that_draws_from_the_global_generator_resumes_bit_equal(trainer):
     options = {"arguments": {"train_sampling_strategy": "group_by_length"}, "lengths": True}
     plain = trainer.undisturbed(**options)
     kept, _ = trainer.kept(**options, kill=drawn(range(1, EPOCH), range(EPOCH, 30)))
     assert_same(plain, kept, kills=2)
 
 
-def test_a_stream_of_unknown_length(trainer):
+def test_a_stream_of_unknown_length_resumes_bit_equal(trainer):
     arguments = {"max_steps": 40}
     plain = trainer.undisturbed(arguments=arguments, stream=True)
     kept, _ = trainer.kept(
@@ -95,13 +95,13 @@ def test_a_stream_of_unknown_length(trainer):
     assert_same(plain, kept, kills=2)
 
 
-def test_a_mixin_for_seq2seq(trainer):
+def test_the_seq2seq_trainer_with_the_mixin_resumes_bit_equal(trainer):
     plain = trainer.undisturbed(seq2seq=True)
     kept, _ = trainer.kept(seq2seq=True, kill=drawn(range(1, EPOCH), range(EPOCH, 30)))
     assert_same(plain, kept, kills=2)
 
 
-def test_two_ranks(trainer):
+def test_a_training_on_two_ranks_resumes_bit_equal(trainer):
     arguments = {"ddp_backend": "gloo", "dataloader_num_workers": 1}
     plain = trainer.undisturbed(ranks=2, arguments=arguments)
     kept, _ = trainer.kept(ranks=2, arguments=arguments, kill=drawn(range(1, 8), range(8, 16)))
@@ -155,7 +155,7 @@ def dividing(lives, monkeypatch) -> Lives:
         pytest.param({}, 1, {"divides": {"fsdp_size": 2, "ep_size": 2}}, id="fsdp2-experts"),
     ],
 )
-def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, model):
+def test_a_model_sharded_over_two_ranks_resumes_bit_equal(dividing, divided, accumulate, model):
     """With accumulation an epoch ends on a remainder of micro-batches."""
     arguments = {
         "use_cpu": False,
@@ -170,7 +170,7 @@ def test_two_ranks_that_divide_a_model(dividing, divided, accumulate, model):
     assert result(kept).get("sharded", True)
 
 
-def test_two_ranks_whose_sampler_has_a_generator_of_its_own(trainer):
+def test_two_ranks_with_a_private_sampler_generator_resume_bit_equal(trainer):
     arguments = {
         "num_train_epochs": 3,
         "ddp_backend": "gloo",
@@ -181,7 +181,7 @@ def test_two_ranks_whose_sampler_has_a_generator_of_its_own(trainer):
     assert_same(plain, kept, kills=3, ranks=2)
 
 
-def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(trainer):
+def test_a_trainer_checkpoint_is_loaded_only_if_the_run_has_no_step(trainer):
     arguments = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 1}
     folder = trainer.undisturbed(arguments={**arguments, "max_steps": 10}, out="seed") / "hf"
     resume = folder / "checkpoint-10"
@@ -195,6 +195,6 @@ def test_a_checkpoint_of_trainers_counts_only_where_the_run_holds_no_step(traine
     assert_same(plain, kept, kills=2)
 
 
-def test_what_cannot_be_followed_is_refused(trainer):
+def test_unsupported_trainer_features_are_refused(trainer):
     _, output = trainer.kept(arguments={"auto_find_batch_size": True}, code=1)
     assert "Trainer then begins the training again with half the batch" in output

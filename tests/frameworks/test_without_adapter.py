@@ -63,7 +63,9 @@ def trained(tmp_path: Path, *, early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["made-within", "made-before"])
-def test_a_loop_of_trainer_s_is_told_of_once(sidecar, tmp_path, caplog, monkeypatch, early) -> None:
+def test_a_trainer_loop_without_the_adapter_causes_one_warning(
+    sidecar, tmp_path, caplog, monkeypatch, early
+) -> None:
     monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
     with caplog.at_level(logging.WARNING, "keepstep"):
         trained(tmp_path, early=early)
@@ -75,13 +77,13 @@ def test_a_loop_of_trainer_s_is_told_of_once(sidecar, tmp_path, caplog, monkeypa
     assert sum(ADAPTER in message for message in caplog.messages) == 1
 
 
-def test_nothing_is_said_to_those_who_have_the_adapter(sidecar, tmp_path, caplog) -> None:
+def test_a_trainer_loop_with_the_adapter_causes_no_warning(sidecar, tmp_path, caplog) -> None:
     importlib.import_module(ADAPTER)
     trained(tmp_path, early=False)
     assert ADAPTER not in caplog.text
 
 
-def test_nothing_is_said_in_a_loop_of_the_script_s_own(sidecar, caplog, monkeypatch) -> None:
+def test_a_plain_training_loop_causes_no_warning(sidecar, caplog, monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
     checkpointer = keepstep.Checkpointer(model=nn.Linear(1, 1))
     checkpointer.restore()
@@ -93,7 +95,7 @@ def test_nothing_is_said_in_a_loop_of_the_script_s_own(sidecar, caplog, monkeypa
 @pytest.mark.parametrize(
     "kind", [DeepSpeedEngine, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3]
 )
-def test_what_deepspeed_divides_is_refused_by_name(kind: type) -> None:
+def test_a_deepspeed_object_without_the_adapter_is_refused_by_name(kind: type) -> None:
     named = rf"'it' is a {kind.__name__}, .*keepstep\.integrations\.deepspeed can name"
     with pytest.raises(keepstep.UsageError, match=named):
         keepstep.Checkpointer(it=kind.__new__(kind))

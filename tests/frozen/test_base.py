@@ -29,7 +29,7 @@ def written(sidecar):
     return shard.stat().st_size, bases
 
 
-def test_each_step_after_the_first_writes_what_is_trained_alone(sidecar):
+def test_each_step_after_the_first_writes_only_the_trained_tensors(sidecar):
     model, optimizer = made()
     frozen = sum(
         parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad
@@ -46,7 +46,7 @@ def test_each_step_after_the_first_writes_what_is_trained_alone(sidecar):
     assert len(inodes) == 1
 
 
-def test_a_killed_run_goes_on_bit_equal(sidecar):
+def test_a_killed_run_resumes_bit_equal(sidecar):
     model, optimizer = made()
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
         for step in range(3):
@@ -77,7 +77,7 @@ def inodes(sidecar):
     return {path.stat().st_ino for path in matching(sidecar.root, "*/base-*")}
 
 
-def test_the_next_life_refers_to_the_same_base(sidecar):
+def test_a_restarted_trainer_reuses_the_same_base(sidecar):
     lives(sidecar, 0)
     (first,) = inodes(sidecar)
     slots = set(sidecar.slots(0))
@@ -87,7 +87,9 @@ def test_the_next_life_refers_to_the_same_base(sidecar):
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
-def test_a_base_that_lives_have_loaded_alike_is_not_replaced_by_another(sidecar, memory, caplog):
+def test_a_base_that_earlier_restarts_reused_is_not_replaced_by_a_different_one(
+    sidecar, memory, caplog
+):
     model, _ = lives(sidecar, 0, 0, 0)
     if memory == "lost":
         sidecar.kill()
@@ -106,7 +108,7 @@ def test_a_base_that_lives_have_loaded_alike_is_not_replaced_by_another(sidecar,
         assert equal(model, other)
 
 
-def test_a_second_life_that_begins_with_another_base_is_told_so(sidecar, caplog):
+def test_a_restart_with_a_different_base_causes_a_warning(sidecar, caplog):
     lives(sidecar, 0)
     assert "another base" not in caplog.text
     lives(sidecar, 1, 1)  # neither began with what the run has
@@ -116,7 +118,7 @@ def test_a_second_life_that_begins_with_another_base_is_told_so(sidecar, caplog)
 
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
-def test_a_sidecar_that_is_started_again_brings_it_back(sidecar, memory):
+def test_a_restarted_sidecar_restores_the_base(sidecar, memory):
     model, _ = lives(sidecar, 0)
     (first,) = inodes(sidecar)
     sidecar.kill()
@@ -146,7 +148,7 @@ def test_an_adapter_of_another_rank_is_refused_and_nothing_is_changed(sidecar):
         assert equal(model, again)
 
 
-def test_a_trainer_outlives_its_sidecar_and_goes_on_with_the_same_base(sidecar):
+def test_a_trainer_continues_with_the_same_base_after_a_sidecar_restart(sidecar):
     model, optimizer = made()
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
         checkpointer.save(0)
@@ -165,7 +167,7 @@ def test_a_trainer_outlives_its_sidecar_and_goes_on_with_the_same_base(sidecar):
 
 
 @pytest.mark.parametrize("how", ["in place", "past the version", "replaced", "moved"])
-def test_a_frozen_tensor_that_changes_comes_back_changed(sidecar, how):
+def test_a_frozen_tensor_that_was_changed_is_restored_with_its_new_value(sidecar, how):
     model, optimizer = made()
     layer = model.layers[1].base
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
@@ -190,7 +192,7 @@ def test_a_frozen_tensor_that_changes_comes_back_changed(sidecar, how):
     assert base.stat().st_size < 4 * layer.weight.nbytes
 
 
-def test_each_step_on_the_way_of_a_change_holds_what_it_had(sidecar):
+def test_every_step_around_a_change_of_frozen_tensors_holds_its_own_values(sidecar):
     model, optimizer = made()
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
         for step in range(4):
@@ -207,7 +209,7 @@ def test_each_step_on_the_way_of_a_change_holds_what_it_had(sidecar):
                 assert torch.equal(found[f"model.{name}"], value), (step, name)
 
 
-def test_layers_are_unfrozen_one_after_the_other(sidecar):
+def test_layers_that_are_unfrozen_one_by_one_are_restored(sidecar):
     model, optimizer = made(layers=8)
     sizes = []
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
@@ -232,7 +234,7 @@ def unfreeze(layer, optimizer):
     optimizer.add_param_group({"params": list(layer.base.parameters())})
 
 
-def test_a_frozen_average_of_the_weights_is_no_part_of_a_base(sidecar):
+def test_a_frozen_average_of_the_weights_is_not_stored_in_the_base(sidecar):
     model, optimizer = made()
     average, _ = made(1)
     average.requires_grad_(False)
@@ -279,7 +281,7 @@ def test_a_model_that_is_trained_as_a_whole_has_no_base(sidecar):
     assert not inodes(sidecar)
 
 
-def test_a_base_goes_with_its_last_step(sidecar):
+def test_a_base_is_deleted_with_its_last_step(sidecar):
     sidecar.kill()
     sidecar.start("--keep", "2")
     model, optimizer = made()
@@ -329,7 +331,7 @@ def test_a_step_whose_base_is_lost_is_not_offered_and_an_older_one_is(sidecar, h
     assert base.name in sidecar.text()
 
 
-def test_a_step_that_is_the_only_one_is_an_error_that_names_its_base(sidecar):
+def test_a_missing_base_of_the_only_step_is_an_error_that_names_the_base(sidecar):
     lives(sidecar, 0)
     lost_memory(sidecar)
     (base,) = sidecar.root.glob("*/base-*")
@@ -339,7 +341,7 @@ def test_a_step_that_is_the_only_one_is_an_error_that_names_its_base(sidecar):
         begun(components(*made(1)))
 
 
-def test_lives_that_are_killed_at_any_moment_make_the_losses_of_an_undisturbed_one(
+def test_a_trainer_killed_at_random_moments_has_the_losses_of_an_uninterrupted_run(
     sidecars, tmp_path
 ):
     def life(sidecar, out):
@@ -372,7 +374,7 @@ def test_lives_that_are_killed_at_any_moment_make_the_losses_of_an_undisturbed_o
 
 
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_change_that_nothing_tells_comes_back_if_the_script_says_so(sidecar, times):
+def test_an_undetectable_change_is_restored_if_the_script_announces_it(sidecar, times):
     model, optimizer = made()
     weight = model.layers[2].base.weight
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
@@ -388,7 +390,9 @@ def test_a_change_that_nothing_tells_comes_back_if_the_script_says_so(sidecar, t
         assert (other.layers[2].base.weight[0, 101 : 101 + times] == 7).all()
 
 
-def test_a_sparse_change_past_the_version_is_found_some_saves_later(sidecar, caplog):
+def test_a_sparse_change_that_bypasses_the_version_counter_is_found_some_saves_later(
+    sidecar, caplog
+):
     model, optimizer = made()
     weight = model.layers[2].base.weight
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
@@ -408,7 +412,7 @@ def test_a_sparse_change_past_the_version_is_found_some_saves_later(sidecar, cap
     assert "layers.2.base.weight" in messages[0]
 
 
-def test_changes_that_are_found_one_after_the_other_end_the_bases_of_a_life(sidecar):
+def test_repeated_undetected_changes_disable_bases_until_the_next_restart(sidecar):
     model, optimizer = made(layers=14)
     bases = []
     with begun(components(model, optimizer), strict=True, frozen_once=True) as checkpointer:
@@ -439,6 +443,6 @@ def test_comparing_a_slice_costs_less_than_one_percent_of_a_step_of_100_ms(sidec
     assert statistics.median(took) < 1e-3
 
 
-def test_a_script_that_copies_at_once_has_no_base(sidecar):
+def test_a_checkpointer_with_eager_copies_uses_no_base(sidecar):
     lives(sidecar, 0, lazy=False)
     assert not inodes(sidecar)

@@ -143,7 +143,7 @@ def test_each_machine_has_the_bases_of_its_ranks(run, kind, memory):
         assert len(bases(machine)) == 1, "the next life refers to it, too"
 
 
-def test_a_rank_alone_puts_the_shards_and_bases_of_two_machines_together(run):
+def test_a_single_rank_restores_from_the_shards_and_bases_of_two_machines(run):
     run.start(*ALONE)
     saved = run.train("fsdp", 3)
     run.lose(0, *ALONE, drive=False)  # a sidecar that starts looks at what the other has
@@ -152,7 +152,7 @@ def test_a_rank_alone_puts_the_shards_and_bases_of_two_machines_together(run):
     assert same(found["begin"], saved[0]["end"])
 
 
-def test_a_machine_that_is_lost_borrows_base_and_step_of_its_twin(run):
+def test_a_lost_machine_restores_base_and_step_from_its_replica(run):
     run.start(*ALONE)
     saved = run.train("ddp", 3)
     run.lose(1, *ALONE)
@@ -164,7 +164,7 @@ def test_a_machine_that_is_lost_borrows_base_and_step_of_its_twin(run):
 WITH_COPIES = ("--persist-every", "1")
 
 
-def test_a_buddy_gets_the_base_once(run, monkeypatch):
+def test_a_peer_receives_the_base_once(run, monkeypatch):
     monkeypatch.setenv("WIDTH", "2048")
     run.start(*WITH_COPIES)
     run.train("ddp", 0)
@@ -182,7 +182,7 @@ def test_a_buddy_gets_the_base_once(run, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_machine_that_lost_its_drive_gets_base_and_step_from_its_buddy(run, lost):
+def test_a_machine_that_lost_its_drive_restores_base_and_step_from_its_peer(run, lost):
     run.start(*WITH_COPIES)
     saved = run.train("fsdp", 3)
     copied(run, 3)
@@ -204,7 +204,7 @@ def test_ranks_that_change_machines_take_their_bases_with_them(run):
     assert same(found[0]["begin"], saved[0]["end"])
 
 
-def test_a_buddy_that_lost_its_base_gets_it_again(run):
+def test_a_peer_that_lost_the_base_receives_it_again(run):
     run.start(*WITH_COPIES)
     run.train("fsdp", 2)
     copied(run, 2)
@@ -219,7 +219,7 @@ def test_a_buddy_that_lost_its_base_gets_it_again(run):
     assert same(found[0]["begin"], saved[0]["end"])
 
 
-def test_a_damaged_base_at_a_buddy_is_named_and_not_restored(run):
+def test_a_damaged_base_on_a_peer_is_reported_and_not_restored(run):
     run.start(*WITH_COPIES)
     run.train("fsdp", 2)
     copied(run, 2)
@@ -232,7 +232,9 @@ def test_a_damaged_base_at_a_buddy_is_named_and_not_restored(run):
 
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_and_machines_that_are_lost_at_any_moment_change_nothing(run, kind, memory_dir):
+def test_losing_ranks_and_machines_at_random_moments_does_not_change_the_losses(
+    run, kind, memory_dir
+):
     generator = random.Random(memory_dir.name)
     run.start(*WITH_COPIES)
     run.train(kind, 0)

@@ -34,7 +34,7 @@ def same(first, other):
 
 @pytest.mark.parametrize("memory", ["kept", "lost"])
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 2), (2, 2)])
-def test_another_world_gets_the_frozen_values_too(sidecar, tmp_path, worlds, memory):
+def test_frozen_values_are_restored_at_another_world_size(sidecar, tmp_path, worlds, memory):
     before, after = worlds
     saved = live(sidecar, tmp_path / "one", before, seed=0, step=3)
     (step,) = sidecar.root.glob("0*")
@@ -119,7 +119,7 @@ def trained(tmp_path, monkeypatch):
     made_here.end()
 
 
-def test_the_command_exports_the_adapter_alone(trained):
+def test_export_can_write_only_the_adapter(trained):
     output = trained("export", "latest", "--to", "lora", "--only", "adapter").stdout
     assert "adapter_config.json" in output
     (path,) = (trained.home / "lora").iterdir()
@@ -128,7 +128,7 @@ def test_the_command_exports_the_adapter_alone(trained):
     assert same(load_file(path), {k: v for k, v in model.items() if k.endswith(("up", "down"))})
 
 
-def test_a_model_without_an_adapter_has_none_to_export(keepstep):
+def test_exporting_the_adapter_of_a_model_without_one_is_refused(keepstep):
     keepstep.script(
         "whole.py",
         "import keepstep, torch\n"

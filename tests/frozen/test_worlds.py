@@ -42,7 +42,7 @@ class Lives:
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("ddp", "kept"), ("fsdp", "lost")])
-def test_swapped_weights_come_back_in_any_world(sidecar, tmp_path, kind, memory):
+def test_swapped_weights_are_restored_at_any_world_size(sidecar, tmp_path, kind, memory):
     lives = Lives(sidecar, tmp_path, kind)
     lives.train(2, 1)
     before = lives.bases()
@@ -58,7 +58,7 @@ def test_swapped_weights_come_back_in_any_world(sidecar, tmp_path, kind, memory)
     assert "discarded" not in sidecar.text()
 
 
-def test_a_step_of_which_one_ranks_base_is_gone_is_left_for_the_one_before(sidecar, tmp_path):
+def test_a_step_that_lost_the_base_of_one_rank_is_skipped_for_the_previous_step(sidecar, tmp_path):
     lives = Lives(sidecar, tmp_path, "fsdp")
     found = lives.train(2, 2)
     lives.train(2, 3)
@@ -69,7 +69,7 @@ def test_a_step_of_which_one_ranks_base_is_gone_is_left_for_the_one_before(sidec
     assert {record["from"] for record in lives.go_on(3, 3, found)} == {2}
 
 
-def test_a_fork_in_another_world_has_the_swapped_weights(sidecars, tmp_path):
+def test_a_fork_at_another_world_size_restores_the_swapped_weights(sidecars, tmp_path):
     archive, memory = tmp_path / "archive", tmp_path / "slots"
     archive.mkdir()
     memory.mkdir()

@@ -26,19 +26,25 @@ import numpy
 import safetensors
 import torch
 
-from keepstep.core import vote
+from keepstep.core import restore_vote
 from keepstep.core.history import EventKind, HistoryTotals
 from keepstep.core.shard import Shard
-from keepstep.dcp.session import ImageTree
+from keepstep.dcp.session import SavedStateTree
 from keepstep.errors import FormatError, ImageError, KeepstepError, ProtocolError, UsageError
-from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec, extras_codec
-from keepstep.image.codecs import ClassForm, GradForm, SharedAgain, SharedForm, ViewForm
+from keepstep.image import ControlPage, FlatBox, Layout, TensorRole, TensorSpec, extras_codec
+from keepstep.image.codecs import (
+    ClassForm,
+    RequiresGradForm,
+    SharedAgain,
+    SharedDefinitionForm,
+    ViewForm,
+)
 from keepstep.image.control_page import PAGE_BYTES, Manifest, seal_for_disk
 from keepstep.image.layout import digest_of
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
-from keepstep.state.leaves import build_tree, check_values, leaves_of
+from keepstep.state.leaves import build_tree, check_values_exist, leaves_of
 from keepstep.state.leaves import parse_skeleton as parse_tree
-from keepstep.steps import Epoch, EpochId, StepId, Tier, base_name, shard_name
+from keepstep.steps import Epoch, EpochId, StepId, Tier, make_base_file_name, shard_name
 from keepstep.wire import trainer
 from keepstep.wire.member_reports import Report, ReportReply
 from keepstep.wire.run_reports import LeaderAnswer, RunReport
@@ -48,14 +54,14 @@ from keepstep_sidecar.api import server
 from keepstep_sidecar.cli import run_dir
 from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_name
+from keepstep_sidecar.tiers.archive.step_record import StepRecord, twin_delta_name
 from keepstep_sidecar.tiers.peer import handlers
 from keepstep_sidecar.tiers.peer import protocol as wire
-from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, pack_frame
+from keepstep_sidecar.tiers.peer.member_frames import FrameKind, FrameParser, pack_frame
 from keepstep_sidecar.tiers.peer.peer_list import KnownPeer, PeerList
 from keepstep_sidecar.tiers.peer.tls import PodIdentity
 from keepstep_sidecar.volume.history_file import HistoryFile
-from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.run_tree import ShardName, is_temporary, quarantine_name
 from tests.fuzz import mutate
 from tests.harness import digests, verify_image
@@ -109,8 +115,13 @@ SKELETON = json.dumps(
     ]
 )
 VALUES = [
-    *(SharedForm(0), SharedAgain(0), ViewForm("float32", 4, (2,), (1,)), ClassForm(StepId)),
-    *(OrderedDict(), deque(maxlen=3), GradForm(True)),
+    *(
+        SharedDefinitionForm(0),
+        SharedAgain(0),
+        ViewForm("float32", 4, (2,), (1,)),
+        ClassForm(StepId),
+    ),
+    *(OrderedDict(), deque(maxlen=3), RequiresGradForm(True)),
 ]
 DCP = {"dcp": 1, "values": ["step"], "boxes": {"w@0": "w"}, "paths": {"w": ["model", "w", 0]}}
 SHARED: list[Any] = [1, {"x": numpy.arange(2)}]
@@ -124,7 +135,12 @@ KEPT: dict[str, Any] = {
         *(numpy.arange(3.0), numpy.float32(2), torch.arange(3), torch.Size([2]), torch.float32),
         *(torch.Generator(), numpy.random.default_rng(1), random.Random(1), numpy.dtype("f4")),
         *(SimpleNamespace(a=1), slice(1, 2), ..., UUID(int=1)),
-        *(ViewForm("float32", 4, (2,), (1,)), SharedForm(0), SharedAgain(0), ClassForm(StepId)),
+        *(
+            ViewForm("float32", 4, (2,), (1,)),
+            SharedDefinitionForm(0),
+            SharedAgain(0),
+            ClassForm(StepId),
+        ),
     ],
     "shared": [SHARED, (SHARED, {"again": SHARED})],
     "numbers": [[0.5] * 64, [(1, 2.0)] * 64, [{"a": n, "b": 0.5} for n in range(64)], {*range(70)}],
@@ -137,15 +153,15 @@ FLAT = FlatBox((0, 2), (4, 2), (4, 6))
 def rich_layout(rank: int = 0) -> Layout:
     """Every kind of thing that a header can say."""
     specs = [
-        TensorSpec("exp_avg", "F64", (5,), Section.OPTIMIZER),
-        TensorSpec("weight", "F32", (2, 4), Section.PARAMS, (2, 0), (4, 4), (1, 0)),
-        TensorSpec("mask", "BOOL", (7,), Section.REST),
-        TensorSpec("spectrum", "C128", (1, 2), Section.REST),
-        TensorSpec("range", "F32", (1, 5), Section.PARAMS, (1, 2), (2, 8), flat=FLAT),
-        TensorSpec("tiny", "F8_E8M0", (3,), Section.PARAMS),
-        TensorSpec("scalar", "BF16", (), Section.PARAMS),
-        TensorSpec("empty", "I64", (0, 3), Section.REST, (4, 0), (4, 3)),
-        TensorSpec("näme", "U8", (1,), Section.REST),
+        TensorSpec("exp_avg", "F64", (5,), TensorRole.OPTIMIZER),
+        TensorSpec("weight", "F32", (2, 4), TensorRole.PARAMS, (2, 0), (4, 4), (1, 0)),
+        TensorSpec("mask", "BOOL", (7,), TensorRole.REST),
+        TensorSpec("spectrum", "C128", (1, 2), TensorRole.REST),
+        TensorSpec("range", "F32", (1, 5), TensorRole.PARAMS, (1, 2), (2, 8), flat=FLAT),
+        TensorSpec("tiny", "F8_E8M0", (3,), TensorRole.PARAMS),
+        TensorSpec("scalar", "BF16", (), TensorRole.PARAMS),
+        TensorSpec("empty", "I64", (0, 3), TensorRole.REST, (4, 0), (4, 3)),
+        TensorSpec("näme", "U8", (1,), TensorRole.REST),
     ]
     return Layout.build(
         [spec._replace(device="cuda:1" if spec.dtype == "F32" else "cpu") for spec in specs],
@@ -263,15 +279,16 @@ RUN_RECORD = RunRecord(
     run="demo", epochs=(Epoch(EpochId(1, "0badcafe")), Epoch(ID.epoch, ID, "other")),
     committed=ID, pinned=frozenset({ID}), failures=frozenset({ID}),
 ).to_json()  # fmt: skip
-BASE = {"step": str(ID), "name": base_name(0, 3), "bytes": 9, "root": "0" * 32}
+BASE = {"step": str(ID), "name": make_base_file_name(0, 3), "bytes": 9, "root": "0" * 32}
 TWIN = {"twin_of": 0, "stored_bytes": 4}
 SHARDS = [
     {"rank": rank, "name": shard_name(rank, 3), "bytes": 5, "root": "0" * 32, "params": None,
      **({"base": BASE} if rank == 0 else {})}
     for rank in range(2)
 ] + [
-    {"rank": 2, "name": twin_name(2, 3, 0), "bytes": 5, "root": "0" * 32, "params": None, **TWIN,
-     "base": {**BASE, "name": twin_name(2, 3, 0, is_base=True), **TWIN}}
+    {"rank": 2, "name": twin_delta_name(2, 3, 0), "bytes": 5, "root": "0" * 32,
+     "params": None, **TWIN,
+     "base": {**BASE, "name": twin_delta_name(2, 3, 0, is_base=True), **TWIN}}
 ]  # fmt: skip
 STEP_RECORD = {
     "format_version": 1, "keepstep": "0", "run": "demo", "step": str(ID), "world": 3,
@@ -308,7 +325,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
         **_LEASE, "slot": "s", "generation": 1, "step": 1200,
         "epoch": {"id": _EPOCH, "parent": _ID, "origin": ""},
     },
-    trainer.OpenStepRequest: {**_LEASE, "id": _ID},
+    trainer.RestoreStepRequest: {**_LEASE, "id": _ID},
     trainer.ChunksRequest: {
         **_LEASE, "id": _ID, "chunks": [{"rank": 0, "chunk": 1, "frame": 2}],
         "announced": [{"rank": 0, "first": 0, "end": 2}],
@@ -317,7 +334,7 @@ REQUESTS: dict[type[Any], dict[str, Any]] = {
 }  # fmt: skip
 _CANDIDATE = {"id": _ID, "tier": "local", "world": 2}
 ANSWERS: dict[type[Any], dict[str, Any]] = {
-    vote.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
+    restore_vote.Candidates: {"answer": "steps", "candidates": [_CANDIDATE], "plan": _ID},
     trainer.OpenedStep: {"path": "/x", "tier": "memory"},
     trainer.Sources: {
         "id": _ID, "world": 2,
@@ -387,14 +404,14 @@ def read_skeleton(data: bytes) -> object:
     trees = parse_tree(data.decode("utf-8", "replace"))
     shared: dict[int, Any] = {}
     for node in trees.values():
-        check_values(node, count=len(VALUES))
+        check_values_exist(node, count=len(VALUES))
         list(leaves_of(node))
         build_tree(node, lambda _: torch.zeros(4), VALUES.__getitem__, shared)
     return trees
 
 
 def read_skeleton_of_dcp(data: bytes) -> object:
-    return ImageTree.parse(data.decode("utf-8", "replace"))
+    return SavedStateTree.parse(data.decode("utf-8", "replace"))
 
 
 def read_run_record(data: bytes) -> object:
@@ -426,8 +443,8 @@ def read_listing(data: bytes) -> object:
     """As a sidecar takes it: decoded, then put together with what else is known."""
     directory = PeerList(complete=True)
     directory.known["a:1"] = KnownPeer(address="a:1")
-    directory.update("a:1", msgspec.json.decode(data, type=wire.PodListing))
-    return directory.merge_inventory([])
+    directory.record_pod_answer("a:1", msgspec.json.decode(data, type=wire.PodShardListing))
+    return directory.combine_inventories([])
 
 
 def read_frames(data: bytes) -> object:
@@ -525,8 +542,8 @@ def _history() -> list[Any]:
             now += 0.7
             history.staged(StepId(epoch, number), blocked_s=0.1)
             history.committed(StepId(epoch, number))
-        history.lost(EventKind.SKIPPED, rank=1, step=10 * life + 9, reason="no slot")
-        history.warn([f"warning {life}"])
+        history.record_lost_saves(EventKind.SKIPPED, rank=1, step=10 * life + 9, reason="no slot")
+        history.record_warning_changes([f"warning {life}"])
         history.note(EventKind.INTERVAL, count=life)
         now += 0.3
         history.note(EventKind.FAILED, rank=0, step=StepId(epoch, 10 * life + 14))
@@ -577,7 +594,7 @@ def read_history(data: bytes) -> object:
         goodput = tally.goodput(now)
         if goodput is None:
             continue
-        seconds = [*goodput.seconds.values(), goodput.ratio]
+        seconds = [*goodput.seconds_by_bucket.values(), goodput.ratio]
         if not all(0.0 <= second < 1e10 for second in seconds) or goodput.ratio > 1.0:
             raise AssertionError(f"seconds that cannot be: {goodput}")
         until = max(now, tally.mark, tally.ended or 0.0)
@@ -627,7 +644,7 @@ def targets() -> tuple[Target, ...]:
                bytewise=(json_of(DCP),), reseal=reseal_json(DCP), times=40),
         Target(name="peer's listing", parse=read_listing, refusals=DECODING,
                bytewise=(json_of(LISTING),), reseal=reseal_json(LISTING)),
-        Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.NeededCopies),
+        Target(name="peer's wishes", parse=lambda data: handlers._decode(data, wire.CopiesToKeep),
                refusals=(UsageError,), bytewise=(json_of(NEEDED),), reseal=reseal_json(NEEDED)),
         Target(name="frames of a member", parse=read_frames, refusals=(ProtocolError,),
                bytewise=(pack_frame(FrameKind.HELLO, bytes(16))

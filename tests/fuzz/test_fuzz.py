@@ -12,7 +12,7 @@ TARGETS = targets()
 FOUND = sorted((pathlib.Path(__file__).parents[2] / "attacks").glob("fuzz-*.bin"))
 
 
-def test_what_is_honest_is_accepted() -> None:
+def test_every_parser_accepts_its_valid_inputs() -> None:
     """Or else all that follows would be about inputs that no parser looks into."""
     for target in TARGETS:
         for data in target.bytewise:
@@ -20,7 +20,7 @@ def test_what_is_honest_is_accepted() -> None:
                 target.parse(data)
 
 
-def test_no_bytes_escape_the_error_tree_or_pass_for_others_or_cost_much() -> None:
+def test_mutated_inputs_raise_only_defined_errors_and_cost_little() -> None:
     """Some thousand mutations, always the same ones; `make fuzz` runs as many as there is time."""
     campaign, until = Campaign(seed=20_261_122, targets=TARGETS), time.monotonic() + 20
     campaign.run(lambda: time.monotonic() < until, most=20_000)
@@ -30,7 +30,7 @@ def test_no_bytes_escape_the_error_tree_or_pass_for_others_or_cost_much() -> Non
     ]
 
 
-def test_what_fuzzing_once_found_is_refused() -> None:
+def test_inputs_that_fuzzing_once_found_are_refused() -> None:
     for path in FOUND:
         data = path.read_bytes()
         assert not {target.name: what for target in TARGETS if (what := escape_of(target, data))}, (

@@ -90,7 +90,7 @@ def train(variant: str, log: Path, *before: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_life_goes_on_from_the_newest_step(variant: str, tmp_path: Path) -> None:
+def test_every_restart_resumes_from_the_newest_step(variant: str, tmp_path: Path) -> None:
     train(variant, tmp_path / "plain")
     keepstep = [sys.executable, "-m", "keepstep_sidecar.cli", "run", "--warm"]
     keepstep += ["--restarts", str(len(LIVES))]

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 from hypothesis import strategies as st
 
-from keepstep.image import ELEMENT_BYTES, FlatBox, Section, TensorSpec
+from keepstep.image import ELEMENT_BYTES, FlatBox, TensorRole, TensorSpec
 
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
     lambda name: name != "__metadata__" and not name.startswith("keepstep.")
@@ -22,7 +22,7 @@ def specs(draw: st.DrawFn) -> TensorSpec:
     whose elements are those of a box."""
     shape = draw(shapes)
     name, dtype = draw(names), draw(st.sampled_from(sorted(ELEMENT_BYTES)))
-    section = draw(st.sampled_from(Section))
+    section = draw(st.sampled_from(TensorRole))
     before = tuple(draw(st.integers(0, 3)) for _ in shape)
     after = [draw(st.integers(0, 3)) for _ in shape]
     whole = tuple(a + b + c for a, b, c in zip(before, shape, after, strict=True))

@@ -42,7 +42,7 @@ def read(path: pathlib.Path) -> object:
     return extras_codec.decode(view[layout.extras_begin :][: control.extras_bytes])
 
 
-def test_the_honest_image_is_read(tmp_path: pathlib.Path) -> None:
+def test_the_unmodified_image_is_read(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "honest.safetensors"
     path.write_bytes(make.image())
     assert read(path) == {"epoch": 7}
@@ -65,7 +65,7 @@ def test_each_attack_is_refused_for_its_reason_without_a_large_allocation(attack
     assert len(str(caught.value)) < 600
 
 
-def test_the_files_and_their_table_are_what_the_script_makes() -> None:
+def test_the_stored_attack_files_and_their_table_match_the_script() -> None:
     assert {attack.path for attack in ATTACKS} == set(FOLDER.glob("*.safetensors"))
     for attack in ATTACKS:
         assert attack.path.read_bytes() == attack.data, attack.name

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep.errors import FormatError, KeepstepError
-from keepstep.image import FlatBox, Layout, Section, TensorSpec, extras_codec
+from keepstep.image import FlatBox, Layout, TensorRole, TensorSpec, extras_codec
 from keepstep.image.strictjson import Reader
 from keepstep.restore.fill_plan import IndexBuilder
 from tests.harness import peak_of
@@ -55,30 +55,32 @@ def test_a_hostile_header_takes_no_more_memory_than_eight_times_its_size(name: s
 
 
 def test_a_header_of_very_many_tensors_is_read_in_memory_that_its_size_bounds() -> None:
-    specs = [TensorSpec(f"t{i}", "F32", (), Section.PARAMS) for i in range(10_000)]
+    specs = [TensorSpec(f"t{i}", "F32", (), TensorRole.PARAMS) for i in range(10_000)]
     header = Layout.build(specs, rank=0, world=1).header
     assert peak_of(lambda: Layout.parse(header)) < 8 * len(header)
     assert len(Layout.parse(header).entries) == len(specs)
 
 
-def test_a_header_of_ranges_of_boxes_and_their_index_are_read_in_such_memory_too() -> None:
+def test_memory_for_reading_a_header_of_boxes_is_bounded_by_its_size() -> None:
     flat = FlatBox((0, 0, 0, 0, 1), (3, 3, 3, 3, 3), (3, 3, 3, 3, 9))
     specs = [
-        TensorSpec(f"t{i}", "F32", (241,), Section.PARAMS, (1,), (243,), flat=flat)
+        TensorSpec(f"t{i}", "F32", (241,), TensorRole.PARAMS, (1,), (243,), flat=flat)
         for i in range(10_000)
     ]
     header = Layout.build(specs, rank=0, world=1).header
     assert peak_of(lambda: Layout.parse(header)) < 8 * len(header)
     layout, builder = Layout.parse(header), IndexBuilder(1)
-    assert peak_of(lambda: builder.add(layout)) < 8 * len(header)
-    assert len(builder.build().tensors["t0"].rows) == 9
+    assert peak_of(lambda: builder.add_image(layout)) < 8 * len(header)
+    assert len(builder.build().tensors["t0"].box_rows) == 9
 
 
-def test_a_text_has_room_for_as_many_names_as_its_length_makes_plausible() -> None:
+def test_the_number_of_names_is_bounded_by_the_length_of_the_text() -> None:
     def read(count: int) -> int:
         text = json.dumps({str(i): 0 for i in range(count)})
         return sum(
-            reader.value() == 0 for reader in [Reader(text, what="x")] for _ in reader.members()
+            reader.value() == 0
+            for reader in [Reader(text, what="x")]
+            for _ in reader.iterate_keys()
         )
 
     assert read(50_000) == 50_000
@@ -96,12 +98,12 @@ def test_integers_that_collide_are_refused_before_they_take_quadratic_time(tag: 
     assert time.process_time() - began < 2
 
 
-def test_a_set_of_large_integers_comes_back() -> None:
+def test_a_set_of_large_integers_survives_a_round_trip() -> None:
     value = {1 << i for i in range(1000)} | {-1, -2, 1 << 61, 0.5}
     assert extras_codec.decode(extras_codec.encode(value)) == value
 
 
-def test_nesting_is_refused_though_somebody_raised_the_recursion_limit(
+def test_deep_nesting_is_refused_even_with_a_raised_recursion_limit(
     tmp_path: pathlib.Path,
 ) -> None:
     """In a process of its own: what overflows the stack of C ends it."""

@@ -50,12 +50,12 @@ times = st.floats(0, 1e11)
     root=st.none() | hexes,
     sections=st.none() | st.dictionaries(st.sampled_from(["params", "rest"]), hexes),
 )
-def test_a_page_reads_back_as_it_was_sealed(**values: object) -> None:
+def test_a_control_page_survives_a_round_trip(**values: object) -> None:
     page = replace(PAGE, **values)
     data = page.to_bytes()
     assert len(data) == PAGE_BYTES
     assert ControlPage.from_bytes(memoryview(data)) == page
-    assert ControlPage.from_bytes(data).id == StepId(page.epoch.id, page.step)
+    assert ControlPage.from_bytes(data).step_id == StepId(page.epoch.id, page.step)
 
 
 def test_one_changed_bit_anywhere_breaks_the_seal() -> None:
@@ -68,7 +68,7 @@ def test_one_changed_bit_anywhere_breaks_the_seal() -> None:
 
 
 @pytest.mark.parametrize("sectors", range(1, 8))
-def test_a_page_that_is_half_over_an_older_one_has_no_valid_seal(sectors: int) -> None:
+def test_a_partly_overwritten_control_page_has_no_valid_seal(sectors: int) -> None:
     older, newer = PAGE.to_bytes(), replace(PAGE, step=1201, run="demo2").to_bytes()
     cut = 512 * sectors
     for torn in (newer[:cut] + older[cut:], older[:cut] + newer[cut:]):

@@ -65,13 +65,13 @@ def _key(value: Any) -> str:
 
 @settings(max_examples=300)
 @given(states)
-def test_a_state_comes_back_with_its_types(state: Any) -> None:
+def test_a_state_survives_a_round_trip_with_its_types(state: Any) -> None:
     assert same(extras_codec.decode(extras_codec.encode(state)), state)
 
 
 @settings(max_examples=100)
 @given(states, states)
-def test_what_is_met_twice_is_one_object(first: Any, two: Any) -> None:
+def test_shared_objects_are_decoded_as_one_object(first: Any, two: Any) -> None:
     shared = [first, {"deep": two}]
     kept = {"a": shared, "b": (shared, {3: [two, shared]}), "c": [shared, first]}
     back = extras_codec.decode(extras_codec.encode(kept))
@@ -81,7 +81,7 @@ def test_what_is_met_twice_is_one_object(first: Any, two: Any) -> None:
         assert (value is other) or type(value).__hash__ not in (None, object.__hash__)
 
 
-def test_what_was_shared_many_times_takes_little_time_and_space() -> None:
+def test_heavily_shared_objects_are_encoded_in_little_time_and_space() -> None:
     tree: list[Any] = []
     for _ in range(90):
         tree = [tree, tree]
@@ -91,7 +91,7 @@ def test_what_was_shared_many_times_takes_little_time_and_space() -> None:
     assert back[0] is back[1]
 
 
-def test_rows_that_are_met_elsewhere_stay_those_rows() -> None:
+def test_rows_that_are_referenced_elsewhere_keep_their_identity() -> None:
     rows = [[n, 0.5] for n in range(100)]
     for kept in ({"rows": rows, "best": rows[7]}, {"best": rows[7], "rows": rows}):
         back = extras_codec.decode(extras_codec.encode(kept))
@@ -127,7 +127,7 @@ def test_rows_that_are_met_elsewhere_stay_those_rows() -> None:
     ],
     ids=lambda value: f"{type(value).__name__} {next(iter(value))!r}"[:40],
 )
-def test_many_numbers_come_back_exactly(numbers: Any) -> None:
+def test_long_lists_of_numbers_survive_a_round_trip_exactly(numbers: Any) -> None:
     assert same(
         extras_codec.decode(extras_codec.encode({"n": numbers, "more": [0.25] * 70}))["n"], numbers
     )
@@ -247,7 +247,9 @@ class OwnZone(datetime.tzinfo):
 TZIF = b"TZif" + bytes(16) + struct.pack(">6l", 0, 0, 0, 0, 1, 4) + bytes(6) + b"UTC\0"
 
 
-def test_enums_and_dataclasses_come_back_and_run_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enums_and_dataclasses_survive_a_round_trip_without_running_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     best = Best(1.5, [3])
     best.seen = (Phase.COLD, Flag.B)  # type: ignore[attr-defined]
     point = Point(1, {"a": {2}})
@@ -261,7 +263,7 @@ def test_enums_and_dataclasses_come_back_and_run_no_code(monkeypatch: pytest.Mon
     assert other == point
 
 
-def test_a_class_that_this_program_does_not_have_is_named() -> None:
+def test_the_error_for_an_unknown_class_names_it() -> None:
     data = extras_codec.encode({"p": Phase.WARM, "b": Best(1.5, [3])})
     assert "antigravity" not in sys.modules
     for old, new, message in [
@@ -278,7 +280,7 @@ def test_a_class_that_this_program_does_not_have_is_named() -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_what_only_looks_like_data_is_refused_by_name() -> None:
+def test_objects_that_only_look_like_plain_data_are_refused_by_name() -> None:
     @dataclasses.dataclass
     class Here:
         x: int = 1
@@ -354,7 +356,7 @@ def test_a_hostile_value_of_any_tag_is_refused(text: bytes) -> None:
         ({"a": torch.zeros(2).to_sparse()}, r"\['a'\]: torch.Tensor"),
     ],
 )
-def test_what_cannot_be_kept_is_named_by_its_place_and_the_way_out(value, place) -> None:
+def test_an_unsupported_value_is_refused_with_its_location_and_the_fix(value, place) -> None:
     with pytest.raises(FormatError, match=rf"extras: {place}.*pass trusted=True"):
         extras_codec.encode(value)
 
@@ -398,7 +400,7 @@ def test_an_instance_that_pickle_refuses_is_named() -> None:
         extras_codec.encode({"f": lambda: None}, trusted=True)
 
 
-def test_json_that_is_not_ours_is_exact_or_refused() -> None:
+def test_foreign_json_is_decoded_exactly_or_refused() -> None:
     assert math.copysign(1, extras_codec.decode(b"-0.0")) == -1
     for text in (b"NaN", b"Infinity", b"[1,]", b"\xff", b"", b"1" * 5000):
         with pytest.raises(FormatError):
@@ -450,7 +452,7 @@ class Color(enum.StrEnum if sys.version_info >= (3, 11) else enum.Enum):  # type
     ],
     ids=repr,
 )
-def test_more_kinds_of_values_come_back_as_what_they_were(value: Any) -> None:
+def test_further_kinds_of_values_survive_a_round_trip_with_their_type(value: Any) -> None:
     back = extras_codec.decode(extras_codec.encode({"a": value}))["a"]
     assert type(back) is type(value)
     assert back == value
@@ -518,13 +520,15 @@ def _optimizer() -> torch.optim.Optimizer:
     ],
 )
 @pytest.mark.parametrize("trusted", [True, False])
-def test_what_holds_something_living_is_not_pickled(inner: Any, what: str, trusted: bool) -> None:
+def test_an_object_that_holds_a_module_or_other_stateful_object_is_not_pickled(
+    inner: Any, what: str, trusted: bool
+) -> None:
     with pytest.raises(FormatError, match=f"it holds {what} .*as a component") as raised:
         extras_codec.encode({"a": Holds(inner())}, trusted=trusted)
     assert "trusted=True" not in str(raised.value)
 
 
-def test_a_module_in_a_dict_is_to_be_a_component() -> None:
+def test_a_module_inside_a_dict_is_refused_with_a_hint_to_make_it_a_component() -> None:
     with pytest.raises(FormatError, match="it is a module: name it as a component of its own"):
         extras_codec.encode({"a": torch.nn.Linear(1, 1)}, trusted=True)
 
@@ -541,7 +545,7 @@ def test_a_module_in_a_dict_is_to_be_a_component() -> None:
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_arrays_of_objects_and_of_fields_come_back(array: np.ndarray) -> None:
+def test_object_arrays_and_structured_arrays_survive_a_round_trip(array: np.ndarray) -> None:
     back, again = extras_codec.decode(extras_codec.encode([array, array]))
     assert back is again
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
@@ -553,7 +557,7 @@ def test_arrays_of_objects_and_of_fields_come_back(array: np.ndarray) -> None:
             assert (scalar.dtype, repr(scalar.tolist())) == (element.dtype, repr(element.tolist()))
 
 
-def test_a_time_is_kept_while_another_class_stands_in_place_of_its_own(
+def test_datetimes_survive_a_round_trip_while_the_datetime_classes_are_patched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = [datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), datetime.timedelta(5)]

@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import FormatError, TornError
-from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, Layout, Section, TensorSpec
+from keepstep.image import HUGE_PAGE_BYTES, PAGE_BYTES, Layout, TensorRole, TensorSpec
 from keepstep.image.layout import CHUNK_BYTES, LEAST_ON_HUGE_PAGES_BYTES, digest_of
 from keepstep.image.xxh3 import DIGEST_BYTES
 from tests.image.strategies import tensor_lists
 
-WEIGHT = TensorSpec("weight", "F32", (2, 3), Section.PARAMS)
+WEIGHT = TensorSpec("weight", "F32", (2, 3), TensorRole.PARAMS)
 
 
 def build(*specs: TensorSpec, **options: object) -> Layout:
@@ -36,8 +36,10 @@ def test_a_layout_reads_back_as_it_was_built(specs, rank, capacity, skeleton) ->
 @settings(max_examples=150)
 @given(st.integers(0, 4 << 30), st.integers(0, 3 << 20), st.text(max_size=8))
 @example(size=2**31 - 3 * 4096, capacity=0, skeleton="")
-def test_an_image_of_64_mib_and_more_is_whole_huge_pages(size, capacity, skeleton) -> None:
-    tensor = TensorSpec("weight", "U8", (size,), Section.PARAMS)
+def test_the_size_of_an_image_of_at_least_64_mib_is_a_multiple_of_huge_pages(
+    size, capacity, skeleton
+) -> None:
+    tensor = TensorSpec("weight", "U8", (size,), TensorRole.PARAMS)
     layout = build(tensor, extras_capacity_bytes=capacity, skeleton=skeleton)
     least = size + capacity
     assert layout.size_bytes < least + 2 * HUGE_PAGE_BYTES + (least >> 15)
@@ -46,8 +48,8 @@ def test_an_image_of_64_mib_and_more_is_whole_huge_pages(size, capacity, skeleto
     assert Layout.parse(layout.header, size_bytes=layout.size_bytes) == layout
 
 
-def test_a_small_image_stays_small() -> None:
-    layout = build(TensorSpec("weight", "U8", (1 << 20,), Section.PARAMS))
+def test_a_small_image_is_not_padded_to_huge_pages() -> None:
+    layout = build(TensorSpec("weight", "U8", (1 << 20,), TensorRole.PARAMS))
     assert layout.size_bytes < (1 << 20) + 8 * PAGE_BYTES
 
 
@@ -69,9 +71,9 @@ def test_tensors_tile_the_data_and_every_start_suits_its_dtype(specs, capacity) 
 
 @settings(max_examples=100)
 @given(tensor_lists)
-def test_the_extents_of_the_sections_are_their_tensors(specs) -> None:
+def test_the_extents_of_each_section_cover_exactly_its_tensors(specs) -> None:
     layout = build(*specs)
-    for section in Section:
+    for section in TensorRole:
         extents = layout.section_extents.get(section, ())
         covered = {at for begin, end in extents for at in range(begin, end)}
         entries = [entry for entry in layout.entries.values() if entry.spec.section is section]
@@ -81,7 +83,7 @@ def test_the_extents_of_the_sections_are_their_tensors(specs) -> None:
 
 @pytest.mark.parametrize("gibibytes", [1, 2, 2.01, 5, 4000])
 def test_the_digest_table_grows_with_the_image(gibibytes: float) -> None:
-    layout = build(TensorSpec("w", "U8", (int(gibibytes * (1 << 30)),), Section.PARAMS))
+    layout = build(TensorSpec("w", "U8", (int(gibibytes * (1 << 30)),), TensorRole.PARAMS))
     assert layout.chunk_count == -(-layout.digests_begin // CHUNK_BYTES)
     spare = layout.control_begin - layout.digests_begin - layout.chunk_count * DIGEST_BYTES
     assert 0 <= spare < PAGE_BYTES
@@ -93,7 +95,7 @@ def test_the_order_in_which_tensors_are_named_does_not_change_the_layout() -> No
     assert [entry.spec.dtype for entry in build(*specs).entries.values()] == ["C128", "F32", "I8"]
 
 
-def test_header_says_neither_step_nor_digest_and_lists_every_key_for_dcp() -> None:
+def test_the_header_contains_no_step_or_digest_and_lists_every_key_for_dcp() -> None:
     tree = json.loads(build(WEIGHT).header[8:])
     metadata = tree.pop("__metadata__")
     assert set(metadata) == {"format", "DCP_VERSION", "DCP_SHARDING_INFO", "keepstep"}
@@ -107,7 +109,7 @@ def test_header_says_neither_step_nor_digest_and_lists_every_key_for_dcp() -> No
     }
 
 
-def test_what_readers_do_not_know_in_our_metadata_does_not_disturb_them() -> None:
+def test_readers_ignore_unknown_fields_in_the_metadata() -> None:
     layout = build(WEIGHT)
     text = layout.header[8:].replace(b'\\"skeleton\\"', b'\\"later\\":[1],\\"skeleton\\"')
     header = layout.header[:8] + text[: len(layout.header) - 8]
@@ -128,7 +130,7 @@ def test_what_readers_do_not_know_in_our_metadata_does_not_disturb_them() -> Non
         ([WEIGHT], {"rank": 1}, "rank: 1 is not an integer from 0 to 0"),
     ],
 )
-def test_what_cannot_be_read_cannot_be_built(specs, options, message) -> None:
+def test_a_layout_that_readers_would_refuse_cannot_be_built(specs, options, message) -> None:
     with pytest.raises(FormatError, match=message):
         build(*specs, **options)
 
@@ -141,6 +143,6 @@ def test_a_file_of_another_size_is_refused() -> None:
         Layout.parse(layout.header, size_bytes=layout.size_bytes + 1)
 
 
-def test_keys_of_two_ranks_differ_only_where_their_bytes_do() -> None:
+def test_headers_of_two_ranks_share_only_the_keys_of_common_tensors() -> None:
     keys = [set(json.loads(build(WEIGHT, rank=rank, world=2).header[8:])) for rank in (0, 1)]
     assert keys[0] & keys[1] == {"__metadata__", "weight"}

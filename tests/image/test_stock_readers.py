@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from keepstep.image import Layout, Section, TensorSpec, local_name
+from keepstep.image import Layout, TensorRole, TensorSpec, add_rank_suffix
 from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES
 from keepstep.state.leaves import DTYPE_OF
 from keepstep.steps import shard_name
@@ -55,7 +55,7 @@ def test_stock_safetensors_reads_every_tensor_bit_equal(tmp_path: Path, specs) -
 @pytest.mark.parametrize("dtype", sorted(NATIVE_BYTES))
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)])
 def test_stock_dcp_reads_every_native_dtype(tmp_path: Path, dtype: str, shape) -> None:
-    layout = Layout.build([TensorSpec("x", dtype, shape, Section.REST)], rank=0, world=1)
+    layout = Layout.build([TensorSpec("x", dtype, shape, TensorRole.REST)], rank=0, world=1)
     content = noise(layout)
     write(tmp_path, layout, content)
     target = torch.zeros(shape, dtype=DTYPE_OF[dtype])
@@ -67,7 +67,7 @@ def test_stock_dcp_reads_every_native_dtype(tmp_path: Path, dtype: str, shape) -
 
 @pytest.mark.parametrize("dtype", sorted(OPAQUE_BYTES))
 def test_other_dtypes_are_bytes_to_stock_readers_and_view_back(tmp_path: Path, dtype: str) -> None:
-    layout = Layout.build([TensorSpec("x", dtype, (4, 3), Section.REST)], rank=0, world=1)
+    layout = Layout.build([TensorSpec("x", dtype, (4, 3), TensorRole.REST)], rank=0, world=1)
     content = noise(layout)
     tensor = load_file(write(tmp_path, layout, content))["x"]
     assert tensor.dtype is torch.uint8
@@ -79,7 +79,7 @@ def test_other_dtypes_are_bytes_to_stock_readers_and_view_back(tmp_path: Path, d
 
 def test_complex128_keeps_its_values(tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j, -3.5j], dtype=torch.complex128)
-    layout = Layout.build([TensorSpec("x", "C128", (2,), Section.REST)], rank=0, world=1)
+    layout = Layout.build([TensorSpec("x", "C128", (2,), TensorRole.REST)], rank=0, world=1)
     loaded = load_file(write(tmp_path, layout, {"x": raw(value)}))["x"]
     assert torch.equal(loaded.view(torch.complex128).squeeze(-1), value)
 
@@ -90,11 +90,11 @@ def _rank(folder: Path, rank: int, whole: torch.Tensor, bias: torch.Tensor) -> t
     own = torch.arange(3 + rank, dtype=torch.uint8)
     layout = Layout.build(
         [
-            TensorSpec("whole", "F32", (2, 6), Section.PARAMS, (2 * rank, 0), (4, 6)),
-            TensorSpec("bias", "BF16", (6,), Section.PARAMS),
-            TensorSpec("count", "I64", (), Section.REST),
-            TensorSpec("wave", "C128", (1, 2), Section.REST, (rank, 0), (2, 2)),
-            TensorSpec(local_name("rng", rank), "U8", (3 + rank,), Section.REST),
+            TensorSpec("whole", "F32", (2, 6), TensorRole.PARAMS, (2 * rank, 0), (4, 6)),
+            TensorSpec("bias", "BF16", (6,), TensorRole.PARAMS),
+            TensorSpec("count", "I64", (), TensorRole.REST),
+            TensorSpec("wave", "C128", (1, 2), TensorRole.REST, (rank, 0), (2, 2)),
+            TensorSpec(add_rank_suffix("rng", rank), "U8", (3 + rank,), TensorRole.REST),
         ],
         rank=rank,
         world=2,
@@ -105,7 +105,7 @@ def _rank(folder: Path, rank: int, whole: torch.Tensor, bias: torch.Tensor) -> t
         "bias": raw(bias),
         "count": raw(torch.tensor([41])),
         "wave": raw(torch.full((1, 2), complex(rank, 1), dtype=torch.complex128)),
-        local_name("rng", rank): raw(own),
+        add_rank_suffix("rng", rank): raw(own),
     }
     write(folder, layout, content)
     return own
@@ -122,8 +122,8 @@ def test_stock_dcp_reads_a_directory_of_two_ranks_at_world_one(tmp_path: Path, t
         "bias": torch.zeros(6, dtype=torch.bfloat16),
         "count": torch.zeros((), dtype=torch.int64),
         "wave": torch.zeros(2, 2, 16, dtype=torch.uint8),
-        local_name("rng", 0): torch.zeros(3, dtype=torch.uint8),
-        local_name("rng", 1): torch.zeros(4, dtype=torch.uint8),
+        add_rank_suffix("rng", 0): torch.zeros(3, dtype=torch.uint8),
+        add_rank_suffix("rng", 1): torch.zeros(4, dtype=torch.uint8),
     }
     reader = dcp.HuggingFaceStorageReader(str(tmp_path), thread_count=threads)
     dcp.load(target, storage_reader=reader, no_dist=True)
@@ -135,11 +135,11 @@ def test_stock_dcp_reads_a_directory_of_two_ranks_at_world_one(tmp_path: Path, t
         torch.tensor([[1j, 1j], [1 + 1j, 1 + 1j]], dtype=torch.complex128),
     )
     for rank in (0, 1):
-        assert torch.equal(target[local_name("rng", rank)], own[rank])
+        assert torch.equal(target[add_rank_suffix("rng", rank)], own[rank])
 
 
 @needs_stock_reader
-def test_reserved_keys_of_two_ranks_do_not_meet(tmp_path: Path) -> None:
+def test_reserved_keys_of_two_ranks_do_not_collide(tmp_path: Path) -> None:
     """Their regions may differ in size: under one key stock DCP would join them."""
     for rank in (0, 1):
         _rank(tmp_path, rank, torch.zeros(4, 6), torch.zeros(6, dtype=torch.bfloat16))

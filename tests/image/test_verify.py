@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import DigestError, ForeignError, TornError, VersionError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, digest_table, section_digests
+from keepstep.image import (
+    ControlPage,
+    Layout,
+    TensorRole,
+    TensorSpec,
+    digest_table,
+    section_digests,
+)
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.xxh3 import xxh3_128
@@ -19,9 +26,9 @@ from tests.image.images import EPOCH, noise, seal, stage
 
 SMALL = Layout.build(
     [
-        TensorSpec("moment", "F64", (3,), Section.OPTIMIZER),
-        TensorSpec("weight", "F32", (5,), Section.PARAMS),
-        TensorSpec("mask", "BOOL", (3,), Section.REST),
+        TensorSpec("moment", "F64", (3,), TensorRole.OPTIMIZER),
+        TensorSpec("weight", "F32", (5,), TensorRole.PARAMS),
+        TensorSpec("mask", "BOOL", (3,), TensorRole.REST),
     ],
     rank=0,
     world=1,
@@ -29,9 +36,9 @@ SMALL = Layout.build(
 )
 LARGE = Layout.build(
     [
-        TensorSpec("moment", "U8", (CHUNK_BYTES * 5 // 2,), Section.OPTIMIZER),
-        TensorSpec("weight", "U8", (CHUNK_BYTES,), Section.PARAMS),
-        TensorSpec("none", "U8", (0,), Section.PARAMS),
+        TensorSpec("moment", "U8", (CHUNK_BYTES * 5 // 2,), TensorRole.OPTIMIZER),
+        TensorSpec("weight", "U8", (CHUNK_BYTES,), TensorRole.PARAMS),
+        TensorSpec("none", "U8", (0,), TensorRole.PARAMS),
     ],
     rank=0,
     world=1,
@@ -55,9 +62,9 @@ def large() -> bytes:
     return bytes(seal(LARGE, data))
 
 
-def test_a_sealed_image_passes_and_says_what_it_is(small: bytes) -> None:
+def test_a_sealed_image_passes_verification_and_returns_its_step_and_sections(small: bytes) -> None:
     control = verify_image(memoryview(small), SMALL)
-    assert control.id == StepId(EPOCH.id, 1200)
+    assert control.step_id == StepId(EPOCH.id, 1200)
     assert control.sections is not None
     assert control.sections.keys() == {"optimizer", "params", "rest"}
 
@@ -90,8 +97,8 @@ def test_a_damaged_chunk_is_named_with_the_tensors_in_it(large: bytes) -> None:
     assert str(caught.value).startswith("shard: ")
 
 
-def test_of_a_damaged_chunk_with_many_tensors_the_first_are_named_and_the_rest_counted() -> None:
-    specs = [TensorSpec(f"t{number}", "F32", (1,), Section.PARAMS) for number in range(6)]
+def test_the_error_for_a_damaged_chunk_names_its_first_tensors_and_counts_the_rest() -> None:
+    specs = [TensorSpec(f"t{number}", "F32", (1,), TensorRole.PARAMS) for number in range(6)]
     layout = Layout.build(specs, rank=0, world=1)
     data = seal(layout, stage(layout, noise(layout)))
     data[layout.entries["t0"].begin] ^= 1
@@ -135,12 +142,14 @@ def _sections(content: dict[str, bytes]) -> dict[str, str]:
         ({"step_id": StepId(EPOCH.id, 7)}, "of step"),
     ],
 )
-def test_an_image_of_something_else_is_foreign(small: bytes, expected, message) -> None:
+def test_an_image_of_another_run_or_step_is_refused_as_foreign(
+    small: bytes, expected, message
+) -> None:
     with pytest.raises(ForeignError, match=message):
         verify_image(memoryview(small), SMALL, **expected)
 
 
-def test_errors_of_files_name_them(tmp_path: Path) -> None:
+def test_errors_about_files_contain_their_path(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     path.write_bytes(b"")
     with pytest.raises(TornError, match=r"/shard: truncated") as caught:

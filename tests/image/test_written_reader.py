@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from keepstep.image import Layout, Section, TensorSpec
+from keepstep.image import Layout, TensorRole, TensorSpec
 from tests.image.images import noise, seal, stage
 
 CHUNK = 8 << 20
@@ -59,16 +59,16 @@ def read(data: bytes) -> tuple[dict[str, bytes], Any]:
 @pytest.fixture(scope="module")
 def image() -> tuple[bytes, dict[str, bytes]]:
     specs = [
-        TensorSpec("model.weight", "F32", (1100, 2048), Section.PARAMS),
-        TensorSpec("model.steps", "I64", (), Section.REST),
-        TensorSpec("model.mask", "BOOL", (3, 5), Section.REST),
+        TensorSpec("model.weight", "F32", (1100, 2048), TensorRole.PARAMS),
+        TensorSpec("model.steps", "I64", (), TensorRole.REST),
+        TensorSpec("model.mask", "BOOL", (3, 5), TensorRole.REST),
     ]
     layout = Layout.build(specs, rank=0, world=1)
     content = noise(layout)
     return bytes(seal(layout, stage(layout, content, kept={"epoch": 7}))), content
 
 
-def test_the_reader_gets_what_was_kept(image: tuple[bytes, dict[str, bytes]]) -> None:
+def test_the_example_reader_reads_the_saved_state(image: tuple[bytes, dict[str, bytes]]) -> None:
     data, content = image
     assert read(data) == (content, {"epoch": 7})
 

@@ -51,7 +51,7 @@ def boxes(images):
 
 
 @with_lives([layout for layout in EVERY if layout[1] not in STAGED_ONLY])
-def test_all_tensors_come_back_bit_equal_after_a_kill(lives, name):
+def test_all_tensors_are_restored_bit_equal_after_a_kill(lives, name):
     answers = [
         json.loads(path.read_text()) for path in sorted(lives.directory.glob(f"{name}.*.json"))
     ]
@@ -64,7 +64,7 @@ def test_all_tensors_come_back_bit_equal_after_a_kill(lives, name):
 
 
 @with_lives(EVERY)
-def test_the_boxes_make_up_each_tensor_exactly(lives, name):
+def test_the_saved_boxes_cover_each_tensor_exactly_once(lives, name):
     images = shards(lives, name)
     expected = {}
     for path in sorted(lives.directory.glob(f"{name}.full.*"), reverse=True):
@@ -115,18 +115,18 @@ def parameters():
 
 
 @with_lives([(4, "ddp-on-two-nodes"), (4, "hybrid-on-two-nodes")])
-def test_each_part_has_its_twin_on_the_other_node(lives, name):
+def test_each_part_has_its_replica_on_the_other_node(lives, name):
     images = shards(lives, name)
     assert [layout.twins for layout, _ in images] == [(2,), (3,), (0,), (1,)]
 
 
 @with_lives([(4, "ddp-spread-over-nodes"), (4, "hybrid"), (2, "fsdp")])
-def test_what_is_held_once_has_no_twin(lives, name):
+def test_a_tensor_that_only_one_rank_holds_has_no_replica(lives, name):
     assert [layout.twins for layout, _ in shards(lives, name)] == [()] * len(shards(lives, name))
 
 
 @with_lives([(2, "pipeline")])
-def test_stages_keep_their_names_and_what_has_one_name_twice_carries_its_rank(lives, name):
+def test_pipeline_stages_keep_their_names_and_duplicate_names_get_a_rank_suffix(lives, name):
     names = [set(layout.entries) for layout, _ in shards(lives, name)]
     assert {"model.layer0.weight", "optimizer.state.model.layer0.weight.exp_avg"} < names[0]
     assert {"model.layer1.weight", "optimizer.state.model.layer1.weight.exp_avg"} < names[1]
@@ -136,7 +136,7 @@ def test_stages_keep_their_names_and_what_has_one_name_twice_carries_its_rank(li
 
 
 @with_lives([(2, "zero"), (2, "own-optimizers")])
-def test_a_sharded_optimizer_is_staged_by_whoever_has_it(lives, name):
+def test_each_part_of_a_sharded_optimizer_is_staged_by_the_rank_that_holds_it(lives, name):
     states = [
         {entry for entry in layout.entries if entry.endswith("exp_avg")}
         for layout, _ in shards(lives, name)
@@ -145,6 +145,6 @@ def test_a_sharded_optimizer_is_staged_by_whoever_has_it(lives, name):
     assert len(states[0] | states[1]) == len(parameters())
 
 
-def test_random_placements_name_the_rows_that_are_here(four_ranks):
+def test_boxes_of_random_placements_match_the_local_rows(four_ranks):
     answers = [json.loads(path.read_text()) for path in four_ranks.directory.glob("boxes.*.json")]
     assert answers == [[]] * 4

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from keepstep.state import sharding
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
-bulks = st.lists(st.builds(sharding.Bulk, shapes, st.sampled_from([1, 2, 4, 8])), max_size=20)
+bulks = st.lists(
+    st.builds(sharding.ReplicatedTensorSize, shapes, st.sampled_from([1, 2, 4, 8])), max_size=20
+)
 
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
-    for bulk, rows in zip(tensors, sharding.cut_rows(tensors, sharers), strict=True):
+    for bulk, rows in zip(tensors, sharding.compute_row_partitions(tensors, sharers), strict=True):
         assert rows[0] == 0
         assert rows[-1] == bulk.shape[bulk.dim]
         assert list(rows) == sorted(rows)
@@ -21,8 +23,8 @@ def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
 
 
 @given(bulks.map(tuple), st.integers(1, 9))
-def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
-    cuts = sharding.cut_rows(tensors, sharers)
+def test_the_parts_of_a_tensor_differ_from_equal_shares_by_at_most_one_row(tensors, sharers):
+    cuts = sharding.compute_row_partitions(tensors, sharers)
     share = sum(tensor.bytes for tensor in tensors) / sharers
     coarsest = max((tensor.row_bytes for tensor in tensors), default=0)
     for number in range(sharers):
@@ -35,7 +37,7 @@ def test_parts_differ_from_an_equal_share_by_at_most_one_row(tensors, sharers):
 
 @given(bulks.map(tuple), st.integers(1, 9))
 def test_small_tensors_are_never_cut(tensors, sharers):
-    for bulk, rows in zip(tensors, sharding.cut_rows(tensors, sharers), strict=True):
+    for bulk, rows in zip(tensors, sharding.compute_row_partitions(tensors, sharers), strict=True):
         if bulk.bytes <= sharding.SMALL_BYTES:
             assert set(rows) == {0, bulk.shape[bulk.dim]}
 
@@ -72,13 +74,13 @@ def play(answers, rounds, mine, rank, nodes, spread):
         return None
 
 
-def test_a_name_of_one_rank_is_bare_and_of_two_carries_the_rank_of_the_second():
+def test_a_name_that_two_ranks_use_gets_a_rank_suffix_on_the_second():
     first, second = agreed([{("a", None), ("c", None)}, {("b", None), ("c", None)}], "nn")
     assert [first.owner((name, None)) for name in "ac"] == [None, None]
     assert [second.owner((name, None)) for name in "bc"] == [None, 1]
 
 
-def test_what_was_made_after_the_agreement_carries_its_rank_everywhere():
+def test_a_tensor_created_after_the_agreement_has_a_rank_suffix_on_every_rank():
     ranks = agreed([{("a", None)}, {("a", None)}], "nn")
     assert [rank.owner(("late", None)) for rank in ranks] == [0, 1]
 
@@ -91,20 +93,20 @@ def test_ranks_that_share_a_tensor_are_one_owner():
     ]  # fmt: skip
 
 
-def test_twins_are_the_same_part_on_another_node():
+def test_the_replica_of_a_part_is_on_another_node():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy")
     assert [rank.ranks_that_share(everyone) for rank in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [rank.twins([everyone]) for rank in ranks] == [(2,), (3,), (0,), (1,)]
 
 
-def test_nodes_of_unequal_size_have_no_twins():
+def test_nodes_with_different_numbers_of_ranks_have_no_replicas():
     everyone = (0, 1, 2)
     ranks = agreed([{("w", everyone)}] * 3, "xxy")
     assert [rank.twins([everyone]) for rank in ranks] == [(), (), ()]
 
 
-def test_spread_parts_are_held_once():
+def test_parts_that_are_spread_over_ranks_have_no_replica():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy", spread=True)
     assert [rank.ranks_that_share(everyone) for rank in ranks] == [everyone] * 4

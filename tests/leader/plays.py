@@ -12,7 +12,7 @@ from keepstep.core.retention import Retention
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
 from keepstep.leader.leader import Leader
 from keepstep.leader.run_report import build_run_report, fit_to_size
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import (
     MemberReport,
     Report,
@@ -24,7 +24,7 @@ from keepstep.wire.run_reports import (
     LARGEST_BYTES,
     LeaderAnswer,
     LeaderRecord,
-    RunMember,
+    MemberPod,
     RunPolicy,
     RunReport,
 )
@@ -112,13 +112,13 @@ class Sidecar:
         return MemberReport(nodes=0, report=report, leaving=self.leaving, **frame)
 
     def _rank(self) -> ReportedRanks:
-        local = ReportedTier.of(self._held(self.local, root=True))
+        local = ReportedTier.from_shards(self._held(self.local, root=True))
         tiers = {
-            Tier.MEMORY: ReportedTier.of(self._held(self.memory, root=False)),
-            Tier.LOCAL: local if self.ready else replace(local, answer=Answer.UNKNOWN),
+            Tier.MEMORY: ReportedTier.from_shards(self._held(self.memory, root=False)),
+            Tier.LOCAL: local if self.ready else replace(local, answer=TierAnswer.UNKNOWN),
         }
         if self.archive is not None:
-            tiers[Tier.ARCHIVE] = ReportedTier.of(self._held(self.archive, root=True))
+            tiers[Tier.ARCHIVE] = ReportedTier.from_shards(self._held(self.archive, root=True))
         return ReportedRanks(
             ranks=Ranks.of((self.rank,)),
             world=self.world,
@@ -141,10 +141,10 @@ class Sidecar:
         )
 
 
-def member(sidecar: Sidecar, **state: Any) -> RunMember:
+def member(sidecar: Sidecar, **state: Any) -> MemberPod:
     """Its pod, as the operator names it."""
     place = {"node_rank": sidecar.rank, "pod": sidecar.pod, "node": sidecar.node}
-    return RunMember(**place, name=f"worker-{sidecar.rank}", **state)
+    return MemberPod(**place, name=f"worker-{sidecar.rank}", **state)
 
 
 class Play:
@@ -175,7 +175,7 @@ class Play:
     def deliver(self, *sidecars: Sidecar) -> None:
         for sidecar in sidecars:
             self.leader.take(sidecar.rank, sidecar.report(), at=self.now)
-        self.leader.settle(at=self.now)
+        self.leader.draw_conclusions(at=self.now)
 
     def replies(self, sidecar: Sidecar) -> ReportReply:
         """The newest reply to this member, which acts on it."""
@@ -187,8 +187,8 @@ class Play:
 
     def observe(self) -> RunReport:
         """The run now, as it is sent."""
-        self.leader.follow(at=self.now)
-        self.leader.settle(at=self.now)
+        self.leader.advance_clock(at=self.now)
+        self.leader.draw_conclusions(at=self.now)
         found = build_run_report(self.leader, sequence=self._sequence, at=self.now)
         found = fit_to_size(found, lambda report: len(msgspec.json.encode(report)))
         body = msgspec.json.encode(found)
@@ -202,7 +202,7 @@ class Play:
         report = self.observe()
         self.record = report.record if self._sequence > 1 else self.record
         record = self.record if self._sequence == 1 else None
-        self.leader.answered(replace(self.answer, record=record), at=self.now)
+        self.leader.handle_operator_answer(replace(self.answer, record=record), at=self.now)
         self._sequence += 1
         return self.observe()
 

@@ -10,13 +10,13 @@ from typing import Any
 from keepstep.errors import UsageError
 from keepstep_sidecar.leader.hub import Hub, MemberConnection
 from keepstep_sidecar.leader.link import LeaderConnection
-from keepstep_sidecar.tiers.peer.frames import ConnectionLimits
+from keepstep_sidecar.tiers.peer.member_frames import ConnectionTimeouts
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity
+from keepstep_sidecar.tiers.peer.tls import PodIdentity, TlsContextSource
 
 SECRET = b"a secret of the run, for tests"
-QUICK = ConnectionLimits(keep_alive_s=0.2, silence_s=2.0, frame_s=2.0)
+QUICK = ConnectionTimeouts(keep_alive_s=0.2, silence_s=2.0, frame_s=2.0)
 
 
 def credentials(node_rank: int, *, secret: bytes = SECRET, run: str = "gpt") -> SecretCredentials:
@@ -27,7 +27,9 @@ class Leader:
     """The leader's side. `frames`: what members sent, in order; `lost`: members whose connection
     has ended."""
 
-    def __init__(self, own: Credentials | None = None, *, port: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, own: TlsContextSource | None = None, *, port: int = 0, **settings: Any
+    ) -> None:
         self.frames: list[tuple[MemberConnection, bytes]] = []
         self.lost: list[MemberConnection] = []
         self.answers = True
@@ -62,7 +64,12 @@ class Linked:
     """A member's side. `frames`: what the leader sent."""
 
     def __init__(
-        self, address: str, own: Credentials | None = None, *, node_rank: int = 1, **settings: Any
+        self,
+        address: str,
+        own: TlsContextSource | None = None,
+        *,
+        node_rank: int = 1,
+        **settings: Any,
     ) -> None:
         self.frames: list[bytes] = []
         self.changes: list[tuple[bool, str]] = []
@@ -89,7 +96,7 @@ async def running(*linked: Linked) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def leading(own: Credentials | None = None, **settings: Any) -> AsyncIterator[Leader]:
+async def leading(own: TlsContextSource | None = None, **settings: Any) -> AsyncIterator[Leader]:
     """A leader at work."""
     leader = Leader(own, **settings)
     try:

@@ -12,13 +12,13 @@ import psutil
 
 from keepstep_sidecar.leader.hub import MemberConnection
 from keepstep_sidecar.leader.link import LeaderConnection
-from keepstep_sidecar.tiers.peer.frames import ConnectionLimits, FrameKind
+from keepstep_sidecar.tiers.peer.member_frames import ConnectionTimeouts, FrameKind
 from tests.harness import free_port, until
 from tests.leader.runs import QUICK, Leader, Linked, credentials, leading, running
 from tests.leader.wire import Proxy, Raw
 
 
-async def test_frames_arrive_in_order_and_answers_come_back() -> None:
+async def test_frames_arrive_in_order_and_are_answered() -> None:
     async with leading() as leader:
         link = Linked(leader.address)
         assert not link.link.send(b"too early")
@@ -56,7 +56,7 @@ async def test_a_member_connects_again_soon_after_the_leader_is_back() -> None:
     assert [connected for connected, _ in member.changes].count(True) == 2
 
 
-async def test_a_connection_that_is_reset_is_made_again_and_the_hub_knows_one_member() -> None:
+async def test_a_reset_connection_is_re_established_and_the_member_is_listed_once() -> None:
     async with leading() as leader:
         proxy = Proxy(leader.address)
         async with proxy.running() as address:
@@ -91,7 +91,7 @@ async def test_a_newer_frame_replaces_one_that_was_not_sent_and_memory_is_bounde
     assert len(found) < 10, "what waits is replaced"
 
 
-async def test_a_frame_that_waits_is_sent_wherever_the_one_before_it_ends() -> None:
+async def test_a_queued_frame_is_sent_after_the_previous_frame_of_any_length() -> None:
     """Also at the end of what is moved in one turn of the event loop, which is 16 pieces."""
     async with leading() as leader:
         leader.answers = False
@@ -104,7 +104,7 @@ async def test_a_frame_that_waits_is_sent_wherever_the_one_before_it_ends() -> N
                 await until(lambda: reader.read_all()[-1:] == [b"last"])
 
 
-async def test_a_member_that_does_not_read_is_let_go_and_others_do_not_wait_for_it() -> None:
+async def test_a_member_that_does_not_read_is_disconnected_and_does_not_delay_others() -> None:
     async with leading(limits=QUICK) as leader:
         with await asyncio.to_thread(Raw, leader.address) as slow:
             (member,) = await until(lambda: list(leader.hub))
@@ -121,7 +121,7 @@ async def test_a_member_that_does_not_read_is_let_go_and_others_do_not_wait_for_
                 assert quick.link.connected
 
 
-async def test_silence_ends_the_connection_on_both_sides() -> None:
+async def test_an_idle_connection_times_out_on_both_sides() -> None:
     async with leading(limits=QUICK) as leader:
         proxy = Proxy(leader.address)
         async with proxy.running() as address:
@@ -141,7 +141,7 @@ async def test_silence_ends_the_connection_on_both_sides() -> None:
 
 
 async def test_a_frame_that_is_too_long_is_refused_with_the_reason() -> None:
-    limits = ConnectionLimits(largest_bytes=1000)
+    limits = ConnectionTimeouts(largest_bytes=1000)
     async with leading(limits=limits) as leader:
         member = Linked(leader.address)
         async with running(member):
@@ -185,9 +185,7 @@ async def test_a_frame_that_is_sent_too_slowly_is_refused_with_the_reason() -> N
         assert leader.frames == []
 
 
-async def test_a_member_that_is_killed_in_the_midst_of_a_frame_is_gone_and_nothing_is_taken() -> (
-    None
-):
+async def test_a_partial_frame_of_a_killed_member_is_discarded() -> None:
     async with leading() as leader:
         with await asyncio.to_thread(Raw, leader.address) as killed:
             killed.secure.sendall(b"\0\0\0\x10\0half of it")
@@ -225,7 +223,7 @@ class Distant(LeaderConnection):
         return plain
 
 
-async def test_members_that_come_all_at_once_cost_each_other_no_attempt() -> None:
+async def test_many_members_that_connect_at_once_succeed_at_the_first_attempt() -> None:
     async with leading() as leader:
         every = [Linked(leader.address, node_rank=rank, connect_s=60.0) for rank in range(1, 201)]
         for rank, member in enumerate(every):
@@ -239,7 +237,9 @@ async def test_members_that_come_all_at_once_cost_each_other_no_attempt() -> Non
 # --- one node rank, several sidecars -------------------------------------------------------------
 
 
-async def test_the_same_sidecar_replaces_its_connection_and_another_one_is_passed_on() -> None:
+async def test_a_sidecar_can_replace_its_own_connection_and_a_different_sidecar_is_refused() -> (
+    None
+):
     async with leading() as leader:
 
         async def connected(sidecar: bytes, count: int) -> Raw:
@@ -265,8 +265,8 @@ async def test_the_same_sidecar_replaces_its_connection_and_another_one_is_passe
             await until(lambda: len(leader.frames) == 2)
 
 
-async def test_a_sidecar_that_has_missed_a_sign_of_life_is_replaced_by_another_one() -> None:
-    limits = ConnectionLimits(keep_alive_s=0.2, silence_s=60.0)
+async def test_a_sidecar_that_missed_a_keep_alive_is_replaced_by_a_new_connection() -> None:
+    limits = ConnectionTimeouts(keep_alive_s=0.2, silence_s=60.0)
     async with leading(limits=limits) as leader:
         with await asyncio.to_thread(Raw, leader.address, sidecar=b"a" * 16):
             (lost,) = await until(lambda: list(leader.hub))
@@ -278,7 +278,7 @@ async def test_a_sidecar_that_has_missed_a_sign_of_life_is_replaced_by_another_o
                 assert member.sidecar == b"b" * 16
 
 
-async def test_a_refused_link_says_what_its_leader_said() -> None:
+async def test_a_refused_member_reports_the_reason_that_the_leader_sent() -> None:
     async with leading() as leader:
         link = Linked(leader.address)
         async with running(link):
@@ -297,7 +297,7 @@ async def test_a_node_rank_that_the_run_cannot_have_is_refused() -> None:
                 assert member.link.connected is not bool(why)
 
 
-async def test_who_does_not_keep_to_the_order_of_frames_is_refused() -> None:
+async def test_a_connection_that_violates_the_frame_order_is_refused() -> None:
     async with leading() as leader:
         with await asyncio.to_thread(Raw, leader.address, sidecar=None) as raw:
             raw.send(b"no hello")
@@ -311,7 +311,7 @@ async def test_who_does_not_keep_to_the_order_of_frames_is_refused() -> None:
         assert leader.frames == []
 
 
-async def test_an_error_of_the_user_ends_one_connection_and_not_the_hub(
+async def test_an_error_in_a_message_handler_closes_one_connection_and_not_the_hub(
     caplog: object,
 ) -> None:
     leader = Leader(credentials(0))

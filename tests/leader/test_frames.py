@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from keepstep.errors import ProtocolError
-from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, pack_frame
+from keepstep_sidecar.tiers.peer.member_frames import FrameKind, FrameParser, pack_frame
 
 FRAMES = some.lists(
     some.tuples(some.sampled_from(FrameKind), some.binary(max_size=300)), max_size=8
@@ -23,7 +23,7 @@ def cut(stream: bytes, at: list[int]) -> list[bytes]:
 
 
 @given(FRAMES, some.lists(some.integers(0, 5000)))
-def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
+def test_frames_are_parsed_correctly_wherever_the_stream_is_split(
     frames: list[tuple[FrameKind, bytes]], at: list[int]
 ) -> None:
     parser, found = FrameParser(), []
@@ -34,7 +34,7 @@ def test_frames_come_out_as_they_went_in_wherever_the_stream_is_cut(
 
 
 @given(FRAMES, some.binary(max_size=40), some.lists(some.integers(0, 5000)))
-def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
+def test_arbitrary_bytes_parse_to_frames_or_a_protocol_error_and_are_not_buffered(
     frames: list[tuple[FrameKind, bytes]], noise: bytes, at: list[int]
 ) -> None:
     parser, stream = (
@@ -50,7 +50,7 @@ def test_a_stream_of_anything_is_frames_or_a_protocol_error_and_is_not_kept(
         pass
 
 
-def test_a_frame_that_is_too_long_is_refused_by_its_head_alone() -> None:
+def test_a_frame_that_is_too_long_is_refused_once_its_header_has_arrived() -> None:
     longest = pack_frame(FrameKind.MESSAGE, b"x" * 256)
     assert list(FrameParser(256).feed(longest)) == [(FrameKind.MESSAGE, b"x" * 256)]
     with pytest.raises(ProtocolError, match="257 bytes; 256 bytes are the most"):

@@ -35,7 +35,7 @@ def resumed(sum_: GoodputTotal | None) -> GoodputTotal | None:
     """As another leader reads it back from the record."""
     goodput = GoodputSum()
     goodput._sum = sum_
-    body = msgspec.json.encode(goodput.shown(at=T0))
+    body = msgspec.json.encode(goodput.get_throttled_total(at=T0))
     goodput.resume(msgspec.json.decode(body, type=RunGoodput | None))
     return goodput._sum
 
@@ -65,7 +65,7 @@ any_count = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(reports=st.lists(any_count, max_size=20))
-def test_whatever_pods_count_every_second_is_in_one_bucket(
+def test_the_totals_assign_every_second_to_exactly_one_category(
     reports: list[ReportedGoodput],
 ) -> None:
     sum_: GoodputTotal | None = None
@@ -104,14 +104,14 @@ def tally(*events: HistoryEvent, number: int = 0) -> ReportedGoodput:
     """As a sidecar tells it at the newest event."""
     found = HistoryTotals().after(events).goodput(events[-1].until)
     assert found is not None
-    return ReportedGoodput.of(found, volume(number))
+    return ReportedGoodput.from_goodput(found, volume(number))
 
 
 FIRST = a_life(0, 1, 2, 3, 4)
 """Until T0 + 60: 6 s of preparation, a restore of 4, five steps of 10."""
 
 
-def test_the_lives_of_two_volumes_add_up_and_steps_that_were_done_twice_count_once() -> None:
+def test_tallies_of_two_volumes_are_added_and_repeated_steps_are_counted_once() -> None:
     """The second life goes on from step 2, 40 s after the first one ended at step 4."""
     again = a_life(3, 4, 5, epoch=LIFE_2, parent=2, at=T0 + 100)
     sum_ = add_tally(

@@ -16,8 +16,8 @@ from keepstep.wire.member_reports import LeaderReply
 from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.host import _ANSWER_S, Host
-from keepstep_sidecar.report.report import report_changes
-from keepstep_sidecar.tiers.peer.frames import FrameKind, pack_frame
+from keepstep_sidecar.report.report import reduce_to_changes
+from keepstep_sidecar.tiers.peer.member_frames import FrameKind, pack_frame
 from tests.harness import until
 from tests.leader import runs
 from tests.leader.plays import Sidecar, step
@@ -29,7 +29,7 @@ POLICY = RunPolicy(keep=Retention(last=1), outlives_pod=True, restarts=False)
 
 def hosting(leader: runs.Leader) -> Host:
     host = Host(Leader(life="leader", nodes=None, policy=POLICY), ChangeNotifier())
-    leader.hub.take, leader.hub._gone = host.receive_frame, host.gone
+    leader.hub.take, leader.hub._gone = host.receive_member_frame, host.handle_disconnect
     return host
 
 
@@ -42,7 +42,7 @@ def answered(member: Linked) -> int:
     return max((reply.answers for reply in replies), default=0)
 
 
-async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_gone() -> None:
+async def test_the_last_report_of_a_disconnected_member_is_processed_before_it_is_removed() -> None:
     async with leading() as leader:
         host, linked, sidecar = hosting(leader), Linked(leader.address), Sidecar(rank=1)
         async with running(linked):
@@ -50,13 +50,15 @@ async def test_the_last_report_of_a_member_that_goes_counts_and_the_member_is_go
             linked.link.send(frame(sidecar, 7))
             await until(lambda: host.leader.connected == [1])
             (member,) = leader.hub
-            host.receive_frame(member, frame(sidecar, 8))
+            host.receive_member_frame(member, frame(sidecar, 8))
             member.close("it goes")
             await until(lambda: host.leader.connected == [])
-            assert {step_id.step for step_id in host.leader.ledger.local(1)} == {7, 8}
+            assert {
+                step_id.step for step_id in host.leader.ledger.list_steps_on_node_volumes(1)
+            } == {7, 8}
 
 
-async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
+async def test_later_frames_of_a_refused_member_are_ignored() -> None:
     async with leading() as leader:
         host, sidecar = hosting(leader), Sidecar(rank=1)
         with await asyncio.to_thread(Raw, leader.address) as raw:
@@ -64,10 +66,10 @@ async def test_of_a_member_that_is_refused_no_later_frame_is_taken() -> None:
             raw.secure.sendall(b"".join(pack_frame(FrameKind.MESSAGE, body) for body in frames))
             assert "missing required field" in await asyncio.to_thread(raw.refusal)
             await asyncio.sleep(0.2)
-        assert not host.leader.ledger.local(1)
+        assert not host.leader.ledger.list_steps_on_node_volumes(1)
 
 
-async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothing(
+async def test_an_error_in_one_report_does_not_affect_the_other_reports_of_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with leading() as leader:
@@ -89,10 +91,10 @@ async def test_an_error_with_one_report_costs_the_others_that_came_with_it_nothi
             await until(lambda: answered(linked[1]) == 1)
             await until(lambda: not linked[0].link.connected)
         assert [str(error["exception"]) for error in errors] == ["'an error'"]
-        assert host.leader.ledger.core.held(2, Tier.LOCAL) == 1 << 2
+        assert host.leader.ledger.core.held_ranks_bitmap(2, Tier.LOCAL) == 1 << 2
 
 
-async def test_a_commit_costs_each_member_one_frame() -> None:
+async def test_a_commit_is_sent_to_each_member_in_one_frame() -> None:
     async with leading() as leader:
         host, own = hosting(leader), Sidecar(rank=0, world=3).saved(7, 8)
         host.take_own_report(own.report())
@@ -108,11 +110,15 @@ async def test_a_commit_costs_each_member_one_frame() -> None:
             before = [len(link.frames) for link in linked]
             for link, member, report in zip(linked, members, known, strict=True):
                 context = member.saved(8).report()
-                context = replace(context, report=report_changes(report.report, context.report))
+                context = replace(context, report=reduce_to_changes(report.report, context.report))
                 assert context.report.since
                 link.link.send(msgspec.json.encode(context))
-                await until(lambda rank=member.rank: step(8) in host.leader.ledger.local(rank))
+                await until(
+                    lambda rank=member.rank: (
+                        step(8) in host.leader.ledger.list_steps_on_node_volumes(rank)
+                    )
+                )
             await until(lambda: all(answered(link) == 2 for link in linked))
             await asyncio.sleep(2 * _ANSWER_S)  # nothing more comes
-            assert host.leader.ledger.committed() == step(8)
+            assert host.leader.ledger.find_newest_committed() == step(8)
             assert [len(link.frames) for link in linked] == [count + 1 for count in before]

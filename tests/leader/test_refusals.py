@@ -15,7 +15,7 @@ import pytest
 from keepstep.errors import StorageError, UsageError
 from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.tiers.peer.server import Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, Tls
+from keepstep_sidecar.tiers.peer.tls import Tls, TlsContextSource
 from tests.harness import free_port, until
 from tests.leader.runs import QUICK, SECRET, Leader, Linked, credentials, leading, running
 from tests.leader.wire import Raw
@@ -31,13 +31,15 @@ async def refused(linked: Linked, *, because: str) -> None:
 
 
 async def refused_there(leader: Leader, *, because: str) -> None:
-    await until(lambda: because in leader.server.refusals().get("127.0.0.1", ""), within_s=10.0)
+    await until(
+        lambda: because in leader.server.list_refused_hosts().get("127.0.0.1", ""), within_s=10.0
+    )
     assert not list(leader.hub)
     assert leader.frames == []
 
 
 @pytest.mark.parametrize("other", [{"secret": SECRET + b"!"}, {"run": "bert"}])
-async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
+async def test_a_wrong_secret_or_run_is_reported_on_both_sides_and_logged_once(
     other: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with leading() as leader:
@@ -47,21 +49,21 @@ async def test_another_secret_or_run_is_said_on_both_sides_and_logged_once(
             await until(lambda: "is refused here" in member.link.reason, within_s=10.0)
             assert same in member.link.reason
             await refused_there(leader, because="our certificate is refused there")
-            assert same in leader.server.refusals()["127.0.0.1"]
+            assert same in leader.server.list_refused_hosts()["127.0.0.1"]
             await asyncio.sleep(2.0)  # a dozen attempts
         messages = [record.message for record in caplog.records]
         assert messages.count("peer.connection_refused") == 1
         assert messages.count("leader.disconnected") == 1
         async with running(now := Linked(leader.address)):
             await until(lambda: now.link.connected)
-        assert leader.server.refusals() == {}, "it is served now"
+        assert leader.server.list_refused_hosts() == {}, "it is served now"
 
 
 def of(files: object) -> FileCredentials:
     return FileCredentials(files)  # type: ignore[arg-type]
 
 
-async def test_another_run_of_the_same_authority_is_said_on_both_sides(
+async def test_a_member_of_another_run_with_the_same_authority_is_refused_on_both_sides(
     authority: Authority,
 ) -> None:
     async with leading(of(authority.files(0))) as leader:
@@ -79,7 +81,7 @@ async def test_another_run_of_the_same_authority_is_said_on_both_sides(
         await refused_there(leader, because="node rank 1 of run team/bert")
 
 
-async def test_a_certificate_that_only_the_leader_refuses_is_said_on_both_sides(
+async def test_a_certificate_that_only_the_leader_refuses_is_reported_on_both_sides(
     authority: Authority,
 ) -> None:
     async with leading(of(authority.files(0))) as leader:
@@ -88,14 +90,14 @@ async def test_a_certificate_that_only_the_leader_refuses_is_said_on_both_sides(
         await refused_there(leader, because="its certificate is refused here: certificate has exp")
 
 
-async def test_only_node_rank_0_is_taken_for_the_leader() -> None:
+async def test_a_member_accepts_only_node_rank_0_as_leader() -> None:
     async with leading(credentials(2)) as leader:
         await refused(
             Linked(leader.address), because="there is node rank 2 of run gpt, and node rank 0 leads"
         )
 
 
-async def test_a_sidecar_that_does_not_lead_the_run_says_so() -> None:
+async def test_a_sidecar_that_is_not_the_leader_refuses_members_with_that_reason() -> None:
     server = Server("127.0.0.1:0", credentials(0), lambda _: None)  # type: ignore[arg-type, return-value]
     server.start()
     try:
@@ -109,7 +111,7 @@ async def test_a_sidecar_that_does_not_lead_the_run_says_so() -> None:
 # --- where nothing answers -----------------------------------------------------------------------
 
 
-async def test_a_name_that_does_not_resolve_is_an_ordinary_failure_until_it_does(
+async def test_an_unresolvable_leader_name_is_retried_until_it_resolves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with leading() as leader:
@@ -152,7 +154,7 @@ def deaf() -> Iterator[int]:
         yield full.getsockname()[1]
 
 
-async def test_a_firewall_that_drops_is_told_from_a_port_where_nothing_listens() -> None:
+async def test_dropped_packets_and_a_closed_port_have_different_errors() -> None:
     with deaf() as port:
         await refused(
             Linked(f"127.0.0.1:{port}", connect_s=0.5),
@@ -164,7 +166,7 @@ async def test_a_firewall_that_drops_is_told_from_a_port_where_nothing_listens()
     )
 
 
-async def test_a_port_that_is_not_keepsteps_is_named() -> None:
+async def test_the_error_for_a_port_of_another_program_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         await refused(
@@ -178,9 +180,9 @@ def test_an_address_without_a_port_is_refused_at_once() -> None:
         LeaderConnection("leader", credentials(1), take=lambda _: None, changed=lambda: None)
 
 
-async def test_a_machine_that_has_no_certificate_yet_says_so() -> None:
-    class Later(Credentials):
-        own: Credentials | None = None
+async def test_a_member_without_a_certificate_reports_that_as_the_reason() -> None:
+    class Later(TlsContextSource):
+        own: TlsContextSource | None = None
 
         def current(self) -> Tls:
             if self.own is None:
@@ -198,7 +200,7 @@ async def test_a_machine_that_has_no_certificate_yet_says_so() -> None:
 # --- strangers -----------------------------------------------------------------------------------
 
 
-async def test_strangers_who_do_not_speak_keep_no_member_out() -> None:
+async def test_many_idle_unauthenticated_connections_do_not_block_a_member() -> None:
     async with leading() as leader:
         with contextlib.ExitStack() as stack:
             for _ in range(100):
@@ -211,7 +213,7 @@ async def test_strangers_who_do_not_speak_keep_no_member_out() -> None:
             assert time.monotonic() - begin < 5.0
 
 
-async def test_a_member_that_never_says_hello_is_let_go_and_holds_one_place() -> None:
+async def test_a_connection_that_never_sends_hello_is_closed_and_occupies_one_entry() -> None:
     async with leading(limits=QUICK) as leader:
         with contextlib.ExitStack() as stack:
             mute = [

@@ -41,7 +41,7 @@ def test_no_namespace_and_no_agent_has_the_identity_of_a_machine() -> None:
     assert str(identity) == "node rank 3 of run gpt"
 
 
-def test_the_authority_is_valid_whatever_the_clock_says() -> None:
+def test_the_derived_authority_is_valid_at_any_clock_time() -> None:
     found = x509.load_der_x509_certificate(authority(credentials(0)))
     assert found.not_valid_before_utc < datetime.datetime(1971, 1, 1, tzinfo=datetime.UTC)
     assert found.not_valid_after_utc.year == 9999
@@ -53,7 +53,7 @@ def test_a_short_secret_is_refused() -> None:
     SecretCredentials(b"x" * 16, "gpt", 0)
 
 
-def test_the_command_makes_a_private_file_and_replaces_none(tmp_path: Path) -> None:
+def test_the_secret_command_writes_a_private_file_and_overwrites_none(tmp_path: Path) -> None:
     file = tmp_path / "gpt.secret"
     before = os.umask(0)
     try:
@@ -75,7 +75,7 @@ def test_the_command_prints_a_secret_for_the_environment(monkeypatch: pytest.Mon
     assert printed != CliRunner().invoke(cli, ["secret"]).output
 
 
-def test_a_secret_that_others_may_have_read_is_refused(
+def test_a_secret_file_that_other_users_can_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "gpt.secret"
@@ -96,13 +96,15 @@ def test_a_secret_that_others_may_have_read_is_refused(
         read_secret(file)
 
 
-def test_no_secret_at_all_says_how_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_secret_names_the_command_that_creates_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(secret.VARIABLE, raising=False)
     with pytest.raises(UsageError, match="keepstep secret FILE"):
         read_secret(None)
 
 
-def test_the_certificate_of_a_machine_is_valid_at_any_time_and_names_it() -> None:
+def test_the_derived_certificate_is_valid_at_any_time_and_names_its_node_rank() -> None:
     here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = credentials(1).current().client.wrap_bio(here, there)
     server = credentials(0).current().server.wrap_bio(there, here, server_side=True)

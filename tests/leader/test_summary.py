@@ -18,10 +18,10 @@ from keepstep.wire.run_reports import (
     AdvisoryKind,
     KeptStep,
     MemberState,
-    RestoreFrom,
+    RestoreFromState,
     RunReport,
 )
-from keepstep.wire.status import TierProgress
+from keepstep.wire.status import RemoteTierProgress
 from tests.leader.plays import FIRST, IMAGE_BYTES, T0, WAY_OUT, Play, Sidecar, later, member, step
 
 
@@ -40,7 +40,7 @@ def text(report: RunReport, kind: AdvisoryKind) -> str:
 # --- the report ----------------------------------------------------------------------------------
 
 
-def test_a_report_says_how_a_run_is() -> None:
+def test_a_report_contains_the_full_state_of_a_run() -> None:
     a, b = two()
     a.saved(8, 9).staged(10)
     b.saved(8, 9).staged(10)
@@ -106,7 +106,7 @@ def test_the_largest_run_fits_into_a_report() -> None:
     assert report.kept[0].step == str(step(149))
 
 
-def test_what_does_not_fit_loses_the_ends_of_its_lists_and_is_not_certain_any_more() -> None:
+def test_a_report_that_is_too_large_is_truncated_and_marked_as_uncertain() -> None:
     a, b = two()
     a.archive = b.archive = [step(number) for number in range(8)]
     report = Play(a.saved(8), b.saved(8), archive_every=1).post()
@@ -119,7 +119,7 @@ def test_what_does_not_fit_loses_the_ends_of_its_lists_and_is_not_certain_any_mo
 
 
 def troubled(sidecar: Sidecar, tier: Tier, **progress: object) -> None:
-    sidecar.more["tiers"] = {tier: TierProgress(where="there", **progress)}  # type: ignore[arg-type]
+    sidecar.more["tiers"] = {tier: RemoteTierProgress(where="there", **progress)}  # type: ignore[arg-type]
 
 
 def never_saved(play: Play, a: Sidecar, b: Sidecar) -> None:
@@ -196,7 +196,7 @@ def lacks_ranks(play: Play, a: Sidecar, b: Sidecar) -> None:
         (lacks_ranks, AdvisoryKind.RANKS_ABSENT, "the run has 3 ranks, but its pods serve 2"),
     ],
 )
-def test_a_doubt_says_what_is_wrong_and_where(
+def test_each_advisory_names_the_problem_and_its_location(
     happens: Callable[[Play, Sidecar, Sidecar], None], kind: AdvisoryKind, doubt_text: str | None
 ) -> None:
     a, b = two()
@@ -210,7 +210,7 @@ def test_a_doubt_says_what_is_wrong_and_where(
         assert doubt_text in text(report, kind)
 
 
-def test_a_run_that_is_well_gives_no_reason_for_doubt() -> None:
+def test_a_healthy_run_has_no_advisories() -> None:
     a, b = two()
     play = Play(a.saved(1), b.saved(1))
     assert play.post().doubts == ()
@@ -221,7 +221,7 @@ def test_a_run_that_is_well_gives_no_reason_for_doubt() -> None:
 # --- without an operator -------------------------------------------------------------------------
 
 
-def test_without_an_answer_steps_are_committed_and_retired_by_the_run_itself() -> None:
+def test_steps_are_committed_and_retired_without_a_reply_of_the_operator() -> None:
     a, b = two()
     play = Play()
     play.deliver(a.saved(1, 2), b.saved(1))
@@ -231,7 +231,7 @@ def test_without_an_answer_steps_are_committed_and_retired_by_the_run_itself() -
     assert (play.replies(a).commits, play.replies(a).retire) == ((step(1), step(2)), (step(1),))
 
 
-def test_a_member_that_is_cut_off_keeps_all_from_retiring_and_is_missing_after_a_while() -> None:
+def test_a_disconnected_member_stops_retirement_and_is_reported_missing_after_a_timeout() -> None:
     a, b = two()
     play = Play(a, b)
     play.post()
@@ -261,7 +261,7 @@ def goodput(productive: float, *, until: float) -> ReportedGoodput:
     )  # fmt: skip
 
 
-def test_the_next_leader_goes_on_from_the_record_and_counts_no_restart_twice() -> None:
+def test_a_new_leader_continues_from_the_record_without_counting_restarts_twice() -> None:
     a, b = two()
     play = Play(a.saved(1), b.saved(1))
     play.post()
@@ -290,10 +290,10 @@ def test_the_next_leader_goes_on_from_the_record_and_counts_no_restart_twice() -
     assert (record.goodput.productive_seconds, record.goodput.wall_seconds) == (150, 250)
 
 
-def test_a_record_that_was_edited_costs_what_it_said_and_nothing_else() -> None:
+def test_an_invalid_field_in_an_edited_record_is_ignored() -> None:
     a, b = two()
     play = Play()
-    wrong = replace(play.record, counted="once", restore_from=RestoreFrom(asked="x", step="y"))
+    wrong = replace(play.record, counted="once", restore_from=RestoreFromState(asked="x", step="y"))
     play = Play(a.saved(1), b.saved(1), record=wrong)
     assert play.post().committed == step(1)
 
@@ -301,7 +301,7 @@ def test_a_record_that_was_edited_costs_what_it_said_and_nothing_else() -> None:
 # --- pods and nodes ------------------------------------------------------------------------------
 
 
-def test_a_pod_that_was_deleted_with_the_last_step_is_said_and_another_takes_its_place() -> None:
+def test_losing_the_last_step_with_a_deleted_pod_is_reported_and_a_new_pod_replaces_it() -> None:
     a, b = two()
     play = Play(a, b, outlives_pod=False)
     play.post()
@@ -323,9 +323,7 @@ def test_a_pod_that_was_deleted_with_the_last_step_is_said_and_another_takes_its
     )
 
 
-def test_a_step_that_went_with_a_pod_is_said_if_the_next_pod_comes_before_the_operator_speaks() -> (
-    None
-):
+def test_a_step_lost_with_a_pod_is_reported_even_if_its_successor_connects_first() -> None:
     a, b = two()
     play = Play(a.saved(50), b.saved(50), outlives_pod=False)
     play.post()
@@ -338,7 +336,7 @@ def test_a_step_that_went_with_a_pod_is_said_if_the_next_pod_comes_before_the_op
     assert [event.type for event in play.observe().recent] == ["LastStepLost"], "once"
 
 
-def test_no_step_is_said_to_be_lost_with_a_pod_whose_volumes_outlive_it() -> None:
+def test_no_step_is_reported_lost_when_the_volumes_outlive_the_pod() -> None:
     play, _, _, _ = moved()
     assert "LastStepLost" not in [event.type for event in play.observe().recent]
     play.post()
@@ -360,7 +358,7 @@ def test_a_pod_that_ends_while_it_is_deleted_is_deleted_and_one_that_fails_is_no
         assert ([event.type for event in report.recent] == ["LastStepLost"]) is deleted
 
 
-def test_an_operator_that_has_just_begun_takes_no_pod_for_gone() -> None:
+def test_a_restarted_operator_does_not_report_unlisted_pods_as_deleted() -> None:
     a, b = two()
     play = Play(a.saved(1), b.saved(1), outlives_pod=False)
     play.post()
@@ -369,7 +367,7 @@ def test_an_operator_that_has_just_begun_takes_no_pod_for_gone() -> None:
     assert play.post(members=(member(a),), complete=True).safe.restart is None
 
 
-def test_a_connected_member_is_there_whatever_the_operator_says() -> None:
+def test_a_connected_member_counts_as_present_although_the_operator_does_not_list_it() -> None:
     a, b = two()
     play = Play(a.saved(1), b.saved(1), outlives_pod=False)
     assert play.post(members=(), complete=True).safe.restart == step(1)
@@ -388,7 +386,7 @@ def moved() -> tuple[Play, Sidecar, Sidecar, Sidecar]:
     return play, a, b, new
 
 
-def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_none() -> None:
+def test_a_rescheduled_pod_waits_for_the_agent_of_its_old_node_if_one_exists() -> None:
     play, a, _, new = moved()
     assert "whose agent is not ready" in play.replies(new).awaits, "nobody was asked yet"
     assert play.replies(a).awaits == ""
@@ -415,7 +413,7 @@ def test_a_pod_that_moved_waits_for_the_agent_of_its_old_node_unless_there_is_no
     ]
 
 
-def test_the_next_leader_knows_what_lies_on_a_node_that_the_run_has_left() -> None:
+def test_a_new_leader_still_uses_shards_on_a_node_without_pods_of_the_run() -> None:
     play, a, _, new = moved()
     play.post()
     play.wait(40)
@@ -426,7 +424,7 @@ def test_the_next_leader_knows_what_lies_on_a_node_that_the_run_has_left() -> No
     assert play.replies(new).agents == {"node-1": "10.1.0.1:26741"}
 
 
-def test_the_agent_is_named_until_a_newer_step_is_committed_without_it() -> None:
+def test_members_use_the_agent_of_a_former_node_until_a_newer_step_is_committed() -> None:
     play, a, _, new = moved()
     play.post(agents={"node-1": "10.1.0.1:26741"})
     epoch = later(2, 40)
@@ -439,7 +437,9 @@ def test_the_agent_is_named_until_a_newer_step_is_committed_without_it() -> None
 
 
 @pytest.mark.parametrize("replicas", [0, 1])
-def test_a_newer_image_of_a_twin_is_enough_only_where_the_policy_has_peers(replicas: int) -> None:
+def test_a_newer_image_on_a_replica_replaces_the_agent_only_if_the_policy_has_peers(
+    replicas: int,
+) -> None:
     """Without the rank's own generators it is not what the agent serves."""
     a, b = two()
     a.alike = b.alike = Ranks.of([0, 1])
@@ -454,7 +454,7 @@ def test_a_newer_image_of_a_twin_is_enough_only_where_the_policy_has_peers(repli
     assert bool(play.replies(new).agents) == (not replicas)
 
 
-def test_a_node_that_exists_no_more_is_not_waited_for() -> None:
+def test_no_member_waits_for_the_agent_of_a_deleted_node() -> None:
     play, _, _, new = moved()
     report = play.post(agents={"node-1": ""}, lost_nodes=("node-1",))
     assert play.replies(new).awaits == ""
@@ -462,7 +462,7 @@ def test_a_node_that_exists_no_more_is_not_waited_for() -> None:
     assert report.committed is None
 
 
-def test_another_drive_in_place_of_the_one_that_had_the_steps_is_said() -> None:
+def test_a_replaced_drive_is_reported() -> None:
     def drive(number: int) -> tuple[ReportedVolume, ...]:
         drive_id = f"{number:036x}@{0:016x}"
         plain = {"engine": "direct", "used_bytes": 0, "free_bytes": 9}
@@ -486,7 +486,9 @@ def test_another_drive_in_place_of_the_one_that_had_the_steps_is_said() -> None:
 
 
 @pytest.mark.parametrize(("domains", "buddy"), [(("x", "x", "y"), "2"), (("x", "y", "x"), "1")])
-def test_a_buddy_is_in_another_domain(domains: tuple[str, ...], buddy: str) -> None:
+def test_a_peer_for_copies_is_chosen_from_another_failure_domain(
+    domains: tuple[str, ...], buddy: str
+) -> None:
     three = [Sidecar(rank=rank, world=3).saved(1) for rank in range(3)]
     play = Play(*three, replicas=1)
     named = (member(sidecar, domain=domain) for sidecar, domain in zip(three, domains, strict=True))
@@ -495,7 +497,7 @@ def test_a_buddy_is_in_another_domain(domains: tuple[str, ...], buddy: str) -> N
     assert [peer.node_rank for peer in play.replies(three[0]).peers if peer.buddy] == [int(buddy)]
 
 
-def test_there_is_no_ring_of_half_a_run_and_the_restart_of_a_pod_changes_none() -> None:
+def test_copy_peers_are_assigned_once_all_pods_are_known_and_survive_a_pod_restart() -> None:
     a, b, c = (Sidecar(rank=rank, world=3).saved(1) for rank in range(3))
     play = Play(a, b, replicas=1)
     assert [node.buddies for node in play.observe().nodes] == ["", ""]
@@ -509,11 +511,11 @@ def test_there_is_no_ring_of_half_a_run_and_the_restart_of_a_pod_changes_none() 
 # --- what is asked -------------------------------------------------------------------------------
 
 
-def test_a_run_goes_back_once_to_the_step_that_a_person_asks_for() -> None:
+def test_a_run_rolls_back_once_to_the_requested_step() -> None:
     a, b = two()
     play = Play(a.saved(1, 2), b.saved(1, 2))
     report = play.post(restore_from="1")
-    assert report.record.restore_from == RestoreFrom(asked="1", step=str(step(1)), since=1)
+    assert report.record.restore_from == RestoreFromState(asked="1", step=str(step(1)), since=1)
     assert not report.restore_known
     for sidecar in (a, b):
         reply = play.replies(sidecar)
@@ -544,14 +546,14 @@ def test_a_run_goes_back_once_to_the_step_that_a_person_asks_for() -> None:
         ("yesterday", "", ""),
     ],
 )
-def test_a_step_is_asked_for_by_number_or_by_id(asked: str, run: str, meant: str) -> None:
+def test_a_rollback_can_be_requested_by_step_number_or_id(asked: str, run: str, meant: str) -> None:
     a, b = two()
     found = Play(a.saved(1, 2), b.saved(1, 2)).post(restore_from=asked).record.restore_from
     assert found is not None
     assert (found.asked, found.run, found.step) == (asked, run, meant)
 
 
-def test_pinned_steps_stay_and_others_go() -> None:
+def test_pinned_steps_are_kept_and_others_are_retired() -> None:
     a, b = two()
     play = Play(a.saved(1, 2, 3), b.saved(1, 2, 3))
     report = play.post(pins=(step(1),))
@@ -570,7 +572,7 @@ def test_a_paused_run_retires_nothing_and_plans_no_restore() -> None:
     assert play.replies(a).retire == (step(1),)
 
 
-def test_a_pod_that_leaves_is_told_to_all() -> None:
+def test_a_terminating_pod_is_announced_to_all_members() -> None:
     a, b = two()
     play = Play(a, b)
     play.post(members=(member(a), member(b, leaving=True)))
@@ -579,7 +581,7 @@ def test_a_pod_that_leaves_is_told_to_all() -> None:
     assert not play.replies(a).leaving
 
 
-def test_a_member_that_leaves_is_told_to_all_without_an_operator_while_it_is_connected() -> None:
+def test_a_terminating_member_is_announced_to_all_members_without_an_operator() -> None:
     a, b = two()
     play = Play(a, b)
     b.leaving = True
@@ -596,7 +598,7 @@ def begun_again(play: Play, a: Sidecar, b: Sidecar) -> None:
     play.deliver(a.restored(again, tier=None), b.restored(again, tier=None))
 
 
-def test_a_start_at_step_0_is_right_once_a_person_says_so() -> None:
+def test_a_start_at_step_0_is_no_longer_reported_once_it_is_acknowledged() -> None:
     a, b = two()
     play = Play(a.staged(5), b.staged(5))
     play.post()
@@ -607,7 +609,7 @@ def test_a_start_at_step_0_is_right_once_a_person_says_so() -> None:
     assert (report.fresh, report.acknowledged) == ("", "0002.bbbbbbbb")
 
 
-def test_a_person_may_allow_one_start_at_step_0() -> None:
+def test_a_user_can_allow_a_single_start_at_step_0() -> None:
     a, b = two()
     play = Play(a, b)
     play.post(fresh_start="allow")
@@ -625,7 +627,7 @@ def test_a_person_may_allow_one_start_at_step_0() -> None:
     ("restarts", "outlives", "gone"),
     [(True, False, True), (True, True, False), (False, False, False)],
 )
-def test_what_went_with_its_pod_is_gone_for_good_where_the_policy_begins_again(
+def test_shards_deleted_with_their_pod_count_as_lost_only_if_the_policy_restarts_at_step_0(
     restarts: bool, outlives: bool, gone: bool
 ) -> None:
     a, b = two()
@@ -634,7 +636,7 @@ def test_what_went_with_its_pod_is_gone_for_good_where_the_policy_begins_again(
     assert play.replies(a).gone_for_good is gone
 
 
-def test_a_commit_stands_in_for_one_that_was_to_be_archived_and_was_never_committed() -> None:
+def test_the_next_commit_is_archived_in_place_of_a_due_step_that_was_never_committed() -> None:
     a, b = two()
     play = Play(a.saved(9), b.saved(9), archive_every=10)
     play.post()
@@ -645,12 +647,12 @@ def test_a_commit_stands_in_for_one_that_was_to_be_archived_and_was_never_commit
     assert play.replies(a).archive is None
 
 
-def test_a_run_of_machines_counts_its_restarts_without_a_record() -> None:
+def test_a_run_without_an_operator_counts_its_restarts() -> None:
     play = Play()
     play.leader = Leader(life="one", nodes=1, policy=play.policy)
     alone = Sidecar(rank=0, world=1).saved(1)
     for _ in range(2):
         play.leader.take(0, replace(alone.report(), nodes=1), at=play.now)
         alone.restored(later(2, 1))
-    play.leader.follow(at=play.now)
+    play.leader.advance_clock(at=play.now)
     assert build_run_report(play.leader, sequence=2, at=play.now).record.restarts == 1

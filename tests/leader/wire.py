@@ -8,8 +8,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 
-from keepstep_sidecar.tiers.peer.frames import FrameKind, FrameParser, pack_frame
-from keepstep_sidecar.tiers.peer.tls import Credentials
+from keepstep_sidecar.tiers.peer.member_frames import FrameKind, FrameParser, pack_frame
+from keepstep_sidecar.tiers.peer.tls import TlsContextSource
 from tests.leader.runs import credentials
 
 
@@ -66,7 +66,7 @@ class Raw:
         address: str,
         *,
         node_rank: int = 1,
-        own: Credentials | None = None,
+        own: TlsContextSource | None = None,
         sidecar: bytes | None = b"s" * 16,
     ) -> None:
         """`sidecar`: of the hello; None: say none."""

@@ -7,14 +7,14 @@ from typing import Any
 
 import keepstep
 from keepstep.client.slot import GrantedSlot, SlotMapping
-from keepstep.core.vote import Decision
+from keepstep.core.restore_vote import Decision
 from keepstep.image import Layout
-from keepstep.restore.restore import FillGuard, RankRestore
-from keepstep.save.snapshot import Snapshots
+from keepstep.restore.rank_restore import FillGuard, RankRestore
+from keepstep.save.snapshot import SnapshotMaker
 from keepstep.state.capture import capture_state
 from keepstep.state.wrappers import is_known_component
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.trainer import OpenedStep, SlotGranted, Source, Sources
+from keepstep.wire.trainer import ImageSource, OpenedStep, SlotGranted, Sources
 
 _EPOCH = Epoch(EpochId(1, "00c0ffee"), None)
 _ID = StepId(_EPOCH.id, 0)
@@ -31,7 +31,7 @@ class _Link:
         if route == "/v1/restore":
             return OpenedStep(path=path, tier=Tier.MEMORY)
         size, extras = self._path.stat().st_size, SlotMapping(path).control().extras_bytes
-        source = Source(rank=0, tier=Tier.MEMORY, bytes=size, extras_bytes=extras, path=path)
+        source = ImageSource(rank=0, tier=Tier.MEMORY, bytes=size, extras_bytes=extras, path=path)
         return Sources(id=_ID, world=1, sources=(source,))
 
 
@@ -43,7 +43,7 @@ def keep(components: dict[str, Any], path: Path) -> None:
     layout = Layout.build(taken.specs, **checkpointer._layout_options(taken, len(extras)))
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
     slot = GrantedSlot(SlotGranted(slot="0", path=str(path)), SlotMapping(str(path), layout))
-    snapshots = Snapshots(layout, taken, run="run")
+    snapshots = SnapshotMaker(layout, taken, run="run")
     pending = snapshots.begin(slot, taken, extras, step=_ID.step, epoch=_EPOCH, lazy=True)
     pending.copy()
     pending.decide_outcome()
@@ -77,6 +77,6 @@ def bring_back(
             trusted=False,
             partial=partial,
         )
-        for stage in restoring.stages:
+        for stage in restoring.stage_functions:
             stage([])
-        restoring.release()
+        restoring.unmap_image()

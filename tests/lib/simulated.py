@@ -277,15 +277,15 @@ class Simulated(Accelerator):
         zeros = self.device.made(torch.full((size_bytes,), 7, dtype=torch.uint8), place)
         return zeros.zero_()
 
-    def computing(self, place: torch.device) -> Any:
+    def get_compute_stream(self, place: torch.device) -> Any:
         return self.device.computing(place)
 
-    def copying(self, place: torch.device) -> Any:
+    def get_copy_stream(self, place: torch.device) -> Any:
         if place not in self._copying:
             self._copying[place] = Stream(self.device, place)
         return self._copying[place]
 
-    def on(self, stream: Any) -> Any:
+    def use_stream(self, stream: Any) -> Any:
         return self.device.on(stream)
 
     def pinned_zeros_like(self, value: Tensor) -> Tensor:

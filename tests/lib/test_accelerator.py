@@ -1,10 +1,10 @@
 """Saves from an accelerator, whatever it does when: the code that ships, on a simulated device.
 
-`Checkpointer.save`, `Snapshots`, `PendingImage` and `SaveThread` with its thread run as they are;
-the sidecar is a table of slots in this process. After each thing that a stream runs, and wherever
-threads change places, the process might be killed: so then, and not only at the end, whatever is
-sealed in a slot must be a whole image of its step, and no slot may have been erased before its
-time.
+`Checkpointer.save`, `SnapshotMaker`, `PendingImage` and `SaveThread` with its thread run as they
+are; the sidecar is a table of slots in this process. After each thing that a stream runs, and
+wherever threads change places, the process might be killed: so then, and not only at the end,
+whatever is sealed in a slot must be a whole image of its step, and no slot may have been erased
+before its time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from keepstep import checkpointer as checkpointers
 from keepstep.client import copying, session
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import TornError, UsageError
-from keepstep.image import Layout, Section, TensorSpec
+from keepstep.image import Layout, TensorRole, TensorSpec
 from keepstep.save import frozen_parameters
 from keepstep.save.save_thread import SaveThread
 from keepstep.state import accelerator, rng
@@ -125,7 +125,7 @@ class Slots:
         key = ref.layout, ref.step.step
         if key not in self.bases:
             self.bases[key] = self._mapped_base
-        if not ref.names(self.bases[key].control()):
+        if not ref.matches_control_page(self.bases[key].control()):
             self.wrong.append(f"{ref} is no base that is sealed")
         return self.bases[key]
 
@@ -359,8 +359,8 @@ class Trainer:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether the image on its way refers to this memory."""
-        pending = self.saver.pending
-        return pending is not None and any(lot.holds(storage) for lot in pending.reads)
+        pending = self.saver.pending_image
+        return pending is not None and any(lot.uses_storage(storage) for lot in pending.reads)
 
     def mutate(self) -> None:
         with self.checkpointer.mutating():
@@ -420,7 +420,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         patch.setattr(frozen_parameters, "_LEAST_BYTES", 1)
         patch.setattr(frozen_parameters, "_LEAST_SHARE", 0.0)
         patch.setattr(
-            session.ThreadWaker,
+            session.ConditionNotifier,
             "wait_for",
             lambda _, condition, *, timeout_s: device.turns.wait_for(condition, timeout_s),
         )
@@ -445,7 +445,9 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
     lazy=st.booleans(),
 )
 @settings(max_examples=EXAMPLES)
-def test_no_schedule_tears_an_image_stands_still_or_erases_a_slot_early(actions, pace, seed, lazy):
+def test_no_schedule_of_device_work_tears_an_image_deadlocks_or_erases_a_slot_early(
+    actions, pace, seed, lazy
+):
     with training(pace=pace, seed=seed, lazy=lazy) as trainer:
         trainer.save()
         for action in actions:
@@ -453,7 +455,7 @@ def test_no_schedule_tears_an_image_stands_still_or_erases_a_slot_early(actions,
         trainer.end()
 
 
-def test_what_a_device_holds_frozen_is_copied_once_until_it_changes():
+def test_frozen_device_tensors_are_copied_once_until_they_change():
     with training() as trainer:
         held = []
         for action in ["wait", "change_frozen_in_place", "unfreeze"]:
@@ -466,7 +468,7 @@ def test_what_a_device_holds_frozen_is_copied_once_until_it_changes():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, eager, caplog):
+def test_a_write_to_one_frozen_element_on_a_device_is_detected_and_logged(seed, eager, caplog):
     with training(seed=seed) as trainer:
         for action in ["save", "drain", "train"] * 2:
             getattr(trainer, action)()
@@ -484,7 +486,7 @@ def test_a_write_of_one_frozen_element_on_a_device_is_found_and_named(seed, eage
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
+def test_a_script_without_conflicting_changes_loses_no_step_on_a_device(lazy):
     """Else the property would hold for code that discards everything."""
     with training(lazy=lazy) as trainer:
         ways = ["train", "save", "train_beside", "save", "train_in_forks", "save"]
@@ -494,10 +496,10 @@ def test_a_script_that_changes_nothing_in_between_loses_no_step(lazy):
     assert trainer.checkpointer.stats.discarded == 0
 
 
-def test_the_fence_waits_for_the_copies_and_not_for_all_that_the_device_has_to_do():
+def test_the_fence_waits_for_the_copies_but_not_for_other_device_work():
     with training(pace="late") as trainer:
         trainer.save()
-        pending = trainer.saver.pending
+        pending = trainer.saver.pending_image
         trainer.checkpointer._fence(decided=False)
         assert all(event.done for event in pending.done.values()), "something still reads"
         assert not pending.judged.is_set(), "the device had to come to the fence"
@@ -524,7 +526,7 @@ def test_an_image_of_two_devices_waits_for_both(seed):
 
 @pytest.mark.parametrize("failure", ["save_without_memory", "save_interrupted"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, failure):
+def test_a_failed_save_erases_its_slot_only_after_the_device_has_finished_with_it(seed, failure):
     """The host erased the slot at once, with copies into it under way."""
     with training(pace="late", seed=seed) as trainer:
         for action in [
@@ -543,7 +545,7 @@ def test_a_save_that_fails_erases_no_slot_before_the_device_came_to_it(seed, fai
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_memory_that_the_script_lets_go_of_is_not_given_away_while_it_is_copied(seed):
+def test_device_memory_that_the_script_frees_is_not_reused_while_it_is_copied(seed):
     with training(pace="late", seed=seed) as trainer:
         for action in ["save", "offload", "train", "save", "offload", "drain"]:
             getattr(trainer, action)()
@@ -552,7 +554,9 @@ def test_memory_that_the_script_lets_go_of_is_not_given_away_while_it_is_copied(
 
 @pytest.mark.parametrize("pace", ["late", "any", "early"])
 @pytest.mark.parametrize("seed", range(4))
-def test_state_that_is_moved_between_steps_costs_none_and_is_soon_copied_at_once(pace, seed):
+def test_state_that_is_reallocated_between_steps_loses_no_step_and_switches_to_eager_copies(
+    pace, seed
+):
     with training(pace=pace, seed=seed) as trainer:
         for action in ["train", "save", "move"] * 5 + ["drain"]:
             getattr(trainer, action)()
@@ -563,14 +567,14 @@ def test_state_that_is_moved_between_steps_costs_none_and_is_soon_copied_at_once
 # --- the seam over torch, as far as it can be seen without a device ------------------------------
 
 
-def test_what_is_called_on_streams_and_events_is_in_torchs_generic_interface():
+def test_only_methods_of_the_generic_torch_stream_and_event_interface_are_called():
     for made, real in ((Stream, torch.Stream), (Event, torch.Event)):
         called = {name for name in vars(made) if not name.startswith("_")}
         ours = {"add", "can_run", "run"}
         assert {name for name in called - ours if not hasattr(real, name)} == set()
 
 
-def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(monkeypatch):
+def test_a_stream_is_active_only_inside_its_context(monkeypatch):
     class One:
         def __init__(self, at: int) -> None:
             self.device = _PLACES[at]
@@ -585,20 +589,20 @@ def test_a_stream_is_on_for_its_device_and_everything_is_as_before_afterwards(mo
     )
     monkeypatch.setattr(torch.accelerator, "set_stream", put)
     before, side = dict(now), One(1)
-    with contextlib.suppress(KeyError), accelerator.Accelerator().on(side):
+    with contextlib.suppress(KeyError), accelerator.Accelerator().use_stream(side):
         assert (now[_PLACES[1]], current) == (side, [_PLACES[1]])
         raise KeyError
     assert (now, current) == (before, [_PLACES[0]])
 
 
-def test_nothing_here_asks_a_device_that_nobody_uses(monkeypatch):
+def test_an_unused_device_is_not_initialised(monkeypatch):
     monkeypatch.setattr(accelerator, "accelerator_kind", lambda: "cuda")
     device = accelerator.Accelerator()
     assert device.current_device() is None
     assert not device.is_capturing()
     device.synchronize()
-    device.quiesce()
-    assert "cuda" not in rng.capture_generators()
+    device.wait_for_copies()
+    assert "cuda" not in rng.capture_all_generators()
 
 
 # --- to a device, through pinned buffers ---------------------------------------------------------
@@ -626,14 +630,14 @@ class Late(accelerator.Accelerator):
     def current_device(self) -> int | None:
         return 0
 
-    def stream(self, device: torch.device) -> Any:
+    def create_stream(self, device: torch.device) -> Any:
         return LateStream()
 
-    def computing(self, device: torch.device) -> Any:
+    def get_compute_stream(self, device: torch.device) -> Any:
         return self._computing[device]
 
     @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def use_stream(self, stream: Any) -> Iterator[None]:
         self._now.stream = stream
         yield
         del self._now.stream
@@ -719,7 +723,7 @@ def test_bytes_reach_devices_through_pinned_buffers_which_are_not_used_too_early
     assert all(grew for grew, copy in zip(grown, copies, strict=True) if copy.source.nbytes)
 
 
-def test_without_pinned_memory_bytes_reach_devices_all_the_same(late):
+def test_bytes_reach_devices_without_pinned_memory_too(late):
     late.can_pin = False
     copies, expected = to_devices(late)
     copying.run_transfers(copying.Transfers(copies=copies))
@@ -742,7 +746,7 @@ def an_agent(tmp_path, late):
     """An saver of a process that uses a device, and the paths of the slots of its layout."""
     table = Slots(tmp_path)
     layout = Layout.build(
-        [TensorSpec("w", "F32", (4,), Section.PARAMS)],
+        [TensorSpec("w", "F32", (4,), TensorRole.PARAMS)],
         rank=0,
         world=1,
         aliases={},
@@ -757,7 +761,7 @@ def an_agent(tmp_path, late):
     return saver, paths
 
 
-def test_slots_that_come_later_are_mapped_and_pinned_beforehand(an_agent, late):
+def test_further_slots_are_mapped_and_pinned_before_their_first_use(an_agent, late):
     saver, (path, *others) = an_agent
     gone = f"{path}-gone"
     saver._keep(SlotGranted(slot="a", path=path, others=(gone, *others)))
@@ -771,7 +775,7 @@ def test_slots_that_come_later_are_mapped_and_pinned_beforehand(an_agent, late):
     assert saver.waiting_slot.mapping is again
 
 
-def test_slots_of_a_former_layout_are_let_go(an_agent, late):
+def test_slots_of_a_former_layout_are_unpinned_and_unmapped(an_agent, late):
     saver, (path, *others) = an_agent
     saver._keep(SlotGranted(slot="a", path=path, others=tuple(others)))
     saver._preparing.join(10)
@@ -847,10 +851,10 @@ def some_copies() -> tuple[list[Tensor], list[Tensor]]:
     return [torch.full(source.shape, 9, dtype=source.dtype) for source in sources], sources
 
 
-def test_the_runtime_copies_what_is_plain_bytes_in_one_call(runtime):
+def test_the_cuda_runtime_copies_contiguous_tensors_in_one_batch_call(runtime):
     call, library = runtime
     targets, sources = some_copies()
-    copies = accelerator.DeviceCopies(targets, sources)
+    copies = accelerator.DeviceToHostCopies(targets, sources)
     assert call(copies.batch, 3, 0x7F0000001234)
     assert int(library.calls.value) == 1
     assert all(torch.equal(targets[at], sources[at]) for at in (0, 3, 5))
@@ -862,7 +866,7 @@ def test_a_runtime_that_fails_in_the_middle_is_not_called_again_and_leaves_no_er
     call, library = runtime
     targets, sources = some_copies()
     library.fails.value = 1
-    batch = accelerator.DeviceCopies(targets, sources).batch
+    batch = accelerator.DeviceToHostCopies(targets, sources).batch
     assert [call(batch, 3, 0x7F0000001234) for _ in range(3)] == [False] * 3
     assert (library.calls.value, library.forgotten.value) == (1, 1)
 
@@ -878,18 +882,18 @@ def test_all_copies_arrive_whether_or_not_there_is_a_batch_call(monkeypatch, wor
             return works
 
     targets, sources = some_copies()
-    Here().copy_again(accelerator.DeviceCopies(targets, sources), _PLACES[0], pinned=pinned)
+    Here().queue_repeated_copies(
+        accelerator.DeviceToHostCopies(targets, sources), _PLACES[0], pinned=pinned
+    )
     assert all(map(torch.equal, targets, sources))
 
 
-def test_there_is_no_batch_call_without_a_runtime_of_cuda_that_torch_has_loaded(
-    monkeypatch, caplog
-):
+def test_no_batch_copy_is_attempted_without_a_suitable_cuda_runtime(monkeypatch, caplog):
     for version in (None, "0.1"):
         accelerator._runtime.cache_clear()
         accelerator._batch_call.cache_clear()
         monkeypatch.setattr(torch.version, "cuda", version)
-        copies = accelerator.DeviceCopies(*some_copies())
+        copies = accelerator.DeviceToHostCopies(*some_copies())
         with caplog.at_level("DEBUG", logger="keepstep"):
             for _ in range(2):
                 assert not accelerator.Accelerator().copy_batch(copies.batch, _PLACES[0])
@@ -936,9 +940,9 @@ def fake(monkeypatch):
     return has
 
 
-def test_the_generators_of_all_devices_are_kept(fake, caplog):
+def test_the_random_generators_of_all_devices_are_restored(fake, caplog):
     fake("xpu", 3)
-    kept = rng.capture_generators()
+    kept = rng.capture_all_generators()
     assert kept["xpu"] == [b"\0\7", b"\1\7", b"\2\7"]
     other = fake("xpu", 3)
     for state in other.states:
@@ -952,19 +956,21 @@ def test_the_generators_of_all_devices_are_kept(fake, caplog):
     assert "3 devices (xpu) were kept, and there are 2 here" in caplog.text
 
 
-def test_generators_of_another_kind_of_device_are_told_and_left(fake, caplog):
+def test_random_states_of_another_device_type_cause_a_warning_and_are_ignored(fake, caplog):
     here = fake("xpu", 1)
     rng.apply_generators({"cuda": [b"\1\2"]})
     assert here.states[0].tolist() == [0, 7]
     assert "1 devices (cuda) were kept, and there are 0 here" in caplog.text
 
 
-def test_a_device_is_named_by_what_it_is_to_the_process(fake):
+def test_the_current_device_is_named_without_an_index_and_other_devices_with_one(fake):
     fake("xpu", 3)
     assert accelerator.device_name(torch.device("xpu", 1)) == "xpu"
     assert accelerator.device_name(torch.device("xpu", 2)) == "xpu:2"
     assert accelerator.device_name(torch.device("cpu")) == "cpu"
-    assert accelerator.device_of("xpu") == torch.device("xpu", 1)
-    assert accelerator.device_of("xpu:2") == torch.device("xpu", 2)
-    assert accelerator.device_of("xpu:9") == torch.device("xpu", 1)
-    assert [accelerator.device_of(device).type for device in (None, "cpu", "cuda:0")] == ["cpu"] * 3
+    assert accelerator.parse_device_name("xpu") == torch.device("xpu", 1)
+    assert accelerator.parse_device_name("xpu:2") == torch.device("xpu", 2)
+    assert accelerator.parse_device_name("xpu:9") == torch.device("xpu", 1)
+    assert [accelerator.parse_device_name(device).type for device in (None, "cpu", "cuda:0")] == [
+        "cpu"
+    ] * 3

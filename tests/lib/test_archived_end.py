@@ -45,14 +45,12 @@ def complete(archive):
     )
 
 
-def test_the_last_step_is_in_the_archive_when_close_returns_though_it_is_not_due(
-    archiving, archive
-):
+def test_close_archives_the_last_step_outside_the_archive_interval(archiving, archive):
     train(8)
     assert complete(archive) == [7]
 
 
-def test_an_archive_that_is_away_is_said_and_does_not_fail_a_run_that_is_committed(
+def test_close_warns_but_does_not_fail_when_the_archive_of_a_committed_run_is_unreachable(
     archiving, archive, caplog
 ):
     with caplog.at_level(logging.WARNING, logger="keepstep"):
@@ -65,7 +63,7 @@ def test_an_archive_that_is_away_is_said_and_does_not_fail_a_run_that_is_committ
     assert max(int(path.name.rpartition("-")[2]) for path in archiving.root.glob("0*")) == 3
 
 
-def test_strictly_a_last_step_that_is_not_archived_is_an_error(archiving, archive):
+def test_close_in_strict_mode_raises_when_the_last_step_is_not_archived(archiving, archive):
     with pytest.raises(keepstep.NotDurableError, match="step 3 is not archived"):
         train(4, timeout=5.0, strict=True, unmount=archive)
 
@@ -85,7 +83,7 @@ def test_a_restore_that_takes_too_long_names_the_option_to_raise(sidecars, monke
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_a_restore_timeout_that_is_none_is_refused(monkeypatch, text):
+def test_an_invalid_restore_timeout_is_refused(monkeypatch, text):
     monkeypatch.setenv("KEEPSTEP_RESTORE_TIMEOUT", text)
     with pytest.raises(keepstep.UsageError, match="KEEPSTEP_RESTORE_TIMEOUT"):
         keepstep.Checkpointer({"model": torch.nn.Linear(1, 1)})

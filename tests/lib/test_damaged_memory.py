@@ -11,7 +11,7 @@ from torch import nn
 
 import keepstep
 from keepstep.client.slot import SlotMapping
-from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.image import ControlPage, Layout, TensorRole, TensorSpec
 from tests.lib.training import begun
 
 TEXTS = {"said": "0123456789" * 50}
@@ -69,7 +69,7 @@ def test_an_image_that_is_damaged_in_memory_comes_from_the_volume(sidecar, what)
 
 
 def test_extras_beyond_their_capacity_are_an_error_and_write_nothing(tmp_path: Path) -> None:
-    layout = Layout.build([TensorSpec("w", "F32", (4,), Section.PARAMS)], rank=0, world=1)
+    layout = Layout.build([TensorSpec("w", "F32", (4,), TensorRole.PARAMS)], rank=0, world=1)
     path = tmp_path / "slot"
     path.write_bytes(layout.header.ljust(layout.size_bytes, b"\0"))
     before = path.read_bytes()

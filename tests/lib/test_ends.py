@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.save.snapshot import Snapshots
+from keepstep.save.snapshot import SnapshotMaker
 from tests.harness import eventually
 from tests.lib.training import begun, hold_copies
 
@@ -104,7 +104,9 @@ def test_close_makes_the_last_step_durable_where_only_every_fourth_is_staged(sid
         checkpointer.close(timeout=30)
 
 
-def test_close_stages_no_unhealthy_state_as_the_step_before_it(sidecars, monkeypatch):
+def test_close_does_not_stage_a_changed_state_under_the_number_of_the_last_step(
+    sidecars, monkeypatch
+):
     sidecar = sidecars().start("--stage-every", "4")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     state = {"loss": 0.5}  # and no optimizer of torch's, of which a step would be seen
@@ -118,7 +120,7 @@ def test_close_stages_no_unhealthy_state_as_the_step_before_it(sidecars, monkeyp
     assert sidecar.published() == [4]
 
 
-def test_close_keeps_its_time_limit_beside_a_hung_sidecar_and_says_so_again_at_once(sidecar):
+def test_close_respects_its_timeout_with_a_hung_sidecar_and_fails_at_once_when_repeated(sidecar):
     checkpointer = begun({"model": nn.Linear(2, 2)})
     checkpointer.save(0)
     checkpointer.wait(0)
@@ -139,7 +141,9 @@ def test_close_keeps_its_time_limit_beside_a_hung_sidecar_and_says_so_again_at_o
         os.kill(sidecar.process.pid, signal.SIGCONT)
 
 
-def test_close_that_was_interrupted_says_so_when_it_is_called_again(sidecar, monkeypatch):
+def test_calling_close_again_after_an_interrupt_raises_an_error_that_names_the_interrupt(
+    sidecar, monkeypatch
+):
     checkpointer = begun({"model": nn.Linear(2, 2)})
     checkpointer.save(0)
 
@@ -153,14 +157,14 @@ def test_close_that_was_interrupted_says_so_when_it_is_called_again(sidecar, mon
         checkpointer.close()
 
 
-def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept(
+def test_a_save_returns_false_when_a_signal_handler_called_close_inside_it(
     sidecar, caplog, monkeypatch
 ):
     model = nn.Linear(8, 8)
     checkpointer = begun({"model": model})
     checkpointer.save(0)
     checkpointer.wait(0)
-    begin, events = Snapshots.begin, []
+    begin, events = SnapshotMaker.begin, []
 
     def then_the_handler_closes(self, *arguments, **options):
         pending = begin(self, *arguments, **options)
@@ -169,7 +173,7 @@ def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept
         events.append(str(error.value))
         return pending
 
-    monkeypatch.setattr(Snapshots, "begin", then_the_handler_closes)
+    monkeypatch.setattr(SnapshotMaker, "begin", then_the_handler_closes)
     assert checkpointer.save(1) is False
     assert "step 1 was not staged" in events[0]
     assert "close() was called inside its save()" in events[0]
@@ -179,7 +183,7 @@ def test_a_save_inside_which_a_handler_called_close_does_not_say_that_it_is_kept
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_weights_that_are_changed_otherwise_before_close_end_no_finished_training(
+def test_weights_changed_before_close_discard_the_last_step_and_raise_only_in_strict_mode(
     sidecar, caplog, monkeypatch, strict
 ):
     model = nn.Linear(64, 64)
@@ -199,7 +203,7 @@ def test_weights_that_are_changed_otherwise_before_close_end_no_finished_trainin
         assert "the newest durable one is 0" in caplog.text
 
 
-def test_without_an_earlier_step_changed_weights_are_an_error_of_close(sidecar, monkeypatch):
+def test_close_raises_when_weights_changed_and_no_earlier_step_was_staged(sidecar, monkeypatch):
     gate = hold_copies(monkeypatch)
     model = nn.Linear(64, 64)
     checkpointer = begun({"model": model})
@@ -210,7 +214,7 @@ def test_without_an_earlier_step_changed_weights_are_an_error_of_close(sidecar, 
         checkpointer.close()
 
 
-def test_close_stages_the_last_step_that_was_refused_if_nothing_has_moved(sidecar, monkeypatch):
+def test_close_stages_a_refused_last_step_if_the_tensors_are_unchanged(sidecar, monkeypatch):
     model, progress = nn.Linear(8, 8), {"batches": 1}
     checkpointer = begun({"model": model, "progress": progress})
     assert checkpointer.save(0)
@@ -228,7 +232,7 @@ def test_close_stages_the_last_step_that_was_refused_if_nothing_has_moved(sideca
     assert other == {"batches": 1}
 
 
-def test_close_stages_no_refused_step_of_which_the_state_has_changed(sidecar):
+def test_close_does_not_stage_a_refused_step_whose_state_has_changed(sidecar):
     model = nn.Linear(8, 8)
     checkpointer = begun({"model": model})
     assert checkpointer.save(0)
@@ -241,7 +245,7 @@ def test_close_stages_no_refused_step_of_which_the_state_has_changed(sidecar):
         checkpointer.close(timeout=60)
 
 
-def test_a_save_after_close_says_why_it_is_not_kept_once(sidecar, caplog):
+def test_a_save_after_close_logs_once_why_it_is_not_kept(sidecar, caplog):
     checkpointer = begun({"model": nn.Linear(2, 2)})
     checkpointer.save(0)
     checkpointer.close()
@@ -261,7 +265,7 @@ def test_a_checkpointer_cannot_be_copied(sidecar):
         assert checkpointer.save(0)
 
 
-def test_a_second_checkpointer_after_an_error_goes_on(sidecar):
+def test_a_second_checkpointer_resumes_after_an_error_ended_the_first(sidecar):
     model = nn.Linear(2, 2)
 
     def train():
@@ -281,7 +285,7 @@ def test_a_second_checkpointer_after_an_error_goes_on(sidecar):
     assert time.monotonic() - started < 15.0
 
 
-def test_after_close_the_next_checkpointer_need_not_wait_whether_this_one_still_writes(sidecar):
+def test_a_checkpointer_that_follows_a_closed_one_reuses_its_slots_at_once(sidecar):
     model = nn.Linear(2, 2)
     for step in range(3):
         with begun({"model": model}) as checkpointer:
@@ -289,7 +293,7 @@ def test_after_close_the_next_checkpointer_need_not_wait_whether_this_one_still_
     assert sidecar.text().count('"slot.allocated"') == 3, "the slots of one life, used by all"
 
 
-def test_a_second_checkpointer_beside_a_living_one_is_an_error_at_once(sidecar):
+def test_a_second_checkpointer_beside_an_open_one_is_refused_at_once(sidecar):
     first = begun({"model": nn.Linear(2, 2)})
     started = time.monotonic()
     with pytest.raises(keepstep.RestoreError, match=r"of this process.*call its close\(\)"):
@@ -299,7 +303,7 @@ def test_a_second_checkpointer_beside_a_living_one_is_an_error_at_once(sidecar):
     first.close()
 
 
-def test_a_subprocess_of_a_trainer_is_told_at_once_that_it_is_none(sidecar):
+def test_a_checkpointer_in_a_subprocess_of_a_trainer_is_refused_at_once(sidecar):
     first = begun({"model": nn.Linear(2, 2)})
     started = time.monotonic()
     ended = script(
@@ -316,7 +320,7 @@ def test_a_subprocess_of_a_trainer_is_told_at_once_that_it_is_none(sidecar):
     first.close()
 
 
-def test_a_forked_child_is_no_trainer(sidecar, capfd):
+def test_a_forked_child_process_does_not_act_as_the_trainer(sidecar, capfd):
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     checkpointer = begun({"model": model, "optimizer": optimizer}, lazy=False)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import keepstep
-from keepstep.restore.restore import FillGuard
+from keepstep.restore.rank_restore import FillGuard
 from tests.harness import eventually
 from tests.lib.lives import bring_back, keep
 
@@ -53,7 +53,7 @@ def test_the_image_is_unmapped_once_it_is_restored(again, tmp_path):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_tensor_that_a_failed_attempt_has_begun_may_give_way_to_a_new_one(tmp_path, direct):
+def test_a_tensor_that_a_failed_restore_has_partly_filled_can_be_replaced(tmp_path, direct):
     keep({"p": {"grown": torch.ones(3)}}, tmp_path / "slot")
     live = {"grown": torch.zeros(2), "gone": torch.zeros(2)}
     with FillGuard() as torn:
@@ -99,7 +99,7 @@ class Doubled(nn.Linear):
         )
 
 
-def test_a_module_whose_state_dict_makes_copies_is_given_them_back(again):
+def test_a_module_whose_state_dict_returns_copies_is_restored_by_load_state_dict(again):
     saved, live = Doubled(), Doubled()
     bias = live.bias
     again({"m": saved}, {"m": live})
@@ -108,7 +108,7 @@ def test_a_module_whose_state_dict_makes_copies_is_given_them_back(again):
     assert live.bias is bias
 
 
-def test_weights_that_are_tied_here_may_have_been_two_that_are_equal(again):
+def test_tied_weights_can_be_restored_from_two_equal_tensors(again):
     saved, live = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
     saved["b"].load_state_dict(saved["a"].state_dict())
     live["b"].weight = live["a"].weight
@@ -116,7 +116,7 @@ def test_weights_that_are_tied_here_may_have_been_two_that_are_equal(again):
     assert_same(live["b"].weight, saved["a"].weight)
 
 
-def test_weights_that_are_tied_here_but_were_not_are_refused_by_name(again):
+def test_tied_weights_are_refused_if_the_saved_tensors_differ(again):
     saved, live = (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}) for _ in range(2))
     live["b"].weight = live["a"].weight
     before = live["a"].weight.clone()
@@ -125,7 +125,7 @@ def test_weights_that_are_tied_here_but_were_not_are_refused_by_name(again):
     assert torch.equal(live["a"].weight, before)
 
 
-def test_a_dict_that_shares_a_weight_here_takes_nothing_from_the_module(again):
+def test_a_dict_that_shares_a_weight_with_a_module_does_not_change_that_weight(again):
     saved, live = nn.Linear(2, 2), nn.Linear(2, 2)
     best = {"best": live.weight}
     again({"p": {"best": torch.ones(2, 2)}, "m": saved}, {"p": best, "m": live})
@@ -143,7 +143,7 @@ def test_old_names_that_torch_itself_converts_are_converted(tmp_path):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_a_module_refuses_names_it_and_says_what_to_do(tmp_path, direct):
+def test_an_error_in_load_state_dict_names_the_module_and_the_fix(tmp_path, direct):
     class Refusing(nn.Linear):
         def _load_from_state_dict(self, *_):
             raise KeyError("scale")
@@ -178,7 +178,7 @@ def test_a_module_without_tensors_is_restored(again, make):
 RANKED = ["w", "w@rank-00000", "w@rank-00001", "w~", "w@rank-00000~", "w@rank-00000@rank-00000"]
 
 
-def test_keys_that_look_like_a_ranks_copy_are_only_keys(again):
+def test_user_keys_that_look_like_rank_suffixes_are_restored_unchanged(again):
     saved = {key: torch.full((2,), float(at)) for at, key in enumerate(RANKED)}
     live = again({"p": saved}, {"p": {key: torch.zeros(2) for key in reversed(RANKED)}})["p"]
     fresh = again({"p": saved}, {"p": {}})["p"]
@@ -187,7 +187,7 @@ def test_keys_that_look_like_a_ranks_copy_are_only_keys(again):
         assert_same(fresh[key], value)
 
 
-def test_components_whose_names_run_into_each_other_are_told_apart(again):
+def test_components_whose_dotted_names_collide_are_restored_separately(again):
     saved = {"a": nn.ModuleDict({"b": nn.Linear(2, 2)}), "a.b": nn.Linear(2, 2)}
     live = {"a.b": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2)})}
     again(saved, live)
@@ -227,7 +227,7 @@ def stepped(model, order, optimizer=torch.optim.AdamW, **options):
     return made
 
 
-def test_flat_state_that_goes_by_the_order_of_the_parameters_is_not_turned_round(again):
+def test_flat_optimizer_state_is_restored_without_reordering(again):
     model, other = two_weights(), two_weights()
     saved = stepped(model, "ab", torch.optim.LBFGS)
     live = torch.optim.LBFGS([other["b"].weight, other["a"].weight])
@@ -283,7 +283,7 @@ def test_groups_of_other_parameters_are_refused(again, groups):
         again(optimized(["ac", "b"]), optimized(groups))
 
 
-def test_names_of_parameters_in_the_groups_come_back_as_load_state_dict_brings_them(again):
+def test_parameter_names_in_optimizer_groups_match_those_of_load_state_dict(again):
     def made(prefix):
         model = nn.Linear(2, 2)
         named = [(f"{prefix}{name}", parameter) for name, parameter in model.named_parameters()]

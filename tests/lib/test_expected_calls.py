@@ -42,7 +42,7 @@ def test_random_states_wait_for_restore_rng_and_are_set_once(sidecar, caplog):
     assert MESSAGE not in caplog.text
 
 
-def test_a_save_before_restore_rng_is_told_once(sidecar, caplog):
+def test_a_save_before_restore_rng_causes_one_warning(sidecar, caplog):
     keep({"m": nn.Linear(2, 2)})
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     checkpointer.restore(rng="later")
@@ -53,7 +53,7 @@ def test_a_save_before_restore_rng_is_told_once(sidecar, caplog):
     checkpointer.close()
 
 
-def test_a_beginning_has_no_random_state_to_set(sidecar):
+def test_restore_rng_does_nothing_when_there_was_no_step_to_restore(sidecar):
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     assert checkpointer.restore(rng="later") is None
     before = torch.get_rng_state()
@@ -62,7 +62,7 @@ def test_a_beginning_has_no_random_state_to_set(sidecar):
     checkpointer.close()
 
 
-def test_restore_rng_needs_restore_later(sidecar):
+def test_restore_rng_requires_a_restore_with_rng_later(sidecar):
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     with pytest.raises(keepstep.UsageError, match=r'restore\(rng="later"\) first'):
         checkpointer.restore_rng()
@@ -78,7 +78,7 @@ def test_restore_rng_needs_restore_later(sidecar):
     without.close()
 
 
-def test_components_may_be_keywords(sidecar):
+def test_components_can_be_given_as_keyword_arguments(sidecar):
     state, model = {"n": 1}, nn.Linear(2, 2)
     with begun({"state": state}, model=model) as checkpointer:
         checkpointer.save(0)
@@ -90,7 +90,7 @@ def test_components_may_be_keywords(sidecar):
     assert progress == {"n": 1}
 
 
-def test_an_entry_of_the_dict_that_is_replaced_is_seen_beside_keywords(sidecar):
+def test_a_replaced_entry_of_the_components_dict_is_saved_also_beside_keywords(sidecar):
     components = {"state": {"n": 1}}
     with begun(components, model=nn.Linear(2, 2)) as checkpointer:
         components["state"] = {"n": 2}
@@ -102,7 +102,7 @@ def test_an_entry_of_the_dict_that_is_replaced_is_seen_beside_keywords(sidecar):
     assert state == {"n": 2}
 
 
-def test_wrong_components_are_named(monkeypatch):
+def test_invalid_components_are_refused_with_a_specific_error(monkeypatch):
     monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
     model = nn.Linear(2, 2)
     for wrong, text in (
@@ -145,7 +145,7 @@ def test_a_step_in_shared_memory_alone_is_listed(sidecars, monkeypatch):
     checkpointer.close()
 
 
-def test_without_a_sidecar_there_are_no_steps(monkeypatch, tmp_path):
+def test_no_steps_are_listed_without_a_sidecar(monkeypatch, tmp_path):
     monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
     assert keepstep.Checkpointer(m=nn.Linear(2, 2)).all_steps() == []
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(tmp_path / "none"))
@@ -153,7 +153,7 @@ def test_without_a_sidecar_there_are_no_steps(monkeypatch, tmp_path):
         keepstep.Checkpointer(m=nn.Linear(2, 2)).latest_step()
 
 
-def test_only_steps_of_the_grid_should_be_saved(sidecars, monkeypatch):
+def test_should_save_is_true_only_for_steps_of_the_stage_interval(sidecars, monkeypatch):
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecars().start("--stage-every", "3").socket))
     checkpointer = begun({"m": nn.Linear(2, 2)})
     due = [checkpointer.should_save(step) for step in range(5)]
@@ -162,7 +162,7 @@ def test_only_steps_of_the_grid_should_be_saved(sidecars, monkeypatch):
     checkpointer.close()
 
 
-def test_the_same_step_again_is_quietly_true_and_keeps_what_was_kept(sidecar, caplog):
+def test_saving_a_staged_step_again_returns_true_and_does_not_overwrite_it(sidecar, caplog):
     state = {"n": 1}
     checkpointer = begun({"state": state}, strict=True)
     with caplog.at_level(logging.WARNING, logger="keepstep"):
@@ -182,7 +182,7 @@ def test_the_same_step_again_is_quietly_true_and_keeps_what_was_kept(sidecar, ca
     again.close()
 
 
-def test_a_step_that_is_not_kept_is_not_true_when_it_comes_again(sidecar, caplog):
+def test_saving_a_step_again_that_was_not_staged_returns_false(sidecar, caplog):
     state = {"n": object()}
     kept = {"n": 1}
     components = {"state": kept}
@@ -196,7 +196,7 @@ def test_a_step_that_is_not_kept_is_not_true_when_it_comes_again(sidecar, caplog
     checkpointer.close(timeout=5) if checkpointer.save(1) else pytest.fail("step 1 is not kept")
 
 
-def test_a_step_to_go_back_to_is_a_number_and_needs_a_sidecar(sidecar, monkeypatch):
+def test_a_rollback_step_must_be_a_whole_number_and_requires_a_sidecar(sidecar, monkeypatch):
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     for wrong in ("3", -1, 1.5, True):
         with pytest.raises(keepstep.UsageError, match="a step is a whole number"):
@@ -209,7 +209,7 @@ def test_a_step_to_go_back_to_is_a_number_and_needs_a_sidecar(sidecar, monkeypat
         keepstep.Checkpointer({"m": nn.Linear(2, 2)}).restore(step=3)
 
 
-def test_a_step_to_go_back_to_that_only_memory_has_is_durable_soon(sidecar):
+def test_a_rollback_step_that_exists_only_in_memory_becomes_durable(sidecar):
     """What is newer, and has taken its place on the volume, is dead from then on."""
     state = {"n": 0}
     checkpointer = begun({"state": state})
@@ -244,7 +244,7 @@ def life(state, *, asked=None, last):
     return at.step if at else None
 
 
-def test_the_step_that_was_asked_for_last_replaces_an_earlier_one(sidecar):
+def test_the_latest_rollback_request_replaces_an_earlier_one(sidecar):
     sidecar.kill()
     sidecar.start("--keep", "2", "--persist-every", "1")
     state = {"n": -1}
@@ -255,7 +255,7 @@ def test_the_step_that_was_asked_for_last_replaces_an_earlier_one(sidecar):
     eventually(lambda: 9 not in sidecar.published(), what="it goes")
 
 
-def test_a_step_that_a_script_asks_for_outlives_a_person_who_goes_elsewhere(sidecar):
+def test_the_step_that_a_script_requests_is_kept_across_a_rollback_to_another_step(sidecar):
     sidecar.kill()
     sidecar.start("--keep", "2", "--persist-every", "1")
     state = {"n": -1}
@@ -286,7 +286,7 @@ class Loader:
             self.at = state["at"]
 
 
-def test_an_object_is_loaded_before_it_is_asked_for_its_state(sidecar):
+def test_load_state_dict_of_an_object_is_called_before_its_state_dict(sidecar):
     first = Loader()
     with begun({"loader": first, "m": nn.Linear(2, 2)}) as checkpointer:
         assert set(first.calls) == {"asked"}, "what cannot be kept is found before the first step"
@@ -308,7 +308,7 @@ class Refusing(nn.Linear):
         state[f"{prefix}weight.absmax"] = self.weight.detach().abs().max()
 
 
-def test_a_module_that_refuses_its_own_state_is_named_before_the_first_step(sidecar):
+def test_a_module_that_cannot_load_its_own_state_is_refused_before_the_first_step(sidecar):
     checkpointer = keepstep.Checkpointer({"m": nn.Sequential(Refusing(2, 2))})
     with pytest.raises(keepstep.UsageError, match=r"m: load_state_dict\(\) refuses.*absmax"):
         checkpointer.restore()
@@ -328,7 +328,7 @@ def grow(components):
     components["o"].add_param_group({"params": list(components["m"][1].parameters())})
 
 
-def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, caplog):
+def test_state_that_a_restart_must_build_first_is_logged_once_at_the_save(sidecar, caplog):
     components = grown()
     with caplog.at_level(logging.WARNING, logger="keepstep"), begun(components) as checkpointer:
         assert checkpointer.save(0)
@@ -348,7 +348,7 @@ def test_what_a_restart_must_build_first_is_named_at_the_save_and_once(sidecar, 
     assert "latest_step()" in messages[0]
 
 
-def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar, caplog):
+def test_growing_dicts_and_modules_with_their_own_loading_cause_no_warning(sidecar, caplog):
     class Window(nn.Module):
         def __init__(self):
             super().__init__()
@@ -372,7 +372,9 @@ def test_dicts_that_grow_and_modules_that_load_themselves_raise_no_alarm(sidecar
     assert [row.tolist() for row in live["m"].rows] == [[0], [1, 1]]
 
 
-def test_only_steps_that_cost_a_hundredth_of_the_time_are_saved(sidecars, monkeypatch):
+def test_the_automatic_stage_interval_limits_the_cost_of_saving_to_one_percent(
+    sidecars, monkeypatch
+):
     """The image takes some 10 ms to copy, a step of the training two."""
     sidecar = sidecars().start("--stage-every", "auto", "--persist-every", "1024")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))

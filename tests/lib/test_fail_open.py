@@ -19,7 +19,7 @@ from torch import nn
 
 import keepstep
 from keepstep.client import embedded
-from keepstep.client.session import SidecarSession, ThreadWaker
+from keepstep.client.session import ConditionNotifier, SidecarSession
 from keepstep.restore.images import StepImages
 from keepstep.steps import EpochId, StepId
 from tests.harness import eventually
@@ -39,7 +39,7 @@ def eventually_saved(checkpointer, model, step):
     pytest.fail(f"no step was kept again: {checkpointer.stats}")
 
 
-def test_without_keepstep_run_everything_is_a_no_op(monkeypatch):
+def test_all_calls_are_no_ops_without_a_sidecar(monkeypatch):
     monkeypatch.delenv("KEEPSTEP_SOCKET", raising=False)
     checkpointer = keepstep.Checkpointer({"m": nn.Linear(2, 2)})
     assert checkpointer.restore() is None
@@ -56,9 +56,7 @@ def test_restore_never_starts_over_in_silence(monkeypatch, tmp_path):
     checkpointer.close()
 
 
-def test_restore_waits_for_a_sidecar_that_is_there_and_does_not_come_to_answer(
-    sidecar, monkeypatch
-):
+def test_restore_waits_for_a_running_sidecar_that_is_too_busy_to_answer(sidecar, monkeypatch):
     """As where a machine has far too much to do."""
     monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.3)
     monkeypatch.setattr("keepstep.client.session._LEASE_S", 0.5)
@@ -74,7 +72,9 @@ def test_restore_waits_for_a_sidecar_that_is_there_and_does_not_come_to_answer(
     checkpointer.close()
 
 
-def test_a_sidecar_that_never_answers_costs_no_more_than_a_restore_may(sidecar, monkeypatch):
+def test_restore_gives_up_on_an_unresponsive_sidecar_after_the_restore_timeout(
+    sidecar, monkeypatch
+):
     monkeypatch.setattr("keepstep.checkpointer._CONNECT_S", 0.3)
     monkeypatch.setattr("keepstep.client.session._LEASE_S", 0.5)
     monkeypatch.setenv("KEEPSTEP_RESTORE_TIMEOUT", "1")
@@ -88,36 +88,36 @@ def test_a_sidecar_that_never_answers_costs_no_more_than_a_restore_may(sidecar, 
     checkpointer.close()
 
 
-def test_a_search_for_images_may_take_as_long_as_a_restore_and_no_longer(sidecar):
+def test_the_search_for_steps_is_limited_by_the_restore_timeout(sidecar):
     """Of thousands of ranks it takes minutes."""
-    session = SidecarSession(str(sidecar.socket), rank=0, world=1, changed=ThreadWaker())
-    session.take(timeout_s=30)
+    session = SidecarSession(str(sidecar.socket), rank=0, world=1, changed=ConditionNotifier())
+    session.request_lease(timeout_s=30)
     os.kill(sidecar.process.pid, signal.SIGSTOP)
     begun = time.monotonic()
     try:
         with pytest.raises(keepstep.SidecarAbsent, match="did not answer in time"):
-            StepImages.find(session, StepId(EpochId(1, "0" * 8), 1), timeout_s=0.2)
+            StepImages.locate_step(session, StepId(EpochId(1, "0" * 8), 1), timeout_s=0.2)
     finally:
         os.kill(sidecar.process.pid, signal.SIGCONT)
     assert time.monotonic() - begun < 60
     session.close(goodbye=True)
 
 
-def test_a_sidecar_that_is_slow_is_not_taken_for_dead(tmp_path, monkeypatch):
+def test_a_slow_sidecar_is_not_restarted(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         embedded.SidecarRestarter, "restart_if_due", lambda keeper: asked.append(keeper)
     )
     keeper, path = embedded.SidecarRestarter(tmp_path), str(tmp_path / "sidecar.sock")
-    session = SidecarSession(path, rank=0, world=1, changed=ThreadWaker(), keeper=keeper)
+    session = SidecarSession(path, rank=0, world=1, changed=ConditionNotifier(), keeper=keeper)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(path)
         silent.listen()
         with pytest.raises(keepstep.SidecarAbsent, match="did not answer in time"):
-            session.take(timeout_s=0.2)
+            session.request_lease(timeout_s=0.2)
         assert asked == []
     with pytest.raises(keepstep.SidecarAbsent, match="no sidecar listens"):
-        session.take(timeout_s=0.2)
+        session.request_lease(timeout_s=0.2)
     assert asked == [keeper]
 
 
@@ -162,7 +162,7 @@ def _until_idle(pid: int) -> None:
     eventually(idle, every_s=0.3, what="it waits")
 
 
-def test_a_hanging_sidecar_costs_one_wait_not_one_a_step(sidecar):
+def test_a_hung_sidecar_delays_training_once_and_not_at_every_step(sidecar):
     model = nn.Linear(8, 8)
     checkpointer = begun({"m": model})
     checkpointer.save(0)
@@ -180,7 +180,7 @@ def test_a_hanging_sidecar_costs_one_wait_not_one_a_step(sidecar):
     checkpointer.close()
 
 
-def test_save_before_restore_says_so_and_strict_raises(sidecar):
+def test_save_before_restore_is_refused_and_raises_in_strict_mode(sidecar):
     model = nn.Linear(2, 2)
     checkpointer = keepstep.Checkpointer({"m": model})
     assert checkpointer.save(0) is False
@@ -240,7 +240,7 @@ def test_no_room_for_a_slot_is_named_at_once_and_in_every_status_and_training_go
         checkpointer.close()
 
 
-def test_close_says_which_step_is_not_durable(sidecar):
+def test_the_error_of_close_names_the_step_that_is_not_durable(sidecar):
     checkpointer = begun({"m": nn.Linear(2, 2)})
     checkpointer.save(3)
     checkpointer.wait(3, "staged")
@@ -249,14 +249,14 @@ def test_close_says_which_step_is_not_durable(sidecar):
         checkpointer.close(timeout=1.0)
 
 
-def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, monkeypatch):
+def test_a_slot_that_is_being_filled_is_never_handed_out_a_second_time(sidecar, monkeypatch):
     """The save thread may wake while the training thread still copies eagerly: asking for a slot
     then would bring the same one again, and the next save would write over a sealed image."""
-    from keepstep.save.snapshot import Snapshots
+    from keepstep.save.snapshot import SnapshotMaker
 
     model, extra = nn.Linear(8, 8), {"x": torch.zeros(4)}
     checkpointer = begun({"m": model, "extra": extra}, strict=True)
-    begin = Snapshots.begin
+    begin = SnapshotMaker.begin
 
     def begin_while_the_save_thread_wakes(self, *arguments, **options):
         checkpointer._saver.skip(0, "a reason to wake up")
@@ -266,14 +266,16 @@ def test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time(sidecar, mon
         assert not checkpointer._saver._skips, (
             "the save thread is awake, and has nothing left to do"
         )
-        assert checkpointer._saver.taken is not None, "one slot is being filled, none is at hand"
+        assert checkpointer._saver.taken_slot is not None, (
+            "one slot is being filled, none is at hand"
+        )
         return begin(self, *arguments, **options)
 
-    monkeypatch.setattr(Snapshots, "begin", begin_while_the_save_thread_wakes)
+    monkeypatch.setattr(SnapshotMaker, "begin", begin_while_the_save_thread_wakes)
     used = []
     for step in range(6):
         assert checkpointer.save(step)
-        used.append(checkpointer._saver.pending or checkpointer._saver.staged_step)
+        used.append(checkpointer._saver.pending_image or checkpointer._saver.staged_step)
         checkpointer.wait(step, "staged")
     assert len({(save.slot.grant.slot, save.slot.grant.generation) for save in used}) == 6
     checkpointer.close()

@@ -50,7 +50,7 @@ def kept(checkpointer, step):
 
 @pytest.mark.parametrize("kind", [Metric, Joined])
 @pytest.mark.parametrize("size", [64, 2400], ids=["small image", "image of 66 MiB"])
-def test_a_state_that_grows_by_a_tensor_each_step_is_kept_at_each_step(sidecar, kind, size):
+def test_every_step_of_a_state_that_grows_by_one_tensor_per_step_is_kept(sidecar, kind, size):
     grown, model = kind(), nn.Linear(size, size)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpointer = begun({"model": model, "optimizer": optimizer, "grown": grown})
@@ -78,7 +78,7 @@ def test_a_state_that_grows_by_a_tensor_each_step_is_kept_at_each_step(sidecar, 
         assert successor.save(number + 1)
 
 
-def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
+def test_a_tensor_that_changes_the_layout_at_each_save_is_logged_by_name(sidecar, caplog):
     grown = {"large": torch.zeros(0, 40_000)}
     checkpointer = begun({"grown": grown})
     for step in range(5):
@@ -90,7 +90,7 @@ def test_what_changes_the_layout_at_each_save_is_named(sidecar, caplog):
     assert "grown.large was F32[2, 40000] and is F32[3, 40000]" in message
 
 
-def test_memory_for_one_of_several_layouts_is_free_for_the_next_one(sidecars, monkeypatch):
+def test_the_memory_of_a_former_layout_is_freed_for_the_next_layout(sidecars, monkeypatch):
     sidecar = sidecars().start("--memory-limit", "20Mi")
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     grown = {}

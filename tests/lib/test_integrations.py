@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations import TESTED, require_version
+from keepstep.integrations import TESTED, require_framework_hooks
 
 
 def test_importing_keepstep_imports_no_integration():
@@ -38,7 +38,7 @@ HERE = f"{__name__}:Framework"
 def needed(monkeypatch):
     def needed(version, *hooks, owner=HERE):
         monkeypatch.setitem(TESTED, f"x{hooks}", ("5.19", "5.23"))
-        require_version(f"x{hooks}", version, hooks={owner: hooks})
+        require_framework_hooks(f"x{hooks}", version, hooks={owner: hooks})
 
     return needed
 
@@ -54,12 +54,12 @@ def test_a_version_that_lacks_a_hook_is_refused_whatever_its_number(needed, miss
 
 
 @pytest.mark.parametrize("owner", ["no_such_module:Framework", f"{__name__}:Other"])
-def test_a_class_that_is_gone_is_a_hook_that_is_missing(needed, owner):
+def test_a_missing_framework_class_is_reported_as_a_missing_hook(needed, owner):
     with pytest.raises(keepstep.UsageError, match=rf"{owner.partition(':')[2]}.train; install"):
         needed("5.20", "train", owner=owner)
 
 
-def test_a_version_that_was_never_tested_is_tried_with_one_warning(needed, caplog):
+def test_an_untested_framework_version_is_accepted_with_one_warning(needed, caplog):
     hooks = ("train(model, epoch)", "_step")
     for version in ("5.19.0", "5.20.1", "5.23.9", "5.19.0rc1"):
         needed(version, *hooks)
@@ -73,7 +73,7 @@ def test_a_version_that_was_never_tested_is_tried_with_one_warning(needed, caplo
         caplog.clear()
 
 
-def test_batches_that_are_no_component_are_refused_before_an_epoch_is_done_twice(sidecar):
+def test_batches_that_are_not_a_component_are_refused_at_the_first_iteration(sidecar):
     batches = keepstep.Batches(DataLoader([1, 2, 3]))
     for components in ({}, {"batches": batches}):
         with pytest.raises(keepstep.UsageError, match="no Checkpointer keeps this Batches"):
@@ -84,7 +84,7 @@ def test_batches_that_are_no_component_are_refused_before_an_epoch_is_done_twice
     assert kept == 3
 
 
-def test_a_script_uses_batches_as_the_loader_that_is_in_it():
+def test_batches_forward_attributes_of_the_wrapped_loader():
     loader = DataLoader([1, 2, 3], batch_size=2)
     batches = keepstep.Batches(loader)
     batches.epoch, batches.mixed = 5, True

@@ -127,13 +127,13 @@ def refusal(components):
     return "it is not refused"
 
 
-def test_what_cannot_be_kept_is_refused_at_restore_by_name(sidecar):
+def test_unsupported_values_are_refused_by_name_at_restore(sidecar):
     refusals = {kind: refusal({"st": make()}) for kind, (make, _) in REFUSED.items()}
     wrong = {kind: text for kind, text in refusals.items() if not re.search(REFUSED[kind][1], text)}
     assert not wrong
 
 
-def test_a_state_dict_that_fails_is_named_at_restore(sidecar):
+def test_a_failing_state_dict_is_reported_by_name_at_restore(sidecar):
     class Loader:
         def state_dict(self):
             raise RuntimeError("no iterator yet")
@@ -167,12 +167,12 @@ def two_ranks(folder, text):
     return torchrun(2, script)
 
 
-def test_every_rank_is_told_of_what_one_of_them_cannot_keep(sidecar, tmp_path):
+def test_an_unsupported_value_on_one_rank_raises_on_every_rank(sidecar, tmp_path):
     done = two_ranks(tmp_path, RANKS)
     assert sorted(done.stdout.splitlines()) == ["rank 0 was told", "rank 1 was told"], done.stderr
 
 
-def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(sidecar, caplog):
+def test_a_state_that_becomes_unsupported_is_counted_and_logged_once_by_name(sidecar, caplog):
     state = {"n": 1, "t": torch.ones(2)}
     with begun({"st": state}) as checkpointer:
         assert checkpointer.save(0)
@@ -197,7 +197,7 @@ def test_a_state_that_becomes_unkeepable_is_counted_and_logged_once_by_name(side
 
 
 @pytest.mark.parametrize("make", [freed, shrunk])
-def test_memory_that_is_gone_is_an_error_and_no_signal(make):
+def test_copying_a_tensor_without_storage_raises_an_error_instead_of_crashing(make):
     there, gone = torch.zeros(1 << 20), make()
     there = there[: gone.numel()]
     assert not copying.is_plain(gone)
@@ -217,7 +217,7 @@ def assert_same_array(first, other):
         assert first.flags.fnc == other.flags.fnc
 
 
-def test_an_image_is_hardly_larger_than_what_it_holds(sidecar):
+def test_an_image_is_hardly_larger_than_its_tensors(sidecar):
     state = {"replay": np.zeros(8 << 20, np.uint8), "text": "x" * (3 << 20), "n": 1}
     keep({"st": state})
     [path] = sidecar.root.glob("0*/*.safetensors")
@@ -257,7 +257,7 @@ def numbers(module):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_module_of_wrapped_tensors_is_filled_where_it_is(sidecar, own):
+def test_a_module_of_tensor_subclasses_is_restored_in_place(sidecar, own):
     model = Wrapped(1, own=own)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with begun({"m": model, "o": optimizer}, strict=True) as checkpointer:
@@ -281,7 +281,7 @@ def test_a_module_of_wrapped_tensors_is_filled_where_it_is(sidecar, own):
     assert torch.equal(other.plain.weight, model.plain.weight * scale)
 
 
-def test_wrapped_tensors_outside_of_modules_come_back_as_new_ones(sidecar):
+def test_tensor_subclasses_outside_of_modules_are_restored_as_new_objects(sidecar):
     nested = TwoTensor(two(), TwoTensor(torch.randn(4), torch.randn(4)))
     state = {"a": {"z": two()}, "row": [nested], "w": nn.Parameter(two()), "n": 1}
     with begun({"st": state}) as checkpointer:
@@ -300,7 +300,7 @@ def test_wrapped_tensors_outside_of_modules_come_back_as_new_ones(sidecar):
     assert other["n"] == 2
 
 
-def test_wrapped_state_of_an_optimizer_comes_back(sidecar):
+def test_optimizer_state_of_tensor_subclasses_is_restored(sidecar):
     class Wrapping(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -355,7 +355,9 @@ os._exit(0)
 """
 
 
-def test_forms_and_wrapped_tensors_come_back_in_another_world_too(sidecar, tmp_path):
+def test_container_types_and_tensor_subclasses_are_restored_at_another_world_size(
+    sidecar, tmp_path
+):
     done = two_ranks(tmp_path, SAVES)
     assert done.returncode == 0, done.stderr
     live, model = {"array": np.ones(3), "wide": torch.tensor(0.0).expand(3)}, Wrapped(2)

@@ -33,11 +33,11 @@ def trained(seed=0, optimizer=torch.optim.AdamW, steps=3):
     return model, optimizer
 
 
-def test_nothing_to_restore_is_none(sidecar):
+def test_restore_returns_none_when_there_is_no_step(sidecar):
     assert bring_back({"model": nn.Linear(2, 2)}) is None
 
 
-def test_a_trained_model_comes_back_bit_equal_in_place_and_trains_on_as_it_would_have(
+def test_a_model_is_restored_in_place_bit_equal_and_continues_with_the_same_losses(
     sidecar,
 ):
     def train_on(model, optimizer):
@@ -78,7 +78,7 @@ def test_a_growing_list_of_values_keeps_its_layout(sidecar):
         assert checkpointer._snapshots.layout.id == layout
 
 
-def test_extras_that_outgrow_their_room_get_a_new_layout(sidecar):
+def test_values_that_outgrow_their_reserved_space_get_a_new_layout(sidecar):
     progress = {"text": ""}
     with begun({"p": progress}, strict=True) as checkpointer:
         checkpointer.save(0)
@@ -89,7 +89,7 @@ def test_extras_that_outgrow_their_room_get_a_new_layout(sidecar):
     assert live["text"] == progress["text"]
 
 
-def test_an_optimizer_replaced_in_mid_run_is_a_new_layout(sidecar):
+def test_an_optimizer_that_is_replaced_during_the_run_gets_a_new_layout(sidecar):
     model, adam = trained()
     components = {"model": model, "optimizer": adam}
     with begun(components, strict=True) as checkpointer:
@@ -110,7 +110,7 @@ def test_an_optimizer_replaced_in_mid_run_is_a_new_layout(sidecar):
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64", "MT19937"])
-def test_a_random_generator_of_numpy_of_any_kind_goes_on_where_it_was(sidecar, kind):
+def test_the_global_numpy_generator_of_any_kind_is_restored(sidecar, kind):
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(getattr(np.random, kind)(7))
@@ -126,7 +126,7 @@ def test_a_random_generator_of_numpy_of_any_kind_goes_on_where_it_was(sidecar, k
         np.random.set_bit_generator(before)
 
 
-def test_random_generators_are_left_alone_on_request(sidecar):
+def test_random_generators_are_not_restored_with_rng_false(sidecar):
     keep({"m": nn.Linear(1, 1)})
     other = nn.Linear(1, 1)
     torch.manual_seed(9)
@@ -136,7 +136,7 @@ def test_random_generators_are_left_alone_on_request(sidecar):
     assert torch.equal(torch.rand(3), after)
 
 
-def test_names_do_not_change_under_compile(sidecar):
+def test_tensor_names_are_the_same_with_torch_compile(sidecar):
     model = nn.Linear(3, 3)
     keep({"model": torch.compile(model, backend="eager")})
     other = nn.Linear(3, 3)
@@ -173,7 +173,7 @@ class Router(nn.Module):
             self.register_buffer(name, torch.zeros(2), persistent=False)
 
 
-def test_a_buffer_that_changes_and_is_in_no_checkpoint_is_named_once(sidecar, caplog):
+def test_a_changing_non_persistent_buffer_is_logged_once(sidecar, caplog):
     model = Router()
     with begun({"model": nn.Sequential(model)}, strict=True) as checkpointer:
         model.cache = torch.ones(3)  # made by the first forward pass
@@ -186,7 +186,7 @@ def test_a_buffer_that_changes_and_is_in_no_checkpoint_is_named_once(sidecar, ca
     assert not any(name in messages[0] for name in ("constant", "cache"))
 
 
-def test_a_buffer_that_a_dict_keeps_or_that_does_not_change_is_not_named(sidecar, caplog):
+def test_a_buffer_that_is_saved_elsewhere_or_constant_causes_no_warning(sidecar, caplog):
     model = Router()
     with begun({"model": model, "extra": {"bias": model.bias}}, strict=True) as checkpointer:
         for step in range(4):
@@ -204,7 +204,9 @@ class StatefulLoader(torch.utils.data.DataLoader):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_loader_is_named_where_the_random_states_are_set_at_once(sidecar, caplog, later):
+def test_a_loader_component_causes_a_warning_when_random_states_are_restored_at_once(
+    sidecar, caplog, later
+):
     checkpointer = keepstep.Checkpointer({"loader": StatefulLoader([1, 2])})
     checkpointer.restore(rng="later" if later else "now")
     messages = [message for message in caplog.messages if "loader draws random numbers" in message]
@@ -215,7 +217,7 @@ def test_a_loader_is_named_where_the_random_states_are_set_at_once(sidecar, capl
     checkpointer.close()
 
 
-def test_values_that_take_long_are_named_once_by_the_largest(sidecar, caplog):
+def test_slow_encoding_of_values_is_logged_once_with_the_largest_value(sidecar, caplog):
     progress = {"words": [str(number) for number in range(200_000)], "n": [0]}
     with begun({"p": progress}, strict=True) as checkpointer:
         for step in range(3):
@@ -225,7 +227,7 @@ def test_values_that_take_long_are_named_once_by_the_largest(sidecar, caplog):
     assert "p.words (" in messages[0] or "most of it for p (" in messages[0]
 
 
-def test_the_default_generator_and_the_random_states_agree(sidecar):
+def test_a_saved_default_generator_and_the_global_random_state_are_restored_consistently(sidecar):
     keep({"p": {"g": torch.default_generator}})
     expected = torch.rand(3)
     torch.manual_seed(9)

@@ -60,7 +60,7 @@ def values(lines: list[str], word: str) -> set[str]:
     return {re.sub(".*with ", "", line) for line in words_after(lines, word)}
 
 
-def test_a_machine_that_is_lost_gets_the_state_from_its_twin(machines):
+def test_a_lost_machine_restores_from_its_replica(machines):
     two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 4, two)
     two[0].lose()
@@ -73,7 +73,7 @@ def test_a_machine_that_is_lost_gets_the_state_from_its_twin(machines):
     assert len(values(after, "begins")) == 1
 
 
-def test_a_machine_of_several_ranks_gets_the_parts_of_a_replica_from_its_twin(machines):
+def test_a_lost_machine_with_several_ranks_restores_from_its_replica(machines):
     two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two, local=2)
     two[1].lose()
@@ -83,7 +83,7 @@ def test_a_machine_of_several_ranks_gets_the_parts_of_a_replica_from_its_twin(ma
     assert len(values(after, "ends")) == 1
 
 
-def test_shards_that_different_machines_have_are_put_together(machines):
+def test_a_step_is_restored_from_shards_on_different_machines(machines):
     four = [machine.start() for machine in machines]
     before = train("hsdp", 3, four)
     four[1].lose()
@@ -93,7 +93,7 @@ def test_shards_that_different_machines_have_are_put_together(machines):
     assert values(after, "begins") == values(before, "ends")
 
 
-def test_a_world_that_grows_goes_on_from_what_one_machine_has(machines):
+def test_a_run_that_grows_to_two_machines_resumes_from_the_step_of_the_first(machines):
     two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two[:1])
     after = train("ddp", 5, two)
@@ -101,7 +101,7 @@ def test_a_world_that_grows_goes_on_from_what_one_machine_has(machines):
     assert values(after, "begins") == values(before, "ends")
 
 
-def test_shards_of_another_world_are_put_together(machines):
+def test_shards_of_another_world_size_are_combined(machines):
     three = [machine.start() for machine in machines[:3]]
     before = train("fsdp", 3, three[:2])
     after = train("fsdp", 5, three)
@@ -109,7 +109,7 @@ def test_shards_of_another_world_are_put_together(machines):
     assert values(after, "begins") == values(before, "ends")
 
 
-def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
+def test_a_lost_machine_also_restores_from_the_drive_of_its_replica(machines):
     two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two)
     two[0].lose()
@@ -121,7 +121,7 @@ def test_what_lies_on_a_drive_is_lent_as_what_lies_in_memory(machines):
     assert values(after, "begins") == values(before, "ends")
 
 
-def test_a_shard_that_is_lost_is_waited_for_and_its_return_is_enough(machines, tmp_path):
+def test_a_run_waits_for_a_lost_shard_and_resumes_once_it_returns(machines, tmp_path):
     two = [machine.start() for machine in machines[:2]]
     before = train("fsdp", 3, two)
     two[0].kill()
@@ -140,7 +140,7 @@ def test_a_shard_that_is_lost_is_waited_for_and_its_return_is_enough(machines, t
     assert values(after, "begins") == values(before, "ends")
 
 
-def test_a_shard_that_went_for_good_has_the_run_begin_again_and_go_on(machines):
+def test_a_run_restarts_at_step_0_after_a_shard_was_lost_for_good(machines):
     fleeting = {"KEEPSTEP_ON_LOSS": "restart"}
     two = [machine.start(**fleeting) for machine in machines[:2]]
     train("fsdp", 3, two)
@@ -153,7 +153,9 @@ def test_a_shard_that_went_for_good_has_the_run_begin_again_and_go_on(machines):
     )
 
 
-def test_a_drive_that_comes_back_after_the_run_began_again_brings_its_steps(machines, tmp_path):
+def test_a_drive_that_returns_after_a_start_at_step_0_makes_its_steps_available_again(
+    machines, tmp_path
+):
     two = [machine.start() for machine in machines[:2]]
     before = train("fsdp", 3, two)
     drive, aside, new = two[0].volume, tmp_path / "aside", tmp_path / "new"
@@ -180,7 +182,7 @@ def lose_power(machines: list[Machine]) -> None:
         machine.lose_memory()
 
 
-def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
+def test_a_run_waits_if_the_storage_of_one_machine_may_still_return(machines):
     two = [machines[0].start(KEEPSTEP_ON_LOSS="restart"), machines[1].start()]
     train("fsdp", 3, two)
     two[0].lose(KEEPSTEP_ON_LOSS="restart")
@@ -188,7 +190,7 @@ def test_with_one_machine_whose_storage_may_come_back_the_run_waits(machines):
         train("fsdp", 3, two)
 
 
-def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
+def test_a_damaged_step_of_a_replica_is_skipped_for_an_older_one(machines):
     two = [machine.start("--persist-every", "1") for machine in machines[:2]]
     before = train("ddp", 3, two)
     assert len(values(before, "ends")) == 1
@@ -207,7 +209,7 @@ def test_a_damaged_step_is_not_lent_and_an_older_one_is(machines):
     assert step < 3
 
 
-def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
+def test_a_run_starts_at_step_0_when_all_replicas_were_lost(machines):
     two = [machine.start() for machine in machines[:2]]
     train("ddp", 2, two)
     for first in two:
@@ -216,7 +218,7 @@ def test_both_machines_of_a_replica_that_are_lost_begin_at_step_0(machines):
     assert {line.split(" with")[0] for line in words_after(after, "begins")} == {"at None"}
 
 
-def test_a_step_that_the_script_asks_for_is_lent_too(machines):
+def test_a_lost_machine_restores_a_requested_older_step_from_its_replica(machines):
     two = [machine.start() for machine in machines[:2]]
     train("ddp", 3, two)
     two[0].lose()
@@ -224,7 +226,7 @@ def test_a_step_that_the_script_asks_for_is_lent_too(machines):
     assert {line[:4] for line in words_after(after, "begins")} == {"at 2"}
 
 
-def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
+def test_a_machine_with_an_unreadable_drive_restores_from_its_replica(machines):
     two = [machine.start() for machine in machines[:2]]
     before = train("ddp", 3, two)
     two[0].kill()
@@ -240,7 +242,7 @@ def test_a_machine_whose_drive_cannot_be_read_goes_on_from_its_twin(machines):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_two_machines_that_change_places_twice_lose_no_step(machines, kind):
+def test_two_machines_that_swap_node_ranks_twice_lose_no_step(machines, kind):
     """The second time, each machine also has the old images of the ranks that come back to it."""
     two = [machine.start() for machine in machines[:2]]
     first = train(kind, 3, two)
@@ -252,7 +254,7 @@ def test_two_machines_that_change_places_twice_lose_no_step(machines, kind):
     assert values(third, "begins") == values(second, "ends")
 
 
-def test_machines_that_kept_their_drives_alone_come_back_in_another_order(machines):
+def test_machines_that_kept_only_their_drives_resume_with_permuted_node_ranks(machines):
     three = [machine.start() for machine in machines[:3]]
     first = train("fsdp", 3, three)
     for machine in three:
@@ -264,7 +266,7 @@ def test_machines_that_kept_their_drives_alone_come_back_in_another_order(machin
     assert values(second, "begins") == values(first, "ends")
 
 
-def test_machines_change_places_while_another_takes_the_place_of_one(machines):
+def test_machines_resume_with_permuted_node_ranks_while_a_lost_one_is_replaced(machines):
     four = [machine.start() for machine in machines]
     first = train("hsdp", 3, four)
     four[3].lose()
@@ -276,7 +278,7 @@ def test_machines_change_places_while_another_takes_the_place_of_one(machines):
     assert values(third, "begins") == values(second, "ends")
 
 
-def test_two_ranks_of_a_machine_change_places_with_those_of_another(machines):
+def test_two_machines_with_two_ranks_each_resume_with_swapped_node_ranks(machines):
     two = [machine.start() for machine in machines[:2]]
     first = train("fsdp", 3, two, local=2)
     second = train("fsdp", 6, two[::-1], local=2)
@@ -284,7 +286,7 @@ def test_two_ranks_of_a_machine_change_places_with_those_of_another(machines):
     assert values(second, "begins") == values(first, "ends")
 
 
-def test_ranks_of_one_machine_are_spread_over_two_which_have_older_images_of_them(machines):
+def test_ranks_moved_to_machines_with_older_images_restore_the_newest_step(machines):
     two = [machine.start() for machine in machines[:2]]
     train("ddp", 3, two)
     second = train("ddp", 6, two[:1], local=2)
@@ -294,7 +296,7 @@ def test_ranks_of_one_machine_are_spread_over_two_which_have_older_images_of_the
     assert values(third, "begins") == values(second, "ends")
 
 
-def test_machines_with_memory_for_one_rank_alone_change_places(machines):
+def test_machines_with_memory_for_only_one_rank_resume_with_swapped_node_ranks(machines):
     """The images of the ranks that left give way, and then those that came have all their slots."""
     two = [machine.start() for machine in machines[:2]]
     first = train("fsdp", 3, two)

@@ -117,7 +117,7 @@ def test_weights_swapped_out_and_back_during_the_copy_discard_the_image(
     before = weight.detach().clone()
     weight.data.add_(1)
     held_copy.set()
-    assert checkpointer._saver.pending.copied.wait(10)
+    assert checkpointer._saver.pending_image.copied.wait(10)
     weight.data.copy_(before)
     with pytest.raises(keepstep.NotDurableError, match=r"model\..* changed before it was copied"):
         checkpointer.wait(1, "staged", timeout=10)
@@ -129,7 +129,7 @@ def test_weights_swapped_out_and_back_during_the_copy_discard_the_image(
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(256, 256), channels_last, columns, doubles, scalars]
 )
-def test_the_image_of_an_unchanged_state_is_kept_in_any_order_of_dimensions(sidecar, make):
+def test_the_image_of_an_unchanged_state_is_kept_for_any_memory_format(sidecar, make):
     model = make()
     with begun({"model": model}) as checkpointer:
         for step in range(3):
@@ -158,7 +158,7 @@ def shared(weight):
 
 
 @pytest.mark.parametrize("free", [resized, given_other_memory, set_to_other_memory, shared])
-def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypatch, free):
+def test_memory_that_is_freed_during_the_copy_does_not_stop_training(sidecar, monkeypatch, free):
     """Large enough to be unmapped at once: a copy that still read it would end this process."""
     model, run, reads = nn.Linear(4096, 2048, bias=False), copying.run_transfers, threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -194,16 +194,14 @@ def test_memory_that_is_freed_beside_the_copy_ends_no_training(sidecar, monkeypa
             assert getattr(staged, "step", None) == step, "it waited for the copy"
         if staged is not None and staged.step == step:
             image = staged.slot.mapping
-            assert torch.equal(image.view(image.layout.entries["model.weight"]), expected)
+            assert torch.equal(image.view_tensor(image.layout.entries["model.weight"]), expected)
         with torch.no_grad():
             model.weight.copy_(expected)
     checkpointer._let_go("the test ends", timeout_s=5)
 
 
 @pytest.mark.parametrize("by_optimizer", [True, False], ids=["optimizer step", "mutating"])
-def test_what_is_said_to_change_the_tensors_waits_for_the_copy(
-    sidecar, held_copy, model, by_optimizer
-):
+def test_an_announced_change_of_tensors_waits_for_the_copy(sidecar, held_copy, model, by_optimizer):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     checkpointer = begun({"model": model})
     expected = model[0].weight.detach().clone()
@@ -272,7 +270,7 @@ def test_a_discarded_image_leaves_nothing_sealed(sidecar, held_copy, model):
         checkpointer.close()
 
 
-def test_a_thread_that_sits_in_one_operation_is_not_judged():
+def test_an_image_is_not_accepted_early_while_the_training_thread_is_inside_one_operation():
     """Early judging needs progress of the training thread: an in-place kernel that still runs has
     not moved its version counter."""
     inside, leave, done = threading.Event(), threading.Event(), threading.Event()

@@ -49,7 +49,7 @@ def accounted(checkpointer):
 _NO_STEPS = (0.0, 0.5, True, None, "3", 10**18, 2**63, -1, numpy.float64(3))
 
 
-def test_what_is_no_whole_number_is_no_step_and_costs_none(sidecar, model):
+def test_a_step_that_is_not_a_whole_number_is_refused_and_loses_no_other_step(sidecar, model):
     checkpointer = begun({"m": model})
     for step in _NO_STEPS:
         assert checkpointer.save(step) is False
@@ -65,14 +65,14 @@ def test_what_is_no_whole_number_is_no_step_and_costs_none(sidecar, model):
                 strict.save(step)
 
 
-def test_whole_numbers_of_other_types_are_steps(sidecar, model):
+def test_integers_of_other_types_are_accepted_as_steps(sidecar, model):
     with begun({"m": model}, strict=True) as checkpointer:
         for step in (numpy.int64(0), torch.tensor(1), numpy.uint8(2), 10**18 - 1):
             assert checkpointer.save(step)
             checkpointer.wait(step, "staged")
 
 
-def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
+def test_wait_returns_only_for_exactly_the_given_step(sidecar, model, monkeypatch):
     gate = hold_copies(monkeypatch)
     checkpointer = begun({"m": model})
     checkpointer.save(1)
@@ -93,7 +93,7 @@ def test_wait_is_about_the_very_step(sidecar, model, monkeypatch):
     checkpointer.close()
 
 
-def test_wait_for_a_step_that_was_overwritten_before_it_was_written_is_an_error_at_once(
+def test_wait_fails_at_once_for_a_step_that_was_overwritten_in_memory_before_its_write(
     sidecars, monkeypatch, model
 ):
     sidecar = sidecars().start("--persist-every", "1000")
@@ -112,7 +112,7 @@ def test_wait_for_a_step_that_was_overwritten_before_it_was_written_is_an_error_
     checkpointer.close()
 
 
-def test_a_step_that_was_committed_and_has_expired_since_was_committed(sidecar, model):
+def test_wait_succeeds_for_a_committed_step_that_has_been_retired_since(sidecar, model):
     checkpointer = begun({"m": model})
     step, committed = 0, []
     while not committed or committed[0] in sidecar.published():
@@ -154,7 +154,7 @@ def test_an_optimizer_without_hooks_is_kept_eagerly_after_the_first_discarded_st
     checkpointer.close()
 
 
-def test_saves_of_several_threads_come_one_after_the_other(sidecar, model):
+def test_concurrent_saves_of_several_threads_are_serialised(sidecar, model):
     checkpointer = begun({"m": model})
     numbers = iter(range(300))
     lock, results = threading.Lock(), []
@@ -242,7 +242,7 @@ def test_the_first_save_of_a_state_that_cannot_be_kept_raises(sidecar, model, mo
     checkpointer.close()
 
 
-def test_a_state_that_can_no_longer_be_kept_raises_no_more_once_a_step_was(sidecar, model):
+def test_a_state_that_becomes_unsupported_after_a_kept_step_does_not_raise(sidecar, model):
     optimizer = Galore(model.parameters(), lr=0.1)
     checkpointer = begun({"m": model, "optimizer": optimizer})
     assert checkpointer.save(0)
@@ -254,7 +254,7 @@ def test_a_state_that_can_no_longer_be_kept_raises_no_more_once_a_step_was(sidec
         checkpointer.close()
 
 
-def test_any_reason_for_which_no_step_is_staged_for_long_stands_in_the_status(sidecar, model):
+def test_the_status_reports_why_no_step_has_been_staged_for_a_minute(sidecar, model):
     from keepstep_sidecar.api.saving import SaveCounters
 
     counters = SaveCounters()
@@ -267,7 +267,7 @@ def test_any_reason_for_which_no_step_is_staged_for_long_stands_in_the_status(si
     )
 
 
-def test_what_a_signals_handler_raises_inside_save_goes_on_to_the_script(
+def test_an_exception_of_a_signal_handler_inside_save_reaches_the_script(
     sidecar, model, monkeypatch
 ):
     """Any exception of its own: only errors of keepstep are kept from the script."""

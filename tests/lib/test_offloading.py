@@ -58,7 +58,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("when", ["before the save", "after the save"])
 @pytest.mark.parametrize("move", [*MOVES, kept_where_it_is])
-def test_no_step_is_lost(
+def test_offloading_the_state_loses_no_step(
     sidecar, monkeypatch, move: Callable[..., None], when: str, caplog
 ) -> None:
     model, optimizer = trained()
@@ -91,7 +91,9 @@ def test_no_step_is_lost(
     assert all(torch.equal(copied[name], state[name]) for copied, state in states for name in state)
 
 
-def test_what_is_written_to_the_other_memory_is_in_no_image(sidecar, monkeypatch) -> None:
+def test_writes_to_memory_that_the_state_has_left_do_not_reach_the_image(
+    sidecar, monkeypatch
+) -> None:
     model, optimizer = trained()
     copies = hold_copies(monkeypatch)
     checkpointer = begun({"model": model})
@@ -104,14 +106,14 @@ def test_what_is_written_to_the_other_memory_is_in_no_image(sidecar, monkeypatch
     assert checkpointer.save(1)
     checkpointer.wait(1, "staged")
     image = checkpointer._saver.staged_step.slot.mapping
-    saved = image.view(image.layout.entries["model.0.weight"])
+    saved = image.view_tensor(image.layout.entries["model.0.weight"])
     assert torch.equal(saved, model[0].weight), "the next image has the memory of now"
     assert torch.equal(saved, expected + 1)
     checkpointer.close()
     assert checkpointer.stats.discarded == 0
 
 
-def test_an_image_is_given_up_if_others_may_write_to_the_memory_that_the_state_had(
+def test_an_image_is_discarded_if_the_former_memory_of_the_state_may_be_overwritten(
     sidecar, monkeypatch
 ) -> None:
     model = nn.Linear(256, 256, bias=False)
@@ -134,7 +136,7 @@ def test_an_image_is_given_up_if_others_may_write_to_the_memory_that_the_state_h
     assert checkpointer.stats.discarded == 1
 
 
-def test_a_parameter_in_the_place_of_another_over_the_same_memory_is_watched(
+def test_a_replaced_parameter_that_shares_its_memory_is_still_checked_for_changes(
     sidecar, monkeypatch
 ) -> None:
     model = nn.Linear(256, 256)
@@ -154,7 +156,7 @@ def test_a_parameter_in_the_place_of_another_over_the_same_memory_is_watched(
     checkpointer.close()
 
 
-def test_no_code_of_the_scripts_runs_inside_of_an_optimizers_step(sidecar) -> None:
+def test_no_user_code_is_called_inside_an_optimizer_step(sidecar) -> None:
     class Own:
         def __init__(self) -> None:
             self.calls: list[str] = []
@@ -186,7 +188,7 @@ def test_no_code_of_the_scripts_runs_inside_of_an_optimizers_step(sidecar) -> No
     assert "step" not in own.calls
 
 
-def test_the_memory_that_the_state_had_is_soon_held_no_more(sidecar) -> None:
+def test_the_former_memory_of_an_offloaded_state_is_released_soon(sidecar) -> None:
     model, optimizer = trained()
     checkpointer = begun({"model": model, "optimizer": optimizer})
     for step in range(STEPS):
@@ -206,7 +208,7 @@ def test_the_memory_that_the_state_had_is_soon_held_no_more(sidecar) -> None:
     checkpointer.close()
 
 
-def test_a_tensor_of_the_scripts_that_is_made_anew_in_each_forward_pass_is_no_move(
+def test_a_tensor_that_each_forward_pass_recreates_does_not_count_as_offloading(
     sidecar, caplog
 ) -> None:
     model, optimizer = trained()

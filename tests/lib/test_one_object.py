@@ -66,7 +66,9 @@ class Best:
     ],
 )
 @pytest.mark.parametrize("fresh", [True, False])
-def test_whatever_can_change_is_one_object_in_all_components(again, make, fresh):
+def test_a_mutable_object_shared_by_several_components_is_restored_as_one_object(
+    again, make, fresh
+):
     thing = make()
     saved = {"a": {"x": thing, "deep": [(thing, 1)]}, "b": {"y": thing}}
     live: dict[str, Any] = {"a": {}, "b": {}}
@@ -78,14 +80,14 @@ def test_whatever_can_change_is_one_object_in_all_components(again, make, fresh)
     assert live["a"]["x"] is live["b"]["y"]
 
 
-def test_components_in_another_order_find_what_they_share(again):
+def test_shared_objects_are_restored_when_components_are_given_in_another_order(again):
     part = {"t": torch.ones(2)}
     live: dict[str, Any] = {"b": {}, "a": {}}
     again({"a": {"x": part}, "b": {"x": part}}, live)
     assert live["a"]["x"] is live["b"]["x"]
 
 
-def test_an_object_that_was_live_in_two_places_is_two_where_two_were_saved(again):
+def test_an_object_shared_only_before_the_restore_is_split_if_two_objects_were_saved(again):
     both: dict[str, Any] = {"n": 0}
     live = {"p": {"a": both, "b": both}}
     again({"p": {"a": {"n": 1}, "b": {"n": 2}}}, live)
@@ -93,7 +95,7 @@ def test_an_object_that_was_live_in_two_places_is_two_where_two_were_saved(again
     assert live["p"]["a"] is both
 
 
-def test_what_only_one_place_has_live_is_refilled_for_all(again):
+def test_an_existing_object_is_refilled_and_shared_by_all_references(again):
     mine: dict[str, Any] = {"n": 0}
     part = {"n": 3}
     live: dict[str, Any] = {"p": {"b": mine}}
@@ -148,7 +150,7 @@ GENERATORS = [
 
 @pytest.mark.parametrize("make", GENERATORS)
 @pytest.mark.parametrize("place", ["component", "dict", "list", "field", "tuple"])
-def test_a_generator_goes_on_where_it_was_in_place(again, make, place):
+def test_a_random_generator_is_restored_in_place(again, make, place):
     places = {
         "component": lambda generator: generator,
         "dict": lambda generator: {"g": generator},
@@ -162,14 +164,14 @@ def test_a_generator_goes_on_where_it_was_in_place(again, make, place):
 
 
 @pytest.mark.parametrize("make", GENERATORS)
-def test_a_generator_is_made_where_there_is_none(again, make):
+def test_a_missing_random_generator_is_created_by_the_restore(again, make):
     saved, live = advanced(make), {"g": {"g": None}}
     again({"g": {"g": saved}}, live)
     assert type(live["g"]["g"]) is type(saved)
     assert draw(live["g"]["g"]) == draw(saved)
 
 
-def test_a_generator_of_another_kind_is_refused_by_name(again):
+def test_a_random_generator_of_another_kind_is_refused_by_name(again):
     from keepstep.errors import MismatchError
 
     with pytest.raises(MismatchError, match=r"g: a random.Random in the checkpoint, a torch"):
@@ -187,7 +189,7 @@ class OwnRandom(random.Random):
         (OwnRandom(1), "OwnRandom"),
     ],
 )
-def test_a_generator_that_has_no_state_of_its_own_is_refused_by_name(again, value, message):
+def test_a_python_generator_without_restorable_state_is_refused_by_name(again, value, message):
     with pytest.raises(UsageError, match=message) as raised:
         again({"p": {"g": value}}, {"p": {}})
     assert "trusted=True" not in str(raised.value)
@@ -217,7 +219,7 @@ VIEWS = {
 @pytest.mark.parametrize("kind", VIEWS)
 @pytest.mark.parametrize("live", ["none", "the same", "apart"])
 @pytest.mark.parametrize("where", ["list", "dicts", "foreign"])
-def test_tensors_over_one_memory_are_so_again(again, kind, live, where):
+def test_tensors_that_share_memory_share_it_after_a_restore(again, kind, live, where):
     saved = list(VIEWS[kind]())
     saved[0].add_(1)
     expected = [tensor.clone() for tensor in saved]
@@ -264,7 +266,7 @@ def test_parts_that_do_not_overlap_are_kept_as_they_are(again, tmp_path):
     assert not share(live["a"], live["b"])
 
 
-def test_a_view_of_a_weight_is_one_of_the_live_weight(again):
+def test_a_saved_view_of_a_weight_is_restored_as_a_view_of_the_weight(again):
     theirs, mine = nn.Linear(3, 2), nn.Linear(3, 2)
     live = {"model": mine, "p": {"row": torch.zeros(3), "all": None}}
     again(
@@ -276,7 +278,7 @@ def test_a_view_of_a_weight_is_one_of_the_live_weight(again):
     assert live["p"]["all"].data_ptr() == mine.weight.data_ptr()
 
 
-def test_what_a_view_wrote_through_before_is_left_alone(again):
+def test_restoring_an_independent_tensor_over_a_view_does_not_overwrite_the_weight(again):
     """A live view of a weight, where another tensor was saved, must not be filled in place."""
     theirs, mine = nn.Linear(3, 2), nn.Linear(3, 2)
     live = {"model": mine, "p": {"row": mine.weight.detach()[0]}}
@@ -285,7 +287,7 @@ def test_what_a_view_wrote_through_before_is_left_alone(again):
     assert live["p"]["row"].tolist() == [7, 7, 7]
 
 
-def test_a_copy_of_the_weights_that_is_the_live_weights_here_becomes_a_copy(again):
+def test_saved_copies_of_weights_are_restored_as_copies_even_if_they_alias_the_weights(again):
     """The script begins with the very weights; the run had a copy of them, equal at that step."""
     theirs, mine = nn.Linear(2, 2), nn.Linear(2, 2)
     live = {"model": mine, "p": {"best": mine.state_dict()}}

@@ -14,7 +14,7 @@ def state(**progress):
     return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "progress": progress}
 
 
-def test_it_reads_one_component_and_changes_nothing(sidecar):
+def test_preview_reads_one_component_and_changes_nothing(sidecar):
     keep(state(epoch=4, average=torch.arange(3.0), words=["a"]), step=7)
     here = state(epoch=0)
     weight = here["model"].weight.detach().clone()
@@ -33,7 +33,7 @@ def test_it_reads_one_component_and_changes_nothing(sidecar):
     assert bring_back(state()).step == 8
 
 
-def test_components_are_made_as_the_step_says(sidecar):
+def test_components_can_be_built_from_the_preview_of_a_step(sidecar):
     def layers(count):
         return nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
 
@@ -46,7 +46,7 @@ def test_components_are_made_as_the_step_says(sidecar):
     checkpointer.close()
 
 
-def test_there_may_be_nothing_or_a_component_of_another_name(sidecar):
+def test_preview_of_an_empty_or_unknown_component_returns_an_empty_dict(sidecar):
     checkpointer = begun({"progress": {"epoch": 1}}, strict=True)
     checkpointer.save(0)
     checkpointer.close()
@@ -54,7 +54,7 @@ def test_there_may_be_nothing_or_a_component_of_another_name(sidecar):
         assert other.preview("counts") == (0, {})
 
 
-def test_without_a_step_or_a_sidecar_there_is_nothing(sidecar, monkeypatch):
+def test_preview_returns_none_without_a_step_or_a_sidecar(sidecar, monkeypatch):
     with keepstep.Checkpointer({"progress": {}}) as checkpointer:
         assert checkpointer.preview("progress") is None
         assert checkpointer.restore() is None
@@ -62,7 +62,7 @@ def test_without_a_step_or_a_sidecar_there_is_nothing(sidecar, monkeypatch):
     assert keepstep.Checkpointer({"progress": {}}).preview("progress") is None
 
 
-def test_a_second_training_of_a_process_is_told_whose_step_it_goes_on_from(sidecar, caplog):
+def test_a_second_training_in_a_process_is_warned_that_it_resumes_from_the_first(sidecar, caplog):
     keep(state(), step=5)
     assert "this process has kept steps of this run before" not in caplog.text
     bring_back(state())

@@ -21,7 +21,7 @@ def losses(log, rank):
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):
+def test_two_ranks_resume_together_after_one_was_killed(sidecar, tmp_path):
     reference, log = tmp_path / "reference", tmp_path / "log"
     done = torchrun(2, SCRIPT, 8, -1, reference, KEEPSTEP_SOCKET="")
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_two_ranks_go_on_together_after_one_was_killed(sidecar, tmp_path):
         assert len(steps) <= 10, f"more than the step in flight was done again: {steps}"
 
 
-def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
+def test_a_run_resumes_from_the_same_step_at_another_world_size(sidecar, tmp_path):
     done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
     assert done.returncode == 0, done.stderr
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
@@ -50,7 +50,7 @@ def test_another_world_size_goes_on_from_the_same_step(sidecar, tmp_path):
     assert all(state["step"] == 3 for state in optimizer.state.values())
 
 
-def test_all_ranks_go_back_to_the_same_step_or_none_does(sidecar, tmp_path):
+def test_a_rollback_requires_the_same_step_on_all_ranks(sidecar, tmp_path):
     reference, log = tmp_path / "reference", tmp_path / "log"
     assert torchrun(2, SCRIPT, 6, -1, reference, KEEPSTEP_SOCKET="").returncode == 0
     assert torchrun(2, SCRIPT, 4, -1, log).returncode == 0
@@ -66,7 +66,7 @@ def test_all_ranks_go_back_to_the_same_step_or_none_does(sidecar, tmp_path):
         assert losses(log, rank) == losses(reference, rank)
 
 
-def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
+def test_a_new_rank_without_saved_random_states_logs_a_warning(sidecar, tmp_path):
     done = torchrun(2, SCRIPT, 3, -1, tmp_path / "log")
     assert "random generators" not in done.stderr
     done = torchrun(3, SCRIPT, 5, -1, tmp_path / "log")
@@ -76,7 +76,7 @@ def test_a_rank_whose_generators_nobody_saved_says_so(sidecar, tmp_path):
     assert "keepstep: rank 2 goes on from what other ranks saved of step 0001." in output[0]
 
 
-def test_a_rank_without_a_sidecar_keeps_no_run_from_its_beginning(sidecar, tmp_path):
+def test_a_new_run_trains_without_checkpoints_when_one_rank_has_no_sidecar(sidecar, tmp_path):
     log = tmp_path / "log"
     done = torchrun(2, SCRIPT, 3, -1, log, WITHOUT_SIDECAR="1")
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_a_rank_without_a_sidecar_keeps_no_run_from_its_beginning(sidecar, tmp_p
     assert sidecar.published() == []
 
 
-def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
+def test_a_rank_without_a_sidecar_does_not_make_a_run_start_over(sidecar, tmp_path):
     log = tmp_path / "log"
     assert torchrun(2, SCRIPT, 3, -1, log).returncode == 0
     done = torchrun(2, SCRIPT, 6, -1, log, WITHOUT_SIDECAR="1")
@@ -100,13 +100,13 @@ def test_steps_are_never_begun_over_as_a_rank_has_no_sidecar(sidecar, tmp_path):
     assert sorted(losses(log, 0)) == [0, 1, 2, 3]
 
 
-def test_a_world_without_a_process_group_is_refused(monkeypatch):
+def test_several_ranks_without_a_process_group_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(keepstep.UsageError, match="init_process_group"):
         keepstep.Checkpointer({"m": nn.Linear(1, 1)})
 
 
-def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
+def test_a_rank_that_cannot_load_raises_an_error_on_all_ranks(sidecar, tmp_path):
     """Nobody may train on alone, and nobody may wait forever for a rank that failed."""
     assert torchrun(2, SCRIPT, 3, -1, tmp_path / "log").returncode == 0
     script = tmp_path / "misfit.py"
@@ -137,7 +137,7 @@ def test_a_rank_that_cannot_load_stops_all_of_them(sidecar, tmp_path):
         ("rank == 0", 9.0, "it has saved no step yet"),
     ],
 )
-def test_ranks_that_save_different_steps_are_told_while_they_train(
+def test_ranks_that_save_different_steps_are_warned_during_training(
     sidecar, tmp_path, saves, seconds, why
 ):
     done = torchrun(2, UNEQUAL, 20, seconds, SAVES=saves)

@@ -44,7 +44,7 @@ def refused(name):
 
 
 @pytest.mark.parametrize("name", ["a layer", "a model", "an optimizer", "an object"])
-def test_what_refuses_its_own_state_is_named_before_the_first_step(sidecar, name):
+def test_an_object_that_cannot_load_its_own_state_is_refused_before_the_first_step(sidecar, name):
     checkpointer = keepstep.Checkpointer(refused(name))
     with pytest.raises(keepstep.UsageError, match=r"it: load_state_dict\(\) refuses"):
         checkpointer.restore()
@@ -61,7 +61,7 @@ class ActNorm(nn.Linear):
         self.initialized = True
 
 
-def test_a_rehearsal_loads_a_copy_and_leaves_what_is_live_alone(sidecar):
+def test_the_load_check_uses_a_copy_and_does_not_change_live_objects(sidecar):
     live, drawn = ActNorm(2, 2), []
     before = live.weight.detach().clone()
     torch.manual_seed(5)
@@ -96,7 +96,7 @@ def by_global(_):
 
 
 @pytest.mark.parametrize("reach", [by_closure, by_default, by_global])
-def test_a_hook_that_reaches_out_of_its_module_is_not_rehearsed(sidecar, reach):
+def test_the_load_check_skips_modules_whose_hooks_access_other_modules(sidecar, reach):
     LIVE["loads"] = 0
     model = nn.Linear(2, 2)
     model.register_load_state_dict_post_hook(reach(LIVE))
@@ -118,7 +118,7 @@ class Lazy(nn.Linear):
             state[f"{prefix}scale"] = self.scale
 
 
-def test_what_refuses_its_state_from_the_first_batch_on_makes_the_first_save_fail(sidecar):
+def test_an_object_that_cannot_load_its_state_after_the_first_batch_fails_the_first_save(sidecar):
     model = nn.Sequential(Lazy(2, 2))
     checkpointer = keepstep.Checkpointer({"model": model})
     checkpointer.restore()

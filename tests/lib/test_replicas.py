@@ -22,7 +22,7 @@ def warned(text: str) -> list[str]:
     return [line for line in text.splitlines() if "with the same replica" in line]
 
 
-def test_replicas_that_train_apart_are_named_on_every_rank_and_at_the_restore(sidecar):
+def test_diverging_replicas_are_reported_on_every_rank_and_at_the_restore(sidecar):
     done = torchrun(2, SCRIPT, "no_sync", 12, 20.0, STATUS="1")
     assert done.returncode == 0, done.stderr
     lines = warned(done.stderr)
@@ -35,21 +35,21 @@ def test_replicas_that_train_apart_are_named_on_every_rank_and_at_the_restore(si
     assert "step 11 was saved while its replicas differed, so what is restored mixes them" in line
 
 
-def test_a_rank_that_computes_wrongly_is_named(sidecar):
+def test_a_rank_with_wrong_results_is_reported(sidecar):
     done = torchrun(3, SCRIPT, "fault", 12, 20.0)
     lines = warned(done.stderr)
     assert len(lines) == 3, done.stderr
     assert all("rank 1 holds other values" in line for line in lines)
 
 
-def test_a_replicated_tensor_of_a_mesh_that_differs_is_named(sidecar):
+def test_a_differing_replicated_tensor_of_a_device_mesh_is_reported(sidecar):
     done = torchrun(3, SCRIPT, "mesh", 6, 20.0)
     lines = warned(done.stderr)
     assert len(lines) == 3, done.stderr
     assert all("rank 2 holds other values" in line for line in lines)
 
 
-def test_replicas_that_are_given_without_their_wrapper_come_back_as_each_rank_had_them(sidecar):
+def test_unwrapped_models_are_restored_with_the_values_of_their_own_rank(sidecar):
     done = torchrun(2, SCRIPT, "apart", 12, 1.0)
     assert warned(done.stderr) == [], done.stderr
     ends = dict(re.findall(r"rank (\d) ends with (-?\d+)", done.stdout))
@@ -84,7 +84,7 @@ class _Run:
             rank.close()
 
 
-def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
+def test_a_rank_on_another_node_that_does_not_save_is_reported(monkeypatch):
     run = _Run(monkeypatch, 3)
     for step in range(3):
         run.save(step, 0, 2)
@@ -106,5 +106,5 @@ def test_a_rank_of_another_node_that_does_not_save_is_named(monkeypatch):
         ("aaabc", (3, 4)),
     ],
 )
-def test_the_ranks_that_differ_from_most_are_named(digests, ranks):
+def test_the_ranks_that_differ_from_the_majority_are_reported(digests, ranks):
     assert differing_ranks(dict(enumerate(digest.encode() for digest in digests))) == ranks

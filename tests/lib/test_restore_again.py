@@ -21,7 +21,7 @@ def is_voting():
     return any(thread.name == "keepstep-vote" for thread in threading.enumerate())
 
 
-def test_what_was_refused_is_restored_once_it_is_mended(sidecar):
+def test_restore_succeeds_when_it_is_called_again_after_the_model_was_fixed(sidecar):
     saved = nn.Linear(2, 2)
     keep({"m": saved})
     parts = {"m": nn.Linear(3, 3)}
@@ -37,7 +37,7 @@ def test_what_was_refused_is_restored_once_it_is_mended(sidecar):
     checkpointer.close()
 
 
-def test_a_state_that_was_refused_begins_once_it_can_be_kept(sidecar):
+def test_a_run_starts_when_restore_is_called_again_after_an_unsupported_value_was_removed(sidecar):
     state = {"n": object()}
     checkpointer = keepstep.Checkpointer({"st": state})
     with pytest.raises(keepstep.UsageError, match="st"):

@@ -37,7 +37,7 @@ os._exit(0)
 """
 
 
-def test_rank_0_says_that_another_rank_has_not_come_yet(sidecar, tmp_path):
+def test_rank_0_logs_that_another_rank_has_not_called_restore_yet(sidecar, tmp_path):
     script = tmp_path / "late.py"
     script.write_text(LATE)
     done = torchrun(2, script, tmp_path / "seen")
@@ -45,7 +45,7 @@ def test_rank_0_says_that_another_rank_has_not_come_yet(sidecar, tmp_path):
     assert "waiting until all ranks have called it" in (tmp_path / "seen").read_text()
 
 
-def test_what_a_vote_waits_for_is_said_by_its_rank(sidecars, tmp_path, monkeypatch, caplog):
+def test_a_rank_logs_what_its_restore_waits_for(sidecars, tmp_path, monkeypatch, caplog):
     sidecar = sidecars().start("--archive", str(tmp_path / "away"))
     monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     monkeypatch.setattr(collective, "FIRST_S", 0.5)
@@ -61,7 +61,7 @@ def test_what_a_vote_waits_for_is_said_by_its_rank(sidecars, tmp_path, monkeypat
     assert "away is not there; mount it" in message
 
 
-def test_a_quick_restore_says_nothing_of_waiting(sidecar, caplog, monkeypatch):
+def test_a_quick_restore_logs_nothing_about_waiting(sidecar, caplog, monkeypatch):
     monkeypatch.setattr(collective, "FIRST_S", 60)  # what is quick depends on the machine
     keep({"m": nn.Linear(2, 2)})
     with caplog.at_level(logging.WARNING, logger="keepstep"):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
 from keepstep.state.capture import capture_state, recapture_state
-from keepstep.state.leaves import tensor_mark
+from keepstep.state.leaves import snapshot_tensor_metadata
 from keepstep.state.sharding import ALONE
 
 
@@ -199,19 +199,19 @@ def around(change) -> tuple:
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_what_moved_is_found(move):
+def test_a_recapture_detects_reallocated_tensors(move):
     before, now, components = around(move)
     assert now.tensors is not before.tensors
     same(recapture_state(now, components, ALONE), now)
 
 
 @pytest.mark.parametrize("change", STAYS.values(), ids=STAYS)
-def test_tensors_that_stayed_are_those_of_before(change):
+def test_a_recapture_reuses_unchanged_tensors(change):
     before, now, _ = around(change)
     assert now.tensors is before.tensors
 
 
-def test_a_layer_that_moves_to_the_next_module_is_found():
+def test_a_recapture_detects_a_layer_that_moved_to_another_module():
     """All lists of what there is stay the same, but for where each module's part ends."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential())
     before = capture_state({"model": model})
@@ -223,7 +223,7 @@ def test_a_layer_that_moves_to_the_next_module_is_found():
 
 @pytest.mark.parametrize("at", [0, 255, 256, 700, -1])
 @pytest.mark.parametrize("change", [torch.ones(4), torch.ones(2)], ids=["memory", "shape"])
-def test_one_of_many_tensors_that_moved_is_found(at, change):
+def test_a_recapture_detects_a_single_reallocated_tensor_among_many(at, change):
     parts = {"extra": {str(index): torch.zeros(4) for index in range(701)}}
     before = capture_state(parts)
     for _ in range(3):
@@ -232,7 +232,7 @@ def test_one_of_many_tensors_that_moved_is_found(at, change):
     assert recapture_state(before, parts, ALONE).tensors is not before.tensors
 
 
-def test_tied_weights_and_a_shared_layer_stay():
+def test_a_recapture_reuses_tied_weights_and_shared_layers():
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, layer, nn.Linear(2, 2))
     model[2].weight = layer.weight
@@ -280,7 +280,7 @@ def of_an_object() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [of_a_class, with_a_hook, of_an_object])
-def test_code_of_a_module_that_makes_its_state_is_called_each_time(make):
+def test_a_custom_state_dict_of_a_module_is_called_at_each_save(make):
     model = nn.Sequential(nn.Linear(2, 2), make())
     before = capture_state({"model": model})
     for _ in range(3):
@@ -301,7 +301,7 @@ class Around(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
 
-def test_an_optimizer_around_another_one_is_asked_each_time():
+def test_the_state_dict_of_a_wrapping_optimizer_is_called_at_each_save():
     state = State()
     parts = {"model": state.model, "optimizer": Around(state.optimizer)}
     before = capture_state(parts)
@@ -310,7 +310,7 @@ def test_an_optimizer_around_another_one_is_asked_each_time():
         same(recapture_state(before, parts, ALONE), capture_state(parts))
 
 
-def test_components_that_came_went_or_changed_places():
+def test_a_recapture_detects_added_removed_and_reordered_components():
     state = State()
     parts = state.components()
     before = capture_state(parts)
@@ -323,7 +323,7 @@ def test_components_that_came_went_or_changed_places():
         same(recapture_state(before, other, ALONE), capture_state(other))
 
 
-def test_components_that_were_replaced_or_wrapped_otherwise():
+def test_a_recapture_detects_replaced_or_rewrapped_components():
     state = State()
     parts = state.components()
     before = capture_state(parts)
@@ -345,7 +345,7 @@ def test_components_that_were_replaced_or_wrapped_otherwise():
     ids=["conjugated", "negative"],
 )
 @pytest.mark.parametrize("kind", ["buffer", "dict"])
-def test_another_value_of_the_same_memory(was, now, kind):
+def test_a_recapture_detects_a_conjugate_or_negative_view_of_the_same_memory(was, now, kind):
     wave, module, extra = torch.tensor([1 + 2j, 3 - 4j]), nn.Module(), {}
     parts = {"m": module, "extra": extra}
     put = module.register_buffer if kind == "buffer" else extra.__setitem__
@@ -356,7 +356,7 @@ def test_another_value_of_the_same_memory(was, now, kind):
     assert leaf.tensor.is_conj() or leaf.tensor.is_neg()
 
 
-def test_nothing_on_another_device_is_refused_as_at_first():
+def test_an_empty_tensor_on_an_unsupported_device_is_refused_by_a_recapture_too():
     module = nn.Module()
     module.register_buffer("part", torch.zeros(0))
     before = capture_state({"m": module})
@@ -365,7 +365,7 @@ def test_nothing_on_another_device_is_refused_as_at_first():
         recapture_state(before, {"m": module}, ALONE)
 
 
-def test_a_buffer_without_an_address_is_refused_as_at_first():
+def test_a_buffer_without_memory_is_refused_by_a_recapture_too():
     state = State()
     before = capture_state(state.components())
     state.model[1].running_mean = torch.zeros(4).to_sparse()
@@ -407,7 +407,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize(("make", "change"), PARTS.values(), ids=PARTS)
-def test_a_part_that_changed_is_taken_as_by_a_walk(make, change):
+def test_a_recapture_of_changed_components_equals_a_full_capture(make, change):
     parts = {"extra": make()}
     before = capture_state(parts)
     same(recapture_state(before, parts, ALONE), before)
@@ -443,7 +443,7 @@ def test_arrays_are_copied_each_time():
         (lambda extra: extra.update({object(): extra.pop(1)}), r"extra: the key <object object"),
     ],
 )
-def test_what_cannot_be_kept_is_named_by_its_place(change, message):
+def test_an_unsupported_value_in_a_recapture_is_refused_with_its_location(change, message):
     state = State()
     before = capture_state(state.components())
     change(state.extra)
@@ -451,7 +451,7 @@ def test_what_cannot_be_kept_is_named_by_its_place(change, message):
         recapture_state(before, state.components(), ALONE)
 
 
-def test_storage_that_was_let_go_is_not_read():
+def test_freed_storage_is_not_read_by_a_recapture():
     model = nn.Linear(4, 4)
     before = capture_state({"model": model})
     model.weight.untyped_storage().resize_(0)
@@ -462,14 +462,15 @@ def test_storage_that_was_let_go_is_not_read():
         model.weight.untyped_storage().resize_(64)  # a failing test prints it
 
 
-def test_an_address_that_is_another_tensors_now():
+def test_a_recapture_detects_an_address_that_another_tensor_reuses():
     """After a storage was resized, the allocator may give its old place to any tensor."""
     extra = {"grid": torch.zeros(4)}
     before = capture_state({"extra": extra})
     extra["grid"] = torch.ones(4)
     (leaf,) = before.tensors
     before = replace(
-        before, tensors=(leaf._replace(mark=tensor_mark(extra["grid"], extra["grid"])),)
+        before,
+        tensors=(leaf._replace(mark=snapshot_tensor_metadata(extra["grid"], extra["grid"])),),
     )
     (leaf,) = recapture_state(before, {"extra": extra}, ALONE).tensors
     assert leaf.tensor.eq(1).all()
@@ -484,7 +485,7 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-def test_a_sharded_tensor_stays_as_long_as_it_is_placed_alike(mesh):
+def test_a_recapture_reuses_a_sharded_tensor_while_its_placement_is_unchanged(mesh):
     module = nn.Module()
     module.register_buffer("part", DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)]))
     before = capture_state({"m": module})
@@ -530,7 +531,7 @@ def test_a_module_under_fsdp2_is_read_as_sharded_and_without_a_call_of_state_dic
         before = now
 
 
-def test_a_part_that_does_not_fit_its_sharding_is_refused_as_at_first(mesh):
+def test_a_local_shard_that_does_not_fit_its_sharding_is_refused_by_a_recapture_too(mesh):
     module, local = nn.Module(), torch.zeros(4)
     module.register_buffer("part", placed(local, mesh))
     before = capture_state({"m": module})

@@ -217,7 +217,7 @@ class Foreign:
 @EXAMPLES
 @given(components, trees, st.integers(0, 1 << 30), st.none() | components)
 @example({"a": {}}, {}, 0, {"a": defaultdict(list)})
-def test_random_trees(direct, saved, foreign, seed, other):
+def test_random_trees_survive_a_save_and_restore(direct, saved, foreign, seed, other):
     live = altered(random.Random(seed), saved) if other is None else other
     before, ids, there = held(live), frozenset(live_ids(live)), Foreign({})
     restored({"p": saved, "f": Foreign({"s": foreign})}, {"p": live, "f": there}, direct)
@@ -272,7 +272,7 @@ def made(names, dtype, groups):
 @pytest.mark.parametrize("direct", [True, False], ids=["own image", "another world"])
 @EXAMPLES
 @given(optimized(), st.integers(0, 1 << 30), st.booleans())
-def test_random_optimizers(direct, drawn, seed, used):
+def test_random_optimizers_survive_a_save_and_restore(direct, drawn, seed, used):
     names, dtype, groups, state, other = drawn
     saved = made(names, dtype, groups)
     for number, group in enumerate(saved["o"].param_groups):

@@ -87,7 +87,9 @@ def client_error(module: str, name: str, base: type, status_code: int | None = N
         (keepstep.NotDurableError("the drive is full"), False),
     ],
 )
-def test_what_others_did_is_not_the_scripts_own_failure(error: BaseException, own: bool) -> None:
+def test_errors_with_an_external_cause_do_not_count_as_failures_of_the_script(
+    error: BaseException, own: bool
+) -> None:
     assert is_script_failure(error) is own
 
 
@@ -108,7 +110,7 @@ checkpointer.save(3)
     )
 
 
-def test_an_error_that_ends_the_script_is_told_and_shown_as_ever(sidecar):
+def test_an_error_that_ends_the_script_is_reported_to_the_sidecar_and_printed_as_usual(sidecar):
     ended = failing("raise ValueError('wrong')")
     assert ended.returncode == 1
     assert "mine: ValueError wrong" in ended.stderr
@@ -137,7 +139,7 @@ group = Group()
         "torch.distributed.DistBackendError('NCCL error')",
     ],
 )
-def test_a_rank_that_lost_its_peer_ends_although_pythons_end_hangs(sidecar, error):
+def test_a_rank_that_lost_its_peer_exits_although_interpreter_shutdown_hangs(sidecar, error):
     began = time.monotonic()
     ended = failing(f"{HANGS}\nraise {error}")
     assert time.monotonic() - began < 50
@@ -147,7 +149,7 @@ def test_a_rank_that_lost_its_peer_ends_although_pythons_end_hangs(sidecar, erro
     assert "script.failed" not in sidecar.text()
 
 
-def test_an_end_that_takes_its_time_after_another_error_is_left_alone(sidecar):
+def test_a_slow_interpreter_shutdown_after_other_errors_is_not_aborted(sidecar):
     ended = failing(f"{HANGS.replace('sleep(60)', 'sleep(3)')}\nraise ConnectionError('a store')")
     assert ended.returncode == 1
     assert "Timeout" not in ended.stderr
@@ -170,14 +172,14 @@ if Handler.asked: raise RuntimeError("the loop ends early")
 
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_nothing_that_is_raised_after_the_process_was_asked_to_end_is_told(sidecar, raises, name):
+def test_errors_after_a_termination_signal_are_not_reported_to_the_sidecar(sidecar, raises, name):
     ended = failing(PREEMPTED.format(raises=raises, name=name))
     assert ended.returncode == 1
     assert ("Preempted" if raises else "ends early") in ended.stderr
     assert "script.failed" not in sidecar.text()
 
 
-def test_the_signals_of_a_forked_worker_are_not_those_of_the_trainer(sidecar):
+def test_a_signal_to_a_forked_worker_does_not_count_as_a_signal_to_the_trainer(sidecar):
     failing(
         """
 import os, signal
@@ -199,12 +201,12 @@ raise ValueError("wrong")
 @pytest.mark.parametrize(
     "end", ["raise KeyboardInterrupt", "sys.exit(3)", "raise ConnectionError('gone')"]
 )
-def test_other_ends_are_not_told(sidecar, end):
+def test_exits_without_an_error_of_the_script_are_not_reported_to_the_sidecar(sidecar, end):
     assert failing(end).returncode != 0
     assert "script.failed" not in sidecar.text()
 
 
-def test_an_error_that_ends_the_with_block_is_told(sidecar):
+def test_an_error_that_ends_the_with_block_is_reported_to_the_sidecar(sidecar):
     def train():
         with begun({"model": nn.Linear(2, 2)}) as checkpointer:
             checkpointer.save(0)

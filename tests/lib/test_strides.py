@@ -8,7 +8,7 @@ from torch import nn
 import keepstep
 
 
-def test_a_column_of_a_wide_table_does_not_bring_the_table_along(sidecar):
+def test_saving_a_column_view_does_not_save_the_whole_table(sidecar):
     column = torch.zeros(1000, 1000)[:, 3]
     with keepstep.Checkpointer({"d": {"x": column}}) as checkpointer:
         checkpointer.restore()
@@ -19,7 +19,7 @@ def test_a_column_of_a_wide_table_does_not_bring_the_table_along(sidecar):
     assert back["x"].untyped_storage().nbytes() == 4000
 
 
-def test_what_is_noted_on_the_state_of_a_module_stays(sidecar):
+def test_attributes_of_a_saved_state_dict_such_as_its_metadata_are_restored(sidecar):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     best, plain = model.state_dict(), OrderedDict(a=1)
     plain.note = {"of": "the script"}

@@ -34,7 +34,7 @@ def used_store(port: int) -> Any:
     return store
 
 
-def test_a_store_in_which_ranks_have_met_is_waited_out() -> None:
+def test_a_warm_start_waits_until_the_rendezvous_store_of_the_previous_start_is_closed() -> None:
     port = free_port()
     old = [used_store(port)]
     waiting = threading.Thread(target=process.await_new_store, args=(environment(port),))
@@ -46,7 +46,7 @@ def test_a_store_in_which_ranks_have_met_is_waited_out() -> None:
     assert not waiting.is_alive()
 
 
-def test_a_store_that_waits_for_its_ranks_is_joined_at_once() -> None:
+def test_a_new_rendezvous_store_is_joined_at_once() -> None:
     port = free_port()
     with subprocess.Popen([sys.executable, "-c", _WAITS, str(port)]) as rank_0:
         try:

@@ -157,7 +157,7 @@ def test_scripts_and_modules_behave_as_started_by_exec(tmp_path: Path) -> None:
     assert not different, json.dumps(different, indent=1)
 
 
-def test_torch_is_there_no_two_draw_the_same_numbers_and_what_imports_have_read_must_not_differ(
+def test_warm_starts_have_torch_imported_draw_different_numbers_and_detect_changed_files(
     tmp_path: Path,
 ) -> None:
     text = "import sys; there = 'torch' in sys.modules; import numpy, random, torch; print(there,"
@@ -203,7 +203,7 @@ def test_torch_is_there_no_two_draw_the_same_numbers_and_what_imports_have_read_
         ("import os; os._exit(3)", "the fork server has died"),
     ],
 )
-def test_a_module_that_no_fork_survives_is_refused_with_the_reason(
+def test_preloading_a_module_that_is_not_fork_safe_is_refused_with_the_reason(
     tmp_path: Path, text: str, reason: str
 ) -> None:
     (tmp_path / "bad.py").write_text(text)
@@ -242,7 +242,7 @@ def entry(*words: str, within_s: float = 150, **options: Any) -> tuple[int, str,
     return pod.returncode, out, err
 
 
-def test_a_sidecar_that_goes_away_is_no_finished_step(
+def test_a_sidecar_that_disappears_does_not_count_as_a_finished_step(
     sidecar: SidecarProcess, tmp_path: Path
 ) -> None:
     script, gone = tmp_path / "train.py", tmp_path / "gone"
@@ -260,7 +260,7 @@ def test_a_sidecar_that_goes_away_is_no_finished_step(
     assert "2 lives have finished no step" in err
 
 
-def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
+def test_a_pod_exits_on_sigterm_with_all_child_processes(tmp_path: Path) -> None:
     text = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
     child = "import os, subprocess; subprocess.Popen(['sleep', '600'])"
     script = tmp_path / "train.py"
@@ -277,7 +277,7 @@ def test_a_pod_that_is_told_to_end_ends(tmp_path: Path) -> None:
     assert not any(process.is_running() for process in before)
 
 
-def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
+def test_no_restart_happens_after_the_pod_received_sigterm(tmp_path: Path) -> None:
     left = "import signal, time; signal.signal(15, lambda *_: open('asked', 'w').close()); "
     left += "open('ready', 'w').close(); [time.sleep(.1) for _ in range(6000)]"
     script = tmp_path / "train.py"
@@ -312,11 +312,11 @@ def test_no_life_begins_after_the_pod_was_told_to_end(tmp_path: Path) -> None:
         (["numactl", "python", "a.py"], None),
     ],
 )
-def test_command_lines(words: list[str], expected: PythonCommand | None) -> None:
+def test_python_command_lines_are_parsed(words: list[str], expected: PythonCommand | None) -> None:
     assert parse_python_command(words) == expected
 
 
-def test_variables_of_a_worker_may_differ_and_no_others() -> None:
+def test_only_worker_variables_may_differ_from_the_fork_server_environment() -> None:
     before = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "PYTHONPATH": "a"}
     now = {"PATH": "/bin", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
     assert late_differences(before, {**now, "PYTHONPATH": "a"}) == []

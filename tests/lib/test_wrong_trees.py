@@ -10,29 +10,31 @@ import torch
 
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import FormatError
-from keepstep.image import Layout, Section, TensorSpec
+from keepstep.image import Layout, TensorRole, TensorSpec
 from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import StepImages
 from keepstep.restore.loader import Loader
 from keepstep.state import leaves
 from keepstep.state.capture import capture_state
 from keepstep.steps import EpochId, StepId, Tier
-from keepstep.wire.trainer import Source, Sources
+from keepstep.wire.trainer import ImageSource, Sources
 
 
 def _plan(components, path, values):
     slot = SlotMapping(str(path))
-    source = Source(rank=0, tier=Tier.MEMORY, bytes=0, extras_bytes=0, path=slot.path)
+    source = ImageSource(rank=0, tier=Tier.MEMORY, bytes=0, extras_bytes=0, path=slot.path)
     step = Sources(id=StepId(EpochId(1, "00c0ffee"), 0), world=1, sources=(source,))
     images = StepImages(None, step, own=(slot,))  # type: ignore[arg-type]
-    Loader(components, capture_state(components), images, rank=0, kept={"values": values}).plan()
+    Loader(
+        components, capture_state(components), images, rank=0, kept={"values": values}
+    ).compare_and_plan()
 
 
 @pytest.mark.parametrize("index", [1, -1, "0", True, None, 1 << 40])
-def test_a_value_that_the_image_does_not_hold_is_named(tmp_path, index):
+def test_a_tree_that_refers_to_a_missing_value_is_refused_by_name(tmp_path, index):
     skeleton = ["d", [["progress", ["d", [["a", ["t", "progress.a"]], ["b", ["v", index]]]]]]]
     layout = Layout.build(
-        [TensorSpec("progress.a", "F32", (4,), Section.REST)],
+        [TensorSpec("progress.a", "F32", (4,), TensorRole.REST)],
         rank=0,
         world=1,
         skeleton=json.dumps(skeleton),
@@ -62,9 +64,11 @@ def test_a_value_that_the_image_does_not_hold_is_named(tmp_path, index):
     ],
     ids=str,
 )
-def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path, form, node):
+def test_a_container_type_that_does_not_match_is_refused_before_anything_is_changed(
+    tmp_path, form, node
+):
     skeleton = ["d", [["progress", ["d", [["a", ["x", 0, node]], ["b", ["t", "progress.b"]]]]]]]
-    specs = [TensorSpec(f"progress.{name}", "F32", (4,), Section.REST) for name in "ab"]
+    specs = [TensorSpec(f"progress.{name}", "F32", (4,), TensorRole.REST) for name in "ab"]
     layout = Layout.build(
         specs, rank=0, world=1, skeleton=json.dumps(skeleton), extras_capacity_bytes=4096
     )
@@ -104,7 +108,7 @@ def test_a_form_that_does_not_fit_is_refused_before_anything_is_filled(tmp_path,
         "[" * 100_000,
     ],
 )
-def test_a_tree_of_what_is_no_node_is_refused(skeleton: str) -> None:
+def test_a_tree_with_an_invalid_node_is_refused(skeleton: str) -> None:
     assert leaves.parse_skeleton('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
     key = '["d",[["a",["d",[[{"!tuple":[1]},["v",0]]]]]]]'
     assert leaves.parse_skeleton(key)["a"][1][0][0] == (1,)
@@ -115,7 +119,7 @@ def test_a_tree_of_what_is_no_node_is_refused(skeleton: str) -> None:
 @pytest.mark.parametrize("kept", [None, [], {}, {"values": {}}, 5])
 def test_extras_without_values_are_refused(kept: object) -> None:
     with pytest.raises(FormatError, match="hold no values"):
-        leaves.values_of(kept)
+        leaves.values_from_extras(kept)
 
 
 _LONG = {"!int": "f" * 4000}
@@ -123,7 +127,7 @@ _RARE = {"!torch.Tensor": ["int7", [8], "AAAAAAAAAAA="]}
 
 
 @pytest.mark.parametrize("key", [_LONG, _RARE, {"!tuple": [1, _LONG]}, {"!tuple": [_RARE]}])
-def test_a_key_that_no_message_can_name_is_refused(key):
+def test_a_key_that_cannot_be_printed_is_refused(key):
     item = [key, ["t", "a.b"]]
     with pytest.raises(FormatError, match="tree of this image"):
         leaves.parse_skeleton(json.dumps(["d", [["a", ["d", [item]]]]]))
@@ -132,6 +136,6 @@ def test_a_key_that_no_message_can_name_is_refused(key):
 
 
 @pytest.mark.parametrize("name", [3, {"!tuple": [1]}, {"!torch.Size": [2]}])
-def test_a_component_has_a_text_for_its_name(name):
+def test_a_component_name_that_is_not_a_string_is_refused(name):
     with pytest.raises(FormatError, match="a component whose name is no text"):
         leaves.parse_skeleton(json.dumps(["d", [[name, ["t", "a"]]]]))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_operator.api.run_status import cut_text
-from keepstep_operator.printing import replace_unprintable
+from keepstep_operator.text_sanitizing import replace_unprintable
 
 
 def test_the_help_names_all_components_and_imports_none() -> None:
@@ -25,7 +25,7 @@ def test_the_help_names_all_components_and_imports_none() -> None:
     assert done.stdout.endswith("[]\n")
 
 
-def test_what_is_less_than_the_log_level_is_not_logged() -> None:
+def test_messages_below_the_log_level_are_not_logged() -> None:
     code = (
         "from keepstep_operator import log\n"
         "log.configure('admission', level='warning')\n"
@@ -36,7 +36,7 @@ def test_what_is_less_than_the_log_level_is_not_logged() -> None:
     assert "quiet" not in done.stderr
 
 
-def test_what_strangers_can_cause_is_logged_seldom_and_what_we_say_each_time() -> None:
+def test_messages_that_clients_can_trigger_are_rate_limited_and_own_messages_are_not() -> None:
     code = (
         "import logging\n"
         "from keepstep_operator import log\n"
@@ -54,7 +54,7 @@ def test_what_strangers_can_cause_is_logged_seldom_and_what_we_say_each_time() -
 
 
 @given(st.text())
-def test_a_printable_text_stays_and_every_other_character_becomes_a_mark(text: str) -> None:
+def test_unprintable_characters_are_replaced_and_printable_text_is_unchanged(text: str) -> None:
     shown = replace_unprintable(text)
     assert shown.isprintable()
     assert len(shown) == len(text)
@@ -62,11 +62,11 @@ def test_a_printable_text_stays_and_every_other_character_becomes_a_mark(text: s
 
 
 @given(st.text(), st.integers(10, 50))
-def test_what_is_cut_is_printable_and_of_one_line(text: str, longest: int) -> None:
+def test_truncated_text_is_printable_and_on_one_line(text: str, longest: int) -> None:
     shown = cut_text(text, longest=longest)
     assert shown.isprintable()
     assert len(shown) <= longest
 
 
-def test_lines_and_tabs_stay_where_lines_are_printed() -> None:
+def test_newlines_and_tabs_are_kept_in_multi_line_output() -> None:
     assert replace_unprintable("a\tb\n\x1b[2Jc\r", lines=True) == "a\tb\n\ufffd[2Jc\ufffd"

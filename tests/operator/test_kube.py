@@ -24,11 +24,11 @@ from tests.operator.apiserver import ApiServer
      (410, Unavailable), (422, Rejected), (429, Unavailable), (500, Unavailable),
      (504, Unavailable)],
 )  # fmt: skip
-def test_each_status_becomes_what_can_be_done_about_it(status: int, kind: type[KubeError]) -> None:
+def test_each_http_status_maps_to_its_exception_class(status: int, kind: type[KubeError]) -> None:
     assert type(error_of(status, "")) is kind
 
 
-async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -> None:
+async def test_objects_are_created_read_and_replaced_but_never_over_a_newer_version() -> None:
     async with ApiServer().running() as server, KubeClient(server.access) as client:
         body = {"metadata": {"name": "a"}, "data": {"x": "1"}}
         made = await client.create(SECRETS, body, namespace="n")
@@ -43,7 +43,7 @@ async def test_objects_are_made_read_replaced_and_never_over_a_later_version() -
             await client.get(SECRETS, "b", namespace="n")
 
 
-async def test_a_server_that_is_not_there_or_too_slow_is_unavailable() -> None:
+async def test_an_unreachable_or_slow_api_server_raises_unavailable() -> None:
     async with ApiServer().running() as server, KubeClient(server.access) as client:
         server.delay_s = 5
         with pytest.raises(Unavailable, match="did not answer in time"):

@@ -97,7 +97,7 @@ def _client() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
 
 
-async def test_the_url_shows_the_run_as_it_changes_to_one_browser(
+async def test_the_printed_url_shows_the_live_run_to_a_single_browser(
     site: Site, plugin: Plugin
 ) -> None:
     process = await plugin()
@@ -134,7 +134,7 @@ async def test_other_users_of_the_machine_are_shown_nothing(site: Site, plugin: 
             assert answer.status == 421
 
 
-async def test_a_pod_is_sent_its_own_uid_and_no_token_of_the_cluster(
+async def test_the_request_to_a_pod_contains_its_uid_and_no_cluster_token(
     server: ApiServer, plugin: Plugin
 ) -> None:
     async with _recording(b"HTTP/1.1 200 OK\r\n\r\nabc\n", hold=True) as (port, received):
@@ -159,7 +159,7 @@ async def test_a_pod_is_sent_its_own_uid_and_no_token_of_the_cluster(
         b"",
     ],
 )
-async def test_what_is_no_page_is_refused_in_printable_words(
+async def test_an_invalid_page_response_is_refused_with_a_printable_message(
     server: ApiServer, plugin: Plugin, answer: bytes
 ) -> None:
     async with _recording(answer) as (port, _):
@@ -182,7 +182,7 @@ async def test_what_is_no_page_is_refused_in_printable_words(
         ((), [pod()], 2, "RUN"),
     ],
 )
-async def test_a_run_that_has_no_page_is_said_to_have_none(
+async def test_a_run_without_a_page_is_reported_with_the_reason(
     server: ApiServer, plugin: Plugin, words: tuple[str, ...], pods: list[Any], code: int, text: str
 ) -> None:
     for body in pods:

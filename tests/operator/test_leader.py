@@ -20,11 +20,11 @@ def test_every_run_has_a_name_that_a_service_may_have(run: str) -> None:
 
 
 @given(NAMES, NAMES)
-def test_two_runs_have_two_services(first: str, other: str) -> None:
+def test_different_runs_have_different_service_names(first: str, other: str) -> None:
     assert (first == other) == (service_name(first) == service_name(other))
 
 
-def test_long_names_that_begin_alike_stay_apart() -> None:
+def test_long_run_names_with_the_same_prefix_have_different_service_names() -> None:
     first, other = (f"{'a' * 62}{end}" for end in "xy")
     assert service_name(first) != service_name(other)
 

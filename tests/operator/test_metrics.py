@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from keepstep.wire.run_reports import BadputSeconds, LeaderRecord, RunGoodput
 from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.leader_answer import ClusterFacts
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.render import render_status
 from keepstep_operator.reconcile.run import Run
@@ -23,7 +23,7 @@ def value(run: Run, name: str, **labels: str) -> float | None:
     return ReconcileMetrics({KEY: run}).registry.get_sample_value(name, {**RUN, **labels})
 
 
-def test_what_a_run_lost_is_counted_on_from_where_an_earlier_reconciler_stopped() -> None:
+def test_counters_of_a_run_continue_from_the_values_of_an_earlier_reconciler() -> None:
     old = run_object(status=RunStatus(phase="Running", restarts=4, lost_steps=70))
     run = transitions.run_object_seen(Run(key=KEY, since=T0), old)
     assert (value(run, RESTARTS), value(run, LOST)) == (4.0, 70.0)
@@ -35,14 +35,14 @@ def test_what_a_run_lost_is_counted_on_from_where_an_earlier_reconciler_stopped(
     assert all(f"# TYPE {name} counter" in text for name in (RESTARTS, LOST))
 
 
-def test_no_count_of_a_run_is_told_before_its_object_has_said_from_where_to_go_on() -> None:
+def test_counters_of_a_run_are_not_exported_before_its_stored_status_is_read() -> None:
     run = transitions.pod_seen(Run(key=KEY, since=T0), pod(), at=T0)
     assert value(run, "keepstep_run_pods") == 1.0
     assert value(run, RESTARTS) is None
     assert value(transitions.run_object_seen(run, run_object()), RESTARTS) == 0.0
 
 
-def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
+def test_each_condition_exports_one_sample_for_its_current_status() -> None:
     run = begun()
     shown = replace(run, status=render_status(run, ClusterFacts(), now=T0))
 
@@ -56,7 +56,7 @@ def test_a_condition_has_a_sample_for_the_status_that_it_has() -> None:
     assert (statuses("Protected"), statuses("FullyInjected")) == ({"Unknown"}, {"True"})
 
 
-def test_goodput_is_the_leader_s() -> None:
+def test_the_exported_goodput_is_that_of_the_leader_report() -> None:
     goodput = RunGoodput(
         since="2026-11-21T07:00:00Z",
         until="2026-11-21T07:01:40Z",

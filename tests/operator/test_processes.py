@@ -161,7 +161,7 @@ async def test_a_reconciler_without_an_api_server_waits_for_it_and_ends_on_sigte
         await process.end()
 
 
-async def test_at_its_end_admission_answers_what_is_under_way_and_what_still_comes(
+async def test_admission_answers_pending_and_late_requests_during_shutdown(
     tmp_path: Path,
 ) -> None:
     policy = ("GET", "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/default")

@@ -20,7 +20,7 @@ from keepstep_operator.certificates.pki import make_authority, sign_request
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.reconcile.token_auth import RequestRefused
 from keepstep_operator.tls_reload import ServerTls
-from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import OperatorAccess
 from keepstep_sidecar.tiers.peer.tls import IssuedCredentials, PodIdentity
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, bound_to
@@ -74,7 +74,7 @@ async def playing(tmp_path: Path, *, ca: bool = True) -> AsyncIterator[Served]:
     more = {"host_paths": ("/mnt/nvme0",), "namespace": SYSTEM}
     async with serving(cluster, tmp_path, **more) as served:
         served.parts.reports._signing = PeerCertificates(authority)
-        await until(lambda: not served.parts.ready(), what="policies and runs are listed")
+        await until(lambda: not served.parts.why_not_ready(), what="policies and runs are listed")
         yield served
 
 
@@ -86,7 +86,7 @@ async def ask(served: Served, request: bytes, *, token: str = GOOD) -> tuple[int
         return response.status, await response.read()
 
 
-async def test_the_certificate_names_the_pods_own_place_and_not_what_was_asked_for(
+async def test_the_certificate_contains_the_identity_of_the_pod_and_not_the_requested_name(
     tmp_path: Path,
 ) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
@@ -110,12 +110,12 @@ def _uris(issued: IssuedCertificate) -> list[str]:
     return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
-async def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_directions(
+async def test_a_sidecar_obtains_a_certificate_that_is_valid_for_client_and_server(
     tmp_path: Path,
 ) -> None:
     async with playing(tmp_path) as served:
         (tmp_path / "token").write_text(GOOD)
-        reporting = Reporting(
+        reporting = OperatorAccess(
             url=f"https://127.0.0.1:{served.port}",
             ca=(tmp_path / "tls.crt").read_text(),
             token_file=tmp_path / "token",
@@ -132,14 +132,14 @@ async def test_a_sidecar_keeps_itself_a_certificate_that_works_in_both_direction
         assert identity == PodIdentity(namespace="team", run="gpt-1a2b3c4d", node_rank=0)
 
 
-async def test_an_agent_gets_the_name_of_its_node_and_its_label_elsewhere_gives_none(
+async def test_only_a_real_agent_gets_a_certificate_with_the_name_of_its_node(
     tmp_path: Path,
 ) -> None:
     request = request_of(ec.generate_private_key(ec.SECP256R1()))
     async with playing(tmp_path) as served:
         status, body = await ask(served, request, token=AGENT)
         issued = msgspec.json.decode(body, type=IssuedCertificate)
-        assert (status, _uris(issued)) == (200, [PodIdentity.of_agent("node-7.zone").uri])
+        assert (status, _uris(issued)) == (200, [PodIdentity.for_agent_of_node("node-7.zone").uri])
         assert (await ask(served, request, token=POSER))[0] == 403
         assert (await served.post(b"{}", token=AGENT))[0] == 403, "it reports nothing"
 
@@ -152,7 +152,7 @@ async def test_without_a_good_token_nothing_is_signed(tmp_path: Path, token: str
 
 
 @pytest.mark.parametrize("kind", ["nonsense", "rsa", "foreign key", "another curve"])
-async def test_a_request_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
+async def test_an_invalid_certificate_request_is_refused(tmp_path: Path, kind: str) -> None:
     chunk, other = (request_of(ec.generate_private_key(ec.SECP256R1())) for _ in range(2))
     requests = {
         "nonsense": b"-----BEGIN nothing",
@@ -188,14 +188,16 @@ def _with_signature_of(signed: bytes, other: bytes) -> bytes:
         return b"-----BEGIN CERTIFICATE REQUEST-----\nAAAA\n-----END CERTIFICATE REQUEST-----\n"
 
 
-async def test_without_an_authority_the_answer_says_so(tmp_path: Path) -> None:
+async def test_a_signing_request_without_a_configured_authority_returns_503(tmp_path: Path) -> None:
     async with playing(tmp_path, ca=False) as served:
         request = request_of(ec.generate_private_key(ec.SECP256R1()))
         status, body = await ask(served, request)
         assert (status, b"no-authority" in body) == (503, True)
 
 
-def test_nothing_is_signed_by_halves_of_two_authorities(tmp_path: Path) -> None:
+def test_no_certificate_is_signed_while_key_and_certificate_of_the_authority_do_not_match(
+    tmp_path: Path,
+) -> None:
     """The kubelet replaces the two files of a Secret while they are read; or a person has."""
     now, life = datetime.now(UTC), timedelta(days=30)
     old, new = (make_authority("peers", now=now, life=life) for _ in range(2))
@@ -203,7 +205,7 @@ def test_nothing_is_signed_by_halves_of_two_authorities(tmp_path: Path) -> None:
     (tmp_path / "tls.crt").write_bytes(old.certificate)
     (tmp_path / "tls.key").write_bytes(old.key)
     signing = PeerCertificates(tmp_path)
-    tls = ServerTls(signing.serving_certificate("reports.svc"))
+    tls = ServerTls(signing.issue_reports_api_certificate("reports.svc"))
     request = CertificateRequest(
         request=request_of(ec.generate_private_key(ec.SECP256R1())).decode()
     )

@@ -39,7 +39,7 @@ def _of(language: str) -> list[Block]:
     return [block for block in BLOCKS.values() if block.language == language]
 
 
-def test_every_block_is_run_here_or_by_the_test_that_is_named() -> None:
+def test_every_code_block_of_the_documentation_is_run_by_a_test() -> None:
     run = {*PROGRAMS, *IN_FRAMEWORKS, *DATA, *(block.name for block in _of("bash"))}
     assert BLOCKS.keys() - ELSEWHERE.keys() - run == set()
     assert {*ELSEWHERE, *PROGRAMS, *IN_FRAMEWORKS, *DATA} - BLOCKS.keys() == set()
@@ -47,7 +47,7 @@ def test_every_block_is_run_here_or_by_the_test_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_test_that_is_named_takes_the_page_or_has_its_lines(name: str) -> None:
+def test_every_test_assigned_to_a_code_block_uses_its_page_or_contains_its_lines(name: str) -> None:
     block, text = BLOCKS[name], (ROOT / ELSEWHERE[name]).read_text()
     if block.language == "python":
         used = [
@@ -66,7 +66,7 @@ def test_a_test_that_is_named_takes_the_page_or_has_its_lines(name: str) -> None
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_python_block_runs_and_goes_on_in_a_second_life(
+def test_each_python_block_runs_and_resumes_after_a_restart(
     sidecar: SidecarProcess, tmp_path: Path, name: str
 ) -> None:
     check(PROGRAMS[name], BLOCKS[name], tmp_path, warm.python())
@@ -168,7 +168,7 @@ def _lines() -> list[str]:
     return [line for block in _of("bash") if block.name not in ELSEWHERE for line in block.commands]
 
 
-def test_what_readme_says_of_the_command_is_so(home: Home) -> None:
+def test_the_commands_in_the_readme_behave_as_described(home: Home) -> None:
     _, run, status, export = BLOCKS["README.md Ten lines 2"].commands
     assert "restart" not in home(run)
     assert "committed" in home(status).lower()
@@ -176,7 +176,7 @@ def test_what_readme_says_of_the_command_is_so(home: Home) -> None:
     assert (home.path / "out/gpt/model.safetensors").stat().st_size > 0
 
 
-def test_a_training_goes_on_as_any_of_the_ways_to_start_it_says(home: Home) -> None:
+def test_a_training_resumes_with_each_documented_way_to_start_it(home: Home) -> None:
     alone, eight = BLOCKS["docs/add-keepstep.md Add keepstep to a training script 2"].commands
     home(alone)
     assert "restored step 2" in home(eight)
@@ -205,13 +205,13 @@ def test_an_archive_is_listed_verified_pulled_forked_and_exported(home: Home) ->
     assert (home.path / "other/model.safetensors").exists()
 
 
-def test_a_sidecar_without_a_command_serves_a_script(home: Home) -> None:
+def test_the_documented_keepstep_start_command_provides_a_sidecar_for_a_script(home: Home) -> None:
     (export,) = BLOCKS["docs/cli.md `keepstep start`"].commands
     home(f"{export}\npython train.py\nkeepstep stop")
     assert "2" in home("keepstep steps")
 
 
-def test_doctor_and_secret_do_what_their_pages_say(home: Home) -> None:
+def test_the_documented_doctor_and_secret_commands_work(home: Home) -> None:
     (doctor,) = BLOCKS["docs/cli.md `keepstep doctor`"].commands
     message = home(doctor, codes=(0, 1))  # eight ranks of 40 GiB need a larger machine
     assert str(home.path / "nvme1") in message
@@ -228,7 +228,9 @@ def test_doctor_and_secret_do_what_their_pages_say(home: Home) -> None:
 
 
 @pytest.mark.parametrize("line", BLOCKS["docs/page.md The page"].commands)
-def test_the_page_says_where_it_is_until_it_is_interrupted(home: Home, line: str) -> None:
+def test_the_documented_ui_command_prints_its_url_and_ends_on_interrupt(
+    home: Home, line: str
+) -> None:
     home("keepstep run -- python train.py")
     with home.start(line.replace("8790", "0"), start_new_session=True) as process:
         assert process.stdout is not None
@@ -245,7 +247,7 @@ def _cluster_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("line", _cluster_lines())
-def test_kubectl_and_helm_understand_the_line(tmp_path: Path, line: str) -> None:
+def test_kubectl_and_helm_accept_each_documented_command(tmp_path: Path, line: str) -> None:
     """They read it whole before they find that there is no cluster."""
     for name, value in {"RUN": "run", "POD": "pod", "NAMESPACE": "space"}.items():
         line = re.sub(rf"\b{name}\b", value, line)
@@ -278,7 +280,7 @@ BUILTIN = {"namespace", "pod", "events"}
 HELM = ("helm", "template", "charts/keepstep", "--kube-version", KUBERNETES[-1], "--set")
 
 
-def test_the_lines_name_kinds_files_and_values_that_there_are(tmp_path: Path) -> None:
+def test_documented_kubectl_commands_name_existing_kinds_files_and_values(tmp_path: Path) -> None:
     kinds = {*BUILTIN}
     for crd in crds().values():
         known = crd["spec"]["names"]
@@ -311,7 +313,7 @@ def test_the_lines_name_kinds_files_and_values_that_there_are(tmp_path: Path) ->
 # --- programs of other people ------------------------------------------------------------------
 
 
-def test_what_is_built_is_in_the_dockerfiles() -> None:
+def test_documented_docker_builds_use_existing_files_stages_and_arguments() -> None:
     """tests/e2e/cluster.py builds and loads the same."""
     lines = [line for line in _lines() if line.startswith(("docker build", "kind "))]
     assert len(lines) > 5
@@ -325,7 +327,7 @@ def test_what_is_built_is_in_the_dockerfiles() -> None:
             assert f"ARG {argument}" in (ROOT / file).read_text()
 
 
-def test_make_has_the_targets_and_pip_the_packages() -> None:
+def test_documented_make_targets_and_pip_packages_exist() -> None:
     for line in _lines():
         if line.startswith("make "):
             subprocess.run(
@@ -337,7 +339,7 @@ def test_make_has_the_targets_and_pip_the_packages() -> None:
             assert (ROOT / path).is_file()
 
 
-def test_every_line_of_a_shell_belongs_to_one_of_these_tests() -> None:
+def test_every_documented_shell_command_is_covered_by_one_of_these_tests() -> None:
     assert {line.split()[0] for line in _lines()} <= COMMANDS
     here = Path(__file__).read_text()
     named = {line for block in _of("bash") if f'"{block.name}"' in here for line in block.commands}
@@ -419,5 +421,5 @@ DATA: dict[str, Callable[[str], None]] = {
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_what_a_page_shows_is_what_the_code_takes(name: str) -> None:
+def test_documented_data_examples_are_accepted_by_the_code(name: str) -> None:
     DATA[name](BLOCKS[name].text)

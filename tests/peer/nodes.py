@@ -68,7 +68,9 @@ class Node:
 
     def copies(self) -> list[tuple[int, int]]:
         """(step, rank) of the copies here."""
-        return [(shard.step_id.step, shard.rank) for shard in self.remote_tier.kept()]
+        return [
+            (shard.step_id.step, shard.rank) for shard in self.remote_tier.list_copies_for_peers()
+        ]
 
     def copy_path(self, step_id: StepId) -> Path:
         (path,) = (self.root / "peers" / str(step_id)).glob("rank-*")

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 from keepstep.errors import ForeignError, FormatError, ImageError
-from keepstep.image import BaseRef, Layout, Section, TensorSpec
+from keepstep.image import BaseRef, Layout, TensorRole, TensorSpec
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
-from keepstep_sidecar.tiers.peer.protocol import NeededCopies, PodListing
+from keepstep_sidecar.tiers.peer.protocol import CopiesToKeep, PodShardListing
 from keepstep_sidecar.tiers.source import local_source
 from keepstep_sidecar.volume.files import aligned_buffer
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
-from keepstep_sidecar.volume.volume import SealedImage, Volume
+from keepstep_sidecar.volume.volume import SealedMemoryImage, Volume
 from tests.harness import matching, until
 from tests.peer.nodes import Node, running
 from tests.tiers.local import committed, durable
@@ -29,19 +29,19 @@ from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
 Pair = tuple[Node, Node]
 
 
-def base_of(seed: int = 0, *, rank: int = 0, first: int | None = None) -> SealedImage:
+def base_of(seed: int = 0, *, rank: int = 0, first: int | None = None) -> SealedMemoryImage:
     """`first`: the step that refers to it first."""
-    tensors = [TensorSpec("model.frozen", "F32", (3_000_000,), Section.PARAMS)]
+    tensors = [TensorSpec("model.frozen", "F32", (3_000_000,), TensorRole.PARAMS)]
     layout = Layout.build(tensors, rank=rank, world=2, is_base=True)
     slot = staged(layout, seed, seed=seed)
     step = seed if first is None else first
     slot.view[layout.control_begin :] = (
         control := replace(slot.control, extras_bytes=0, step=step)
     ).to_bytes()
-    return SealedImage(view=slot.view, layout=layout, control=control)
+    return SealedMemoryImage(view=slot.view, layout=layout, control=control)
 
 
-def write(volume: Volume, step: int, base: SealedImage) -> LocalShard:
+def write(volume: Volume, step: int, base: SealedMemoryImage) -> LocalShard:
     slot = staged(make_layout(), step)
     control = replace(slot.control, base=BaseRef.of(base.control, base.layout))
     return volume.write(slot.view, slot.layout, control, base=base).shard
@@ -53,7 +53,7 @@ def bases(node: Node) -> dict[int, int]:
     return {int(path.parent.name[-9:]): path.stat().st_ino for path in found}
 
 
-async def test_the_base_is_sent_once_and_goes_with_the_last_copy(pair: Pair) -> None:
+async def test_a_base_is_sent_to_a_peer_once_and_deleted_with_the_last_copy(pair: Pair) -> None:
     here, buddy = pair
     first, second = base_of(), base_of(1)
     async with running(here, buddy):
@@ -70,7 +70,7 @@ async def test_the_base_is_sent_once_and_goes_with_the_last_copy(pair: Pair) -> 
         assert here.remote_tier.status().sent_bytes > 1.9 * first.layout.size_bytes
 
 
-async def test_a_base_of_the_same_bytes_that_another_step_named_first_is_sent(pair: Pair) -> None:
+async def test_a_base_with_the_same_bytes_but_another_first_step_is_sent(pair: Pair) -> None:
     here, buddy = pair
     async with running(here, buddy):
         for step in range(2):
@@ -79,7 +79,7 @@ async def test_a_base_of_the_same_bytes_that_another_step_named_first_is_sent(pa
         assert len(set(bases(buddy).values())) == 2
 
 
-async def test_what_lies_beside_a_shard_must_be_the_base_that_it_refers_to(pair: Pair) -> None:
+async def test_a_base_other_than_the_one_its_shard_refers_to_is_refused(pair: Pair) -> None:
     here, _ = pair
     async with running(*pair):
         shards = [write(here.volume, step, base_of(step)) for step in range(2)]
@@ -110,7 +110,7 @@ async def test_another_pod_reads_shard_and_base_from_the_copy(pair: Pair) -> Non
                 assert view[:end] == base.view[:end]
 
 
-async def test_copies_with_bases_are_found_again_and_no_base_is_sent_again(
+async def test_copies_with_bases_are_found_after_a_restart_and_no_base_is_sent_again(
     node: Callable[[int], Node], pair: Pair
 ) -> None:
     here, buddy = pair
@@ -134,9 +134,9 @@ class Sent:
 
     def __init__(self, here: Volume, keeper: Volume) -> None:
         shard = write(here, 1, base_of())
-        assert shard.beside is not None
+        assert shard.base_shard is not None
         self.name = ShardName.of(shard)
-        self.data = {self.name: shard.path, self.name.base: shard.beside.path}
+        self.data = {self.name: shard.path, self.name.base_shard_name: shard.base_shard.path}
         self.keeper = keeper
         self.open()
 
@@ -155,10 +155,10 @@ class Sent:
         part, data = self.begin(name), self.data[name].read_bytes()
         assert part is not None
         for chunk in part.missing[:chunks]:
-            begin, end = part.manifest.bounds(chunk)
+            begin, end = part.manifest.bounds_of_chunk(chunk)
             with aligned_buffer(end - begin) as buffer, memoryview(buffer) as view:
                 view[:] = data[begin:end]
-                self.copies.write(part, chunk, view, whose="the test")
+                self.copies.write_chunk(part, chunk, view, whose="the test")
         return part
 
 
@@ -177,35 +177,39 @@ def test_a_copy_without_its_base_is_not_sealed(arriving: Sent) -> None:
     with pytest.raises(FormatError, match=r"base-00000-of-00002\.safetensors"):
         arriving.copies.seal(part)
     assert not arriving.copies.all()
-    arriving.copies.seal(arriving.arrive(arriving.name.base))
+    arriving.copies.seal(arriving.arrive(arriving.name.base_shard_name))
     arriving.copies.seal(part)
     assert [shard.rank for shard in arriving.copies.all()] == [0]
 
 
-def test_a_base_that_came_in_part_goes_on_where_it_was(arriving: Sent) -> None:
-    part = arriving.arrive(arriving.name.base, chunks=1)
+def test_a_partly_received_base_is_resumed(arriving: Sent) -> None:
+    part = arriving.arrive(arriving.name.base_shard_name, chunks=1)
     arriving.copies.close()
     arriving.open()
-    again = arriving.begin(arriving.name.base)
+    again = arriving.begin(arriving.name.base_shard_name)
     assert again is not None
-    assert len(again.missing) == len(part.manifest.chunks) - 1
+    assert len(again.missing) == len(part.manifest.chunk_indices) - 1
 
 
-def test_a_base_whose_shard_never_comes_goes_once_its_step_is_not_wanted(arriving: Sent) -> None:
-    arriving.copies.seal(arriving.arrive(arriving.name.base))
-    arriving.copies.drop_superseded(NeededCopies(ranks={0: (step_id(1),)}), sender=0)
+def test_a_base_whose_shard_never_arrives_is_deleted_once_its_step_is_not_needed(
+    arriving: Sent,
+) -> None:
+    arriving.copies.seal(arriving.arrive(arriving.name.base_shard_name))
+    arriving.copies.drop_superseded(CopiesToKeep(ranks={0: (step_id(1),)}), sender=0)
     assert matching(arriving.keeper.root, "peers/*/base-*"), "it may still come"
-    arriving.copies.drop_superseded(NeededCopies(ranks={0: (step_id(2),)}), sender=0)
+    arriving.copies.drop_superseded(CopiesToKeep(ranks={0: (step_id(2),)}), sender=0)
     assert not matching(arriving.keeper.root, "peers/*")
 
 
-def test_what_is_no_base_of_the_rank_is_refused(arriving: Sent) -> None:
+def test_an_image_that_is_not_the_base_of_the_rank_is_refused(arriving: Sent) -> None:
     with pytest.raises(ImageError, match="not the base"):
-        arriving.begin(arriving.name, as_name=arriving.name.base)
+        arriving.begin(arriving.name, as_name=arriving.name.base_shard_name)
     with pytest.raises(ImageError, match="not the base"):
-        arriving.begin(arriving.name.base, as_name=replace(arriving.name.base, rank=1))
+        arriving.begin(
+            arriving.name.base_shard_name, as_name=replace(arriving.name.base_shard_name, rank=1)
+        )
     with pytest.raises(ImageError, match="not the image"):
-        arriving.begin(arriving.name.base, as_name=replace(arriving.name, id=step_id(0)))
+        arriving.begin(arriving.name.base_shard_name, as_name=replace(arriving.name, id=step_id(0)))
 
 
 @pytest.mark.parametrize(
@@ -218,10 +222,10 @@ def test_a_listed_base_that_no_shard_has_is_refused(lie: dict[str, Any]) -> None
     listed = {"step_id": step, "rank": 0, "world": 2, "root": "00", "size_bytes": 4096}
     true, false = ({**listed, "base": {**listed, **change}} for change in ({}, lie))
     found = msgspec.json.decode(
-        msgspec.json.encode({"run": RUN, "shards": [true]}), type=PodListing
+        msgspec.json.encode({"run": RUN, "shards": [true]}), type=PodShardListing
     )
     assert found.shards[0].base is not None
     for wrong in (false, {**listed, "base": true}):
         text = msgspec.json.encode({"run": RUN, "shards": [wrong]})
         with pytest.raises(ValueError, match="base"):
-            msgspec.json.decode(text, type=PodListing)
+            msgspec.json.decode(text, type=PodShardListing)

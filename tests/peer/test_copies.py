@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keepstep.errors import StorageError
-from keepstep.steps import Answer
+from keepstep.steps import TierAnswer
 from keepstep_sidecar.tiers.peer import buddy as buddies
 from keepstep_sidecar.tiers.remote_tier import RunFacts
 from keepstep_sidecar.volume.files import Filesystem
@@ -36,11 +36,11 @@ async def sent(here: Node, buddy: Node, *steps: int) -> tuple[Slot, LocalShard]:
     return slot, found
 
 
-async def test_a_copy_finds_room_on_a_drive_that_is_full_of_spare_files(
+async def test_spare_files_are_deleted_to_store_a_copy_on_a_full_drive(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, buddy = pair
-    buddy.volume.retire(buddy.write(1, rank=1)[1].step_id)
+    buddy.volume.delete_step(buddy.write(1, rank=1)[1].step_id)
     _, found = here.write(5, rank=0)
     allocate = Filesystem.allocate
 
@@ -56,7 +56,7 @@ async def test_a_copy_finds_room_on_a_drive_that_is_full_of_spare_files(
         await until(lambda: buddy.copies() == [(5, 0)])
 
 
-async def test_a_copy_that_is_kept_here_is_read_from_here(pair: Pair) -> None:
+async def test_a_copy_on_the_local_node_is_read_locally(pair: Pair) -> None:
     here, buddy = pair
     async with running(here, buddy):
         slot, _ = await sent(here, buddy, 5)
@@ -78,7 +78,7 @@ async def test_copies_are_found_again_after_a_restart(node: Make, pair: Pair) ->
         await until(lambda: again.copies() == [(5, 0)])
 
 
-async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make, pair: Pair) -> None:
+async def test_a_copy_with_a_broken_seal_is_moved_to_quarantine(node: Make, pair: Pair) -> None:
     here, buddy = pair
     async with running(here, buddy):
         _, found = await sent(here, buddy, 5)
@@ -89,13 +89,13 @@ async def test_a_copy_whose_seal_is_broken_goes_into_quarantine(node: Make, pair
     again = node(1)
     again.knows()
     async with running(again):
-        assert (await again.remote_tier.scan()).answer is Answer.NONE
+        assert (await again.remote_tier.scan()).answer is TierAnswer.NONE
     assert [path.name for path in (again.root / "quarantine").iterdir()] == [
         f"{found.step_id}.rank-00000-of-00002.torn.1"
     ]
 
 
-async def test_what_the_sender_lost_is_not_what_it_does_not_want(pair: Pair) -> None:
+async def test_copies_of_shards_that_the_sender_lost_are_not_deleted(pair: Pair) -> None:
     """A sender that comes back empty wants nothing; its copies are all that is left."""
     here, buddy = pair
     async with running(here, buddy):
@@ -108,18 +108,20 @@ async def test_what_the_sender_lost_is_not_what_it_does_not_want(pair: Pair) -> 
         assert (5, 0) in buddy.copies()
 
 
-async def test_room_is_made_of_copies_but_never_of_the_last_committed_one(pair: Pair) -> None:
+async def test_space_is_freed_by_deleting_copies_but_never_the_last_committed_one(
+    pair: Pair,
+) -> None:
     here, buddy = pair
     async with running(here, buddy):
         await sent(here, buddy, 1, 2, 3)
         committed(here.remote_tier, step_id(2))
         await until(lambda: buddy.copies() == [(2, 0), (3, 0)])
-        assert await buddy.remote_tier.make_room(1 << 60)
+        assert await buddy.remote_tier.free_volume_space(1 << 60)
         assert buddy.copies() == [(2, 0)]
-        assert not await buddy.remote_tier.make_room(1 << 60)
+        assert not await buddy.remote_tier.free_volume_space(1 << 60)
 
 
-async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(
+async def test_space_is_freed_by_deleting_copies_of_a_former_sender_after_a_restart(
     node: Make, pair: Pair
 ) -> None:
     here, buddy = pair
@@ -128,13 +130,13 @@ async def test_room_is_made_of_what_a_former_sender_left_before_a_restart(
     again = node(1)  # and nobody sends to it any more
     async with running(again):
         await until(lambda: again.copies() == [(1, 0), (2, 0), (3, 0)])
-        assert not await again.remote_tier.make_room(1 << 60), "it knows of no commit"
-        again.remote_tier.begin(RunFacts(commit=lambda: step_id(2)))
-        assert await again.remote_tier.make_room(1 << 60)
+        assert not await again.remote_tier.free_volume_space(1 << 60), "it knows of no commit"
+        again.remote_tier.set_run_facts(RunFacts(commit=lambda: step_id(2)))
+        assert await again.remote_tier.free_volume_space(1 << 60)
         assert again.copies() == [(2, 0)]
 
 
-async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
+async def test_a_full_peer_reports_the_missing_space_and_keeps_its_copies(node: Make) -> None:
     here, buddy = node(0), node(1, capacity_bytes=200_000)
     here.knows(buddy, buddies=(buddy,))
     async with running(here, buddy):
@@ -145,10 +147,10 @@ async def test_a_full_buddy_says_so_and_keeps_what_it_has(node: Make) -> None:
         assert "bytes needed for a copy" in here.remote_tier.status().trouble
         assert here.remote_tier.status().backlog == 1
         assert not list(buddy.root.rglob("*.part"))
-        assert not here.remote_tier.replicator.in_use(big.step_id)
+        assert not here.remote_tier.replicator.is_step_in_transfer(big.step_id)
 
 
-async def test_a_buddy_that_never_has_all_lets_go_of_old_copies_and_its_former_trouble_is_over(
+async def test_a_peer_that_lags_behind_drops_old_copies_and_clears_its_last_error(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps come as fast as they are sent: while one is on its way, the next becomes durable."""

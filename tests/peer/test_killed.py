@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.steps import Answer
+from keepstep.steps import TierAnswer
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.volume import files
 from tests.harness import until
@@ -61,7 +61,7 @@ def introduce(node: Node, address: str) -> None:
     [(point, 0) for point in POINTS if point != "peer.data"]
     + [("peer.data", 0), ("peer.data@4", 3)],
 )
-async def test_a_copy_goes_on_where_the_killed_receiver_was(
+async def test_a_copy_resumes_where_the_killed_receiver_stopped(
     node: Make, receiver: Start, point: str, kept: int
 ) -> None:
     here = node(0)
@@ -81,16 +81,16 @@ async def test_a_copy_goes_on_where_the_killed_receiver_was(
             assert 0 < sent <= whole - kept * (8 << 20) + (8 << 20)
         elif point not in ("peer.create", "peer.allocate", "peer.data"):
             assert sent == 0, "all chunks had arrived before it died"
-        here.volume.retire(found.step_id)
+        here.volume.delete_step(found.step_id)
         gone(here.remote_tier, [found.step_id])
         seen = await here.remote_tier.scan()
-        assert seen.answer is Answer.STEPS
+        assert seen.answer is TierAnswer.STEPS
         view = empty_slot(slot.layout)
         await reading.load(here.remote_tier, seen.shards[0], view)
         assert same(view, slot)
 
 
-async def test_while_the_receiver_is_dead_nothing_is_half_there(
+async def test_a_partial_copy_of_a_killed_receiver_is_never_offered(
     node: Make, receiver: Start
 ) -> None:
     here = node(0)
@@ -105,4 +105,4 @@ async def test_while_the_receiver_is_dead_nothing_is_half_there(
     buddy = node(1)
     async with running(buddy):
         buddy.knows()
-        assert (await buddy.remote_tier.scan()).answer is Answer.NONE
+        assert (await buddy.remote_tier.scan()).answer is TierAnswer.NONE

@@ -15,7 +15,7 @@ from keepstep.errors import DigestError, ImageError
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
-from keepstep_sidecar.tiers.peer.protocol import NeededCopies
+from keepstep_sidecar.tiers.peer.protocol import CopiesToKeep
 from keepstep_sidecar.tiers.peer.served_shards import OpenShard
 from tests.harness import flip, until
 from tests.peer.nodes import BIG, Node, running, same
@@ -33,11 +33,13 @@ async def two_copies(here: Node, *buddies: Node, parameters: int = BIG):
     durable(here.remote_tier, found)
     await until(lambda: all(buddy.copies() for buddy in buddies))
     gone(here.remote_tier, [found.step_id])
-    here.volume.retire(found.step_id)
+    here.volume.delete_step(found.step_id)
     return slot, found
 
 
-async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(node: Make) -> None:
+async def test_a_peer_that_sends_wrong_bytes_is_reported_and_another_peer_is_used(
+    node: Make,
+) -> None:
     here, liar, honest = node(0), node(1), node(2)
     async with running(here, liar, honest):
         slot, found = await two_copies(here, liar, honest)
@@ -53,7 +55,7 @@ async def test_a_peer_that_gives_other_bytes_is_named_and_another_one_is_asked(n
         assert liar.copies() == [(5, 0)]
 
 
-async def test_when_only_a_liar_is_left_the_error_names_it_and_the_slot_has_no_seal(
+async def test_the_error_names_the_peer_with_wrong_bytes_when_no_other_copy_exists(
     node: Make,
 ) -> None:
     here, liar = node(0), node(1)
@@ -83,7 +85,7 @@ async def test_a_damaged_table_or_seal_is_found_before_any_chunk_is_used(
             await reading.load(here.remote_tier, remote, empty_slot(layout))
 
 
-async def test_a_peer_whose_list_promises_another_root_is_named(
+async def test_a_peer_that_lists_a_wrong_root_digest_is_reported(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, liar = node(0), node(1)
@@ -91,7 +93,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
         slot, _ = await two_copies(here, liar, parameters=6000)
         truth = liar.remote_tier._served.shards.listing
 
-        def lie() -> protocol.PodListing:
+        def lie() -> protocol.PodShardListing:
             listing = truth()
             return replace(
                 listing, shards=tuple(replace(shard, root="0" * 32) for shard in listing.shards)
@@ -103,7 +105,7 @@ async def test_a_peer_whose_list_promises_another_root_is_named(
             await reading.load(here.remote_tier, remote, empty_slot(slot.layout))
 
 
-async def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shard(
+async def test_no_more_chunks_are_sent_to_a_peer_that_claims_another_root_digest(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, liar = node(0), node(1)
@@ -117,12 +119,12 @@ async def test_a_buddy_that_says_it_holds_another_root_gets_no_more_of_that_shar
         assert here.remote_tier.status().backlog == 1
 
 
-async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
+async def test_a_peer_refuses_bytes_that_were_corrupted_in_transit(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, buddy = node(0), node(1)
     here.knows(buddy, buddies=(buddy,))
-    write, seen = KeptCopies.write, []
+    write, seen = KeptCopies.write_chunk, []
 
     def spoil(self: KeptCopies, part, chunk, data, *, whose) -> None:
         if not seen:
@@ -139,7 +141,7 @@ async def test_bytes_that_change_on_the_way_are_refused_by_the_buddy(
         await until(lambda: buddy.copies() == [(5, 0)])  # the next try sends what is missing
 
 
-async def test_a_peer_that_goes_away_in_the_middle_is_gone_around(
+async def test_a_transfer_continues_from_another_peer_when_one_disappears(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, dying, other = node(0), node(1), node(2)
@@ -186,7 +188,7 @@ async def test_a_cancelled_load_leaves_the_slot_alone(
         assert bytes(view) == before
 
 
-async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_coarser_grid(
+async def test_copies_respect_the_bandwidth_limit_and_a_slow_link_sends_steps_less_often(
     node: Make,
 ) -> None:
     here, buddy = node(0), node(1)
@@ -197,30 +199,30 @@ async def test_copies_keep_to_their_limit_and_a_slow_link_sends_the_step_on_the_
         began = time.monotonic()
         founds = [here.write(step, rank=0, parameters=BIG)[1] for step in (5, 6, 7, 8, 9)]
         durable(here.remote_tier, founds[0])
-        await until(lambda: here.remote_tier.replicator.in_use(founds[0].step_id))
+        await until(lambda: here.remote_tier.replicator.is_step_in_transfer(founds[0].step_id))
         for found in founds[1:]:
             durable(here.remote_tier, found)
-        assert here.remote_tier.replicator.in_use(
+        assert here.remote_tier.replicator.is_step_in_transfer(
             founds[3].step_id
         )  # step 8 is next, and stays here until then
-        assert not here.remote_tier.replicator.in_use(founds[2].step_id)
+        assert not here.remote_tier.replicator.is_step_in_transfer(founds[2].step_id)
         await until(lambda: buddy.copies()[:2] == [(5, 0), (8, 0)])
         sent = here.remote_tier.status().sent_bytes
         assert sent / (time.monotonic() - began) < 1.5 * (20 << 20)
 
 
-def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> None:
+def test_the_requested_ranks_of_a_peer_are_bounded_and_replaced_by_its_next_request() -> None:
     copies = KeptCopies([], run=RUN)
     commit = step_id(7)
     for wrong in ({-1: ()}, {1 << 20: ()}, {1 << 70: ()}, dict.fromkeys(range(70_000), ())):
         with pytest.raises(ValueError, match="ranks"):
-            NeededCopies(committed=commit, ranks=wrong)
+            CopiesToKeep(committed=commit, ranks=wrong)
     for _ in range(3):
         for sender in range(200):
             ranks = dict.fromkeys(range(sender * 1000 % 60_000, sender * 1000 % 60_000 + 1000), ())
-            copies.drop_superseded(NeededCopies(committed=commit, ranks=ranks), sender=sender)
+            copies.drop_superseded(CopiesToKeep(committed=commit, ranks=ranks), sender=sender)
     assert sum(len(request.ranks) for request in copies._needed.values()) <= 1 << 16
-    copies.drop_superseded(NeededCopies(committed=commit, ranks={3: ()}), sender=199)
+    copies.drop_superseded(CopiesToKeep(committed=commit, ranks={3: ()}), sender=199)
     assert list(copies._needed[199].ranks) == [3]
 
 
@@ -235,14 +237,16 @@ def test_what_a_pod_wants_is_bounded_and_forgotten_with_what_it_wants_next() -> 
     ],
     ids=str,
 )
-def test_a_rank_that_no_run_has_is_refused_before_a_bit_is_kept_for_it(lie: dict[str, Any]) -> None:
+def test_an_impossible_rank_is_refused_before_memory_is_allocated_for_it(
+    lie: dict[str, Any],
+) -> None:
     """What is held of a step is a number with a bit for each rank up to the last."""
     forged = {"epoch": {"number": 1, "nonce": "1f9c2d7a"}, "step": 1}
     listed = {"step_id": forged, "root": "00", "size_bytes": 4096, **lie}
     text = msgspec.json.encode({"run": RUN, "shards": [listed]})
     with pytest.raises(ValueError, match=r"rank|twins"):
-        msgspec.json.decode(text, type=protocol.PodListing)
+        msgspec.json.decode(text, type=protocol.PodShardListing)
     true = msgspec.json.encode(
         {"run": RUN, "shards": [{**listed, "rank": 0, "world": 2, "alike": {"runs": [[0, 1, 1]]}}]}
     )
-    assert len(msgspec.json.decode(true, type=protocol.PodListing).shards) == 1
+    assert len(msgspec.json.decode(true, type=protocol.PodShardListing).shards) == 1

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.retention import copies_to_drop, superseded_copies
-from keepstep.leader.buddies import Spot
+from keepstep.leader.buddies import PlaceLocation
 from keepstep.leader.buddies import choose_buddies as assigned
 from keepstep.steps import EpochId, StepId
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.tiers.peer.peer_list import PeerList
-from keepstep_sidecar.tiers.peer.protocol import NeededCopies, PodListing
+from keepstep_sidecar.tiers.peer.protocol import CopiesToKeep, PodShardListing
 
 _RANKS = st.sets(st.integers(0, 30), max_size=12)
 _STEPS = st.builds(
@@ -28,12 +28,12 @@ _HELD = st.dictionaries(st.integers(0, 3), st.sets(_STEPS, max_size=8), max_size
 
 def buddies(own: int, others: set[int], replicas: int) -> tuple[int, ...]:
     """Each on a node of its own."""
-    spots = {rank: Spot(str(rank), str(rank)) for rank in (own, *others)}
+    spots = {rank: PlaceLocation(str(rank), str(rank)) for rank in (own, *others)}
     return assigned(spots, replicas=replicas)[own]
 
 
 @given(own=st.integers(0, 30), others=_RANKS, replicas=st.integers(1, 4))
-def test_a_pod_has_as_many_buddies_as_asked_for_and_never_itself(
+def test_a_pod_gets_the_requested_number_of_copy_peers_and_never_itself(
     own: int, others: set[int], replicas: int
 ) -> None:
     chosen = buddies(own, others, replicas)
@@ -43,14 +43,14 @@ def test_a_pod_has_as_many_buddies_as_asked_for_and_never_itself(
 
 
 @given(ranks=_RANKS, replicas=st.integers(1, 4))
-def test_everybody_keeps_as_many_copies_as_it_has_sent(ranks: set[int], replicas: int) -> None:
+def test_every_pod_stores_as_many_copies_as_it_sends(ranks: set[int], replicas: int) -> None:
     kept = Counter(buddy for own in ranks for buddy in buddies(own, ranks, replicas))
     assert set(kept.values()) <= {min(replicas, len(ranks) - 1)}
     assert set(kept) == (ranks if len(ranks) > 1 else set())
 
 
 @given(ranks=_RANKS.filter(bool), replicas=st.integers(1, 4), chance=st.randoms())
-def test_the_loss_of_one_pod_moves_only_the_copies_that_it_kept(
+def test_losing_one_pod_reassigns_only_the_copies_that_it_stored(
     ranks: set[int], replicas: int, chance: random.Random
 ) -> None:
     lost = chance.choice(sorted(ranks))
@@ -72,10 +72,10 @@ def _left(held: dict[int, set[StepId]], gone: list[tuple[StepId, int]]) -> dict[
 
 
 @given(held=_HELD, requests=_HELD, committed=st.none() | _STEPS)
-def test_a_copy_goes_only_for_a_newer_one_that_is_wanted_and_committed_and_here(
+def test_a_copy_is_superseded_only_by_a_newer_needed_and_committed_copy(
     held: dict[int, set[StepId]], requests: dict[int, set[StepId]], committed: StepId | None
 ) -> None:
-    request = NeededCopies(
+    request = CopiesToKeep(
         committed=committed, ranks={rank: tuple(sorted(ids)) for rank, ids in requests.items()}
     )
     gone = superseded_copies(held, request.ranks, committed=committed)
@@ -103,16 +103,18 @@ def test_a_full_volume_leaves_each_rank_its_newest_committed_copy(
         assert left == ({max(known)} if known else held[rank])
 
 
-def test_what_was_seen_counts_at_a_silent_agent_and_at_no_machine_that_votes_itself() -> None:
+def test_earlier_listings_count_for_a_silent_agent_but_not_for_a_machine_that_votes_itself() -> (
+    None
+):
     directory = PeerList(complete=True)
     machine, agent = Peer(node_rank=1, address="10.0.0.1:9465"), "10.0.0.9:9465"
-    directory.peers_are((machine,), own="", agents={"node-9": agent})
-    assert directory.may_hold(agent)
-    directory.update(agent, PodListing(run="gpt"))
-    assert not directory.may_hold(agent), "it says itself what it holds"
-    directory.update(agent, None, "no answer in time")
-    assert directory.may_hold(agent)
-    assert not directory.may_hold(machine.address)
-    directory.peers_are((), own="", complete=False)
-    assert directory.may_hold(agent)
-    assert not directory.may_hold(machine.address)
+    directory.replace_peers((machine,), own="", agents={"node-9": agent})
+    assert directory.is_last_listing_valid(agent)
+    directory.record_pod_answer(agent, PodShardListing(run="gpt"))
+    assert not directory.is_last_listing_valid(agent), "it says itself what it holds"
+    directory.record_pod_answer(agent, None, "no answer in time")
+    assert directory.is_last_listing_valid(agent)
+    assert not directory.is_last_listing_valid(machine.address)
+    directory.replace_peers((), own="", complete=False)
+    assert directory.is_last_listing_valid(agent)
+    assert not directory.is_last_listing_valid(machine.address)

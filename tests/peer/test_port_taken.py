@@ -25,7 +25,7 @@ def _tier(tmp_path: Path, authority: Authority, *, port: int, by_hand: bool) -> 
     return PeerTier(settings, volumes, run=RUN, credentials=FileCredentials(files))
 
 
-async def test_another_port_is_served_and_told_to_the_operator(
+async def test_another_port_is_used_and_reported_to_the_operator_if_the_peer_port_is_taken(
     tmp_path: Path, authority: Authority
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trainer:
@@ -39,7 +39,7 @@ async def test_another_port_is_served_and_told_to_the_operator(
         await tier.close()
 
 
-async def test_the_port_is_the_wanted_one_where_it_is_free(
+async def test_the_configured_peer_port_is_used_if_it_is_free(
     tmp_path: Path, authority: Authority
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as once:
@@ -49,7 +49,7 @@ async def test_the_port_is_the_wanted_one_where_it_is_free(
     await tier.close()
 
 
-async def test_where_the_others_are_told_by_hand_the_port_is_used_once_it_is_free(
+async def test_a_taken_peer_port_is_used_once_it_is_free_if_peers_are_configured_statically(
     tmp_path: Path, authority: Authority
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as trainer:

@@ -159,7 +159,7 @@ class Announced:
         return b"" if len(self.asked) > 1 else b"x" * PAGE_BYTES
 
 
-def test_a_body_takes_no_memory_that_was_only_announced() -> None:
+def test_a_request_body_allocates_only_the_memory_that_has_arrived() -> None:
     context = handlers.ServerContext(None, None)  # type: ignore[arg-type]
     server = Announced(150 << 20, context)
     with pytest.raises(ConnectionError):
@@ -168,9 +168,7 @@ def test_a_body_takes_no_memory_that_was_only_announced() -> None:
     assert not context.large.acquire(blocking=False), "one large body at a time"
 
 
-def test_a_body_that_is_shorter_than_what_was_asked_for_is_refused_before_it_is_waited_for() -> (
-    None
-):
+def test_a_response_shorter_than_requested_is_refused_without_waiting() -> None:
     response = SimpleNamespace(length=3, fp=io.BufferedReader(io.BytesIO(b"abcdef")))
     with pytest.raises(client.http.client.HTTPException, match="1 bytes too early"):
         client._fill(response, None, memoryview(bytearray(4)))  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def write(node: Node, slot: Slot) -> LocalShard:
 
 async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> None:
     """Read back from the buddy, bit by bit."""
-    here.volume.retire(found.step_id)
+    here.volume.delete_step(found.step_id)
     (remote,) = [shard for shard in (await here.remote_tier.scan()).shards if shard.rank == 0]
     view = empty_slot(slot.layout)
     await reading.load(here.remote_tier, remote, view)
@@ -49,7 +49,7 @@ async def is_whole(here: Node, buddy: Node, slot: Slot, found: LocalShard) -> No
     verify_image(view, slot.layout, run=RUN, step_id=found.step_id)
 
 
-async def test_what_the_buddys_own_image_has_alike_is_not_sent(pair: Pair) -> None:
+async def test_chunks_that_the_image_of_the_peer_already_contains_are_not_sent(pair: Pair) -> None:
     here, buddy = pair
     slot = alike(0)
     async with running(here, buddy):
@@ -62,7 +62,7 @@ async def test_what_the_buddys_own_image_has_alike_is_not_sent(pair: Pair) -> No
         await is_whole(here, buddy, slot, found)
 
 
-async def test_what_is_copied_there_gives_way_to_the_pods_own_writes(
+async def test_local_copying_on_the_peer_yields_to_its_own_writes(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incoming_copy, "_TAKE_S", 0.5)
@@ -91,16 +91,16 @@ async def test_what_is_copied_there_gives_way_to_the_pods_own_writes(
         assert set(nice) == {max(WRITER_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))}
 
 
-def test_what_comes_last_passes_when_nobody_else_writes() -> None:
+def test_a_low_priority_write_proceeds_only_when_the_rate_limit_is_idle() -> None:
     pace, began = RateLimit(1 << 20), time.monotonic()
-    assert pace.wait_last(1 << 18, until=began)
-    assert not pace.wait_last(1 << 18, until=began + 0.1)
-    assert pace.wait_last(1 << 18, until=began + 60)
+    assert pace.wait_with_lowest_priority(1 << 18, until=began)
+    assert not pace.wait_with_lowest_priority(1 << 18, until=began + 0.1)
+    assert pace.wait_with_lowest_priority(1 << 18, until=began + 60)
     assert time.monotonic() - began >= 0.25
-    assert RateLimit(None).wait_last(1 << 40, until=began)
+    assert RateLimit(None).wait_with_lowest_priority(1 << 40, until=began)
 
 
-async def test_what_has_rotted_at_the_buddy_is_sent(pair: Pair) -> None:
+async def test_chunks_that_are_corrupt_on_the_peer_are_sent(pair: Pair) -> None:
     here, buddy = pair
     slot = alike(0)
     async with running(here, buddy):
@@ -112,14 +112,14 @@ async def test_what_has_rotted_at_the_buddy_is_sent(pair: Pair) -> None:
         await is_whole(here, buddy, slot, found)
 
 
-async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
+async def test_sending_stops_once_the_peer_has_the_same_image_durable(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "_ASK_AGAIN_S", 0.0)
     monkeypatch.setattr(sending.protocol, "STREAMS", 1)
     here, buddy = pair
     slot, own = alike(0), alike(1)
-    put = buddy.remote_tier._copies.write
+    put = buddy.remote_tier._copies.write_chunk
 
     def write_own_first(part, chunk, data, *, whose):  # type: ignore[no-untyped-def]
         put(part, chunk, data, whose=whose)
@@ -136,7 +136,7 @@ async def test_an_image_that_becomes_durable_there_meanwhile_ends_the_sending(
         await is_whole(here, buddy, slot, found)
 
 
-async def test_a_copy_whose_own_file_fails_is_begun_anew(
+async def test_a_copy_starts_over_after_an_error_in_its_file(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, buddy = pair

@@ -58,16 +58,16 @@ class Keeper:
     def take(self, part: IncomingCopy, volumes: VolumeSet | None = None) -> None:
         """From the own shards of `volumes`."""
         shards = ServedShards(volumes or VolumeSet([self.volume]), self.copies, run=RUN)
-        for other in shards.others(ShardName(id=ID, rank=0, world=2)):
-            self.copies.take_from(part, other)
+        for other in shards.find_similar_shards(ShardName(id=ID, rank=0, world=2)):
+            self.copies.reuse_chunks_from(part, other)
 
     def finish(self, part: IncomingCopy) -> bytes:
         """What is missing arrives; the copy's bytes, as they lie on the drive."""
         for chunk in part.missing:
-            begin, end = part.manifest.bounds(chunk)
+            begin, end = part.manifest.bounds_of_chunk(chunk)
             with aligned_buffer(end - begin) as buffer, memoryview(buffer) as data:
                 data[:] = self.sent[begin:end]
-                self.copies.write(part, chunk, data, whose="the test")
+                self.copies.write_chunk(part, chunk, data, whose="the test")
         self.copies.seal(part)
         return part.path.read_bytes()
 
@@ -116,7 +116,7 @@ def taken_bytes(drive: Path) -> int:
 
 
 @pytest.mark.parametrize(("kind", "shares", "times"), SHARING)
-def test_what_is_alike_is_written_once_where_the_file_system_shares_blocks(
+def test_equal_chunks_are_stored_once_if_the_file_system_can_share_blocks(
     keep: Keep, sent: bytes, kind: str, shares: bool, times: int
 ) -> None:
     keeper = keep(kind)
@@ -131,13 +131,15 @@ def test_what_is_alike_is_written_once_where_the_file_system_shares_blocks(
     assert keeper.copies.shared_bytes == (alike_bytes if shares else 0)
     assert (more > 2 * CHUNK_BYTES) == (times == 2), f"{more} bytes"
     assert keeper.volume.used_bytes() >= 2 * len(sent), "it would need them without the other one"
-    keeper.volume.retire(ID)
+    keeper.volume.delete_step(ID)
     assert part.path.read_bytes() == sent
     keeper.copies.scan()
     assert [shard.path for shard in keeper.copies.all()] == [part.path]
 
 
-def test_between_two_file_systems_it_is_written(keep: Keep, sent: bytes, tmp_path: Path) -> None:
+def test_equal_chunks_on_two_file_systems_are_written(
+    keep: Keep, sent: bytes, tmp_path: Path
+) -> None:
     keeper = keep("xfs")
     elsewhere = Volume(tmp_path / "other" / RUN, run=RUN)
     own(elsewhere)
@@ -149,7 +151,7 @@ def test_between_two_file_systems_it_is_written(keep: Keep, sent: bytes, tmp_pat
     assert keeper.copies.shared_bytes == 0
 
 
-def test_what_has_rotted_in_the_own_shard_is_not_shared(keep: Keep, sent: bytes) -> None:
+def test_corrupt_chunks_of_the_local_shard_are_not_shared(keep: Keep, sent: bytes) -> None:
     keeper = keep("xfs")
     path = own(keeper.volume)
     flip(path, 2 * CHUNK_BYTES + 77)
@@ -161,7 +163,7 @@ def test_what_has_rotted_in_the_own_shard_is_not_shared(keep: Keep, sent: bytes)
     assert path.read_bytes() == rotten, "what arrives for the copy is written to the copy alone"
 
 
-def test_a_drive_without_a_free_block_keeps_what_it_has_reserved(keep: Keep, sent: bytes) -> None:
+def test_a_copy_on_a_full_drive_keeps_its_reserved_blocks(keep: Keep, sent: bytes) -> None:
     keeper = keep("xfs")
     own(keeper.volume)
     part = keeper.begin()
@@ -174,7 +176,7 @@ def test_a_drive_without_a_free_block_keeps_what_it_has_reserved(keep: Keep, sen
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_power_cut_leaves_a_whole_copy_or_none(keep: Keep, sent: bytes, sealed: bool) -> None:
+def test_a_power_cut_leaves_a_complete_copy_or_none(keep: Keep, sent: bytes, sealed: bool) -> None:
     keeper = keep("xfs")
     own(keeper.volume)
     part = keeper.begin()
@@ -186,7 +188,7 @@ def test_a_power_cut_leaves_a_whole_copy_or_none(keep: Keep, sent: bytes, sealed
     keeper.open()
     assert keeper.copies.unreadable == ""
     assert [shard.path for shard in keeper.copies.all()] == [part.path] * sealed
-    assert not keeper.volume.quarantined()
+    assert not keeper.volume.count_quarantined_files()
     if not sealed:
         part = keeper.begin()
         keeper.take(part)
@@ -209,7 +211,7 @@ def test_shared_blocks_are_on_the_medium_once_the_file_is_synced(keep: Keep) -> 
     filesystem.clone_range(own_fd, fd, 0, CHUNK_BYTES)
     filesystem.sync_data(fd)
     for open_fd in (own_fd, fd):
-        filesystem.close(open_fd)
+        filesystem.close_file(open_fd)
     power_cut(keeper)
     assert path.read_bytes() == data
 
@@ -222,7 +224,7 @@ def power_cut(keeper: Keeper) -> None:
     command("mount", "-o", "loop", keeper.drive.with_name("image"), keeper.drive)
 
 
-async def test_the_status_tells_how_many_bytes_are_shared(
+async def test_the_status_reports_the_number_of_shared_bytes(
     mounted: Callable[..., Path], tmp_path: Path, authority: Authority
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=DRIVE_BYTES, kind="xfs")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import StorageError
-from keepstep_sidecar.tiers.peer.buddy import due_shards, needed_copies
+from keepstep_sidecar.tiers.peer.buddy import compute_copies_to_keep, due_shards
 from keepstep_sidecar.tiers.peer.client import PeerConnection
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
@@ -31,7 +31,7 @@ from tests.volume.images import RUN, make_layout, staged, step_id
 Make = Callable[..., Node]
 
 
-async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
+async def test_a_rescheduled_sender_without_a_known_commit_deletes_no_peer_copy(
     node: Make, tmp_path: Path, authority: Authority
 ) -> None:
     """Its own step is durable for one rank only: the buddy's copy is all that the run has."""
@@ -52,13 +52,15 @@ async def test_a_sender_on_a_new_node_that_knows_no_commit_deletes_nothing(
                 lambda: new.remote_tier.status().sent == 1 and not new.remote_tier.status().backlog
             )
             (place,) = new.remote_tier._places.values()
-            await until(lambda: place.announced == needed_copies(new.remote_tier.facts.local()))
+            await until(
+                lambda: place.announced == compute_copies_to_keep(new.remote_tier.facts.local())
+            )
             assert buddy.copies() == [(100, 0), (110, 0)]
             committed(new.remote_tier, later.step_id, [later])
             await until(lambda: buddy.copies() == [(110, 0)])
 
 
-def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committed(
+def test_steps_of_the_new_epoch_are_sent_after_a_rollback_from_a_newer_commit(
     node: Make,
 ) -> None:
     here = node(0)
@@ -69,12 +71,12 @@ def test_after_a_rollback_the_live_steps_are_due_although_a_dead_one_was_committ
     assert due_shards(before).owed == {dead.step_id}
     after = LocalInventory(shards={live.step_id: {0: live}})
     assert due_shards(after).owed == {live.step_id}
-    assert needed_copies(after).ranks == {0: (live.step_id,)}
+    assert compute_copies_to_keep(after).ranks == {0: (live.step_id,)}
     asyncio.run(here.remote_tier.close())
     here.volume.close()
 
 
-async def test_a_drive_that_fails_a_read_ends_no_tier(
+async def test_a_read_error_of_a_drive_does_not_stop_the_peer_tier(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, buddy = node(0), node(1)
@@ -97,7 +99,7 @@ async def test_a_drive_that_fails_a_read_ends_no_tier(
 
 
 @pytest.mark.root
-async def test_a_pod_whose_drive_dies_still_asks_the_others(
+async def test_a_pod_with_a_failed_drive_still_queries_its_peers(
     node: Make, authority: Authority, mounted: Callable[..., Path], tmp_path: Path
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
@@ -116,7 +118,7 @@ async def test_a_pod_whose_drive_dies_still_asks_the_others(
 
 
 @pytest.mark.root
-def test_a_pod_serves_what_lies_on_the_drives_that_work(
+def test_a_pod_serves_the_shards_on_its_working_drives(
     mounted: Callable[..., Path], tmp_path: Path
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=320 << 20, kind="xfs")
@@ -124,7 +126,7 @@ def test_a_pod_serves_what_lies_on_the_drives_that_work(
     volumes = VolumeSet([dead, good])
     slots = [staged(make_layout(rank=rank), 1) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control).shard for slot in slots]
-    volumes.publish(step_id(1))
+    volumes.publish_step(step_id(1))
     shards = ServedShards(volumes, KeptCopies([dead, good], run=RUN), run=RUN)
     die(drive)
     listing = shards.listing()
@@ -132,13 +134,13 @@ def test_a_pod_serves_what_lies_on_the_drives_that_work(
     lost, left = map(ShardName.of, written)
     with shards.open(left) as reading:
         assert reading.size_bytes == written[1].size_bytes
-    (other,) = shards.others(lost)
+    (other,) = shards.find_similar_shards(lost)
     assert other.shard.rank == 1
     with pytest.raises(StorageError, match="not here"), shards.open(lost):
         pass
 
 
-def test_a_shard_that_is_renamed_while_it_is_looked_for_is_a_clear_error(
+def test_a_shard_that_is_renamed_during_its_lookup_raises_a_clear_error(
     node: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = node(0)
@@ -198,7 +200,7 @@ def served(link: Callable[[], PeerConnection], *, tries: int) -> int:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"])
-async def test_peers_are_served_while_a_stranger_takes_places_again_and_again(
+async def test_peers_are_served_while_unauthenticated_connections_flood_the_server(
     node: Make, authority: Authority, source: str
 ) -> None:
     """From an address of its own, and from the one that the peers share with it."""

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from keepstep.errors import UsageError
-from keepstep.steps import Answer
+from keepstep.steps import TierAnswer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tls import PodIdentity
-from keepstep_sidecar.volume.run_tree import scan_root
+from keepstep_sidecar.volume.run_tree import scan_shards
 from tests.harness import until
 from tests.peer.authority import Authority, FileCredentials, Files
 from tests.peer.nodes import Node, running
@@ -24,7 +24,7 @@ from tests.volume.images import RUN
 Make = Callable[..., Node]
 
 
-def test_an_identity_reads_back_whatever_its_names_are() -> None:
+def test_an_identity_with_any_names_survives_a_round_trip() -> None:
     odd = PodIdentity(namespace="a/b", run="gpt 100% ü", node_rank=12)
     assert PodIdentity.parse(odd.uri) == odd
     names = "keepstep://a/b"
@@ -57,7 +57,7 @@ def strangers(tmp_path: Path, authority: Authority) -> dict[str, tuple[Files, st
 @pytest.mark.parametrize(
     "kind", ["another run", "another namespace", "an expired certificate", "another authority"]
 )
-async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
+async def test_a_peer_without_a_valid_certificate_is_refused_in_both_directions_with_the_reason(
     node: Make, authority: Authority, tmp_path: Path, kind: str
 ) -> None:
     files, why = strangers(tmp_path, authority)[kind]
@@ -73,12 +73,12 @@ async def test_a_stranger_gets_nothing_gives_nothing_and_is_told_why(
         seen, own = await stranger.remote_tier.scan(), await pod.remote_tier.scan()
     # both sides refuse, whoever calls
     for inventory in (seen, own):
-        assert (inventory.answer, inventory.shards) == (Answer.UNKNOWN, ())
+        assert (inventory.answer, inventory.shards) == (TierAnswer.UNKNOWN, ())
     assert any(text in seen.reason for text in why.split("|")) or "alert" in seen.reason
     assert any(text in own.reason for text in why.split("|")), own.reason
     assert pod.copies() == []
-    assert [found.step_id.step for found in scan_root(pod.root, run=RUN).shards] == [3]
-    assert [found.step_id.step for found in scan_root(stranger.root, run=RUN).shards] == [5]
+    assert [found.step_id.step for found in scan_shards(pod.root, run=RUN).shards] == [3]
+    assert [found.step_id.step for found in scan_shards(stranger.root, run=RUN).shards] == [5]
 
 
 async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> None:
@@ -92,26 +92,26 @@ async def test_a_peer_at_the_address_of_another_one_is_refused(node: Make) -> No
         )
 
 
-async def test_new_certificates_hold_from_the_next_connection_on(
+async def test_new_certificates_are_used_from_the_next_connection_on(
     node: Make, authority: Authority
 ) -> None:
     here, other = node(0), node(1)
     here.knows(other)
     async with running(here, other):
-        assert (await here.remote_tier.scan()).answer is Answer.NONE
+        assert (await here.remote_tier.scan()).answer is TierAnswer.NONE
         expired = authority.files(0, ends=-timedelta(minutes=1))
         shutil.copy(expired.certificate, here.files.certificate)
         # half of a new pair: the old one stays
-        assert (await here.remote_tier.scan()).answer is Answer.NONE
+        assert (await here.remote_tier.scan()).answer is TierAnswer.NONE
         shutil.copy(expired.key, here.files.key)
         assert "expired" in (await here.remote_tier.scan()).reason
         good = authority.files(0)
         shutil.copy(good.key, here.files.key)
         shutil.copy(good.certificate, here.files.certificate)
-        assert (await here.remote_tier.scan()).answer is Answer.NONE
+        assert (await here.remote_tier.scan()).answer is TierAnswer.NONE
 
 
-def test_certificates_that_are_no_use_are_said_at_once(authority: Authority) -> None:
+def test_unusable_certificates_are_refused_at_start(authority: Authority) -> None:
     none, two = authority.files(0, uris=["https://example"]), authority.files(1)
     with pytest.raises(UsageError, match="exactly one keepstep://"):
         FileCredentials(none)
@@ -126,7 +126,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         PeerSettings(listen="nowhere")
 
 
-async def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
+async def test_a_scan_answers_unknown_until_the_peers_are_known(
     node: Make, authority: Authority
 ) -> None:
     first, away = node(0), node(1)
@@ -134,8 +134,8 @@ async def test_a_pod_that_was_not_told_who_the_others_are_knows_nothing(
     first.knows(away)
     async with running(first):
         seen = await first.remote_tier.scan()
-        assert seen.answer is Answer.UNKNOWN
+        assert seen.answer is TierAnswer.UNKNOWN
         assert seen.reason.startswith("node rank 1: ")
         first.knows()
-        assert (await first.remote_tier.scan()).answer is Answer.NONE
+        assert (await first.remote_tier.scan()).answer is TierAnswer.NONE
     away.volume.close()

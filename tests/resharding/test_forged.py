@@ -10,7 +10,7 @@ import torch
 
 import keepstep
 from keepstep.errors import CoverageError, RestoreError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, extras_codec
+from keepstep.image import ControlPage, Layout, TensorRole, TensorSpec, extras_codec
 from keepstep.steps import StepId
 from tests.sidecar.trainer import FakeTrainer
 
@@ -23,7 +23,7 @@ class Forger(FakeTrainer):
 
     def __init__(self, path, rank, begin, end):
         super().__init__(path, rank, 2)
-        spec = TensorSpec("state.w", "F32", (end - begin,), Section.REST, (begin,), (10,))
+        spec = TensorSpec("state.w", "F32", (end - begin,), TensorRole.REST, (begin,), (10,))
         self.layout = Layout.build([spec], rank=rank, world=2, skeleton=SKELETON)
 
     def fill(self, step):
@@ -57,7 +57,9 @@ def committed(sidecar, *parts):
     ],
     ids=["overlapping", "missing"],
 )
-def test_boxes_that_are_no_tiling_are_refused_by_name_and_kept(sidecar, parts, culprits):
+def test_boxes_with_gaps_or_overlaps_are_refused_and_their_shards_are_kept(
+    sidecar, parts, culprits
+):
     committed(sidecar, *parts)
     before = sorted(sidecar.root.glob("0*/rank-*"))
     live = torch.full((10,), -1.0)

@@ -39,12 +39,12 @@ def whole(shape):
 def fill(step, directory, requests, targets, *, rank=0, **options):
     """Plan and run, from mapped files."""
     images = StepImages(None, step.write(directory, **options))  # type: ignore[arg-type]
-    plan = make_fill_plan(requests, images.index, rank=rank, nearness=images.nearness)
+    plan = make_fill_plan(requests, images.index, rank=rank, nearness=images.nearness_by_rank)
     return fill_from(plan, targets, images)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
+def test_a_tensor_in_any_sharding_can_be_reassembled_into_any_other(tmp_path, seed):
     generator = random.Random(seed)
     print(f"seed {seed}")
     world = generator.randrange(1, 6)
@@ -80,7 +80,7 @@ def test_any_cut_is_put_together_into_any_other(tmp_path, seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_ranges_of_elements_are_put_together_into_any_boxes_and_ranges(tmp_path, seed):
+def test_any_flat_ranges_can_be_reassembled_into_any_boxes_and_ranges(tmp_path, seed):
     generator = random.Random(seed)
     print(f"seed {seed}")
     shape = tuple(generator.randrange(1, 7) for _ in range(generator.randrange(5)))
@@ -120,7 +120,7 @@ def elements(tensor, flat):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
+def test_the_blocks_of_all_ranges_cover_each_element_exactly_once(seed):
     generator = random.Random(seed)
     print(f"seed {seed}")
     sizes = tuple(generator.randrange(1, 7) for _ in range(generator.randrange(5)))
@@ -152,17 +152,17 @@ def test_blocks_of_all_ranges_make_up_the_piece_once(seed):
     assert bool((times == 1).all())
 
 
-def test_coverage_names_what_nobody_holds_and_what_two_hold():
+def test_coverage_reports_gaps_and_overlaps():
     lows = torch.tensor([[0, 0], [0, 5], [3, 2]])
     highs = torch.tensor([[4, 5], [3, 8], [4, 3]])
     found = count_coverage(lows, highs, Box((0, 0), (4, 8)))
     assert found is not None
     assert not found.complete
     assert list(found.gaps()) == [Box((3, 5), (1, 3))]
-    assert list(found.overlaps()) == [Box((3, 2), (1, 1))]
+    assert list(found.find_overlapping_boxes()) == [Box((3, 2), (1, 1))]
 
 
-def test_every_missing_box_is_named_with_the_files_that_are_not_there(tmp_path):
+def test_the_error_lists_every_missing_box_and_missing_file(tmp_path):
     step = Step(4)
     tensor = torch.arange(32.0).view(8, 4)
     for rank in range(4):
@@ -199,7 +199,7 @@ def test_boxes_that_overlap_by_mistake_are_refused_with_both_files(tmp_path):
     assert not target.any()
 
 
-def test_whole_replicas_that_were_cut_differently_are_no_mistake(tmp_path):
+def test_complete_replicas_with_different_shardings_are_accepted(tmp_path):
     step = Step(5)
     tensor = torch.arange(12.0)
     cuts = [(0, 0, 6), (1, 6, 12), (2, 0, 4), (3, 4, 8), (4, 8, 12)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def test_a_model_that_differs_is_refused_with_all_differences_and_stays_as_it_is(run_of):
+def test_a_different_model_is_refused_with_all_differences_and_is_not_changed(run_of):
     run = run_of()
     run.save("fsdp", 2)
     for answer in run.restore("plain", 1, misfit=True):
@@ -12,7 +12,7 @@ def test_a_model_that_differs_is_refused_with_all_differences_and_stays_as_it_is
         assert answer["changed"] == []
 
 
-def test_what_no_rank_has_a_place_for_is_named(run_of):
+def test_a_saved_tensor_that_no_rank_has_is_refused_by_name(run_of):
     """A pipeline's stage does not miss the others' tensors, but all of them together must."""
     run = run_of()
     run.save("plain", 1)
@@ -22,7 +22,7 @@ def test_what_no_rank_has_a_place_for_is_named(run_of):
         assert answer["changed"] == []
 
 
-def test_a_world_whose_shards_are_gone_is_refused_and_named(run_of, sidecar):
+def test_a_restore_at_another_world_size_with_a_missing_shard_is_refused(run_of, sidecar):
     run = run_of()
     run.save("fsdp", 2)
     [shard] = sidecar.root.glob("0*/rank-00001-of-00002.safetensors")
@@ -55,7 +55,7 @@ def test_a_shard_of_another_epoch_in_a_steps_directory_is_refused_and_kept(run_o
     assert any(path.read_bytes() == mixed for path in kept if path != old), "nothing is deleted"
 
 
-def test_a_foreign_file_in_a_steps_directory_is_left_alone_and_not_read(run_of, sidecar):
+def test_a_foreign_file_in_a_step_directory_is_neither_read_nor_moved(run_of, sidecar):
     run = run_of()
     step = run.save("fsdp", 2)
     directory, (first, _) = shards(sidecar, step)

@@ -61,7 +61,7 @@ def test_two_ranks_with_the_same_state_fetch_it_once_from_the_archive(
     assert size - CHUNK_BYTES < shared <= size
 
 
-def test_ranks_that_want_other_parts_do_not_wait_for_each_other(run_of, counters):
+def test_ranks_that_need_different_parts_do_not_wait_for_each_other(run_of, counters):
     run = run_of(BIG)
     step = run.save("plain", 1)
     run.lose_memory(*LIMIT)
@@ -74,7 +74,7 @@ def test_ranks_that_want_other_parts_do_not_wait_for_each_other(run_of, counters
     assert counters()[1] > 0, "columns share every chunk"
 
 
-def test_a_rank_that_dies_in_the_middle_ends_the_others_with_an_error_at_once(run_of, sidecar):
+def test_a_rank_that_dies_during_a_restore_raises_an_error_on_the_others_at_once(run_of, sidecar):
     run = run_of(BIG)
     step = run.save("ddp", 1)
     run.lose_memory(*LIMIT)

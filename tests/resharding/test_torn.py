@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepstep.errors import RestoreError
-from keepstep.restore.restore import FillGuard
+from keepstep.restore.rank_restore import FillGuard
 from tests.resharding.worlds import ID
 
 BIG = 999
@@ -25,7 +25,7 @@ def damage(sidecar, step):
     return shard
 
 
-def test_after_a_damaged_chunk_in_the_middle_all_ranks_have_the_older_step(run_of, sidecar):
+def test_all_ranks_restore_the_older_step_after_a_damaged_chunk_was_found(run_of, sidecar):
     run = run_of(BIG)
     older = run.save("plain", 1)
     shard = damage(sidecar, run.save("plain", 1, step=older + 1, scale=2))
@@ -35,7 +35,7 @@ def test_after_a_damaged_chunk_in_the_middle_all_ranks_have_the_older_step(run_o
     assert not shard.exists(), "it was read, and put aside"
 
 
-def test_with_no_older_step_all_ranks_raise_and_what_was_filled_is_nan(run_of, sidecar):
+def test_all_ranks_raise_without_an_older_step_and_partly_filled_tensors_are_nan(run_of, sidecar):
     run = run_of(BIG)
     damage(sidecar, run.save("plain", 1))
     run.lose_memory(*LIMIT)
@@ -48,14 +48,14 @@ def test_with_no_older_step_all_ranks_raise_and_what_was_filled_is_nan(run_of, s
         assert answer["spoiled"] == answer["changed"] != []
 
 
-def test_a_step_that_does_not_hold_what_another_attempt_has_changed_is_refused():
+def test_a_step_without_tensors_that_a_failed_attempt_has_changed_is_refused():
     changed, other = torch.zeros(3), torch.zeros(4)
     torn = FillGuard()
     torn.begin([changed])
-    torn.check(ID, [changed, other], [changed.detach(), other])
-    torn.check(ID, [other], [other])
+    torn.check_tensors_refilled(ID, [changed, other], [changed.detach(), other])
+    torn.check_tensors_refilled(ID, [other], [other])
     with pytest.raises(RestoreError, match=r"shapes \[3\]"):
-        torn.check(ID, [changed, other], [other])
+        torn.check_tensors_refilled(ID, [changed, other], [other])
 
 
 def fail(torn, begun):
@@ -63,7 +63,7 @@ def fail(torn, begun):
     raise RuntimeError("a peer is gone")
 
 
-def test_only_what_was_begun_is_spoiled_and_only_by_an_error():
+def test_only_partly_filled_tensors_are_set_to_nan_and_only_after_an_error():
     begun = [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)]
     other = torch.ones(2)
     with FillGuard() as torn:

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from keepstep.rank_restore import rank_restore
 
-from keepstep.core.vote import Decision
+from keepstep.core.restore_vote import Decision
 from keepstep.errors import CoverageError
-from keepstep.restore import restore
 from keepstep.restore.fill_plan import IndexBuilder
 from keepstep.steps import EpochId, StepId, Tier
 
@@ -39,9 +39,9 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         def unused(self) -> bytes:
             return b""
 
-    monkeypatch.setattr(restore.StepImages, "find", find)
-    monkeypatch.setattr(restore, "Loader", Loader)
-    attempt = restore.RankRestore(
+    monkeypatch.setattr(rank_restore.StepImages, "find", find)
+    monkeypatch.setattr(rank_restore, "Loader", Loader)
+    attempt = rank_restore.RankRestore(
         {},
         None,  # type: ignore[arg-type]
         Decision(ID, (Tier.PEER,), 2, direct=(False,), world=2),
@@ -49,23 +49,25 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         take=lambda: SimpleNamespace(by_path={}),  # type: ignore[arg-type,return-value]
         rng=False,
         trusted=False,
-        partial=restore.FillGuard(),
+        partial=rank_restore.FillGuard(),
     )
     attempt._plan(())
     return asked
 
 
-def test_what_twins_that_were_left_out_may_say_is_read_before_a_step_is_refused(
+def test_skipped_replica_shards_are_read_before_a_step_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert plan(monkeypatch, left_out=(1,)) == [False, True]
 
 
-def test_where_all_was_read_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_overlaps_is_refused_once_all_shards_were_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(CoverageError, match="overlap"):
         plan(monkeypatch, left_out=())
 
 
-def test_what_was_left_out_is_not_absent() -> None:
+def test_skipped_shards_are_not_listed_as_absent() -> None:
     index = IndexBuilder(4).build((1, 3))
     assert (index.absent, index.left_out) == ((0, 2), (1, 3))

@@ -37,7 +37,7 @@ CASES = [(move, "memory") for move in MOVES[::2]] + [(move, "local") for move in
 @pytest.mark.parametrize(
     ("move", "tier"), CASES, ids=[f"{name(move)}-{tier}" for move, tier in CASES]
 )
-def test_a_step_comes_back_in_another_world_or_layout(run_of, move, tier):
+def test_a_step_is_restored_at_another_world_size_or_layout(run_of, move, tier):
     before, saved, after, running = move
     run = run_of(MOVES.index(move))
     step = run.save(before, saved)
@@ -48,7 +48,7 @@ def test_a_step_comes_back_in_another_world_or_layout(run_of, move, tier):
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
-def test_random_shapes_dtypes_and_placements(run_of, seed):
+def test_random_shapes_dtypes_and_placements_are_restored_at_another_world_size(run_of, seed):
     run = run_of(seed, uniform=False)
     step = run.save(f"random-{seed}", 4)
     if seed % 2:
@@ -58,7 +58,7 @@ def test_random_shapes_dtypes_and_placements(run_of, seed):
 
 
 @pytest.mark.parametrize("before", ["columns", "fsdp"])
-def test_without_memory_for_an_image_all_comes_through_windows(run_of, sidecar, before):
+def test_shards_larger_than_the_memory_limit_are_restored_through_windows(run_of, sidecar, before):
     run = run_of(999)  # shards larger than what the sidecar may take
     step = run.save(before, 2)
     run.lose_memory("--memory-limit", "50Mi")

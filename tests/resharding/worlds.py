@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from keepstep.image import ControlPage, FlatBox, Layout, Section, TensorSpec
+from keepstep.image import ControlPage, FlatBox, Layout, TensorRole, TensorSpec
 from keepstep.restore.fill_plan import Box
 from keepstep.state.leaves import CODE_OF
 from keepstep.steps import Epoch, EpochId, StepId, Tier
-from keepstep.wire.trainer import Source, Sources
+from keepstep.wire.trainer import ImageSource, Sources
 
 EPOCH = Epoch(EpochId(3, "1f9c2d7a"))
 ID = StepId(EPOCH.id, 7)
@@ -91,7 +91,7 @@ class Step:
         )
         return Sources(id=ID, world=self.world, sources=tuple(found))
 
-    def _image(self, directory: Path, rank: int, twins) -> Source:
+    def _image(self, directory: Path, rank: int, twins) -> ImageSource:
         held = self.boxes[rank]
         layout = Layout.build(
             [
@@ -99,7 +99,7 @@ class Step:
                     name,
                     CODE_OF[data.dtype],
                     box.sizes,
-                    Section.REST,
+                    TensorRole.REST,
                     box.offsets,
                     shape,
                     flat=self.flats.get((rank, name)),
@@ -122,7 +122,7 @@ class Step:
         image[layout.control_begin :] = control.to_bytes()
         path = directory / f"rank-{rank}"
         path.write_bytes(image)
-        return Source(
+        return ImageSource(
             rank=rank, tier=Tier.MEMORY, bytes=len(image), extras_bytes=2, path=str(path),
             twins=tuple(twins),
         )  # fmt: skip

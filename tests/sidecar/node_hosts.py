@@ -8,8 +8,8 @@ from typing import Any
 
 from keepstep.core.retention import Retention
 from keepstep.core.schedule import StepGrid
-from keepstep_sidecar.commit.inventory import RemoteInventory
 from keepstep_sidecar.commit.node_host import NodeHost, Spawn
+from keepstep_sidecar.commit.reachable_copies import RemoteInventory
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import VolumeSet

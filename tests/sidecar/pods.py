@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from keepstep.wire.run_reports import RunMember
+from keepstep.wire.run_reports import MemberPod
 from tests.harness import SidecarProcess, free_port, matching
 
 
@@ -46,9 +46,9 @@ class Pod(SidecarProcess):
         super().start(*options, **{**self.report, **places, **environment})
         return self
 
-    def member(self, **state: Any) -> RunMember:
+    def member(self, **state: Any) -> MemberPod:
         """The pod as the operator names it."""
-        return RunMember(
+        return MemberPod(
             node_rank=self.node, pod=self.uid, name=f"worker-{self.node}", node=self.node_name,
             **state,
         )  # fmt: skip
@@ -59,6 +59,6 @@ class Pod(SidecarProcess):
         return {int(path.parent.name.rsplit("-", 1)[1]) for path in found}
 
 
-def members(pods: Iterable[Pod]) -> tuple[RunMember, ...]:
+def members(pods: Iterable[Pod]) -> tuple[MemberPod, ...]:
     """The pods as the operator names them."""
     return tuple(pod.member() for pod in pods)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from keepstep_sidecar.commit.leader_notes import ReportingState
+from keepstep_sidecar.commit.leader_state_record import ReportingState
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.report.reporter import Reporter, ReportSource
+from keepstep_sidecar.report.reporter import LeaderReporter, ReportSource
 
 
-async def test_a_pause_after_failures_ends_soon_when_somebody_begins_to_wait() -> None:
+async def test_the_backoff_of_the_reporter_ends_early_when_a_caller_waits() -> None:
     waiting, changes = False, ChangeNotifier()
     unused: Any = None
-    reporter = Reporter(
+    reporter = LeaderReporter(
         unused,
         ReportSource(measure=unused, report=unused, urgent=lambda: waiting),
         leader=ReportingState(changes),

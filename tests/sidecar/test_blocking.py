@@ -74,7 +74,9 @@ async def test_work_that_has_not_begun_when_its_caller_is_cancelled_never_begins
     assert not second.begun.is_set()
 
 
-async def test_an_error_of_the_work_is_the_callers(thread: ThreadPoolExecutor) -> None:
+async def test_an_error_of_blocking_work_is_raised_in_its_caller(
+    thread: ThreadPoolExecutor,
+) -> None:
     def fail() -> None:
         raise ValueError("of the work")
 

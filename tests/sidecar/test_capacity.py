@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trainer import FakeTrainer
 
-from keepstep.wire.trainer import Flushed, StopRequest
+from keepstep.wire.trainer import Flushed, StopSidecarRequest
 from tests.harness import SidecarProcess, eventually
 from tests.volume.drives import fill
 
@@ -38,7 +38,7 @@ def flows_and_lets_the_oldest_go(kept: list[list[int]], *, fit: int) -> None:
         assert len(held) == min(step, fit), kept
 
 
-def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
+def test_steps_kept_by_interval_are_evicted_first_with_a_warning(
     sidecars: Sidecars, trainers: Trainers
 ) -> None:
     limits = ("--keep", "2", "--keep-every", "2", "--capacity", str(5 * MIB + MIB // 2))
@@ -53,7 +53,7 @@ def test_what_is_kept_beside_the_newest_goes_first_and_with_a_warning(
     assert "the newest 2 and one every 2 steps" in warning
 
 
-def test_two_ranks_that_find_no_room_together_evict_what_one_needs(
+def test_two_ranks_without_space_at_the_same_time_evict_only_what_is_needed(
     sidecars: Sidecars, trainers: Trainers
 ) -> None:
     """Each on a volume of its own, full at the same time: one step makes room on both."""
@@ -100,7 +100,7 @@ def filled(volume: Path) -> Path:
 
 
 @pytest.mark.root
-def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
+def test_a_step_that_did_not_fit_is_written_at_the_end_if_space_was_freed(
     small_drive: SidecarProcess, trainers: Trainers
 ) -> None:
     """Somebody else has filled the drive, and it is cleaned up before `keepstep stop`."""
@@ -112,13 +112,13 @@ def test_what_found_no_room_is_made_durable_at_the_end_when_there_is_some(
         assert "no space" in waited.reason
     trainer.disconnect()
     filler.unlink()
-    flushed = trainer.call("/v1/stop", StopRequest(), Flushed)
+    flushed = trainer.call("/v1/stop", StopSidecarRequest(), Flushed)
     assert [step_id.step for step_id in flushed.steps] == [1, 2]
     assert sidecar.published() == [1, 2]
 
 
 @pytest.mark.root
-def test_what_finds_no_room_at_the_end_stays_in_memory_for_a_successor(
+def test_a_step_that_does_not_fit_at_the_end_stays_in_memory_for_the_next_sidecar(
     small_drive: SidecarProcess, trainers: Trainers
 ) -> None:
     sidecar = small_drive.start()
@@ -126,22 +126,22 @@ def test_what_finds_no_room_at_the_end_stays_in_memory_for_a_successor(
     filler = filled(sidecar.volume)
     trainer.stage(1)
     trainer.disconnect()
-    assert "no space" in trainer.call("/v1/stop", StopRequest(), Flushed).reason
+    assert "no space" in trainer.call("/v1/stop", StopSidecarRequest(), Flushed).reason
     assert sidecar.process is not None
     assert sidecar.process.wait(20) == 0
     assert sidecar.slots(0)
     filler.unlink()
     sidecar.start()
-    assert [step_id.step for step_id in trainer.call("/v1/stop", StopRequest(), Flushed).steps] == [
-        1
-    ]
+    assert [
+        step_id.step for step_id in trainer.call("/v1/stop", StopSidecarRequest(), Flushed).steps
+    ] == [1]
     assert sidecar.process.wait(20) == 0
     assert sidecar.published() == [1]
     assert not sidecar.memory.exists()
 
 
 @pytest.mark.root
-def test_on_a_drive_that_is_full_steps_keep_flowing_and_the_oldest_go_first(
+def test_a_full_drive_deletes_the_oldest_steps_and_keeps_accepting_new_ones(
     small_drive: SidecarProcess, trainers: Trainers
 ) -> None:
     """No capacity is set: the file system itself has no more."""

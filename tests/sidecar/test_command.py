@@ -37,28 +37,30 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_a_command_it_serves(tmp_path: Path) -> None:
+def test_the_sidecar_without_a_subcommand_runs_serve(tmp_path: Path) -> None:
     words = ["--run", "a", "--slots", "3"]
     context = program.make_context("keepstep-sidecar", list(words))
     assert [*context._protected_args, *context.args] == ["serve", *words]
     assert run("--probe", "--memory-dir", str(tmp_path)).returncode == 2
 
 
-def test_a_time_to_clean_by_is_refused_by_what_does_not_clean(tmp_path: Path) -> None:
+def test_a_cleaning_option_is_refused_by_commands_that_do_not_clean(tmp_path: Path) -> None:
     done = run("prepare", str(tmp_path / "run"), "--gone-since", "1")
     assert done.returncode == 2
     assert "--gone-since" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_probe_imports_no_server_and_no_wire() -> None:
+def test_a_probe_imports_no_server_modules() -> None:
     heavy = "{'asyncio', 'http.client', 'msgspec', 'ssl', 'keepstep.wire', 'keepstep.core'}"
     code = f"import sys, keepstep_sidecar.__main__; print({heavy} & set(sys.modules))"
     found = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert found.strip() == "set()"
 
 
-def test_a_probe_finds_the_memory_also_by_a_file(sidecar: SidecarProcess, tmp_path: Path) -> None:
+def test_a_probe_reads_the_memory_directory_from_a_config_file_too(
+    sidecar: SidecarProcess, tmp_path: Path
+) -> None:
     file = tmp_path / "keepstep.toml"
     file.write_text(f'memory_dir = "{sidecar.memory}"\n')
     assert run("probe", "--config", str(file)).returncode == 0
@@ -76,7 +78,9 @@ def test_a_probe_waits_for_a_sidecar_that_starts(sidecar: SidecarProcess) -> Non
     assert probe.wait(10) == 0
 
 
-def test_a_probe_says_whether_a_sidecar_answers(sidecar: SidecarProcess) -> None:
+def test_the_exit_code_of_a_probe_reflects_whether_the_sidecar_answers(
+    sidecar: SidecarProcess,
+) -> None:
     assert run("probe", "--memory-dir", str(sidecar.memory)).returncode == 0
     assert run("probe", KEEPSTEP_MEMORY_DIR=str(sidecar.memory)).returncode == 0
     sidecar.kill()
@@ -98,7 +102,7 @@ def test_a_start_hook_never_keeps_a_trainer_from_starting(
     assert run("probe", "--started", "--timeout", "0.1s").returncode == 0, "and no directory named"
 
 
-def test_health_is_more_than_an_answer(
+def test_the_health_check_fails_on_problems_although_the_sidecar_answers(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     sidecar = sidecars().start(KEEPSTEP_FAULTS="write.data:eio")
@@ -129,7 +133,7 @@ def test_a_flush_prints_what_is_durable(
     assert done.returncode == 0
 
 
-def test_in_the_container_of_a_sidecar_the_commands_that_look_show_its_run(
+def test_status_steps_and_verify_work_inside_the_sidecar_container(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, tmp_path: Path
 ) -> None:
     sidecar = sidecars().start()
@@ -187,7 +191,7 @@ def test_metrics_are_served_over_tcp_and_nothing_else_is(
     assert ask("/v1/status")[0] == 404
 
 
-def test_a_port_that_is_taken_stops_no_sidecar_and_is_used_once_it_is_free(
+def test_a_taken_metrics_port_does_not_stop_the_sidecar_and_is_used_once_free(
     sidecars: Callable[..., SidecarProcess],
 ) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
@@ -209,7 +213,7 @@ def test_a_port_that_is_taken_stops_no_sidecar_and_is_used_once_it_is_free(
     assert sidecar.text().count('"metrics.port_unavailable"') == 1
 
 
-def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(
+def test_training_and_sidecar_both_work_when_the_script_opens_the_metrics_port_first(
     sidecars: Callable[..., SidecarProcess], tmp_path: Path
 ) -> None:
     """The sidecar is restarted while the script listens on both of the sidecar's ports."""
@@ -235,7 +239,7 @@ def test_a_script_that_opens_the_port_first_keeps_it_and_is_kept_by_the_sidecar(
     eventually(is_served, what="only the other machine is missing")
 
 
-def test_while_its_owner_lives_a_sidecar_does_not_count_its_linger(
+def test_the_linger_time_of_a_sidecar_starts_only_after_its_owner_has_exited(
     sidecars: Callable[..., SidecarProcess],
 ) -> None:
     with subprocess.Popen(["sleep", "600"]) as owner:
@@ -247,13 +251,13 @@ def test_while_its_owner_lives_a_sidecar_does_not_count_its_linger(
     assert sidecar.process.wait(20) == 0
 
 
-def test_a_sidecar_that_is_adopted_belongs_to_its_new_owner(
+def test_an_adopted_sidecar_ends_with_its_new_owner_and_not_the_old_one(
     sidecars: Callable[..., SidecarProcess],
 ) -> None:
     with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:
         sidecar = sidecars().start("--linger", "0.3", "--owner-pid", str(first.pid))
         assert sidecar.process is not None
-        calls.name_owner(sidecar.socket, second.pid)
+        calls.register_owner_process(sidecar.socket, second.pid)
         first.kill()
         with pytest.raises(subprocess.TimeoutExpired):
             sidecar.process.wait(1.5)
@@ -261,7 +265,7 @@ def test_a_sidecar_that_is_adopted_belongs_to_its_new_owner(
     assert sidecar.process.wait(20) == 0
 
 
-def test_a_flush_does_not_keep_to_the_limit(
+def test_a_flush_ignores_the_write_rate_limit(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     limit = ("--bytes-per-second", "1Mi", "--persist-every", "1000000")
@@ -309,7 +313,7 @@ def test_prepare_bounds_the_compile_caches_of_each_user(tmp_path: Path) -> None:
     assert (elsewhere / "precious").exists()
 
 
-def test_the_agents_commands_name_what_they_lack(tmp_path: Path) -> None:
+def test_the_agent_commands_name_missing_options(tmp_path: Path) -> None:
     done = run("agent", "serve", "--peer-listen", ":26741", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert "Missing --report-url, --report-ca-file, --report-token-file." in done.stderr

@@ -103,7 +103,7 @@ def test_each_key_is_read_from_flags_the_environment_and_a_file_alike(
     assert given_values() == EXPECTED
 
 
-def test_a_flag_counts_before_the_environment_and_that_before_the_file(
+def test_a_flag_overrides_the_environment_and_the_environment_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "keepstep.toml"
@@ -115,20 +115,20 @@ def test_a_flag_counts_before_the_environment_and_that_before_the_file(
     assert found == {"slots": 5, "keep": 4, "archive_every": 3}
 
 
-def test_what_is_written_is_what_is_read(file: Path) -> None:
-    config = Config.of({**given_values("--config", str(file)), **_ONE_MACHINE})
+def test_a_written_config_file_is_read_back_unchanged(file: Path) -> None:
+    config = Config.from_values({**given_values("--config", str(file)), **_ONE_MACHINE})
     file.write_text(to_toml(SETTINGS, config))
-    assert Config.of(given_values("--config", str(file))) == config
+    assert Config.from_values(given_values("--config", str(file))) == config
     plain = Config(run="gpt", memory_dir=Path("/m"), volumes=(Path("/v"),))
     file.write_text(to_toml(SETTINGS, plain))
-    assert Config.of(given_values("--config", str(file))) == plain
+    assert Config.from_values(given_values("--config", str(file))) == plain
     by_cost = replace(plain, stage_every="auto")
     file.write_text(to_toml(SETTINGS, by_cost))
-    assert Config.of(given_values("--config", str(file))) == by_cost
+    assert Config.from_values(given_values("--config", str(file))) == by_cost
 
 
 @given(st.text().filter(lambda text: text.isprintable() or text.isascii()))
-def test_any_text_survives_a_file(text: str) -> None:
+def test_any_string_survives_a_toml_round_trip(text: str) -> None:
     assert tomllib.loads(f"a = {toml_value(text)}") == {"a": text}
 
 
@@ -169,7 +169,7 @@ def test_any_text_survives_a_file(text: str) -> None:
         ("slots = 2\nslots = 3", "is not TOML"),
     ],
 )
-def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
+def test_a_mistake_in_a_config_file_is_refused_with_the_allowed_values(
     tmp_path: Path, line: str, message: str
 ) -> None:
     path = tmp_path / "keepstep.toml"
@@ -180,7 +180,9 @@ def test_a_mistake_in_a_file_is_named_with_what_is_allowed(
     assert message in str(caught.value)
 
 
-def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_a_flag_or_variable_is_refused_with_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(
         UsageError, match=r"^--stage-every: 'often' is not a whole number of at least 1, nor auto$"
     ):
@@ -192,7 +194,7 @@ def test_a_mistake_in_a_flag_or_a_variable_is_named_by_it(monkeypatch: pytest.Mo
         given_values()
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_an_unreadable_config_file_is_refused_with_its_path_and_the_reason(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "large").write_bytes(b"#" * (2 << 20))
     (tmp_path / "link").symlink_to("link")
@@ -232,5 +234,5 @@ _NODES = {"report_url": None, "nodes": 4, "node_rank": 1}
 )
 def test_values_that_cannot_work_together_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Config.of({**EXPECTED, **_ONE_MACHINE, **change})
+        Config.from_values({**EXPECTED, **_ONE_MACHINE, **change})
     assert message in str(caught.value)

@@ -41,7 +41,7 @@ def slots_of(sidecar: SidecarProcess) -> list[dict[str, object]]:
     return list(sidecar.get("/v1/status")["ranks"][0]["slots"])
 
 
-def test_a_lease_ends_with_its_connection_when_the_process_cannot_be_seen(
+def test_the_lease_of_a_trainer_in_another_pid_namespace_ends_with_its_connection(
     apart: SidecarProcess, trainers: Trainers
 ) -> None:
     first = trainers(apart.socket).begin_run()
@@ -52,7 +52,7 @@ def test_a_lease_ends_with_its_connection_when_the_process_cannot_be_seen(
     assert [candidate.id for candidate in successor.candidates().candidates] == [step_id]
 
 
-def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
+def test_the_slot_of_a_trainer_in_another_pid_namespace_is_never_given_to_another(
     apart: SidecarProcess, trainers: Trainers
 ) -> None:
     first = trainers(apart.socket).begin_run()
@@ -74,7 +74,7 @@ def test_the_slot_of_a_trainer_that_cannot_be_seen_is_never_given_to_another(
     assert successor.wait(step_id, "committed", flush=True).reached
 
 
-def test_a_trainer_that_cannot_be_seen_goes_on_after_its_sidecar_was_replaced(
+def test_a_trainer_in_another_pid_namespace_continues_after_a_sidecar_restart(
     apart: SidecarProcess, trainers: Trainers
 ) -> None:
     trainer = trainers(apart.socket).begin_run()

@@ -12,7 +12,7 @@ from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.member_reports import Report, ReportedRanks
 from keepstep.wire.trainer import LeaseRequest
-from keepstep_sidecar.leases import served_rank_count, serves_all_ranks
+from keepstep_sidecar.leases import infer_served_rank_count, serves_all_ranks
 from keepstep_sidecar.report.report import pressing_news
 from keepstep_sidecar.report.reporter import Rhythm
 
@@ -24,13 +24,13 @@ seconds = st.floats(-1e6, 1e6)
 
 
 @given(seconds, seconds, chances)
-def test_no_answer_makes_a_sidecar_fall_silent_or_report_all_the_time(
+def test_the_report_interval_stays_bounded_for_any_reply_of_the_operator(
     interval_s: float, gap_s: float, chance: float
 ) -> None:
-    rhythm = Rhythm.of(interval_s, gap_s)
-    assert 0.8 <= rhythm.silence_s(urgent=False, chance=chance) <= 721.0
+    rhythm = Rhythm.clamped_to_bounds(interval_s, gap_s)
+    assert 0.8 <= rhythm.max_report_interval_s(urgent=False, chance=chance) <= 721.0
     assert 0.05 <= rhythm.least_gap_s <= 60.0
-    assert 2.0 <= rhythm.later_s <= 120.0
+    assert 2.0 <= rhythm.max_deferral_s <= 120.0
 
 
 @given(st.integers(1, 10_000), chances)
@@ -62,7 +62,7 @@ def report_of(rank: ReportedRanks) -> Report:
 def holding(**steps: tuple[int, ...]) -> ReportedRanks:
     epoch = EpochId(1, "0" * 8)
     tiers = {
-        Tier(tier): ReportedTier.of(
+        Tier(tier): ReportedTier.from_shards(
             Shard(step_id=StepId(epoch, step), rank=0, world=2) for step in held
         )
         for tier, held in steps.items()
@@ -70,7 +70,7 @@ def holding(**steps: tuple[int, ...]) -> ReportedRanks:
     return ReportedRanks(ranks=Ranks.of((0,)), world=2, alive=True, tiers=tiers)
 
 
-def test_only_what_a_commit_needs_is_pressing() -> None:
+def test_only_news_that_a_commit_needs_is_reported_urgently() -> None:
     before = pressing_news(report_of(holding(memory=(3,), local=(1, 2), peer=(1,))))
     assert pressing_news(report_of(holding(memory=(3, 4), local=(2,), peer=(1, 2)))) == before
     assert pressing_news(report_of(holding(memory=(3,), local=(1, 2, 3), peer=(1,)))) != before
@@ -87,19 +87,21 @@ def lease(*, rank: int = 0, world: int = 4, local_world: int = 0) -> LeaseReques
     )
 
 
-def test_a_sidecar_alone_serves_all_ranks_unless_torchrun_says_otherwise() -> None:
-    assert served_rank_count(lease(), environment={}, alone=True) == 4
-    assert served_rank_count(lease(local_world=2), environment={}, alone=True) == 2
+def test_a_single_sidecar_serves_all_ranks_unless_the_local_world_size_is_given() -> None:
+    assert infer_served_rank_count(lease(), environment={}, alone=True) == 4
+    assert infer_served_rank_count(lease(local_world=2), environment={}, alone=True) == 2
 
 
-def test_one_of_many_takes_its_ranks_for_all_only_when_it_knows() -> None:
-    assert served_rank_count(lease(), environment={}, alone=False) == 0
+def test_one_of_several_sidecars_treats_its_ranks_as_all_only_with_a_known_local_world_size() -> (
+    None
+):
+    assert infer_served_rank_count(lease(), environment={}, alone=False) == 0
     assert not serves_all_ranks(lease(local_world=0))
     assert serves_all_ranks(lease(local_world=4))
-    assert served_rank_count(lease(world=1), environment={}, alone=False) == 1
+    assert infer_served_rank_count(lease(world=1), environment={}, alone=False) == 1
 
 
-def test_a_rank_that_the_job_controller_gave_to_the_container_is_the_only_one_there() -> None:
+def test_a_rank_set_in_the_container_environment_is_the_only_rank_of_the_sidecar() -> None:
     environment = {"RANK": "2", "WORLD_SIZE": "4"}
-    assert served_rank_count(lease(rank=2), environment=environment, alone=False) == 1
-    assert served_rank_count(lease(rank=3), environment=environment, alone=False) == 0
+    assert infer_served_rank_count(lease(rank=2), environment=environment, alone=False) == 1
+    assert infer_served_rank_count(lease(rank=3), environment=environment, alone=False) == 0

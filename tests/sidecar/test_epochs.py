@@ -8,8 +8,8 @@ from pathlib import Path
 
 from node_hosts import make_node_host
 
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
-from keepstep_sidecar.commit.inventory import RemoteInventory
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
+from keepstep_sidecar.commit.reachable_copies import RemoteInventory
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteTier
@@ -25,10 +25,12 @@ class Quicker(RemoteTier):
     tier, where = Tier.PEER, "there"
 
     async def scan(self) -> Inventory:
-        return Inventory(answer=Answer.NONE, epochs=(NEXT,))
+        return Inventory(answer=TierAnswer.NONE, epochs=(NEXT,))
 
 
-def test_an_epoch_that_another_pod_told_of_first_is_still_written_here(tmp_path: Path) -> None:
+def test_an_epoch_that_was_first_learned_from_another_pod_is_still_recorded_locally(
+    tmp_path: Path,
+) -> None:
     volumes = VolumeSet([Volume(tmp_path / "volume" / "run", run="run")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:

@@ -13,7 +13,7 @@ from operator_host import OperatorHost
 from pods import Pod
 from trainer import FakeTrainer
 
-from keepstep.steps import Answer, Tier
+from keepstep.steps import Tier, TierAnswer
 from tests.harness import eventually, files_below
 
 Trainers = Callable[..., FakeTrainer]
@@ -24,13 +24,13 @@ def both(pods: Callable[[str], list[Pod]], operator: OperatorHost) -> list[Pod]:
     return pods(operator.url)
 
 
-def test_a_new_run_of_one_pod_begins_although_there_is_no_peer_to_name(
+def test_a_new_run_of_a_single_pod_starts_without_any_peer(
     both: list[Pod], trainers: Trainers
 ) -> None:
     trainer = trainers(both[0].start().socket)
     trainer.connect()
     found = trainer.candidates()
-    assert (found.answer, found.reason) == (Answer.NONE, "")
+    assert (found.answer, found.reason) == (TierAnswer.NONE, "")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_rank_that_finds_an_archived_step_waits_for_pods_that_may_hold_a_newer
     ]
 
 
-def test_without_the_others_a_rank_goes_on_from_the_archive_after_a_while(
+def test_a_rank_resumes_from_the_archive_when_other_pods_do_not_appear_in_time(
     both: list[Pod], trainers: Trainers, archive: dict[str, str]
 ) -> None:
     trainer = come(both[0].start(**archive), trainers)

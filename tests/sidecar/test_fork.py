@@ -10,7 +10,7 @@ import pytest
 from trainer import FakeTrainer, make_layout
 
 from keepstep.errors import SidecarError
-from keepstep.steps import Answer, Epoch, EpochId, StepId
+from keepstep.steps import Epoch, EpochId, StepId, TierAnswer
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -65,7 +65,7 @@ def go_on(ranks: list[FakeTrainer], parent: StepId, number: int = 2) -> Epoch:
     return epoch
 
 
-def test_a_fork_with_a_commit_of_its_own_never_begins_again(
+def test_a_fork_with_its_own_commit_never_restores_from_the_original_run_again(
     start: Start, trainers: Trainers, archive: Path, step: StepId
 ) -> None:
     second = start("first/4")
@@ -89,7 +89,7 @@ def test_a_fork_with_a_commit_of_its_own_never_begins_again(
     eventually(settled, what="nobody misses the other run")
 
 
-def test_a_damaged_byte_of_the_other_run_is_found_and_named(
+def test_a_damaged_byte_in_the_original_run_is_detected_and_reported(
     start: Start, trainers: Trainers, archive: Path, step: StepId
 ) -> None:
     path = archive / "first" / str(step) / "rank-00001-of-00002.safetensors"
@@ -107,5 +107,5 @@ def test_a_damaged_byte_of_the_other_run_is_found_and_named(
     assert f"first/{step}/rank-00001-of-00002" in log
     assert path.read_bytes() == data, "what is another run's is not put aside"
     found = ranks[1].candidates()
-    assert (found.answer, found.candidates) == (Answer.UNKNOWN, ())
+    assert (found.answer, found.candidates) == (TierAnswer.UNKNOWN, ())
     assert str(step) in found.reason

@@ -51,7 +51,7 @@ def of(kind: EventKind, page: HistoryPage) -> list[HistoryEvent]:
 # --- one life after the other ----------------------------------------------------------------
 
 
-def test_what_happened_is_told_and_kept_over_the_sidecars_death(
+def test_the_history_is_served_and_survives_the_death_of_the_sidecar(
     sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
 ) -> None:
     first = trainers(sidecar.socket).begin_run(age_s=3.0)
@@ -106,7 +106,7 @@ def test_what_happened_is_told_and_kept_over_the_sidecars_death(
     assert "ended" in kinds, "what came since is kept, too, when the sidecar ends"
 
 
-def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
+def test_a_hung_write_of_the_history_does_not_block_commits_or_shutdown(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
     sidecar = sidecars().start(**{FAULTS_ENV: "history.write:hang"})
@@ -124,11 +124,11 @@ def test_a_volume_that_hangs_under_the_history_holds_up_nothing_else(
 # --- bounded ---------------------------------------------------------------------------------
 
 
-def test_memory_is_bounded_whatever_trainers_say(clock: Clock) -> None:
+def test_the_memory_of_the_history_is_bounded_for_any_trainer_input(clock: Clock) -> None:
     history = MachineHistory(clock=clock)
     for number in range(3 * KEPT):
         reason = f"{number}\ud800" + "x" * 10_000
-        history.lost(EventKind.SKIPPED, rank=number % 9, step=number, reason=reason)
+        history.record_lost_saves(EventKind.SKIPPED, rank=number % 9, step=number, reason=reason)
     assert len(history._open) <= 64
     found = history.all()
     assert KEPT // 2 < len(found) <= KEPT
@@ -149,7 +149,7 @@ def one_of_each(clock: Clock) -> MachineHistory:
     return history
 
 
-def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clock) -> None:
+def test_the_history_file_is_read_back_and_appended_to(tmp_path: Path, clock: Clock) -> None:
     history, path = one_of_each(clock), tmp_path / "history.jsonl"
     file = HistoryFile(path, run="run")
     file.append(history.all(), history.before)
@@ -168,7 +168,9 @@ def test_a_file_is_read_back_and_grows_by_what_is_new(tmp_path: Path, clock: Clo
 
 
 @given(cut=st.integers(1, 3000))
-def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_torn_last_line_of_the_history_file_loses_only_that_line(
+    cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     clock = Clock()
     path = tmp_path_factory.mktemp("torn") / "history.jsonl"
     HistoryFile(path, run="run").append((known := one_of_each(clock)).all(), HistoryTotals())
@@ -182,7 +184,9 @@ def test_a_torn_end_loses_only_itself(cut: int, tmp_path_factory: pytest.TempPat
     assert HistoryFile(path, run="run").read(now=clock.now)[0] == again.all()
 
 
-def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_history_file_is_bounded(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("keepstep_sidecar.volume.history_file._LARGEST_BYTES", 1 << 20)
     file = HistoryFile(path := tmp_path / "history.jsonl", run="run")
     history, largest = MachineHistory(clock=clock), 0
@@ -196,7 +200,9 @@ def test_the_file_is_bounded(tmp_path: Path, clock: Clock, monkeypatch: pytest.M
     assert HistoryFile(path, run="run").read(now=clock.now)[0][-1] == history.all()[-1]
 
 
-def test_a_history_has_one_id_for_as_long_as_its_file_goes_on(tmp_path: Path, clock: Clock) -> None:
+def test_a_history_keeps_its_id_as_long_as_its_file_is_continued(
+    tmp_path: Path, clock: Clock
+) -> None:
     path = tmp_path / "history.jsonl"
 
     def read() -> tuple[HistoryFile, MachineHistory]:
@@ -225,7 +231,7 @@ BEFORE = (
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_a_tally_that_cannot_be_is_not_believed(tmp_path: Path, before: bytes) -> None:
+def test_impossible_totals_in_the_history_file_are_ignored(tmp_path: Path, before: bytes) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(HEAD.replace(b"}", b',"before":' + before + b"}") + EVENT)
     assert HistoryFile(path, run="run").read(now=10.0)[1] == HistoryTotals()
@@ -236,7 +242,9 @@ HEAD = b'{"format_version":1,"run":"run","id":"%b"}\n' % ID
 EVENT = b'{"sequence":1,"kind":"came","at":5.0,"until":5.0,"rank":3}\n'
 
 
-def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_missing_history_directory_raises_no_error_and_the_write_is_retried(
+    tmp_path: Path,
+) -> None:
     file = HistoryFile(tmp_path / "gone" / "history.jsonl", run="run")
     history = MachineHistory()
     file.append(history.all(), history.before)

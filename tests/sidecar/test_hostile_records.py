@@ -16,7 +16,7 @@ from keepstep.errors import FormatError, ImageError, TornError, VersionError
 from keepstep.steps import Epoch, EpochId, StepId, shard_name
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.step_record import StepRecord
-from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_record import RunRecord
 from tests.harness import peak_of
 
 ID = StepId(EpochId(3, "1f9c2d7a"), 1200)
@@ -70,12 +70,12 @@ def step(**changes: Any) -> bytes:
         "\ud800",
     ],
 )
-def test_a_hostile_record_of_a_run_is_refused_and_what_to_do_is_said(text: str) -> None:
+def test_an_invalid_run_record_is_refused_with_the_fix(text: str) -> None:
     with pytest.raises(FormatError, match=r"run\.json: not a run record .*; delete it"):
         read_run(text.encode(errors="surrogatepass"))
 
 
-def test_a_record_of_a_run_is_read_back_and_one_of_a_newer_keepstep_is_left_alone() -> None:
+def test_a_run_record_survives_a_round_trip_and_a_newer_format_is_refused() -> None:
     record = RunRecord(
         run="demo",
         epochs=(Epoch(EpochId(1, "0badcafe")), Epoch(ID.epoch, ID, "other")),
@@ -126,7 +126,7 @@ def test_a_hostile_record_of_a_step_is_refused_though_its_seal_fits(
 
 
 @pytest.mark.parametrize("read", [read_run, read_step])
-def test_a_dense_record_is_refused_before_it_takes_memory(
+def test_an_oversized_record_is_refused_before_it_allocates_much_memory(
     read: Callable[[bytes], object],
 ) -> None:
     data = b'{"format_version":1,"shards":[' + b"[]," * MEBIBYTE + b"0]}"

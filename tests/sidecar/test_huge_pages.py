@@ -12,7 +12,7 @@ from trainer import FakeTrainer, come_back, content, read_image
 from keepstep.image import HUGE_PAGE_BYTES
 from keepstep.image.layout import LEAST_ON_HUGE_PAGES_BYTES
 from keepstep.steps import Tier
-from keepstep.wire.trainer import Flushed, StopRequest, UnseenHugePagesRequest
+from keepstep.wire.trainer import Flushed, StopSidecarRequest, UnseenHugePagesRequest
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from tests import hugetlbfs
 from tests.harness import SidecarProcess, eventually
@@ -90,7 +90,7 @@ def test_an_image_read_from_a_volume_lands_on_huge_pages(
     assert read_image(again.layout, opened.path) == content(again.layout, 1)
 
 
-def test_slots_that_find_no_huge_page_are_of_small_ones(
+def test_slots_use_small_pages_when_no_huge_page_is_free(
     sidecar: SidecarProcess, trainers: Trainers, tmp_path: Path
 ) -> None:
     """Of this mount's bytes one slot can be made, though more pages are free."""
@@ -106,7 +106,7 @@ def test_slots_that_find_no_huge_page_are_of_small_ones(
 
 
 @pytest.mark.parametrize("why", ["no hugetlbfs", "not there", "a link", "another sidecar's"])
-def test_a_directory_that_cannot_be_used_costs_speed_alone(
+def test_an_unusable_huge_pages_directory_falls_back_to_small_pages(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path, tmp_path: Path, why: str
 ) -> None:
     directory = tmp_path / "elsewhere"
@@ -127,7 +127,7 @@ def test_a_directory_that_cannot_be_used_costs_speed_alone(
         other.close()
 
 
-def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
+def test_a_sidecar_switched_to_small_pages_restores_from_slots_on_huge_pages(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     start(sidecar, huge)
@@ -150,7 +150,7 @@ def test_small_pages_by_request_go_on_with_what_lies_on_huge_ones(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "removed", "directory"])
-def test_whoever_damages_a_slot_on_huge_pages_ends_no_sidecar(
+def test_a_damaged_slot_on_huge_pages_does_not_crash_the_sidecar(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path, damage: str
 ) -> None:
     start(sidecar, huge)
@@ -167,7 +167,7 @@ def test_whoever_damages_a_slot_on_huge_pages_ends_no_sidecar(
     assert sidecar.process.poll() is None
 
 
-def test_pages_are_given_back_when_the_run_ends(
+def test_huge_pages_are_freed_when_the_run_ends(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     own = huge / "run"
@@ -176,11 +176,11 @@ def test_pages_are_given_back_when_the_run_ends(
     committed(trainer, 1)
     assert slots(own) != []
     trainer.disconnect()
-    trainer.call("/v1/stop", StopRequest(drain=True, forget=True), Flushed)
+    trainer.call("/v1/stop", StopSidecarRequest(drain=True, forget=True), Flushed)
     eventually(lambda: not own.exists(), what="the directory is gone")
 
 
-def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
+def test_a_trainer_without_access_to_huge_pages_restores_from_a_copy_on_small_pages(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     """As in a container of its own, with this machine's /dev/shm but not its hugetlbfs."""
@@ -204,7 +204,7 @@ def test_a_trainer_that_does_not_see_huge_pages_goes_on_from_what_lies_there(
     assert "does not see it; mount it there, too" in sidecar.text()
 
 
-def test_a_life_without_huge_pages_gives_no_name_twice(
+def test_slot_names_stay_unique_across_sidecar_restarts_with_and_without_huge_pages(
     sidecar: SidecarProcess, trainers: Trainers, huge: Path
 ) -> None:
     for number, options in enumerate(

@@ -20,7 +20,7 @@ _KILLABLE = [p for p in FAULT_POINTS if p.split(".")[0] in _KILLED]
 
 
 @pytest.mark.parametrize("point", _KILLABLE)
-def test_no_kill_loses_a_commit_or_leaves_a_torn_one(
+def test_a_kill_at_any_point_of_writing_loses_no_commit_and_leaves_no_torn_step(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer], point: str
 ) -> None:
     sidecar = sidecars().start("--keep", "1", **{FAULTS_ENV: f"{point}:kill"})
@@ -48,4 +48,4 @@ def test_no_kill_loses_a_commit_or_leaves_a_torn_one(
     sidecar.terminate()  # it may go on retiring: what it leaves is read when nothing moves
     for path in sidecar.root.glob("0*/rank-*"):
         control = verify_image(memoryview(path.read_bytes()), successor.layout)
-        assert control.id == StepId.parse(path.parent.name)
+        assert control.step_id == StepId.parse(path.parent.name)

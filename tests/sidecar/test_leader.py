@@ -13,10 +13,10 @@ import pytest
 from machines import Machine, Run
 from trainer import FakeTrainer, make_layout
 
-from keepstep.core.vote import choose_step
+from keepstep.core.restore_vote import choose_step
 from keepstep.errors import SidecarError
 from keepstep.steps import StepId
-from keepstep.wire.trainer import Pinned
+from keepstep.wire.trainer import PinnedStepsReply
 from keepstep_sidecar.cli import calls
 from tests.harness import SidecarProcess, eventually, free_port, matching
 
@@ -41,7 +41,7 @@ def test_a_step_is_committed_on_all_machines_soon_after_the_last_has_written_it(
 
 
 @pytest.mark.parametrize("ahead_s", [600, -600])
-def test_clocks_ten_minutes_apart_cost_a_run_nothing(
+def test_a_clock_skew_of_ten_minutes_does_not_affect_a_run(
     run: Callable[[int], Run], tmp_path: Path, ahead_s: int
 ) -> None:
     two = run(2)
@@ -73,7 +73,7 @@ def test_clocks_ten_minutes_apart_cost_a_run_nothing(
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
+def test_a_replaced_machine_restores_from_its_peer_and_writes_its_shard_again(
     run: Callable[[int], Run], lost: int
 ) -> None:
     two = run(2).start("--persist-every", "1")
@@ -94,7 +94,7 @@ def test_a_replaced_machine_restores_from_its_buddy_and_writes_its_shard_again(
 
 
 @pytest.mark.parametrize("address", ["the same", "another"])
-def test_what_a_replaced_machine_was_seen_to_hold_keeps_no_twin_from_standing_in(
+def test_shards_listed_by_a_replaced_machine_do_not_prevent_a_restore_from_replicas(
     run: Callable[[int], Run], address: str
 ) -> None:
     options = ("--persist-every", "1", "--peer-replicas", "0", "--keep", "10")
@@ -135,7 +135,7 @@ def test_what_a_replaced_machine_was_seen_to_hold_keeps_no_twin_from_standing_in
     assert choose_step([vote, rank.candidates()]).id == last
 
 
-def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
+def test_a_second_sidecar_with_the_same_node_rank_is_refused_and_both_sides_report_it(
     run: Callable[[int], Run], tmp_path: Path
 ) -> None:
     two = run(2).start("--persist-every", "1", "--keep", "1")
@@ -177,7 +177,7 @@ def test_a_second_sidecar_of_a_node_rank_is_refused_and_both_sides_say_so(
     ],
     ids=["another-world", "another-run", "another-secret"],
 )
-def test_a_machine_that_does_not_belong_here_is_refused_and_both_sides_say_why(
+def test_a_machine_of_another_run_is_refused_and_both_sides_report_the_reason(
     run: Callable[[int], Run],
     options: tuple[str, ...],
     environment: dict[str, str],
@@ -191,7 +191,7 @@ def test_a_machine_that_does_not_belong_here_is_refused_and_both_sides_say_why(
     eventually(lambda: here_message in here.warnings(), what="the leader says why", within_s=10)
 
 
-def test_what_only_the_leader_sees_is_in_its_log_and_its_warnings_once(
+def test_a_warning_that_only_the_leader_can_detect_is_logged_once(
     run: Callable[[int], Run],
 ) -> None:
     """The model does not change, on any machine."""
@@ -209,7 +209,7 @@ def test_what_only_the_leader_sees_is_in_its_log_and_its_warnings_once(
     assert here.warnings().count(text) == here.text().count(text) == 1
 
 
-def test_what_was_committed_stays_and_nothing_goes_while_a_machine_is_away(
+def test_committed_steps_stay_and_nothing_is_retired_while_a_machine_is_disconnected(
     run: Callable[[int], Run],
 ) -> None:
     two = run(2).start("--persist-every", "1", "--keep", "1")
@@ -264,7 +264,7 @@ def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its
     assert {path.parent.name[:5] for path in archived(archive)} == {"0001."}
 
 
-def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_was_its_run_s(
+def test_a_replaced_leader_recognises_the_archive_heartbeat_as_its_own_run(
     run: Callable[[int], Run], archive: tuple[str, ...]
 ) -> None:
     two, step_id = archiving(run, archive)
@@ -281,7 +281,7 @@ def test_a_leader_that_was_replaced_learns_from_the_others_that_the_life_there_w
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_commits_go_on_within_seconds_after_a_sidecar_was_killed(
+def test_commits_resume_within_seconds_after_a_sidecar_was_killed(
     run: Callable[[int], Run], lost: int
 ) -> None:
     two = run(2).start("--persist-every", "1", "--keep", "1")
@@ -300,7 +300,7 @@ def test_commits_go_on_within_seconds_after_a_sidecar_was_killed(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
+def test_a_pinned_step_is_kept_on_all_machines_across_restarts_until_it_is_unpinned(
     run: Callable[[int], Run], at: int
 ) -> None:
     options = ("--persist-every", "1", "--keep", "1")
@@ -326,7 +326,7 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
         eventually(
             lambda machine=machine: machine.steps() == {1, 4}, what="it stays after a restart"
         )
-    assert calls.ask_pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    assert calls.ask_pin(two.machines[1 - at].socket, pinned, pinned=False) == PinnedStepsReply()
     for machine in two.machines:
         eventually(
             lambda machine=machine: machine.steps() == {4}, what="it goes when it is unpinned"
@@ -334,7 +334,7 @@ def test_a_pinned_step_stays_on_all_machines_over_restarts_until_it_is_unpinned(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
+def test_a_pinned_step_is_kept_in_the_archive_across_restarts_until_it_is_unpinned(
     run: Callable[[int], Run], tmp_path: Path, at: int
 ) -> None:
     """The sidecar of rank 0 deletes there, whichever machine was told of the pin."""
@@ -361,12 +361,12 @@ def test_a_pinned_step_stays_in_the_archive_over_restarts_until_it_is_unpinned(
     assert two.restore() == newest
     two.reach(4, "archived")
     eventually(lambda: has(1, 4), what="it stays after a restart")
-    assert calls.ask_pin(two.machines[1 - at].socket, pinned, pinned=False) == Pinned()
+    assert calls.ask_pin(two.machines[1 - at].socket, pinned, pinned=False) == PinnedStepsReply()
     two.reach(5, "archived")
     eventually(lambda: has(5), what="it goes when it is unpinned")
 
 
-def test_a_machine_alone_leads_itself_without_a_port_and_a_secret(
+def test_a_single_machine_is_its_own_leader_without_port_and_secret(
     sidecars: Callable[..., SidecarProcess],
     trainers: Callable[..., FakeTrainer],
     monkeypatch: pytest.MonkeyPatch,
@@ -382,7 +382,7 @@ def test_a_machine_alone_leads_itself_without_a_port_and_a_secret(
     assert psutil.Process(sidecar.process.pid).net_connections("inet") == []
 
 
-def test_a_step_that_is_pinned_on_the_only_machine_stays(
+def test_a_pinned_step_is_kept_on_a_single_machine(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
     options = ("--persist-every", "1", "--keep", "1")
@@ -390,7 +390,7 @@ def test_a_step_that_is_pinned_on_the_only_machine_stays(
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in range(2)]
     assert trainer.wait(ids[1], "committed").reached
-    assert calls.ask_pin(sidecar.socket, ids[1], pinned=True) == Pinned(steps=(ids[1],))
+    assert calls.ask_pin(sidecar.socket, ids[1], pinned=True) == PinnedStepsReply(steps=(ids[1],))
     for step in (2, 3):
         assert trainer.wait(trainer.stage(step), "committed").reached
     eventually(lambda: sidecar.published() == [1, 3], what="the pinned step stays")
@@ -413,7 +413,7 @@ def _is_committed(two: Run, there: Machine, step_id: StepId) -> bool:
     raise AssertionError(f"step {step_id} is neither committed nor given up")
 
 
-def test_a_full_volume_on_one_machine_costs_single_steps_and_no_minute(
+def test_a_full_volume_on_one_machine_skips_single_steps_without_a_long_gap(
     run: Callable[[int], Run],
 ) -> None:
     two = run(2)

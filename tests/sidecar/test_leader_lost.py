@@ -93,7 +93,7 @@ def behind(run: Callable[[int], Run], firewall: Firewall) -> Run:
     return two
 
 
-def test_a_member_behind_a_firewall_trains_on_and_both_sides_say_so(
+def test_a_member_behind_a_firewall_keeps_training_and_both_sides_report_it(
     behind: Run, firewall: Firewall
 ) -> None:
     firewall.close()
@@ -111,7 +111,7 @@ def test_a_member_behind_a_firewall_trains_on_and_both_sides_say_so(
     behind.reach(4)
 
 
-def test_a_member_that_is_cut_off_for_a_minute_trains_on_and_commits_soon_after(
+def test_a_member_that_is_disconnected_for_a_minute_keeps_training_and_commits_soon_after(
     behind: Run, firewall: Firewall
 ) -> None:
     behind.start(*_OPTIONS)

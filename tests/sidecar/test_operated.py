@@ -13,8 +13,8 @@ from operator_host import OperatorHost, make_identity
 from pods import Pod, members
 from trainer import FakeTrainer, content, read_image
 
+from keepstep.core.restore_vote import choose_step, find_step_limit
 from keepstep.core.retention import Retention
-from keepstep.core.vote import choose_step, vote_limit
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.run_reports import AdvisoryKind, MemberState, RunPolicy
 from tests.harness import eventually, free_port
@@ -78,7 +78,7 @@ class Team:
     def restart(self, epoch: str) -> StepId | None:
         """The trainers are replaced: vote, restore, begin the next epoch."""
         votes = [trainer.candidates() for trainer in self.come()]
-        limit, exact = vote_limit(votes)
+        limit, exact = find_step_limit(votes)
         decision = choose_step(votes, limit=limit, exact=exact)
         for rank in self.ranks:
             if decision.id is not None:
@@ -86,7 +86,7 @@ class Team:
                 assert read_image(rank.layout, opened.path) == content(
                     rank.layout, decision.id.step
                 )
-            rank.restored(decision.epoch(epoch))
+            rank.restored(decision.make_epoch(epoch))
             rank.register()
         return decision.id
 
@@ -123,7 +123,7 @@ def held(team: Team, *steps: int) -> None:
         eventually(lambda pod=pod: pod.steps() == {*steps}, what=lambda pod=pod: f"{pod.steps()}")
 
 
-def test_a_run_reports_itself_and_goes_on_while_the_operator_is_away(team: Team) -> None:
+def test_a_run_reports_to_the_operator_and_continues_while_it_is_unreachable(team: Team) -> None:
     step_id = team.reach(1)
     report = eventually(
         lambda: (found := team.operator.newest) and found.committed == step_id and found
@@ -154,7 +154,7 @@ def test_a_run_reports_itself_and_goes_on_while_the_operator_is_away(team: Team)
     assert back.seen.signed == []
 
 
-def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
+def test_a_run_executes_pins_and_rollbacks_that_the_operator_passes_on(team: Team) -> None:
     """Pins, and going back to one of them."""
     first = team.reach(1)
     team.operator.ask(pins=(first,))
@@ -189,7 +189,7 @@ def test_what_a_person_asks_for_is_done_by_the_run(team: Team) -> None:
     assert team.restart("00000003") == newest, "later restarts are as usual"
 
 
-def test_a_pod_that_was_replaced_is_gone_and_its_successor_takes_its_place(team: Team) -> None:
+def test_a_replacement_pod_takes_over_the_node_rank_of_its_predecessor(team: Team) -> None:
     team.reach(1)
     eventually(lambda: (found := team.operator.newest) and found.sequence > 1)
     team.pods[1].kill()
@@ -214,7 +214,7 @@ def test_a_pod_that_was_replaced_is_gone_and_its_successor_takes_its_place(team:
     assert [node.pod for node in report.nodes] == ["first-0", "second-1"]
 
 
-def test_a_commit_comes_soon_after_the_leader_is_back_also_without_an_operator(team: Team) -> None:
+def test_commits_resume_soon_after_the_leader_returns_even_without_an_operator(team: Team) -> None:
     team.reach(1)
     team.away()
     team.pods[0].kill()

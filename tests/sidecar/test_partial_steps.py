@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from trainer import FakeTrainer
 
-from keepstep.steps import Answer, StepId
+from keepstep.steps import StepId, TierAnswer
 from tests.harness import SidecarProcess
 
 
-def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
+def test_incomplete_steps_of_a_larger_world_prevent_a_silent_start_at_step_0(
     sidecars: Callable[..., SidecarProcess], trainers: Callable[..., FakeTrainer]
 ) -> None:
     sidecar = sidecars().start()
@@ -28,6 +28,6 @@ def test_steps_of_a_larger_world_that_are_not_whole_are_never_begun_anew_over(
         trainer = trainers(sidecar.socket, rank, 2)
         trainer.connect()
         ballot = trainer.candidates()
-        assert (ballot.answer, ballot.candidates, ballot.offers) == (Answer.UNKNOWN, (), ())
+        assert (ballot.answer, ballot.candidates, ballot.offers) == (TierAnswer.UNKNOWN, (), ())
         for part in (str(step_id), "saved by 4 ranks", "2 are running", "no copy of rank 0, 1"):
             assert part in ballot.reason

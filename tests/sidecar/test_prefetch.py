@@ -20,7 +20,7 @@ from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.memory.slot_directories import SlotDirectories, rank_directory
 from keepstep_sidecar.memory.slot_file import SlotFile, slot_name
 from keepstep_sidecar.memory.slot_pool import SlotPool, SlotSet
-from keepstep_sidecar.restore.fetcher import Fetcher, Prefetcher
+from keepstep_sidecar.restore.fetcher import Fetcher, MemoryImageLoader
 from keepstep_sidecar.tiers.source import FileSource, local_source
 from keepstep_sidecar.volume.files import ShardFile
 from keepstep_sidecar.volume.run_tree import LocalShard
@@ -51,7 +51,7 @@ class Copy:
             yield file
 
 
-async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_alone(
+async def test_a_prefetch_of_another_step_does_not_overwrite_the_slot_of_the_agreed_step(
     tmp_path: Path,
 ) -> None:
     """There is one slot. The vote chose an older step than this sidecar had planned: what waits
@@ -77,7 +77,7 @@ async def test_a_prefetch_of_another_step_leaves_the_slot_of_the_agreed_image_al
     allocator: Any = SimpleNamespace(order_restore_slot=lambda slots, slot_set: waits.set())
     leases: Any = SimpleNamespace(of=lambda rank: "a lease")
     threads = ThreadPoolExecutor(4)
-    prefetcher = Prefetcher(
+    prefetcher = MemoryImageLoader(
         pool,
         node_host,
         Fetcher(pool, node_host, threads),

@@ -10,8 +10,14 @@ import pytest
 from trainer import FakeTrainer, content, make_layout, read_image
 
 from keepstep.errors import SidecarError
-from keepstep.steps import Answer, StepId, Tier
-from keepstep.wire.trainer import Chunk, Chunks, ChunksRequest, Window, WindowRequest
+from keepstep.steps import StepId, Tier, TierAnswer
+from keepstep.wire.trainer import (
+    ChunkBufferRequest,
+    ChunkReadRequest,
+    ChunksReady,
+    ChunksRequest,
+    SharedChunkBuffer,
+)
 from tests.harness import SidecarProcess, eventually
 
 Trainers = Callable[..., FakeTrainer]
@@ -55,7 +61,7 @@ def come(sidecar: SidecarProcess, trainers: Trainers, rank: int, world: int = 2)
     return trainer
 
 
-def test_nobody_is_told_of_a_step_in_the_archive_that_never_came_there(
+def test_waiting_for_a_step_that_never_reached_the_archive_fails(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, archive: Path
 ) -> None:
     """Two steps that are committed and not due: one rots on its drive, one is retired."""
@@ -94,7 +100,7 @@ def test_a_damaged_local_shard_is_replaced_by_the_archived_one(
     assert tiers == [Tier.LOCAL, Tier.ARCHIVE]
 
 
-def test_a_chunk_that_is_damaged_here_comes_from_the_archive(
+def test_a_locally_damaged_chunk_is_read_from_the_archive(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:
     sidecar, step_id = archived
@@ -103,18 +109,20 @@ def test_a_chunk_that_is_damaged_here_comes_from_the_archive(
     path = damage(sidecar, 1)
     reader = come(sidecar, trainers, 2, 3)
     layout = make_layout(1, 2)
-    shown = reader.call("/v1/window", WindowRequest(lease=reader.lease, frames=2), Window)
-    request = ChunksRequest(
-        lease=reader.lease, id=step_id, chunks=(Chunk(rank=1, chunk=0, frame=1),)
+    shown = reader.call(
+        "/v1/window", ChunkBufferRequest(lease=reader.lease, frames=2), SharedChunkBuffer
     )
-    assert reader.call("/v1/chunks", request, Chunks).tier is Tier.ARCHIVE
+    request = ChunksRequest(
+        lease=reader.lease, id=step_id, chunks=(ChunkReadRequest(rank=1, chunk=0, frame=1),)
+    )
+    assert reader.call("/v1/chunks", request, ChunksReady).tier is Tier.ARCHIVE
     assert not path.exists(), "what is damaged is put aside"
     with open(shown.path, "rb") as file:
         file.seek(shown.frame_bytes + len(layout.header))
         assert file.read(len(content(layout, 4))) == content(layout, 4)
 
 
-def test_an_archive_that_is_away_is_no_reason_to_start_over(
+def test_an_unreachable_archive_does_not_make_a_run_start_over(
     archived: tuple[SidecarProcess, StepId], trainers: Trainers, archive: Path
 ) -> None:
     sidecar, _ = archived
@@ -123,7 +131,7 @@ def test_an_archive_that_is_away_is_no_reason_to_start_over(
     sidecar.start("--archive", str(archive), "--archive-every", "1")
     trainer = come(sidecar, trainers, 0)
     found = trainer.candidates()
-    assert (found.answer, found.candidates) == (Answer.UNKNOWN, ())
+    assert (found.answer, found.candidates) == (TierAnswer.UNKNOWN, ())
     assert str(archive) in found.reason
     away.rename(archive)
     eventually(lambda: trainer.candidates().candidates, what="the archive is back")

@@ -14,7 +14,13 @@ from trainer import FakeTrainer, come_back, content, read_image
 
 from keepstep.image import ControlPage
 from keepstep.steps import StepId, Tier
-from keepstep.wire.trainer import FlushRequest, OpenedStep, OpenStepRequest, Sources, SourcesRequest
+from keepstep.wire.trainer import (
+    FlushRequest,
+    OpenedStep,
+    RestoreStepRequest,
+    Sources,
+    SourcesRequest,
+)
 from keepstep_sidecar.memory.slot_directories import rank_directory
 from tests.harness import SidecarProcess, eventually
 
@@ -43,7 +49,7 @@ def newest_slot(sidecar: SidecarProcess, step: int) -> Path:
     pytest.fail(f"step {step} is in no slot")
 
 
-def test_links_in_shared_memory_lead_a_sidecar_to_nothing_on_a_volume(
+def test_a_sidecar_does_not_follow_links_in_shared_memory(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, tmp_path: Path
 ) -> None:
     sidecar = sidecars().start()
@@ -82,7 +88,7 @@ def test_links_in_shared_memory_lead_a_sidecar_to_nothing_on_a_volume(
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
 
 
-def test_a_file_with_a_second_name_is_no_slot(
+def test_a_file_with_a_second_hard_link_is_not_used_as_a_slot(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     """Where volume and memory are of one file system, a hard link is a link, too."""
@@ -98,7 +104,7 @@ def test_a_file_with_a_second_name_is_no_slot(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "zeroed", "header", "truncated", "removed"])
-def test_a_slot_that_does_not_verify_is_a_tier_less_and_no_error_for_ever(
+def test_a_slot_that_fails_verification_is_skipped_for_the_next_tier(
     sidecar: SidecarProcess, trainers: Trainers, damage: str
 ) -> None:
     layout = committed(sidecar, trainers, steps=2).layout
@@ -141,7 +147,7 @@ def test_an_image_that_was_never_durable_and_is_damaged_is_not_offered(
     assert [candidate.id for candidate in successor.candidates().candidates] == ids[:1]
 
 
-def test_a_slot_that_is_truncated_ends_itself_and_not_the_sidecar(
+def test_a_truncated_slot_is_dropped_without_crashing_the_sidecar(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     sidecar = sidecars().start("--persist-every", "1000000", "--slots", "3")
@@ -158,7 +164,7 @@ def test_a_slot_that_is_truncated_ends_itself_and_not_the_sidecar(
     assert "quarantine" not in {path.name for path in sidecar.root.iterdir()}
 
 
-def test_a_trainer_says_which_slot_it_could_not_use(
+def test_a_slot_that_a_trainer_reports_as_unusable_is_not_offered_again(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     """Such as one that was removed between the sidecar's look and its own."""
@@ -171,7 +177,7 @@ def test_a_trainer_says_which_slot_it_could_not_use(
     path = trainer.call("/v1/sources", asked, Sources).sources[0].path
     first = trainer.open(step_id)
     assert (first.tier, first.path) == (Tier.MEMORY, path)
-    again = OpenStepRequest(lease=trainer.lease, id=step_id, bad=first.path)
+    again = RestoreStepRequest(lease=trainer.lease, id=step_id, bad=first.path)
     assert trainer.call("/v1/restore", again, OpenedStep).tier is Tier.LOCAL
     request = SourcesRequest(lease=trainer.lease, id=step_id, bad=(path,))
     found = trainer.call("/v1/sources", request, Sources).sources[0]
@@ -181,7 +187,7 @@ def test_a_trainer_says_which_slot_it_could_not_use(
 # --- removed under a sidecar that runs --------------------------------------------------------
 
 
-def test_when_its_memory_is_removed_the_next_step_is_kept_and_none_is_lost(
+def test_the_next_step_is_kept_and_none_is_lost_after_the_shared_memory_was_removed(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     sidecar = sidecars().start("--persist-every", "1000000")
@@ -201,7 +207,7 @@ def test_when_its_memory_is_removed_the_next_step_is_kept_and_none_is_lost(
     assert "running (pid" in refused.stderr
 
 
-def test_when_memory_is_removed_while_slots_are_made_all_of_them_are_made(
+def test_all_slots_are_recreated_when_memory_is_removed_during_their_creation(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     trainer = trainers(sidecar.socket, size=64 << 20).begin_run()

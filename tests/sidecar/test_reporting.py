@@ -14,7 +14,7 @@ from operator_host import OperatorHost, make_identity
 from pods import Pod
 from trainer import FakeTrainer, Ranks
 
-from keepstep.steps import Answer, StepId
+from keepstep.steps import StepId, TierAnswer
 from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import sidecar_health
@@ -70,7 +70,7 @@ def events(pod: Pod, event: str) -> list[dict[str, object]]:
 # --- commits, retirement -------------------------------------------------------------------------
 
 
-def test_what_both_pods_made_durable_is_committed_and_published_on_both(team: Team) -> None:
+def test_a_step_that_is_durable_on_both_pods_is_committed_and_published_on_both(team: Team) -> None:
     both, ranks = team.start()
     first = ranks[0].stage(1)
     assert ranks[0].wait(first, "durable", flush=True).reached
@@ -89,7 +89,7 @@ def test_what_both_pods_made_durable_is_committed_and_published_on_both(team: Te
         assert status["reported_at"] is not None
 
 
-def test_commits_that_are_heard_of_together_are_all_published_and_archived_where_due(
+def test_all_commits_of_one_reply_are_published_and_archived_if_due(
     team: Team, tmp_path: Path
 ) -> None:
     """Steps follow each other faster than reports do, and the same answer that tells of a commit
@@ -157,7 +157,7 @@ def test_a_restore_is_reported_with_step_tier_and_what_was_lost(
     assert (restored.type, restored.step, restored.lost_steps) == ("Restored", 7, 0)
 
 
-def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team: Team) -> None:
+def test_ranks_agree_on_the_restored_step_without_the_operator(lone_team: Team) -> None:
     both, ranks = lone_team.start()
     for step in (4, 5):
         step_id = lone_team.reach(step, "durable")
@@ -172,7 +172,7 @@ def test_with_the_operator_away_the_ranks_restore_by_their_vote_alone(lone_team:
     assert lone_team.restore() == step_id
 
 
-def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
+def test_a_pod_without_steps_never_starts_at_step_0_beside_a_pod_with_steps(
     lone_team: Team, trainers: Trainers
 ) -> None:
     """Without LOCAL_WORLD_SIZE a sidecar of many does not take its ranks for all there are."""
@@ -184,7 +184,7 @@ def test_a_pod_that_has_nothing_never_begins_at_step_0_beside_one_that_has(
     assert lone_team.restore().step == 5
 
 
-def test_a_restarted_sidecar_knows_the_last_commit_without_the_operator(
+def test_a_restarted_sidecar_reads_the_last_commit_from_its_volume(
     team: Team, operator: OperatorHost
 ) -> None:
     both, ranks = team.start()
@@ -222,7 +222,7 @@ def archived_team(team: Team, operator: OperatorHost, tmp_path: Path) -> tuple[T
 
 
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_the_last_step_of_a_pod_that_leaves_is_archived_before_it_ends(
+def test_the_last_step_of_a_terminating_pod_is_archived_before_it_exits(
     archived_team: tuple[Team, Path], leaves: int
 ) -> None:
     team, archive = archived_team
@@ -230,7 +230,7 @@ def test_the_last_step_of_a_pod_that_leaves_is_archived_before_it_ends(
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
 
 
-def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
+def test_a_step_staged_after_the_termination_notice_is_also_committed_and_archived(
     archived_team: tuple[Team, Path], operator: OperatorHost
 ) -> None:
     """The operator says it, of a pod without a preStop hook."""
@@ -245,7 +245,7 @@ def test_what_is_staged_after_the_word_is_kept_too_once_its_trainer_is_gone(
     eventually(lambda: archived_below(archive) == [4, 5], what=f"not {archived_below(archive)}")
 
 
-def test_the_hook_that_begins_the_end_of_a_pod_tells_the_others(
+def test_the_pre_stop_hook_of_a_pod_notifies_the_other_pods(
     archived_team: tuple[Team, Path],
 ) -> None:
     team, archive = archived_team
@@ -253,7 +253,7 @@ def test_the_hook_that_begins_the_end_of_a_pod_tells_the_others(
     eventually(lambda: archived_below(archive) == [4], what=f"not {archived_below(archive)}")
 
 
-def test_a_pod_whose_last_step_nobody_else_has_ends_in_time_all_the_same(
+def test_a_terminating_pod_exits_in_time_even_if_its_last_step_cannot_be_committed(
     archived_team: tuple[Team, Path],
 ) -> None:
     """The other pod is gone, so no step is committed: ten seconds are spent on the hope."""
@@ -266,7 +266,7 @@ def test_a_pod_whose_last_step_nobody_else_has_ends_in_time_all_the_same(
 # --- an operator that is away, slow, or not the one ----------------------------------------------
 
 
-def test_an_absent_operator_is_logged_once_and_costs_nothing(
+def test_an_absent_operator_is_logged_once_and_does_not_affect_training(
     lone_team: Team, operators: Callable[..., OperatorHost]
 ) -> None:
     both, ranks = lone_team.start()
@@ -295,7 +295,7 @@ def test_a_server_that_the_given_authority_did_not_sign_never_sees_the_token(
     assert trainer.wait(trainer.stage(0), "durable").reached
 
 
-def test_an_authority_that_a_reply_named_is_trusted_in_place_of_the_old_also_after_a_restart(
+def test_a_new_authority_from_a_reply_replaces_the_old_one_also_after_a_restart(
     pods: Callable[[str], list[Pod]],
     operators: Callable[..., OperatorHost],
     tmp_path: Path,
@@ -317,7 +317,7 @@ def test_an_authority_that_a_reply_named_is_trusted_in_place_of_the_old_also_aft
     eventually(lambda: len(replaced.seen.reports) > before, within_s=40, what="after a restart")
 
 
-def test_a_token_is_read_anew_for_each_report(
+def test_the_token_file_is_read_again_for_each_report(
     pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
 ) -> None:
     (pod, _) = pods(operator.url)
@@ -336,7 +336,7 @@ def test_a_token_is_read_anew_for_each_report(
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def test_training_goes_on_beside_a_volume_that_cannot_be_written(
+def test_training_continues_although_the_volume_cannot_be_written(
     pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
 ) -> None:
     (pod, _) = pods(operator.url)
@@ -344,7 +344,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     pod.start()
     trainer = trainers(pod.socket, 0, 1)
     trainer.connect(local_world=1)
-    assert trainer.candidates().answer is Answer.UNKNOWN
+    assert trainer.candidates().answer is TierAnswer.UNKNOWN
     trainer.go_on()
     for step in range(6):
         step_id = trainer.stage(step)
@@ -357,7 +357,7 @@ def test_training_goes_on_beside_a_volume_that_cannot_be_written(
     assert (report.nodes[0].memory, report.nodes[0].local) == (step_id.step, None)
 
 
-def test_a_hostile_record_on_a_volume_keeps_no_pod_from_training(
+def test_an_invalid_record_on_a_volume_does_not_prevent_training(
     pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
 ) -> None:
     (pod, _) = pods(operator.url)
@@ -390,7 +390,7 @@ def test_a_read_only_volume_is_read_and_a_run_may_begin_beside_it(
         pod.start()
         trainer = trainers(pod.socket, 0, 1)
         trainer.connect(local_world=1)
-        assert trainer.candidates().answer is Answer.NONE
+        assert trainer.candidates().answer is TierAnswer.NONE
         trainer.go_on()
         trainer.stage(1)
         assert any("Read-only" in text for text in pod.get("/v1/status")["warnings"])
@@ -399,7 +399,7 @@ def test_a_read_only_volume_is_read_and_a_run_may_begin_beside_it(
         subprocess.run(["umount", str(pod.volume)], check=True)
 
 
-def test_an_authority_that_is_none_costs_the_reports_and_not_the_training(
+def test_an_invalid_authority_certificate_disables_reports_but_not_training(
     pods: Callable[[str], list[Pod]], operator: OperatorHost, trainers: Trainers
 ) -> None:
     (pod, _) = pods(operator.url)

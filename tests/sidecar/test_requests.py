@@ -24,20 +24,20 @@ ROUTES = {
     "/v1/slot": protocol.SlotRequest,
     "/v1/staged": protocol.StagedRequest,
     "/v1/discard": protocol.DiscardSlotRequest,
-    "/v1/release": protocol.ReleaseRequest,
+    "/v1/release": protocol.ReleaseSlotsRequest,
     "/v1/skipped": protocol.SkippedRequest,
-    "/v1/failed": protocol.FailedRequest,
-    "/v1/refused": protocol.RefusedRequest,
+    "/v1/failed": protocol.ScriptFailedRequest,
+    "/v1/refused": protocol.VoteRefusedRequest,
     "/v1/warning": protocol.WarningRequest,
     "/v1/uncaught": protocol.UncaughtRequest,
     "/v1/candidates": protocol.CandidatesRequest,
-    "/v1/restore": protocol.OpenStepRequest,
+    "/v1/restore": protocol.RestoreStepRequest,
     "/v1/restored": protocol.RestoredRequest,
     "/v1/sources": protocol.SourcesRequest,
     "/v1/headers": protocol.HeadersRequest,
-    "/v1/window": protocol.WindowRequest,
+    "/v1/window": protocol.ChunkBufferRequest,
     "/v1/chunks": protocol.ChunksRequest,
-    "/v1/owner": protocol.OwnerRequest,
+    "/v1/owner": protocol.RegisterOwnerRequest,
 }
 
 
@@ -48,7 +48,7 @@ def sidecar(memory_dir: Path, tmp_path: Path) -> Iterator[SidecarProcess]:
     process.end()
 
 
-def test_no_number_is_an_internal_error(
+def test_no_numeric_argument_causes_an_internal_server_error(
     sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
 ) -> None:
     trainer = trainers(sidecar.socket)
@@ -93,7 +93,7 @@ def _post(sidecar: SidecarProcess, route: str, message: Any) -> int:
         connection.close()
 
 
-def test_a_rank_that_no_world_has_is_refused_and_leaves_nothing(
+def test_a_rank_outside_the_world_is_refused_and_leaves_no_files(
     sidecar: SidecarProcess, trainers: Callable[..., FakeTrainer]
 ) -> None:
     trainer = trainers(sidecar.socket)
@@ -106,6 +106,6 @@ def test_a_rank_that_no_world_has_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", ".x", "gpt\n", "\x1b[31m", "x" * 300, "\u0661"])
-def test_a_run_is_named_by_what_can_be_a_directory(name: str) -> None:
+def test_a_run_name_must_be_a_valid_directory_name(name: str) -> None:
     with pytest.raises(UsageError, match="cannot name a run"):
         check_run(name)

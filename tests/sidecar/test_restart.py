@@ -12,7 +12,7 @@ import pytest
 from trainer import FakeTrainer, lose_memory_and_damage
 
 from keepstep.errors import SidecarError
-from keepstep.steps import Answer, StepId
+from keepstep.steps import StepId, TierAnswer
 from keepstep.wire.trainer import LeaseRequest, to_json
 from keepstep_sidecar.volume.files import FAULTS_ENV
 from tests.harness import SidecarProcess, eventually
@@ -38,18 +38,18 @@ def test_a_damaged_shard_is_quarantined_and_never_a_silent_fresh_start(
     successor = trainers(sidecar.socket)
     successor.connect()
     found = successor.candidates()
-    if found.answer is Answer.STEPS:  # asked before the prefetch found out
+    if found.answer is TierAnswer.STEPS:  # asked before the prefetch found out
         with pytest.raises(SidecarError) as error:
             successor.open(step_id)
         # the latter when the prefetch found out in between; both mean: vote again without it
         assert error.value.code in ("not-verified", "unknown-step")
         found = successor.candidates()
-    assert found.answer is Answer.UNKNOWN
+    assert found.answer is TierAnswer.UNKNOWN
     assert "quarantine" in found.reason
     assert list((sidecar.root / "quarantine").iterdir())
 
 
-def test_a_step_that_cannot_be_written_is_reported_at_once_and_the_next_one_is_fine(
+def test_a_failed_write_is_reported_at_once_and_the_next_step_is_written(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     sidecar = sidecars().start(**{FAULTS_ENV: "write.control:eio"})
@@ -61,7 +61,7 @@ def test_a_step_that_cannot_be_written_is_reported_at_once_and_the_next_one_is_f
 
 
 @pytest.mark.root
-def test_a_drive_that_dies_costs_no_more_than_the_step_that_was_being_written(
+def test_a_failing_drive_loses_only_the_step_that_was_being_written(
     sidecars: Callable[..., SidecarProcess],
     trainers: Trainers,
     mounted: Callable[..., Path],
@@ -91,7 +91,7 @@ def test_a_drive_that_dies_costs_no_more_than_the_step_that_was_being_written(
     assert any("Input/output error" in warning for warning in status["warnings"])
 
 
-def test_a_trainer_that_goes_while_its_lease_is_being_made_does_not_keep_the_rank(
+def test_a_trainer_that_disconnects_while_its_lease_is_created_does_not_hold_the_rank(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     body = to_json(LeaseRequest(rank=0, world=1, attempt="a", pid=1, library="test"))
@@ -120,7 +120,7 @@ def test_sigterm_makes_the_newest_steps_in_memory_durable(
     assert list(sidecar.memory.glob("rank-*/*.slot")), "memory stays for a successor"
 
 
-def test_a_sidecar_to_which_nobody_comes_back_ends_by_itself(
+def test_a_sidecar_without_a_trainer_exits_after_its_linger_time(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     sidecar = sidecars().start("--linger", "0.5")
@@ -133,7 +133,7 @@ def test_a_sidecar_to_which_nobody_comes_back_ends_by_itself(
     assert not sidecar.memory.exists()
 
 
-def test_a_sidecar_stays_for_who_comes_back_while_it_brings_its_last_step_to_the_archive(
+def test_a_sidecar_still_accepts_trainers_while_it_archives_its_last_step(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, tmp_path: Path
 ) -> None:
     archive = tmp_path / "archive"  # not mounted yet

@@ -33,7 +33,7 @@ def life(restarts: RestartTimer, clock: Clock, attempt: str, *, age_s: float) ->
     return clock
 
 
-def test_the_parts_of_a_restart() -> None:
+def test_the_duration_of_a_restart_is_split_into_its_phases() -> None:
     clock = Clock()
     restarts = RestartTimer(MachineHistory(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)
@@ -47,7 +47,7 @@ def test_the_parts_of_a_restart() -> None:
     assert restarts.last == {0: expected}
 
 
-def test_a_connection_that_breaks_is_no_restart_and_an_old_ones_end_is_not_the_new_ones() -> None:
+def test_a_broken_connection_does_not_count_as_a_restart() -> None:
     clock = Clock()
     restarts = RestartTimer(MachineHistory(), clock)
     clock = life(restarts, clock, "a", age_s=5.0)

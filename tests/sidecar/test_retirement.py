@@ -8,7 +8,7 @@ from pathlib import Path
 
 from node_hosts import make_node_host, write
 
-from keepstep.core.node import LastReply, Reading
+from keepstep.core.node import LastReply, StepReadEvent
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
@@ -16,7 +16,7 @@ from tests.harness import eventually
 from tests.volume.images import RUN, step_id
 
 
-def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being_written(
+def test_a_step_kept_for_a_reader_is_retired_afterwards_without_another_write(
     tmp_path: Path, memory_dir: Path
 ) -> None:
     volumes = VolumeSet([Volume(tmp_path / RUN, run=RUN)])
@@ -29,7 +29,7 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
         await node_host.scan()
         write(node_host, 1)
         await node_host.refresh()
-        node_host.feed(Reading(step_id(1), begins=True))
+        node_host.feed(StepReadEvent(step_id(1), begins=True))
         write(node_host, 2)
         await node_host.refresh()
         node_host.feed(LastReply(commit=step_id(2), retire=frozenset({step_id(1)})))
@@ -37,7 +37,7 @@ def test_a_step_that_was_kept_because_it_was_read_goes_without_another_one_being
         assert sorted(node_host.local_shards.published) == [step_id(1), step_id(2)], (
             "somebody reads the first"
         )
-        node_host.feed(Reading(step_id(1), begins=False))
+        node_host.feed(StepReadEvent(step_id(1), begins=False))
         await asyncio.to_thread(eventually, lambda: len(list((tmp_path / RUN).glob("0*"))) == 1)
         sweeping.cancel()
         await asyncio.wait([sweeping])

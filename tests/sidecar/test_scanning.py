@@ -16,7 +16,7 @@ from node_hosts import make_node_host, write
 from trainer import FakeTrainer
 
 from keepstep.errors import DigestError, StorageError
-from keepstep.steps import Answer, EpochId, StepId
+from keepstep.steps import EpochId, StepId, TierAnswer
 from keepstep_sidecar.cli import probe
 from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.memory.slot_directories import SlotDirectories
@@ -70,7 +70,7 @@ def forget_one(node_host: NodeHost) -> None:
 @pytest.mark.parametrize(
     ("meanwhile", "left"), [(lambda root: write(root, 3), [1, 2, 3]), (forget_one, [2])]
 )
-async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
+async def test_changes_during_a_scan_are_not_undone_by_its_result(
     node_host: NodeHost,
     volumes: VolumeSet,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +80,7 @@ async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
     write(node_host, 1)
     write(node_host, 2)
     held = Held(volumes, monkeypatch)
-    scan = asyncio.ensure_future(node_host.scan())
+    scan = asyncio.ensure_future(node_host.scan_volumes())
     await asyncio.to_thread(held.scanned.wait, 20)
     meanwhile(node_host)
     held.release.set()
@@ -88,7 +88,7 @@ async def test_what_becomes_durable_or_is_deleted_during_a_scan_is_so_after_it(
     assert sorted(step_id.step for step_id in node_host.local_shards.shards) == left
 
 
-async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
+async def test_a_volume_that_is_readable_again_is_no_longer_reported_as_unreadable(
     node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> VolumeScan:
@@ -97,14 +97,14 @@ async def test_a_volume_that_can_be_read_again_is_no_longer_in_doubt(
     write(node_host, 1)
     with monkeypatch.context() as broken:
         broken.setattr(volumes, "scan", failing)
-        await node_host.scan()
+        await node_host.scan_volumes()
     assert "Input/output" in node_host.local_shards.unreadable
-    await node_host.scan()
+    await node_host.scan_volumes()
     assert node_host.local_shards.unreadable == ""
     assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
 
 
-async def test_a_shard_of_a_rank_that_no_world_has_is_put_aside(
+async def test_a_shard_of_a_rank_outside_its_world_is_quarantined(
     node_host: NodeHost, volumes: VolumeSet
 ) -> None:
     """Sealed and whole: but what is known of a step is a bit for each rank up to the last."""
@@ -112,9 +112,9 @@ async def test_a_shard_of_a_rank_that_no_world_has_is_put_aside(
     rank = (1 << 31) - 2
     forged = staged(make_layout(rank=rank, world=rank + 1), 1)
     volumes.write(forged.view, forged.layout, forged.control)
-    await node_host.scan()
-    assert node_host.copies.ranks() == [0]
-    assert volumes.volumes[0].quarantined() == 1
+    await node_host.scan_volumes()
+    assert node_host.copies.list_ranks_ever_held() == [0]
+    assert volumes.volumes[0].count_quarantined_files() == 1
 
 
 async def test_a_bad_block_in_one_shard_hides_no_other(
@@ -131,10 +131,10 @@ async def test_a_bad_block_in_one_shard_hides_no_other(
     for number in (1, 2, 3):
         write(node_host, number)
     monkeypatch.setattr(scan_module, "read_manifest", read)
-    await node_host.scan()
+    await node_host.scan_volumes()
     assert node_host.local_shards.scan_failed == ""
     assert sorted(step_id.step for step_id in node_host.local_shards.shards) == [1, 3]
-    assert volumes.volumes[0].quarantined() == 1
+    assert volumes.volumes[0].count_quarantined_files() == 1
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ async def test_a_file_where_a_directory_belongs_hides_no_shard(
     path = volumes.volumes[0].root / str(stranger)
     path.parent.mkdir(exist_ok=True)
     path.touch()
-    await node_host.scan()
+    await node_host.scan_volumes()
     assert (node_host.local_shards.scan_failed, node_host.local_shards.unreadable) == ("", "")
     assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
     assert path.exists()
 
 
-async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all_the_same(
+async def test_a_volume_that_became_read_only_is_still_scanned(
     node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ext4 goes on read-only after an error, and what was being written lies there."""
@@ -172,12 +172,12 @@ async def test_a_volume_that_nothing_can_be_removed_from_any_more_is_scanned_all
     left = shard.with_name(temporary_name(shard.name, pid=1, number=1))
     left.touch()
     monkeypatch.setattr(Filesystem, "unlink", refuse)
-    await node_host.scan()
+    await node_host.scan_volumes()
     assert node_host.local_shards.scan_failed == ""
     assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
 
 
-async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
+async def test_an_unreadable_volume_does_not_hide_shards_on_other_volumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of a node's drives is dead when the sidecar starts; later it dies while it is there."""
@@ -192,7 +192,7 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
             raise StorageError("Input/output error")
         return 0
 
-    sound, dead = scan_module.scan_root, set[Path]()
+    sound, dead = scan_module.scan_shards, set[Path]()
     monkeypatch.setattr(volume_module, "scan_root", survey)
     monkeypatch.setattr(Volume, "quarantined", quarantined)
     drives = VolumeSet([Volume(tmp_path / name / RUN, run=RUN) for name in ("a", "b")])
@@ -220,7 +220,7 @@ async def test_a_volume_that_cannot_be_scanned_hides_nothing_of_the_others(
     drives.close()
 
 
-async def test_a_scan_that_fails_takes_nothing_from_what_is_known_but_what_was_found_damaged(
+async def test_a_failed_scan_removes_only_damaged_shards_from_the_known_ones(
     node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> VolumeScan:
@@ -249,7 +249,7 @@ def hostile(sidecars: Callable[..., SidecarProcess], trainers: Trainers) -> Side
     return sidecar
 
 
-def test_files_that_are_no_shards_never_hide_the_good_ones(
+def test_files_that_are_not_shards_never_hide_valid_shards(
     hostile: SidecarProcess, trainers: Trainers
 ) -> None:
     shard = next(hostile.root.glob("0*/rank-*"))
@@ -266,7 +266,7 @@ def test_files_that_are_no_shards_never_hide_the_good_ones(
     assert shard.exists()
 
 
-def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
+def test_a_failed_scan_is_reported_and_repeated_until_it_succeeds(
     hostile: SidecarProcess, trainers: Trainers
 ) -> None:
     step = next(hostile.root.glob("0*"))
@@ -282,7 +282,7 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     assert probe.is_answering(hostile.socket), "it lives"
     trainer = trainers(hostile.socket)
     trainer.connect()
-    assert trainer.candidates().answer is Answer.UNKNOWN
+    assert trainer.candidates().answer is TierAnswer.UNKNOWN
     aside.rename(step)
     (hostile.root / "pending").unlink()
     eventually(lambda: probe.sidecar_health(hostile.socket) == "", what="the next scan")
@@ -291,7 +291,7 @@ def test_a_scan_that_fails_is_told_and_repeated_until_it_succeeds(
     assert (done.returncode, done.stdout) == (0, "ok\n")
 
 
-async def test_until_a_damaged_shard_was_looked_at_nobody_says_that_there_is_nothing(
+async def test_a_vote_does_not_report_an_empty_volume_before_damaged_shards_were_checked(
     node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons: list[str] = []

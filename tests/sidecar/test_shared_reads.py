@@ -55,7 +55,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_last_to_come_has_it_read_for_all() -> None:
+async def test_a_shared_chunk_is_read_once_when_the_last_rank_has_requested_it() -> None:
     node = Node()
     first = await node.comes(0, 0)
     assert node.reads == []
@@ -64,7 +64,7 @@ async def test_the_last_to_come_has_it_read_for_all() -> None:
     assert await first == await second == [Tier.ARCHIVE]
 
 
-async def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
+async def test_no_rank_waits_for_a_rank_that_disconnected_or_has_passed_the_chunk() -> None:
     node = Node()
     waiting = await node.comes(0, 3)
     ahead = await node.comes(1, 5)
@@ -74,7 +74,7 @@ async def test_nobody_waits_for_a_rank_that_is_gone_or_went_past() -> None:
     assert await ahead
 
 
-async def test_a_rank_that_stands_still_is_left_out_until_it_asks_again() -> None:
+async def test_a_stalled_rank_is_not_waited_for_until_its_next_request() -> None:
     node = Node(patience_s=0.05)
     assert await node.ask(0, 0, 1)
     assert node.reads == [(0, [0]), (1, [0])], "not waited for at each chunk anew"
@@ -88,7 +88,9 @@ async def test_a_rank_that_stands_still_is_left_out_until_it_asks_again() -> Non
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_a_read_goes_on_for_those_who_stay_and_ends_when_nobody_does(leaver: int) -> None:
+async def test_a_shared_read_is_cancelled_only_when_all_waiting_ranks_have_disconnected(
+    leaver: int,
+) -> None:
     node = Node()
     node.hold.clear()
     asked = [node.ask(rank, 0) for rank in range(2)]
@@ -102,7 +104,7 @@ async def test_a_read_goes_on_for_those_who_stay_and_ends_when_nobody_does(leave
         await asked[1 - leaver]
 
 
-async def test_an_error_reaches_all_who_wait_and_is_no_later_ranks_trouble() -> None:
+async def test_a_read_error_reaches_all_waiting_ranks_but_not_later_requests() -> None:
     node = Node()
     node.error = StorageError("the drive is gone")
     asked = [node.ask(rank, 0, 1) for rank in range(2)]
@@ -114,7 +116,7 @@ async def test_an_error_reaches_all_who_wait_and_is_no_later_ranks_trouble() -> 
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_ranks_with_any_wishes_come_through_and_no_chunk_is_read_twice(seed: int) -> None:
+async def test_any_requests_of_ranks_complete_and_no_chunk_is_read_twice(seed: int) -> None:
     """Also those that announce more than they ask for."""
     print(f"seed {seed}")
     chance = random.Random(seed)

@@ -12,13 +12,13 @@ from trainer import FakeTrainer, content, read_image
 from keepstep.errors import SidecarError
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.trainer import (
-    Chunk,
-    Chunks,
+    ChunkBufferRequest,
+    ChunkReadRequest,
+    ChunksReady,
     ChunksRequest,
+    SharedChunkBuffer,
     Sources,
     SourcesRequest,
-    Window,
-    WindowRequest,
 )
 from tests.harness import SidecarProcess, eventually
 
@@ -51,16 +51,18 @@ def sources(trainer: FakeTrainer, step_id: StepId) -> Sources:
     return trainer.call("/v1/sources", SourcesRequest(lease=trainer.lease, id=step_id), Sources)
 
 
-def window(trainer: FakeTrainer, frames: int = 4) -> Window:
-    return trainer.call("/v1/window", WindowRequest(lease=trainer.lease, frames=frames), Window)
+def window(trainer: FakeTrainer, frames: int = 4) -> SharedChunkBuffer:
+    return trainer.call(
+        "/v1/window", ChunkBufferRequest(lease=trainer.lease, frames=frames), SharedChunkBuffer
+    )
 
 
-def bring(trainer: FakeTrainer, step_id: StepId, *chunks: Chunk) -> Chunks:
+def bring(trainer: FakeTrainer, step_id: StepId, *chunks: ChunkReadRequest) -> ChunksReady:
     request = ChunksRequest(lease=trainer.lease, id=step_id, chunks=chunks)
-    return trainer.call("/v1/chunks", request, Chunks)
+    return trainer.call("/v1/chunks", request, ChunksReady)
 
 
-def frame(seen: Window, number: int, size: int) -> bytes:
+def frame(seen: SharedChunkBuffer, number: int, size: int) -> bytes:
     with open(seen.path, "rb") as file:
         file.seek(number * seen.frame_bytes)
         return file.read(size)
@@ -78,7 +80,7 @@ def windows(sidecar: SidecarProcess) -> list[Path]:
 # --- mapped ------------------------------------------------------------------------------------
 
 
-def test_a_mapped_image_stays_until_its_reader_has_restored(
+def test_a_mapped_image_is_kept_until_its_reader_has_restored_it(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     step_id = saved(sidecar, trainers)
@@ -96,7 +98,7 @@ def test_a_mapped_image_stays_until_its_reader_has_restored(
     eventually(lambda: not pinned(sidecar), what="what was mapped may be overwritten")
 
 
-def test_memory_of_ranks_that_a_smaller_world_lacks_is_freed_after_its_first_step(
+def test_memory_of_ranks_missing_in_a_smaller_world_is_freed_after_the_first_step(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     step_id = saved(sidecar, trainers)
@@ -112,7 +114,9 @@ def test_memory_of_ranks_that_a_smaller_world_lacks_is_freed_after_its_first_ste
     assert alone.wait(newer, "committed", flush=True).reached
 
 
-def test_a_reader_that_dies_keeps_nothing(sidecar: SidecarProcess, trainers: Trainers) -> None:
+def test_a_reader_that_dies_holds_no_slot_or_file(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
     step_id = saved(sidecar, trainers)
     reader = alone(sidecar, trainers)
     sources(reader, step_id)
@@ -143,16 +147,22 @@ def on_volumes(
 @pytest.mark.parametrize(
     ("chunks", "text"),
     [
-        ((Chunk(rank=0, chunk=3, frame=0),), "chunks 0 to 2"),
-        ((Chunk(rank=0, chunk=-1, frame=0),), "chunks 0 to 2"),
-        ((Chunk(rank=0, chunk=0, frame=9),), "of 0 to 1"),
-        ((Chunk(rank=0, chunk=0, frame=0), Chunk(rank=0, chunk=1, frame=0)), "a frame of its own"),
+        ((ChunkReadRequest(rank=0, chunk=3, frame=0),), "chunks 0 to 2"),
+        ((ChunkReadRequest(rank=0, chunk=-1, frame=0),), "chunks 0 to 2"),
+        ((ChunkReadRequest(rank=0, chunk=0, frame=9),), "of 0 to 1"),
+        (
+            (
+                ChunkReadRequest(rank=0, chunk=0, frame=0),
+                ChunkReadRequest(rank=0, chunk=1, frame=0),
+            ),
+            "a frame of its own",
+        ),
     ],
 )
-def test_a_request_for_what_is_not_there_is_refused(
+def test_a_request_for_chunks_that_do_not_exist_is_refused(
     on_volumes: tuple[SidecarProcess, StepId],
     trainers: Trainers,
-    chunks: tuple[Chunk, ...],
+    chunks: tuple[ChunkReadRequest, ...],
     text: str,
 ) -> None:
     sidecar, step_id = on_volumes

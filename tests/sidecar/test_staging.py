@@ -23,7 +23,9 @@ def slots_of(sidecar: SidecarProcess, rank: int = 0) -> list[dict[str, object]]:
     return next(r for r in sidecar.get("/v1/status")["ranks"] if r["rank"] == rank)["slots"]
 
 
-def test_a_report_sent_twice_is_taken_once(sidecar: SidecarProcess, trainers: Trainers) -> None:
+def test_a_save_report_that_is_sent_twice_is_counted_once(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
     trainer = trainers(sidecar.socket).begin_run()
     eventually(lambda: len(slots_of(sidecar)) == 2)
     trainer.begin()
@@ -35,7 +37,9 @@ def test_a_report_sent_twice_is_taken_once(sidecar: SidecarProcess, trainers: Tr
     assert sidecar.get("/v1/status")["ranks"][0]["saves"] == 1
 
 
-def test_a_report_without_a_seal_is_refused(sidecar: SidecarProcess, trainers: Trainers) -> None:
+def test_a_save_report_for_an_unsealed_slot_is_refused(
+    sidecar: SidecarProcess, trainers: Trainers
+) -> None:
     trainer = trainers(sidecar.socket).begin_run()
     trainer.begin()
     with pytest.raises(SidecarError, match="does not seal step 0001") as error:
@@ -43,7 +47,7 @@ def test_a_report_without_a_seal_is_refused(sidecar: SidecarProcess, trainers: T
     assert error.value.code == "bad-image"
 
 
-def test_a_second_live_trainer_of_a_rank_is_turned_away_by_name(
+def test_a_second_running_trainer_of_a_rank_is_refused_with_the_pid_of_the_first(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     trainers(sidecar.socket).begin_run()
@@ -53,7 +57,7 @@ def test_a_second_live_trainer_of_a_rank_is_turned_away_by_name(
 
 
 @pytest.mark.parametrize(("until", "left"), [("filling", [0, 1]), ("sealed", [0, 1, 2])])
-def test_a_killed_trainer_leaves_what_it_sealed_and_nothing_else(
+def test_only_sealed_slots_of_a_killed_trainer_are_kept(
     sidecar: SidecarProcess, trainers: Trainers, until: str, left: list[int]
 ) -> None:
     with subprocess.Popen(
@@ -73,7 +77,7 @@ def test_a_killed_trainer_leaves_what_it_sealed_and_nothing_else(
     assert ControlPage.from_bytes(Path(opened.path).read_bytes()[-4096:]).step == left[-1]
 
 
-def test_a_trainer_that_lost_its_connection_goes_on_with_its_slot(
+def test_a_trainer_that_lost_its_connection_continues_with_its_slot(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     trainer = trainers(sidecar.socket).begin_run()
@@ -88,7 +92,7 @@ def test_a_trainer_that_lost_its_connection_goes_on_with_its_slot(
     assert ControlPage.from_bytes(path.read_bytes()[-4096:]).step == 3
 
 
-def test_a_slot_that_a_straggler_may_still_fill_is_never_given_to_a_successor(
+def test_a_slot_that_a_surviving_process_may_still_fill_is_not_given_to_the_next_trainer(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     straggler = trainers(sidecar.socket).begin_run()
@@ -99,7 +103,7 @@ def test_a_slot_that_a_straggler_may_still_fill_is_never_given_to_a_successor(
     straggler.disconnect()
 
 
-def test_slots_shrink_to_the_memory_limit_and_say_so(
+def test_the_number_of_slots_is_reduced_to_the_memory_limit_with_a_warning(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     size = make_layout().size_bytes
@@ -116,7 +120,7 @@ def test_slots_shrink_to_the_memory_limit_and_say_so(
 
 
 @pytest.mark.parametrize(("here", "slots"), [(2, 3), (1, 4)])
-def test_ranks_that_share_their_run_with_another_machine_have_one_image_more(
+def test_ranks_of_a_run_on_several_machines_get_one_more_slot(
     sidecar: SidecarProcess, trainers: Trainers, here: int, slots: int
 ) -> None:
     trainer = trainers(sidecar.socket, 0, 2)
@@ -192,7 +196,7 @@ def test_the_sidecar_uses_little_memory_beside_its_slots(
     assert int(kib["RssAnon"]) + int(kib["RssFile"]) < 80 * 1024
 
 
-def test_all_ranks_of_a_machine_have_the_interval_of_the_costliest_rank(
+def test_all_ranks_of_a_machine_use_the_stage_interval_of_the_rank_with_the_highest_cost(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     sidecar = sidecars().start("--stage-every", "auto")
@@ -246,7 +250,7 @@ def test_steps_that_are_to_be_durable_are_staged_at_any_cost(
     assert interval % chosen == 0
 
 
-def test_an_interval_that_a_person_set_is_never_changed(
+def test_a_configured_stage_interval_is_never_changed(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
     trainer = trainers(sidecars().start("--stage-every", "2").socket).begin_run()

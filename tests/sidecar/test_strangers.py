@@ -48,7 +48,7 @@ def open_port(memory_dir: Path, tmp_path: Path) -> Iterator[Open]:
     sidecar.end()
 
 
-def test_the_trainers_socket_answers_while_strangers_hold_and_open_connections(
+def test_the_trainer_socket_answers_while_the_metrics_port_is_flooded(
     open_port: Open,
 ) -> None:
     with ExitStack() as stack:
@@ -62,14 +62,14 @@ def test_the_trainers_socket_answers_while_strangers_hold_and_open_connections(
     assert len(open_port.sidecar.log.read_text().splitlines()) < 30
 
 
-def test_a_connection_that_never_asks_is_ended_in_seconds(open_port: Open) -> None:
+def test_a_connection_without_a_complete_request_is_closed_within_seconds(open_port: Open) -> None:
     with open_port.connect() as idle:
         idle.settimeout(25)
         idle.sendall(b"GET /metrics HTTP/1.1\r\nHost:")
         assert idle.recv(1) == b""
 
 
-def test_what_is_no_http_fills_no_log(open_port: Open) -> None:
+def test_invalid_http_requests_do_not_flood_the_log(open_port: Open) -> None:
     for _ in range(100):
         with open_port.connect() as rude:
             rude.sendall(b"GET /metrics HTTP/9.9\r\nno header\r\n\r\n")

@@ -9,7 +9,7 @@ import pytest
 
 from keepstep.core.shard import Ranks, Shard
 from keepstep.steps import EpochId, StepId
-from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodShardListing
 
 WORLD = 16_384
 SHARD = Shard(
@@ -22,16 +22,16 @@ SHARD = Shard(
 )
 
 
-def listing(shard: Shard = SHARD) -> PodListing:
-    return PodListing(run="gpt", shards=(ListedShard.listed(shard, copy=False),))
+def listing(shard: Shard = SHARD) -> PodShardListing:
+    return PodShardListing(run="gpt", shards=(ListedShard.from_shard(shard, copy=False),))
 
 
-def received(listed: PodListing | dict[str, Any]) -> Shard:
-    (shard,) = msgspec.json.decode(msgspec.json.encode(listed), type=PodListing).shards
-    return Shard(**shard.facts)
+def received(listed: PodShardListing | dict[str, Any]) -> Shard:
+    (shard,) = msgspec.json.decode(msgspec.json.encode(listed), type=PodShardListing).shards
+    return Shard(**shard.base_fields)
 
 
-def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
+def test_a_listing_encoded_as_rank_ranges_is_short_for_any_world_size() -> None:
     assert len(msgspec.json.encode(listing())) < 400
     assert received(listing()) == SHARD
 
@@ -40,7 +40,7 @@ def test_what_is_told_as_runs_is_short_whatever_the_world() -> None:
     "runs",
     [[[0, 10**12, 1]], [[0, WORLD, 8]], [[0, 16, 16]], [[index, index, 1] for index in range(66)]],
 )
-def test_runs_that_cannot_be_are_refused_as_they_are_read(runs: list[list[int]]) -> None:
+def test_invalid_rank_ranges_are_refused_when_they_are_parsed(runs: list[list[int]]) -> None:
     listed = msgspec.to_builtins(listing())
     listed["shards"][0]["alike"]["runs"] = runs
     with pytest.raises(msgspec.ValidationError, match=r"twins|ranks"):

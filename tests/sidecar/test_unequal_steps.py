@@ -8,7 +8,7 @@ from collections.abc import Callable
 from trainer import FakeTrainer
 
 from keepstep.core.retention import NEVER_WHOLE_KEPT
-from keepstep.wire.trainer import LeaseNews
+from keepstep.wire.trainer import LeaseStreamEvent
 from tests.harness import SidecarProcess, eventually, matching
 
 Trainers = Callable[..., FakeTrainer]
@@ -20,7 +20,7 @@ def two_ranks(sidecar: SidecarProcess, trainers: Trainers) -> list[FakeTrainer]:
 
 def warning(trainer: FakeTrainer) -> str:
     """The next warning of the lease's stream; waits for it."""
-    while not (found := trainer.news(LeaseNews).warning):
+    while not (found := trainer.news(LeaseStreamEvent).warning):
         pass
     return found
 
@@ -29,7 +29,7 @@ def pending(sidecar: SidecarProcess) -> list[str]:
     return sorted(path.parent.name for path in matching(sidecar.root, "pending/*/rank-*"))
 
 
-def test_shards_that_will_never_be_whole_do_not_fill_the_drive(
+def test_shards_of_steps_that_can_never_be_completed_do_not_fill_the_drive(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     ranks = two_ranks(sidecar, trainers)
@@ -39,7 +39,7 @@ def test_shards_that_will_never_be_whole_do_not_fill_the_drive(
     eventually(lambda: len(pending(sidecar)) <= NEVER_WHOLE_KEPT + 2, what="the older are retired")
 
 
-def test_a_rank_alone_writes_nothing_once_the_other_one_has_closed(
+def test_a_rank_writes_nothing_to_the_drive_once_the_other_rank_has_closed(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     ranks = two_ranks(sidecar, trainers)
@@ -52,7 +52,7 @@ def test_a_rank_alone_writes_nothing_once_the_other_one_has_closed(
     assert len(pending(sidecar)) <= 2
 
 
-def test_a_rank_goes_on_in_memory_once_the_other_one_has_closed(
+def test_a_rank_still_stages_steps_in_memory_once_the_other_rank_has_closed(
     sidecar: SidecarProcess, trainers: Trainers
 ) -> None:
     ranks = two_ranks(sidecar, trainers)

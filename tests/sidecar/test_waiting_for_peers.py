@@ -7,10 +7,10 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
-from keepstep.steps import Answer, Epoch, EpochId, Tier
+from keepstep.steps import Epoch, EpochId, Tier, TierAnswer
 from keepstep.wire.member_reports import Peer
-from keepstep_sidecar.api.restoring import Votes
-from keepstep_sidecar.commit.inventory import RemoteInventory
+from keepstep_sidecar.api.restoring import VoteScheduler
+from keepstep_sidecar.commit.reachable_copies import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.tiers.peer.tier import PeerTier
@@ -36,7 +36,7 @@ class Peers(RemoteTier):
         self.asked += 1
         known = self.known
         await self.answers.wait()
-        return Inventory(answer=Answer.NONE, epochs=known)
+        return Inventory(answer=TierAnswer.NONE, epochs=known)
 
     def peers_are(self, peers: tuple[Peer, ...], **more: Any) -> None:
         self.known = (MET,)
@@ -48,7 +48,7 @@ async def _let_begin(work: asyncio.Task[Any]) -> None:
     assert not work.done()
 
 
-async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() -> None:
+async def test_a_scan_that_started_before_a_peer_was_added_does_not_count_for_it() -> None:
     peers = Peers()
     remotes = RemoteInventory(peers=cast("PeerTier", peers))
     before = asyncio.create_task(remotes.scan())
@@ -65,7 +65,7 @@ async def test_what_was_asked_before_a_pod_was_named_does_not_answer_for_it() ->
     assert remotes.epochs == (MET,)
 
 
-async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> None:
+async def test_a_vote_waits_until_newly_added_peers_have_been_queried() -> None:
     """Also that of a rank which holds something: it may be old."""
     peers = Peers()
     peers.answers.set()
@@ -90,8 +90,10 @@ async def test_a_vote_waits_until_the_pods_that_were_just_named_were_asked() -> 
         scans.append(asyncio.create_task(work, name=name))
 
     beyond.set_peers((Peer(node_rank=1, address="10.0.0.2:9465"),), spawn)
-    votes = Votes(lambda rank: beyond.view(held=True, replied_at=0.0), beyond.scan, changes)
-    vote = asyncio.create_task(votes.ready(0, timeout_s=60.0))
+    votes = VoteScheduler(
+        lambda rank: beyond.get_vote_facts(held=True, replied_at=0.0), beyond.scan, changes
+    )
+    vote = asyncio.create_task(votes.await_readiness(0, timeout_s=60.0))
     await _let_begin(vote)
     assert "just named" in votes.waits[0], "and it can be told why"
     peers.answers.set()

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepstep.core.vote import Candidates, choose_step
+from keepstep.core.restore_vote import Candidates, choose_step
 from keepstep.errors import SidecarError
-from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.image import ControlPage, Layout, TensorRole, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.trainer import (
     CandidatesRequest,
@@ -33,10 +33,10 @@ from keepstep.wire.trainer import (
     LeaseGranted,
     LeaseRequest,
     OpenedStep,
-    OpenStepRequest,
     Problem,
-    ReleaseRequest,
+    ReleaseSlotsRequest,
     RestoredRequest,
+    RestoreStepRequest,
     SkippedRequest,
     SlotGranted,
     SlotRequest,
@@ -86,8 +86,12 @@ def make_layout(
 ) -> Layout:
     """An image of about `size` bytes: parameters and optimizer state."""
     specs = [
-        TensorSpec(name=f"model.{name}", dtype="F32", shape=(size // 8,), section=Section.PARAMS),
-        TensorSpec(name=f"opt.{name}", dtype="U8", shape=(size // 2,), section=Section.OPTIMIZER),
+        TensorSpec(
+            name=f"model.{name}", dtype="F32", shape=(size // 8,), section=TensorRole.PARAMS
+        ),
+        TensorSpec(
+            name=f"opt.{name}", dtype="U8", shape=(size // 2,), section=TensorRole.OPTIMIZER
+        ),
     ]
     return Layout.build(specs, rank=rank, world=world, **more)
 
@@ -150,7 +154,7 @@ class FakeTrainer:
         return from_json(kind, self._stream.readline())
 
     def release(self) -> None:
-        self.call("/v1/release", ReleaseRequest(lease=self.lease), dict)
+        self.call("/v1/release", ReleaseSlotsRequest(lease=self.lease), dict)
         self.disconnect()
 
     def id_of(self, step: int) -> StepId:
@@ -189,7 +193,9 @@ class FakeTrainer:
         return self.call("/v1/candidates", request, Candidates)
 
     def open(self, step_id: StepId) -> OpenedStep:
-        return self.call("/v1/restore", OpenStepRequest(lease=self.lease, id=step_id), OpenedStep)
+        return self.call(
+            "/v1/restore", RestoreStepRequest(lease=self.lease, id=step_id), OpenedStep
+        )
 
     def restored(self, epoch: Epoch) -> None:
         self.epoch = epoch
@@ -337,7 +343,7 @@ class Ranks:
             opened = rank.open(decision.id)
             assert read_image(rank.layout, opened.path) == content(rank.layout, decision.id.step)
         for rank in self.ranks:
-            rank.restored(decision.epoch(epoch))
+            rank.restored(decision.make_epoch(epoch))
             rank.register()
         return decision.id
 

@@ -49,7 +49,7 @@ def submitted(slurm: Slurm, tmp_path: Path) -> tuple[str, Path]:
     return job, log
 
 
-def test_a_job_whose_time_is_up_is_requeued_and_goes_on_without_a_lost_step(
+def test_a_job_at_its_time_limit_is_requeued_and_loses_no_step(
     slurm: Slurm, submitted: tuple[str, Path], expected: dict[int, str]
 ) -> None:
     job, log = submitted
@@ -63,7 +63,7 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on_without_a_lost_step(
     assert losses(log) == expected
 
 
-def test_a_job_whose_node_is_lost_goes_on_at_another_one_from_the_archive(
+def test_a_job_whose_node_is_lost_resumes_on_another_node_from_the_archive(
     slurm: Slurm, submitted: tuple[str, Path], expected: dict[int, str]
 ) -> None:
     job, log = submitted

@@ -60,7 +60,7 @@ def _submitted(slurm: Slurm, tmp_path: Path, *, steps: int) -> str:
     return job
 
 
-def test_a_job_of_two_nodes_whose_time_is_up_goes_on_without_a_lost_step(
+def test_a_two_node_job_at_its_time_limit_is_requeued_and_loses_no_step(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = _submitted(slurm, tmp_path, steps=_FOR_EVER)
@@ -77,7 +77,7 @@ def test_a_job_of_two_nodes_whose_time_is_up_goes_on_without_a_lost_step(
 
 
 @pytest.mark.parametrize("lost", ["n1", "n2"], ids=["the-leaders", "another"])
-def test_a_job_of_two_nodes_whose_time_is_up_goes_on_though_a_node_lost_its_drive(
+def test_a_two_node_job_at_its_time_limit_resumes_although_a_node_lost_its_drive(
     slurm: Slurm, tmp_path: Path, lost: str
 ) -> None:
     job = _submitted(slurm, tmp_path, steps=_STEPS)
@@ -85,7 +85,7 @@ def test_a_job_of_two_nodes_whose_time_is_up_goes_on_though_a_node_lost_its_driv
     _goes_on(slurm, job, lost)
 
 
-def test_a_job_of_two_nodes_is_requeued_and_goes_on_though_the_leaders_node_lost_its_drive(
+def test_a_requeued_two_node_job_resumes_although_the_leader_node_lost_its_drive(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = _submitted(slurm, tmp_path, steps=_STEPS)

@@ -31,7 +31,7 @@ def namespace(cluster: Cluster) -> Iterator[Kubectl]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_an_archive_that_is_away_for_ten_minutes_is_caught_up_with_oldest_first(
+def test_steps_are_archived_oldest_first_after_the_archive_was_unreachable_for_ten_minutes(
     cluster: Cluster, namespace: Kubectl
 ) -> None:
     stores.start(namespace)

@@ -114,7 +114,9 @@ WAYS: dict[str, Callable[[Cluster, list[Team]], None]] = {
 
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
-def test_pods_that_leave_in_time_lose_no_finished_step(cluster: Cluster) -> None:
+def test_pods_that_terminate_within_their_grace_period_lose_no_finished_step(
+    cluster: Cluster,
+) -> None:
     rounds = int(os.environ.get("KEEPSTEP_SOAK_ROUNDS", "7"))
     kept = Record(team.SCRATCH / "leaving.jsonl", of=rounds * len(WAYS) * _TEAMS)
     with _seats(cluster), team.training(cluster, _TEAMS, seat=_SEAT) as teams:

@@ -30,7 +30,7 @@ _MOST_SHARDS = 8
 
 @pytest.mark.soak
 @pytest.mark.timeout(_AWAY_S + 1800)
-def test_an_hour_without_the_operator_costs_a_run_nothing(cluster: Cluster) -> None:
+def test_an_hour_without_the_operator_does_not_affect_a_run(cluster: Cluster) -> None:
     dice = random.Random(30)
     with team.training(cluster, 1) as (job,):
         began, kills = job.well(), 0

@@ -69,7 +69,7 @@ def teams(cluster: Cluster) -> Iterator[dict[str, Kubectl]]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_what_is_said_before_a_pod_is_deleted_is_what_happens(
+def test_the_predicted_outcome_of_a_pod_deletion_matches_the_actual_one(
     teams: dict[str, Kubectl], cluster: Cluster
 ) -> None:
     seed = int(os.environ.get("KEEPSTEP_SOAK_SEED", str(random.randrange(1 << 30))))

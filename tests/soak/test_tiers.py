@@ -33,7 +33,7 @@ _DRIVE_MIB = 160
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_random_faults_over_all_tiers_break_no_promise(cluster: Cluster, tmp_path: Path) -> None:
+def test_random_faults_over_all_tiers_break_no_guarantee(cluster: Cluster, tmp_path: Path) -> None:
     count = int(os.environ.get("KEEPSTEP_SOAK_FAULTS", "200"))
     seed = int(os.environ.get("KEEPSTEP_SEED", random.randrange(1 << 30)))
     print(f"KEEPSTEP_SEED={seed} KEEPSTEP_SOAK_FAULTS={count}", flush=True)

@@ -45,7 +45,7 @@ def gone(remote_tier: RemoteTier, ids: Collection[StepId]) -> None:
 
 def _held(remote_tier: RemoteTier) -> Held:
     if not isinstance(remote_tier.facts.local, Held):
-        remote_tier.begin(replace(remote_tier.facts, local=Held()))
+        remote_tier.set_run_facts(replace(remote_tier.facts, local=Held()))
     held = remote_tier.facts.local
     assert isinstance(held, Held)
     return held

@@ -29,7 +29,7 @@ async def read(
         except (ImageError, StorageError) as error:
             failure = error
             if isinstance(error, ImageError) and isinstance(remote_tier, PeerTier):
-                remote_tier.refuse(source, shard.step_id)
+                remote_tier.exclude_source(source, shard.step_id)
     raise failure
 
 

@@ -20,12 +20,12 @@ TOY = Path(__file__).with_name("toy")
 SOURCES = ("lib/src", "sidecar/src", "operator/src")
 OF_ONE_TIER = {
     "lib/src/keepstep/core/ledger.py": "archived steps of ranks whose pods are gone",
-    "sidecar/src/keepstep_sidecar/api/lifecycle.py": "a pod that ends archives its newest step",
+    "sidecar/src/keepstep_sidecar/api/sidecar_service.py": "an ending pod archives its newest step",
     "sidecar/src/keepstep_sidecar/api/status.py": "an archive that does not answer is a warning",
     "sidecar/src/keepstep_sidecar/api/saving.py": "a wait until a step is archived",
     "sidecar/src/keepstep_sidecar/commit/lineage.py": "epochs that peers tell",
     "sidecar/src/keepstep_sidecar/report/report.py": "copies, and archived steps, of other pods",
-    "lib/src/keepstep/leader/node_rank.py": "whose rank it is",
+    "lib/src/keepstep/leader/node_rank_states.py": "whose rank it is",
     "lib/src/keepstep/leader/run_ledger.py": "what is left without a node",
     "lib/src/keepstep/leader/leader.py": "whether the run has an archive",
     "lib/src/keepstep/leader/run_report.py": "what the loss of a node leaves; archived steps",
@@ -50,7 +50,7 @@ def test_a_tier_is_built_from_the_listed_files_alone(tmp_path: Path) -> None:
     assert ended.stdout.splitlines()[-1:] == ["passed"], ended.stdout + ended.stderr
 
 
-def test_the_listed_files_are_those_of_the_house_and_of_contributing_and_at_most_eight() -> None:
+def test_the_files_to_edit_for_a_new_tier_match_the_documentation_and_are_at_most_eight() -> None:
     assert sorted([*EDITS, VAULT]) == sorted(house.TIER)
     assert len(house.TIER) <= 8
     lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
@@ -59,7 +59,7 @@ def test_the_listed_files_are_those_of_the_house_and_of_contributing_and_at_most
         assert path.removeprefix("lib/src/").rpartition("src/")[2] in row, path
 
 
-def test_no_other_file_names_each_tier() -> None:
+def test_no_other_file_mentions_every_tier() -> None:
     beyond = {tier.name for tier in Tier if not tier.in_pod}
     found = {path for path in _files() if not beyond.isdisjoint(_tiers(ROOT / path))}
     assert found - {*EDITS} == {*OF_ONE_TIER}

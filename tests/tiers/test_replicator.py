@@ -31,14 +31,14 @@ def best(*ids: StepId, after: StepId | None = None) -> StepId | None:
 
 
 @given(ids=st.lists(STEPS, unique=True), chance=st.randoms())
-def test_members_that_heard_of_the_same_steps_in_another_order_send_the_same_one(
+def test_members_with_the_same_steps_in_another_order_send_the_same_step(
     ids: list[StepId], chance: random.Random
 ) -> None:
     assert best(*chance.sample(ids, len(ids))) == best(*ids)
 
 
 @given(first=st.integers(1, 1000), count=st.integers(1, 16), more=st.integers(0, 16))
-def test_a_member_with_a_slower_link_sends_a_step_that_the_faster_ones_send_too(
+def test_a_member_with_a_slower_link_sends_only_steps_that_faster_members_also_send(
     first: int, count: int, more: int
 ) -> None:
     """It chooses among more steps: either the same one, or one that the others were past."""
@@ -47,7 +47,7 @@ def test_a_member_with_a_slower_link_sends_a_step_that_the_faster_ones_send_too(
     assert best(*many) == best(*few) or best(*many) not in few
 
 
-def test_it_is_the_step_on_the_coarsest_grid_and_of_the_newest_epoch() -> None:
+def test_the_next_step_to_send_is_on_the_coarsest_grid_of_the_newest_epoch() -> None:
     def step_of(*steps: int) -> int:
         chosen = best(*map(at, steps))
         return chosen.step if chosen else -1
@@ -56,20 +56,20 @@ def test_it_is_the_step_on_the_coarsest_grid_and_of_the_newest_epoch() -> None:
     assert best(at(3, epoch=2), at(64)) == at(3, epoch=2)
 
 
-def test_without_a_newer_step_the_older_ones_follow_oldest_first() -> None:
+def test_older_steps_are_sent_oldest_first_when_there_is_no_newer_one() -> None:
     assert best(at(5), at(6), at(7), after=at(8)) == at(5)
     assert best(at(5), at(6), at(9), after=at(8)) == at(9)
     assert best(after=at(8)) is None
 
 
-def test_after_an_outage_the_newest_step_comes_first_and_the_older_ones_follow() -> None:
+def test_the_newest_step_is_sent_first_after_an_outage() -> None:
     ids = frozenset(map(at, (64, 65, 66)))
     due = DueShards(shards=dict.fromkeys(ids, HELD), owed=ids, settled=ids)
     assert next_step_to_send(due, ids, after=at(63), outage=True) == at(66)
     assert next_step_to_send(due, ids - {at(66)}, after=at(66)) == at(64)
 
 
-def test_of_steps_that_not_all_members_have_yet_the_oldest_comes_first() -> None:
+def test_the_oldest_step_is_sent_first_while_members_still_lack_steps() -> None:
     owed = frozenset({at(7), at(8), at(9)})
     waiting = DueShards(shards=dict.fromkeys(owed, HELD), owed=owed)
     assert next_step_to_send(waiting, owed, after=None) == at(7)
@@ -103,7 +103,7 @@ def slow_member(*, phase: int, takes: int, every: int, steps: int) -> set[StepId
     phases=st.tuples(st.integers(0, 8), st.integers(0, 8)),
     every=st.integers(1, 1000),
 )
-def test_members_that_are_too_slow_in_their_own_ways_still_send_the_same_steps(
+def test_members_with_different_slow_links_still_send_the_same_steps(
     takes: tuple[int, int], phases: tuple[int, int], every: int
 ) -> None:
     """Otherwise each would send other steps, and none would ever be whole."""

@@ -122,24 +122,27 @@ everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__
 
 
 @everywhere
-async def test_it_says_what_it_is_and_gives_header_and_seal(
+async def test_a_source_returns_its_identity_header_and_seal(
     place: Place, request: pytest.FixtureRequest
 ) -> None:
     async with place(request) as lying:
         source, slot = lying.source, lying.slot
         shard = source.shard
         assert (shard.step_id, shard.rank, shard.world) == (slot.id, 0, 2)
-        assert (shard.size_bytes, shard.alike) == (slot.layout.size_bytes, slot.layout.alike)
+        assert (shard.size_bytes, shard.alike) == (
+            slot.layout.size_bytes,
+            slot.layout.identical_ranks,
+        )
         manifest = await read(source, lambda opened: opened.manifest)
         assert manifest.layout == slot.layout
         assert manifest.shard.root == shard.root
         control = manifest.control
-        assert (control.run, control.id, control.rank) == (RUN, slot.id, 0)
+        assert (control.run, control.step_id, control.rank) == (RUN, slot.id, 0)
         assert control.root is not None
 
 
 @everywhere
-async def test_the_whole_image_comes_verified_with_its_seal(
+async def test_a_source_loads_the_complete_image_verified_and_sealed(
     place: Place, request: pytest.FixtureRequest
 ) -> None:
     async with place(request) as lying:
@@ -150,7 +153,9 @@ async def test_the_whole_image_comes_verified_with_its_seal(
 
 
 @everywhere
-async def test_chunks_come_in_any_order(place: Place, request: pytest.FixtureRequest) -> None:
+async def test_chunks_of_a_source_can_be_read_in_any_order(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
     async with place(request) as lying:
         layout = lying.slot.layout
         last = layout.chunk_count - 1
@@ -168,7 +173,7 @@ def empty_buffer(size: int) -> memoryview:
 
 
 @everywhere
-async def test_a_flipped_byte_is_found_and_leaves_no_seal(
+async def test_a_flipped_byte_is_detected_and_leaves_the_slot_unsealed(
     place: Place, request: pytest.FixtureRequest
 ) -> None:
     async with place(request) as lying:
@@ -191,7 +196,7 @@ async def test_a_flipped_byte_is_found_in_its_chunk(
 
 
 @everywhere
-async def test_what_is_gone_is_an_error_that_leaves_no_seal(
+async def test_a_deleted_source_raises_an_error_and_leaves_the_slot_unsealed(
     place: Place, request: pytest.FixtureRequest
 ) -> None:
     async with place(request) as lying:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.image import PAGE_BYTES
-from keepstep.steps import Answer
+from keepstep.steps import TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers.remote_tier import RemoteTier
 from keepstep_sidecar.volume.run_tree import LocalShard
@@ -109,24 +109,24 @@ on_every_tier = pytest.mark.parametrize(
 
 
 @on_every_tier
-async def test_a_tier_without_anything_says_so(
+async def test_a_scan_of_an_empty_tier_answers_none(
     tiers: Tiers, request: pytest.FixtureRequest
 ) -> None:
     async with tiers(request) as scene:
         seen = await scene.tier.scan()
-        assert (seen.answer, seen.shards, seen.reason) == (Answer.NONE, (), "")
+        assert (seen.answer, seen.shards, seen.reason) == (TierAnswer.NONE, (), "")
         assert scene.tier.status().backlog == 0
 
 
 @on_every_tier
-async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
+async def test_a_sent_shard_is_listed_with_its_properties_after_a_drain(
     tiers: Tiers, request: pytest.FixtureRequest
 ) -> None:
     async with tiers(request) as scene:
         found = scene.send(5)
         assert await scene.tier.drain(timeout_s=60)
         seen = await scene.tier.scan()
-        assert seen.answer is Answer.STEPS
+        assert seen.answer is TierAnswer.STEPS
         remote = next(shard for shard in seen.shards if shard.rank == 0)
         assert (remote.step_id, remote.world, remote.size_bytes) == (
             found.step_id,
@@ -137,11 +137,13 @@ async def test_what_was_given_is_there_when_drained_and_listed_as_it_is(
         status = scene.tier.status()
         assert (status.backlog, status.trouble) == (0, "")
         assert status.sent_bytes > 0
-        assert not scene.tier.replicator.in_use(found.step_id)
+        assert not scene.tier.replicator.is_step_in_transfer(found.step_id)
 
 
 @on_every_tier
-async def test_the_same_again_is_no_more(tiers: Tiers, request: pytest.FixtureRequest) -> None:
+async def test_sending_the_same_shard_again_transfers_nothing(
+    tiers: Tiers, request: pytest.FixtureRequest
+) -> None:
     async with tiers(request) as scene:
         found = scene.send(5)
         assert await scene.tier.drain(timeout_s=60)
@@ -153,7 +155,7 @@ async def test_the_same_again_is_no_more(tiers: Tiers, request: pytest.FixtureRe
 
 
 @on_every_tier
-async def test_a_shard_that_rotted_here_is_not_sent(
+async def test_a_locally_corrupted_shard_is_not_sent(
     tiers: Tiers, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with tiers(request) as scene:
@@ -168,7 +170,7 @@ async def test_a_shard_that_rotted_here_is_not_sent(
 
 
 @on_every_tier
-async def test_a_tier_that_is_away_is_unknown_with_a_reason_and_keeps_a_backlog(
+async def test_an_unreachable_tier_answers_unknown_with_a_reason_and_keeps_a_backlog(
     tiers: Tiers, request: pytest.FixtureRequest
 ) -> None:
     async with tiers(request) as scene:
@@ -176,14 +178,14 @@ async def test_a_tier_that_is_away_is_unknown_with_a_reason_and_keeps_a_backlog(
         scene.send(5)
         assert not await scene.tier.drain(timeout_s=1)
         seen = await scene.tier.scan()
-        assert seen.answer is Answer.UNKNOWN
+        assert seen.answer is TierAnswer.UNKNOWN
         assert seen.reason
         assert scene.tier.status().backlog > 0
 
 
 @pytest.mark.usefixtures("quick")
 @on_every_tier
-async def test_a_store_that_was_emptied_behind_its_back_is_filled_again(
+async def test_a_store_that_was_emptied_externally_is_filled_again(
     tiers: Tiers, request: pytest.FixtureRequest
 ) -> None:
     async with tiers(request) as scene:
@@ -195,12 +197,12 @@ async def test_a_store_that_was_emptied_behind_its_back_is_filled_again(
             path.unlink()
         await until(lambda: scene.files() == before)
         assert await scene.tier.drain(timeout_s=60)
-        assert (await scene.tier.scan()).answer is Answer.STEPS
+        assert (await scene.tier.scan()).answer is TierAnswer.STEPS
 
 
 @pytest.mark.usefixtures("quick")
 @on_every_tier
-async def test_a_wake_up_that_is_lost_costs_a_period(
+async def test_a_lost_wake_up_delays_sending_by_at_most_one_period(
     tiers: Tiers, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with tiers(request) as scene:

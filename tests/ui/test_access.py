@@ -16,7 +16,7 @@ from tests.ui.conftest import site_of
 ROUTES = ("/", "/runs/a", "/changes", "/runs/a/changes", "/static/page.js", "/nothing")
 
 
-async def test_without_the_token_nothing_is_told() -> None:
+async def test_every_route_without_the_token_returns_403() -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         for route in (*ROUTES, "/?token=", "/?token=wrong", "/?token=%ff", "/runs/a?token=x"):
             text = await site.text(route, status=403)
@@ -41,7 +41,7 @@ async def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_has()
         assert "Runs" in await site.text("/")
 
 
-async def test_a_token_lets_in_one_browser_once() -> None:
+async def test_a_token_grants_access_to_one_browser_once() -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         async with aiohttp.ClientSession() as other, other.get(site.url) as answer:
@@ -51,7 +51,7 @@ async def test_a_token_lets_in_one_browser_once() -> None:
 
 
 @pytest.mark.parametrize("path", ["//evil.example", "/%22%3E%3Cb%3E", "/runs/a"])
-async def test_a_url_with_a_token_leads_to_its_own_path_and_nowhere_else(path: str) -> None:
+async def test_a_url_with_a_token_redirects_only_to_its_own_path(path: str) -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         url = URL(site.base + path + "?" + site.url.partition("?")[2], encoded=True)
         async with site.client.get(url) as answer:
@@ -61,7 +61,7 @@ async def test_a_url_with_a_token_leads_to_its_own_path_and_nowhere_else(path: s
         assert "<b>" not in text
 
 
-async def test_a_token_is_given_to_those_alone_that_show_the_pages_secret() -> None:
+async def test_a_token_is_issued_only_to_clients_with_the_secret_of_the_page() -> None:
     async with site_of({"a": RunPage(name="a")}, secret="the-uid") as site:
         for words in ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer \udcff", "the-uid"):
             async with site.client.get(
@@ -81,7 +81,7 @@ async def test_a_token_is_given_to_those_alone_that_show_the_pages_secret() -> N
         await site.text(ENTRY_ROUTE, status=403)
 
 
-async def test_connections_without_the_cookie_are_few_and_cannot_keep_a_viewer_out() -> None:
+async def test_connections_without_the_cookie_are_limited_and_cannot_block_a_viewer() -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         port = int(site.base.rpartition(":")[2])
         async with site.client.get(site.url):
@@ -114,7 +114,7 @@ async def _has_ended(reader: asyncio.StreamReader) -> bool:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
-async def test_another_name_for_this_address_is_refused(host: str) -> None:
+async def test_a_request_with_another_host_header_is_refused(host: str) -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         async with site.client.get(site.base, headers={"Host": host}) as answer:
@@ -123,7 +123,7 @@ async def test_another_name_for_this_address_is_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "LOCALHOST", "[::1]:5000"])
-async def test_a_forwarded_port_is_no_other_name(host: str) -> None:
+async def test_a_host_header_with_a_forwarded_port_is_accepted(host: str) -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         for url in (site.url, site.base):
             async with site.client.get(url, headers={"Host": host}) as answer:
@@ -142,7 +142,7 @@ async def test_a_page_of_another_origin_is_refused_even_with_the_cookie(origin: 
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
-async def test_only_get_is_answered(method: str) -> None:
+async def test_every_method_except_get_is_refused(method: str) -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         await site.enter()
         for route in ROUTES:
@@ -151,7 +151,7 @@ async def test_only_get_is_answered(method: str) -> None:
                 assert answer.headers["Allow"] == "GET"
 
 
-async def test_every_answer_forbids_foreign_scripts_frames_and_readers() -> None:
+async def test_every_response_has_headers_that_forbid_foreign_scripts_frames_and_readers() -> None:
     async with site_of({"a": RunPage(name="a")}) as site:
         refused = [await _headers(site.client, site.base + "/", 403)]
         await site.enter()
@@ -173,7 +173,7 @@ async def test_every_answer_forbids_foreign_scripts_frames_and_readers() -> None
             assert "Server" not in headers
 
 
-async def test_static_files_are_those_of_the_page_and_no_others() -> None:
+async def test_only_the_static_files_of_the_page_are_served() -> None:
     async with site_of({}) as site:
         await site.enter()
         for route in ("/static/../pages.py", "/static/%2e%2e/pages.py", "/static/", "/static//etc"):

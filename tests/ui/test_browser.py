@@ -110,7 +110,7 @@ class Seen:
         assert "token" not in self.driver.current_url
 
 
-def test_a_run_that_is_killed_while_one_looks(
+def test_the_page_stays_current_while_a_run_is_killed_and_restarted(
     browser: webdriver.Chrome, keepstep: Keepstep, opened: Started
 ) -> None:
     page = Seen(browser)

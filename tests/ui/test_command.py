@@ -41,7 +41,7 @@ def _browser(url: str) -> tuple[Callable[[str], str], Callable[[str], Any]]:
     return read, open_
 
 
-def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
+def test_the_ui_command_listens_only_on_localhost_and_exits_cleanly_on_ctrl_c(
     keepstep: Keepstep, opened: Started
 ) -> None:
     process, url = opened()
@@ -61,7 +61,7 @@ def test_it_listens_on_this_machine_alone_and_ends_well_at_ctrl_c(
     assert "Traceback" not in err
 
 
-def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
+def test_a_run_without_a_sidecar_is_shown_from_its_volumes_until_it_is_removed(
     keepstep: Keepstep, opened: Started
 ) -> None:
     keepstep("run", "--", warm.python(), keepstep.script("train.py", TRAIN), "6", "-1")
@@ -73,7 +73,7 @@ def test_what_a_run_left_on_its_volumes_is_shown_and_what_is_removed_is_not(
     eventually(lambda: 'id="committed">step 4 of epoch 1' in read("/runs/train"), within_s=10)
 
 
-def test_the_url_is_not_among_the_words_of_the_browser(
+def test_the_token_url_does_not_appear_in_the_arguments_of_the_browser(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     words, seen = tmp_path / "words", tmp_path / "seen"

@@ -63,7 +63,7 @@ def pod(memory_dir: Path, tmp_path: Path) -> Iterator[Pod]:
         sidecar.terminate()  # which ends the page, too
 
 
-def test_the_page_of_a_pod_is_shown_to_those_who_know_the_pods_uid(pod: Pod) -> None:
+def test_the_page_of_a_pod_requires_the_uid_of_the_pod(pod: Pod) -> None:
     for path in ("/", "/runs/gpt", "/runs/gpt/changes", "/static/page.js", ENTRY_ROUTE):
         status, text, _ = pod.get(path)
         assert status == 403
@@ -77,7 +77,7 @@ def test_the_page_of_a_pod_is_shown_to_those_who_know_the_pods_uid(pod: Pod) -> 
     assert pod.get("/runs/gpt", Cookie="keepstep-ui=x", Authorization=f"Bearer {SECRET}")[0] == 403
 
 
-def test_without_a_viewer_there_is_no_page_and_each_time_there_is_one_again(pod: Pod) -> None:
+def test_the_page_process_runs_only_while_there_is_a_viewer(pod: Pod) -> None:
     assert pod.pages() == []
     for _ in range(2):
         assert pod.get("/")[0] == 403
@@ -89,7 +89,9 @@ def test_without_a_viewer_there_is_no_page_and_each_time_there_is_one_again(pod:
     assert "page.crashed" in pod.sidecar.text()
 
 
-def test_a_sidecar_whose_page_has_no_port_works_without(memory_dir: Path, tmp_path: Path) -> None:
+def test_a_sidecar_without_a_page_port_works_without_the_page(
+    memory_dir: Path, tmp_path: Path
+) -> None:
     sidecar = SidecarProcess("gpt", memory_dir, tmp_path / "volume", tmp_path / "log")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         sidecar.start(KEEPSTEP_UI_PORT=str(taken.getsockname()[1]), KEEPSTEP_UI_SECRET=SECRET)

@@ -77,7 +77,7 @@ HAPPENED = (
 """A life, its end, and the next one: a step takes half a second then, of which 10 ms are ours."""
 
 
-async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() -> None:
+async def test_the_page_shows_the_steps_of_a_run_by_tier_and_the_cost_of_restarts() -> None:
     rank = {"world": 2, "alive": True, "saves": 10, "blocked_s": 0.05, "skipped": 3}
     ranks = (RankStatus(rank=0, pid=5, **rank), RankStatus(rank=1, **rank))
     steps = (
@@ -121,7 +121,7 @@ async def test_a_run_is_shown_with_its_steps_by_tier_and_what_restarts_cost() ->
 @pytest.mark.parametrize(
     "number", [1e18, -1e18, float("nan"), float("inf"), pytest.param(10**400, id="large")]
 )
-async def test_a_run_whose_values_cannot_be_shown_is_unreadable_and_the_others_are_not(
+async def test_a_run_with_invalid_values_is_shown_as_unreadable_and_others_are_not_affected(
     number: float,
 ) -> None:
     volume = VolumeStatus(path="/v", engine="direct", used_bytes=0, free_bytes=number)
@@ -151,7 +151,7 @@ async def test_a_run_whose_values_cannot_be_shown_is_unreadable_and_the_others_a
         assert "cannot be shown" in await site.text("/runs/typed")
 
 
-async def test_a_viewer_is_sent_what_changed_within_two_seconds() -> None:
+async def test_changes_are_sent_to_a_viewer_within_two_seconds() -> None:
     async with site_of({"a": view(steps=(step(1),))}) as site:
         await site.enter()
         before = await _changes(site, "/runs/a/changes")
@@ -162,14 +162,14 @@ async def test_a_viewer_is_sent_what_changed_within_two_seconds() -> None:
         assert {name for name in now if now[name] != before[name]} == {"steps"}
 
 
-async def test_one_read_serves_all_viewers_of_a_moment() -> None:
+async def test_concurrent_viewers_share_one_read() -> None:
     with ThreadPoolExecutor(1) as readers:
         reads = board.RunBoard(lambda: ["a"], lambda name: RunPage(name=name), readers)
-        await asyncio.gather(*(reads.fresh() for _ in range(16)))
+        await asyncio.gather(*(reads.get_fresh_pages() for _ in range(16)))
         assert reads.reads == 1
 
 
-async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
+async def test_a_run_that_hangs_does_not_delay_the_pages_of_other_runs() -> None:
     go_on = threading.Event()
 
     def read(name: str) -> RunPage:
@@ -179,7 +179,7 @@ async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
     with ThreadPoolExecutor(8) as readers:
         reads = board.RunBoard(lambda: ["a", "hangs"], read, readers)
         try:
-            a, hangs = await reads.fresh(timeout_s=0.2)
+            a, hangs = await reads.get_fresh_pages(timeout_s=0.2)
             assert a.state == "stopped"
             assert "not answered" in hangs.error
             go_on.set()
@@ -188,7 +188,7 @@ async def test_a_run_that_hangs_keeps_only_itself_waiting() -> None:
             go_on.set()
 
 
-def test_what_the_page_carries_is_small_and_names_no_other_place() -> None:
+def test_the_files_of_the_page_are_small_and_refer_to_no_external_url() -> None:
     files = [path for path in STATIC.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 80_000
     assert (STATIC / "uplot" / "LICENSE").is_file()

@@ -38,7 +38,7 @@ def restarted(at: float, rank: int, cost_s: float) -> HistoryEvent:
     return event(EventKind.RESTARTED, at, rank, restart=RestartCost(at=at, start_s=cost_s))
 
 
-def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost() -> None:
+def test_the_timeline_shows_lost_steps_and_waiting_time_for_each_rank_of_a_restart() -> None:
     events = [
         restored(0, 0, epoch=ONE, parent=None),
         staged(1, 9),
@@ -54,7 +54,7 @@ def test_each_rank_of_a_restart_is_told_what_it_lost_and_what_its_own_wait_cost(
     assert [found.restart and found.restart.start_s for found in (zero, restore)] == [3.0, 4.0]
 
 
-def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part() -> None:
+def test_step_times_are_measured_within_one_epoch_and_include_the_blocked_time() -> None:
     events = [
         staged(0, 1),
         staged(1, 11, seconds=0.05),
@@ -78,7 +78,7 @@ def test_step_time_is_what_lies_between_steps_of_one_life_and_its_blocked_part()
     assert median_step_time([]) is None
 
 
-def test_a_long_history_is_few_points_that_stay_when_it_grows() -> None:
+def test_a_long_history_is_reduced_to_few_points_that_do_not_move_when_it_grows() -> None:
     events = [staged(at, at) for at in range(4000)]
 
     def drawn(known: list[HistoryEvent]) -> Line:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.shard import Shard
-from keepstep.image import ControlPage, Layout, Section, TensorSpec
+from keepstep.image import ControlPage, Layout, TensorRole, TensorSpec
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.source import FileSource
@@ -30,7 +30,7 @@ class Slot:
 
     @property
     def id(self) -> StepId:
-        return self.control.id
+        return self.control.step_id
 
 
 def step_id(step: int) -> StepId:
@@ -40,9 +40,9 @@ def step_id(step: int) -> StepId:
 def make_layout(*, rank: int = 0, world: int = 2, parameters: int = 6000) -> Layout:
     """`parameters` in F32, as many again in the optimizer, and a counter."""
     tensors = [
-        TensorSpec("model.weight", "F32", (parameters,), Section.PARAMS),
-        TensorSpec("optimizer.exp_avg", "F32", (parameters,), Section.OPTIMIZER),
-        TensorSpec("progress.batches", "I64", (), Section.REST),
+        TensorSpec("model.weight", "F32", (parameters,), TensorRole.PARAMS),
+        TensorSpec("optimizer.exp_avg", "F32", (parameters,), TensorRole.OPTIMIZER),
+        TensorSpec("progress.batches", "I64", (), TensorRole.REST),
     ]
     return Layout.build(tensors, rank=rank, world=world)
 
@@ -86,6 +86,6 @@ def load(volumes: Volume | VolumeSet, path: Path, view: memoryview) -> ControlPa
         tier=Tier.LOCAL,
         where=str(path),
         run=each.volumes[0].record.run,
-        open=lambda: each.opened(path),
+        open=lambda: each.open_shard_file(path),
     )
     return verified_chunks.load_image(source, view)

@@ -120,10 +120,10 @@ class Recorder(Filesystem):
         directory = self._nodes[path.parent]
         self.log.append(Link(directory, path.name, self._made, is_directory, text))
 
-    def close(self, fd: int) -> None:
+    def close_file(self, fd: int) -> None:
         with self._lock:
             del self._open[fd]
-            super().close(fd)
+            super().close_file(fd)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
         with self._lock:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from keepstep.errors import ImageError, UsageError
-from keepstep.image import BaseRef, Layout, Section, TensorSpec
+from keepstep.image import BaseRef, Layout, TensorRole, TensorSpec
 from keepstep_sidecar.volume.files import Filesystem
-from keepstep_sidecar.volume.volume import SealedImage
+from keepstep_sidecar.volume.volume import SealedMemoryImage
 from tests.volume.images import make_layout, staged, step_id
 
 
@@ -23,11 +23,11 @@ class Unlinked(Filesystem):
 
 
 def base_of(seed=0):
-    tensors = [TensorSpec("model.frozen", "F32", (3_000_000,), Section.PARAMS)]
+    tensors = [TensorSpec("model.frozen", "F32", (3_000_000,), TensorRole.PARAMS)]
     layout = Layout.build(tensors, rank=0, world=1, is_base=True)
     slot = staged(layout, 0, seed=seed)
     control = replace(slot.control, extras_bytes=0)
-    return SealedImage(view=slot.view, layout=layout, control=control)
+    return SealedMemoryImage(view=slot.view, layout=layout, control=control)
 
 
 def write(volume, step, base):
@@ -36,7 +36,7 @@ def write(volume, step, base):
     return volume.write(slot.view, slot.layout, control, base=base)
 
 
-def test_each_step_has_the_base_and_the_drive_has_it_once(volume):
+def test_every_step_links_to_a_base_that_is_stored_once(volume):
     base, shards = base_of(), []
     for step in range(3):
         written = write(volume, step, base)
@@ -55,7 +55,7 @@ def test_each_step_has_the_base_and_the_drive_has_it_once(volume):
     assert volume.used_bytes() < 1 << 20
 
 
-def test_where_links_are_impossible_each_step_has_a_base_of_its_own(open_volume):
+def test_each_step_stores_its_own_base_on_a_file_system_without_hard_links(open_volume):
     volume = open_volume(filesystem=Unlinked())
     base = base_of()
     for step in range(2):
@@ -64,7 +64,7 @@ def test_where_links_are_impossible_each_step_has_a_base_of_its_own(open_volume)
     assert len({shard.beside.path.stat().st_ino for shard in shards}) == len(shards) == 2
 
 
-def test_another_base_of_the_same_layout_is_not_taken_for_it(volume):
+def test_a_different_base_with_the_same_layout_is_not_reused(volume):
     write(volume, 0, base_of())
     other = base_of(seed=1)
     other = replace(other, control=replace(other.control, step=1))
@@ -74,7 +74,7 @@ def test_another_base_of_the_same_layout_is_not_taken_for_it(volume):
     assert first.base.root != two.base.root
 
 
-def test_a_shard_joins_its_step_again_although_the_base_is_there(volume):
+def test_a_rewritten_shard_joins_its_published_step_although_the_base_still_exists(volume):
     base = base_of()
     write(volume, 0, base)
     shard = volume.publish(step_id(0)) / "rank-00000-of-00001.safetensors"
@@ -87,7 +87,7 @@ def test_a_shard_joins_its_step_again_although_the_base_is_there(volume):
 
 
 @pytest.mark.parametrize("lost", ["base", "shard"])
-def test_half_of_a_pair_is_no_shard_and_leaves_nothing(volume, lost):
+def test_a_shard_without_its_base_or_a_base_without_its_shard_is_removed_by_a_scan(volume, lost):
     (shard,) = [write(volume, 0, base_of()).shard]
     (shard.beside.path if lost == "base" else shard.path).unlink()
     scan = volume.scan()
@@ -101,7 +101,7 @@ def test_half_of_a_pair_is_no_shard_and_leaves_nothing(volume, lost):
     assert not list(volume.root.rglob("base-*"))
 
 
-def test_an_image_is_not_written_with_another_base_or_without(volume):
+def test_writing_an_image_with_a_wrong_or_missing_base_is_refused(volume):
     base = base_of()
     slot = staged(make_layout(world=1), 3)
     control = replace(slot.control, base=BaseRef.of(base.control, base.layout))

@@ -47,16 +47,16 @@ def test_a_flipped_bit_is_found_when_loading(volume: Volume, slot: Slot, region:
     with pytest.raises(ImageError, match=str(path)):
         load(volume, path, view)
     assert not path.exists()
-    assert volume.quarantined() == 1
+    assert volume.count_quarantined_files() == 1
     assert view[-PAGE_BYTES:] == bytes(PAGE_BYTES), "a broken image must not look sealed"
 
 
 @pytest.mark.parametrize("region", ["header", "digest table", "control page", "last byte"])
-def test_a_scan_sets_aside_what_it_can_see_is_broken(
+def test_a_scan_quarantines_shards_that_are_visibly_broken(
     volume: Volume, slot: Slot, region: str
 ) -> None:
     path = volume.write(slot.view, slot.layout, slot.control).shard.path
-    volume.publish(slot.id)
+    volume.publish_step(slot.id)
     path = volume.root / str(slot.id) / path.name
     flip(path, REGIONS[region](slot))
     scan = volume.scan()
@@ -80,15 +80,15 @@ def test_the_error_names_the_chunk_and_its_tensors(volume: Volume) -> None:
     assert view[-PAGE_BYTES:] == bytes(PAGE_BYTES), "a broken image must not look sealed"
 
 
-def test_a_broken_shard_makes_room_for_a_new_one(volume: Volume, slot: Slot) -> None:
+def test_a_broken_shard_can_be_replaced_by_a_new_one(volume: Volume, slot: Slot) -> None:
     path = volume.write(slot.view, slot.layout, slot.control).shard.path
     flip(path, slot.layout.size_bytes - 1)
     assert volume.write(slot.view, slot.layout, slot.control).seconds > 0
     assert len(volume.scan().shards) == 1
-    assert volume.quarantined() == 1
+    assert volume.count_quarantined_files() == 1
 
 
-def test_the_quarantined_file_is_told_by_its_name_and_never_read_again(
+def test_a_quarantined_file_keeps_a_descriptive_name_and_is_never_read_again(
     volume: Volume, slot: Slot
 ) -> None:
     for number in (1, 2):
@@ -115,7 +115,7 @@ def test_the_quarantined_file_is_told_by_its_name_and_never_read_again(
         lambda layout: layout.size_bytes + 1,
     ],
 )
-def test_a_file_of_another_size_is_set_aside(
+def test_a_file_with_the_wrong_size_is_quarantined(
     volume: Volume, slot: Slot, size_of: Callable[[object], int]
 ) -> None:
     path = volume.write(slot.view, slot.layout, slot.control).shard.path
@@ -150,7 +150,9 @@ def test_the_shard_of_another_run_is_foreign(
     assert "the image of run bert, not of gpt" in str(problem.error)
 
 
-def test_an_image_that_was_only_staged_is_no_shard(volume: Volume, slot: Slot) -> None:
+def test_a_staged_image_without_digests_is_not_accepted_as_a_shard(
+    volume: Volume, slot: Slot
+) -> None:
     step = volume.root / "pending" / str(slot.id)
     step.mkdir(parents=True)
     (step / shard_name(0, 2)).write_bytes(slot.view)
@@ -158,9 +160,9 @@ def test_an_image_that_was_only_staged_is_no_shard(volume: Volume, slot: Slot) -
     assert isinstance(problem.error, TornError)
 
 
-def test_a_shard_of_a_newer_keepstep_is_left_where_it_is(volume: Volume, slot: Slot) -> None:
+def test_a_shard_with_a_newer_format_version_is_not_moved(volume: Volume, slot: Slot) -> None:
     path = volume.write(slot.view, slot.layout, slot.control).shard.path
-    volume.publish(slot.id)
+    volume.publish_step(slot.id)
     path = volume.root / str(slot.id) / path.name
     page = replace(slot.control, format_version=99).to_bytes()
     assert page[-32:] == digest_of(page[:-32]).hex().encode()
@@ -172,4 +174,4 @@ def test_a_shard_of_a_newer_keepstep_is_left_where_it_is(volume: Volume, slot: S
     with pytest.raises(VersionError):
         load(volume, path, empty_slot(slot.layout))
     assert path.exists()
-    assert volume.quarantined() == 0
+    assert volume.count_quarantined_files() == 0

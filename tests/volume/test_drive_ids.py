@@ -51,7 +51,7 @@ def here(
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_a_file_system_keeps_its_name_until_it_is_made_again(
+def test_the_id_of_a_file_system_stays_the_same_until_it_is_reformatted(
     mounted: Callable[..., Path],
     here: Callable[..., AbstractContextManager[Path]],
     tmp_path: Path,
@@ -73,7 +73,7 @@ def test_a_file_system_keeps_its_name_until_it_is_made_again(
 
 
 @pytest.mark.root
-def test_a_drive_that_is_not_mounted_is_another_file_system_at_another_position(
+def test_an_unmounted_drive_is_recognised_by_another_file_system_id(
     mounted: Callable[..., Path],
     here: Callable[..., AbstractContextManager[Path]],
     tmp_path: Path,
@@ -93,7 +93,7 @@ def test_a_drive_that_is_not_mounted_is_another_file_system_at_another_position(
 
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["tmpfs", "btrfs", "proc"])
-def test_a_file_system_whose_name_may_change_by_itself_has_none(
+def test_a_file_system_with_an_unstable_id_gets_no_id(
     mounted: Callable[..., Path], tmp_path: Path, kind: str
 ) -> None:
     if kind == "btrfs":

@@ -14,7 +14,7 @@ import pytest
 from keepstep.errors import NoSpaceError, StorageError
 from keepstep_sidecar.agent.run_directories import prepare_directory
 from keepstep_sidecar.concurrency import for_each_chunk
-from keepstep_sidecar.volume.files import Filesystem, IoEngine, probe_engine
+from keepstep_sidecar.volume.files import Filesystem, IoMode, probe_engine
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.volume.drives import command, die, fill, small_drive
 from tests.volume.images import RUN, empty_slot, load, make_layout, staged, step_id
@@ -25,7 +25,7 @@ XFS_BYTES = 320 * MIB
 
 
 @pytest.mark.root
-def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
+def test_writes_to_a_full_drive_fail_clearly_and_succeed_once_there_is_space(
     mounted: Callable[..., Path], tmp_path: Path
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
@@ -37,8 +37,8 @@ def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
     with pytest.raises(NoSpaceError, match="keep fewer steps"):
         volume.write(third.view, layout, third.control)
     assert [shard.step_id.step for shard in volume.scan().shards] == [1, 2]
-    assert (volume.quarantined(), volume.failed) == (0, "")
-    volume.retire(first.id)
+    assert (volume.count_quarantined_files(), volume.failed) == (0, "")
+    volume.delete_step(first.id)
     written = volume.write(third.view, layout, third.control)
     view = empty_slot(layout)
     load(volume, written.shard.path, view)
@@ -47,7 +47,7 @@ def test_a_full_drive_says_so_and_goes_on_when_there_is_space(
 
 
 @pytest.mark.root
-def test_what_a_full_drive_cannot_take_goes_to_another_one(
+def test_a_shard_that_does_not_fit_on_a_full_drive_is_written_to_another(
     mounted: Callable[..., Path], tmp_path: Path
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)
@@ -101,7 +101,7 @@ def test_a_drive_that_fails_below_the_file_system_never_yields_a_durable_step(
 
 @pytest.mark.root
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_one(
+def test_a_failed_drive_does_not_block_publishing_and_retiring_on_another_drive(
     mounted: Callable[..., Path], tmp_path: Path, dying: int
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=XFS_BYTES, kind="xfs")
@@ -110,13 +110,13 @@ def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_
     for step in (1, 2):
         slots = [staged(make_layout(rank=rank), step) for rank in range(2)]
         written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
-    volumes.publish(step_id(1))
+    volumes.publish_step(step_id(1))
     die(drive)
     made_of = [write.shard.path for write in written]
     with pytest.raises(StorageError):
-        volumes.publish(step_id(2), made_of=made_of)
+        volumes.publish_step(step_id(2), made_of=made_of)
     assert not (good.root / str(step_id(2))).exists(), "a part of a step is not shown"
-    assert volumes.retire(step_id(1)) > 0
+    assert volumes.delete_step(step_id(1)) > 0
     assert not (good.root / str(step_id(1))).exists()
     assert (bool(dead.failed), good.failed) == (True, "")
     scan = volumes.scan()
@@ -126,7 +126,7 @@ def test_a_drive_that_dies_keeps_no_step_from_being_shown_or_deleted_on_another_
     } == {(2, True)}
     slots = [staged(make_layout(rank=rank), 3) for rank in range(2)]
     written = [volumes.write(slot.view, slot.layout, slot.control) for slot in slots]
-    shown = volumes.publish(step_id(3), made_of=[write.shard.path for write in written])
+    shown = volumes.publish_step(step_id(3), made_of=[write.shard.path for write in written])
     assert shown == good.root / str(step_id(3))
     assert len(list(shown.glob("rank-*"))) == 2
 
@@ -138,7 +138,7 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
     """ramfs has no O_DIRECT and no fallocate."""
     drive = mounted("ram", "-t", "ramfs", "ramfs")
     volume = Volume(drive / RUN, run=RUN)
-    assert volume.engine is IoEngine.BUFFERED
+    assert volume.engine is IoMode.BUFFERED
     assert volume.engine_reason == f"O_DIRECT refused: {os.strerror(errno.EINVAL)}"
     slot = staged(make_layout(), 1)
     written = volume.write(slot.view, slot.layout, slot.control)
@@ -146,9 +146,9 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(
     volume.close()
 
 
-def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_io_engine_probe_leaves_no_file(tmp_path: Path) -> None:
     engine, reason = probe_engine(Filesystem(), tmp_path)
-    assert engine in IoEngine
+    assert engine in IoMode
     assert reason
     assert list(tmp_path.iterdir()) == []
 
@@ -162,10 +162,12 @@ class Refusing(Filesystem):
         return super().open(path, flags)
 
 
-def test_a_refused_o_direct_is_reported_and_survived(open_volume: Callable[..., Volume]) -> None:
+def test_a_refused_o_direct_is_reported_and_buffered_io_is_used(
+    open_volume: Callable[..., Volume],
+) -> None:
     volume = open_volume(filesystem=Refusing())
     assert (volume.engine, volume.engine_reason) == (
-        IoEngine.BUFFERED,
+        IoMode.BUFFERED,
         "O_DIRECT refused: Invalid argument",
     )
     slot = staged(make_layout(), 1)
@@ -173,7 +175,9 @@ def test_a_refused_o_direct_is_reported_and_survived(open_volume: Callable[..., 
     load(volume, written.shard.path, empty_slot(slot.layout))
 
 
-def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, [parts[0][:4096]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, [parts[0][:4096]], at))
@@ -186,7 +190,7 @@ def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.Monke
     volume.close()
 
 
-def test_the_first_error_of_a_thread_ends_the_others_and_is_raised() -> None:
+def test_the_first_error_of_a_worker_thread_stops_the_others_and_is_raised() -> None:
     done: list[int] = []
 
     def work(index: int) -> None:
@@ -200,7 +204,7 @@ def test_the_first_error_of_a_thread_ends_the_others_and_is_raised() -> None:
 
 
 @pytest.mark.parametrize(("may_start", "done"), [(2, 100), (0, 0)])
-def test_where_there_may_be_no_more_threads_fewer_do_the_work(
+def test_fewer_threads_do_the_work_when_no_more_can_be_started(
     monkeypatch: pytest.MonkeyPatch, may_start: int, done: int
 ) -> None:
     start, started, seen = threading.Thread.start, [], []
@@ -218,7 +222,7 @@ def test_where_there_may_be_no_more_threads_fewer_do_the_work(
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_writers_give_way_to_training_and_others_do_not_notice() -> None:
+def test_only_writer_threads_run_with_a_lower_priority() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -229,7 +233,7 @@ def test_writers_give_way_to_training_and_others_do_not_notice() -> None:
 
 
 @pytest.mark.root
-def test_a_drive_that_turned_read_only_is_prepared_already(
+def test_preparing_an_existing_directory_on_a_read_only_drive_succeeds(
     mounted: Callable[..., Path], tmp_path: Path
 ) -> None:
     drive = small_drive(mounted, tmp_path / "image", size_bytes=32 * MIB)

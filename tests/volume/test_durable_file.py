@@ -25,7 +25,7 @@ def replace(path: Path, *, phase: str) -> None:
 
 
 @pytest.mark.parametrize("phase", ["write", "peer", "record"])
-def test_a_name_that_a_power_cut_may_take_is_taken_back(
+def test_a_new_file_name_is_removed_again_if_its_directory_sync_fails(
     tmp_path: Path, armed: Callable[[str], None], phase: str
 ) -> None:
     file = whole(tmp_path / "file", phase=phase)
@@ -33,11 +33,11 @@ def test_a_name_that_a_power_cut_may_take_is_taken_back(
     with pytest.raises(OSError, match="injected"):
         file.give_name()
     assert [path.name for path in tmp_path.iterdir()] == [file.temporary.name]
-    file.drop()
+    file.discard_unfinished()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_name_of_a_file_that_replaced_another_stays(
+def test_the_name_of_a_replaced_file_is_kept_if_its_directory_sync_fails(
     tmp_path: Path, armed: Callable[[str], None]
 ) -> None:
     (tmp_path / "file").write_text("old")
@@ -45,12 +45,12 @@ def test_the_name_of_a_file_that_replaced_another_stays(
     armed("record.directory-sync:eio")
     with pytest.raises(OSError, match="injected"):
         file.give_name()
-    file.drop()
+    file.discard_unfinished()
     assert (tmp_path / "file").read_text() == "new", "old or new, and never none"
 
 
 @pytest.mark.parametrize("point", ["data", "data-sync", "rename"])
-def test_a_file_that_fails_leaves_the_one_that_was_there(
+def test_a_failed_replacement_keeps_the_existing_file(
     tmp_path: Path, armed: Callable[[str], None], point: str
 ) -> None:
     (tmp_path / "file").write_text("old")
@@ -61,22 +61,22 @@ def test_a_file_that_fails_leaves_the_one_that_was_there(
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_what_a_killed_process_left_is_in_no_way(tmp_path: Path) -> None:
+def test_the_temporary_file_of_a_killed_process_does_not_prevent_a_write(tmp_path: Path) -> None:
     (tmp_path / ".file.tmp").write_text("half, and longer than what comes")
     replace(tmp_path / "file", phase="")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_a_new_name_replaces_nothing(tmp_path: Path) -> None:
+def test_creating_a_new_name_never_replaces_an_existing_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     file = whole(tmp_path / "file", phase="")
     with pytest.raises(FileExistsError):
         file.give_new_name()
-    file.drop()
+    file.discard_unfinished()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_a_name_that_another_made_counts_only_once_it_is_durable(
+def test_an_existing_name_counts_as_created_only_after_its_directory_was_synced(
     tmp_path: Path, armed: Callable[[str], None]
 ) -> None:
     for _ in range(2):  # the one who made it failed, and so does the next
@@ -84,9 +84,9 @@ def test_a_name_that_another_made_counts_only_once_it_is_durable(
         armed("record.directory-sync:eio")
         with pytest.raises(OSError, match="injected"):
             file.give_new_name()
-        file.drop()
+        file.discard_unfinished()
     file = whole(tmp_path / "file", phase="")
     with pytest.raises(FileExistsError):
         file.give_new_name()
-    file.drop()
+    file.discard_unfinished()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

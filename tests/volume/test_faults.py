@@ -66,7 +66,7 @@ def check_after_death(volume: Volume, promised: list[str]) -> None:
 @pytest.mark.parametrize(
     "point", [point for point in FAULT_POINTS if not point.startswith("peer.")]
 )
-def test_after_sigkill_at_any_point_a_scan_finds_what_was_promised(
+def test_a_scan_finds_all_durable_shards_after_sigkill_at_any_point(
     tmp_path: Path, point: str
 ) -> None:
     root = tmp_path / RUN
@@ -79,7 +79,9 @@ def test_after_sigkill_at_any_point_a_scan_finds_what_was_promised(
 
 @pytest.mark.parametrize("point", ["write.data", "write.control", "write.rename"])
 @pytest.mark.parametrize("hit", [2, 3])
-def test_after_sigkill_in_a_later_write_too(tmp_path: Path, point: str, hit: int) -> None:
+def test_a_scan_finds_all_durable_shards_after_sigkill_in_a_later_write(
+    tmp_path: Path, point: str, hit: int
+) -> None:
     status, promised = run_victim(tmp_path / RUN, f"{point}:kill@{hit}")
     assert status == -signal.SIGKILL
     volume = Volume(tmp_path / RUN, run=RUN)
@@ -87,7 +89,7 @@ def test_after_sigkill_in_a_later_write_too(tmp_path: Path, point: str, hit: int
     volume.close()
 
 
-def test_without_faults_the_story_ends(tmp_path: Path) -> None:
+def test_the_write_scenario_completes_without_faults(tmp_path: Path) -> None:
     status, promised = run_victim(tmp_path / RUN, "")
     assert (status, promised[-1]) == (0, "done")
 
@@ -102,7 +104,7 @@ def test_an_io_error_quarantines_the_file_and_is_not_retried(
         volume.write(slot.view, slot.layout, slot.control)
     assert "injected" in volume.failed
     assert volume.scan().shards == ()
-    assert volume.quarantined() == (0 if point == "write.create" else 1)
+    assert volume.count_quarantined_files() == (0 if point == "write.create" else 1)
     later = staged(make_layout(), 2)
     volume.write(later.view, later.layout, later.control)
     assert volume.failed == ""
@@ -118,7 +120,7 @@ def fail(volume: Volume, armed: Callable[[str], None], steps: range) -> None:
     armed("")
 
 
-def test_a_drive_that_errs_for_long_leaves_a_few_files_the_newest_and_no_directories(
+def test_repeated_drive_errors_leave_only_the_newest_few_quarantined_files(
     volume: Volume, armed: Callable[[str], None]
 ) -> None:
     fail(volume, armed, range(1, 21))
@@ -127,7 +129,7 @@ def test_a_drive_that_errs_for_long_leaves_a_few_files_the_newest_and_no_directo
     assert list(volume.root.glob("pending/*")) == []
 
 
-def test_what_failed_takes_no_room_from_what_is_written_once_the_drive_is_well(
+def test_quarantined_files_are_deleted_for_new_writes_once_the_drive_works_again(
     open_volume: Callable[..., Volume], armed: Callable[[str], None]
 ) -> None:
     size_bytes = make_layout().size_bytes
@@ -156,19 +158,17 @@ def test_a_full_disk_leaves_nothing_behind(
     volume.write(slot.view, slot.layout, slot.control)
 
 
-def test_no_thread_writes_on_after_one_has_failed(
+def test_no_thread_continues_writing_after_one_has_failed(
     volume: Volume, armed: Callable[[str], None]
 ) -> None:
     slot = staged(make_layout(parameters=4_000_000), 1)
     armed("write.data:eio@2")
     with pytest.raises(StorageError):
         volume.write(slot.view, slot.layout, slot.control)
-    assert volume.quarantined() == 1
+    assert volume.count_quarantined_files() == 1
 
 
-def test_an_error_while_reading_sets_the_copy_aside(
-    volume: Volume, armed: Callable[[str], None]
-) -> None:
+def test_a_read_error_quarantines_the_shard(volume: Volume, armed: Callable[[str], None]) -> None:
     slot = staged(make_layout(), 1)
     path = volume.write(slot.view, slot.layout, slot.control).shard.path
     armed("load.read:eio")
@@ -176,7 +176,7 @@ def test_an_error_while_reading_sets_the_copy_aside(
     with pytest.raises(StorageError, match="use another copy"):
         load(volume, path, view)
     assert view[slot.layout.control_begin :] == bytes(4096)
-    assert (volume.quarantined(), volume.scan().shards) == (1, ())
+    assert (volume.count_quarantined_files(), volume.scan().shards) == (1, ())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_an_error_while_reading_sets_the_copy_aside(
         ("record.rename", lambda volume: volume.save_record(volume.record)),
     ],
 )
-def test_other_errors_are_storage_errors_that_say_what_could_not_be_done(
+def test_other_io_errors_raise_a_storage_error_that_names_the_failed_operation(
     volume: Volume,
     armed: Callable[[str], None],
     point: str,

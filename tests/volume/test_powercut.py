@@ -18,8 +18,8 @@ import pytest
 from keepstep.errors import ImageError, KeepstepError
 from keepstep.steps import Epoch, EpochId, shard_name
 from keepstep_sidecar.volume import files
-from keepstep_sidecar.volume.files import IoEngine
-from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.files import IoMode
+from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.run_tree import VolumeScan, is_step
 from keepstep_sidecar.volume.volume import SHARD, Volume
 from tests.harness import control_of, layout_of, verify_image
@@ -44,7 +44,7 @@ def recorded(root: Path) -> Iterator[tuple[Volume, Recorder]]:
     """A volume on a recording file system, which also notes each fault point."""
     root.mkdir()
     recorder = Recorder(root)
-    volume = Volume(root, run=RUN, filesystem=recorder, engine=IoEngine.BUFFERED)
+    volume = Volume(root, run=RUN, filesystem=recorder, engine=IoMode.BUFFERED)
 
     class Noted(dict[tuple[str, int], str]):
         def get(self, passed: tuple[str, int]) -> None:  # type: ignore[override]
@@ -70,9 +70,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
         _retire(volume, recorder, reuse=False)
         _write(volume, recorder, SLOTS[0, 3])
         recorder.note("losing 2")
-        volume.quarantine(volume.root / str(step_id(2)) / shard_name(1, WORLD), "digest")
+        volume.quarantine_file(volume.root / str(step_id(2)) / shard_name(1, WORLD), "digest")
         recorder.note("recording 2")
-        volume.save_record(volume.record.with_epochs(LATER_EPOCH))
+        volume.save_record(volume.record.with_added_epochs(LATER_EPOCH))
         recorder.note("recorded 2")
     return recorder.log
 
@@ -89,14 +89,14 @@ def reusing(tmp_path_factory: pytest.TempPathFactory) -> list[Entry]:
 
 def _retire(volume: Volume, recorder: Recorder, *, reuse: bool) -> None:
     recorder.note("retiring 1")
-    volume.retire(step_id(1), reuse=reuse)
+    volume.delete_step(step_id(1), reuse=reuse)
     recorder.note("retired 1")
 
 
 def _write_and_publish(volume: Volume, recorder: Recorder, step: int) -> None:
     for rank in range(WORLD):
         _write(volume, recorder, SLOTS[rank, step])
-    volume.publish(step_id(step))
+    volume.publish_step(step_id(step))
     recorder.note(f"published {step}")
 
 
@@ -113,7 +113,7 @@ def judge(crash: Crash, root: Path) -> list[str]:
     crash.make(root)
     wrong = _sealed_but_torn(root) + _incomplete_in_sight(root)
     try:
-        volume = Volume(root, run=RUN, engine=IoEngine.BUFFERED)
+        volume = Volume(root, run=RUN, engine=IoMode.BUFFERED)
     except KeepstepError as error:
         return [f"moment {crash.moment}: cannot be opened: {error}"]
     try:
@@ -197,19 +197,19 @@ def judged(log: list[Entry], memory: Path, *, seed: int = 20240229) -> Iterator[
 
 
 @pytest.mark.usefixtures("log", "reusing")
-def test_the_functions_that_the_table_of_a_shard_names_move_it_on() -> None:
+def test_every_function_in_the_shard_state_table_causes_its_transition() -> None:
     assert {(row.event, row.where) for row in SHARD if "." in row.event} <= PASSED
 
 
 @pytest.mark.timeout(300)
-def test_no_power_cut_breaks_a_promise(log: list[Entry], memory_dir: Path) -> None:
+def test_no_power_cut_breaks_a_guarantee(log: list[Entry], memory_dir: Path) -> None:
     verdicts = list(judged(log, memory_dir))
     assert [text for verdict in verdicts for text in verdict] == []
     assert len(verdicts) > 800, "the story has become too short to prove anything"
 
 
 @pytest.mark.timeout(300)
-def test_no_power_cut_breaks_a_promise_where_a_file_is_written_over(
+def test_no_power_cut_breaks_a_guarantee_when_a_spare_file_is_overwritten(
     reusing: list[Entry], memory_dir: Path
 ) -> None:
     assert "point spare.sync" in {note.text for note in reusing if isinstance(note, Note)}
@@ -218,7 +218,7 @@ def test_no_power_cut_breaks_a_promise_where_a_file_is_written_over(
     assert len(verdicts) > 800, "as above"
 
 
-def test_the_sync_before_a_file_is_written_over_is_needed(
+def test_omitting_the_sync_before_a_spare_file_is_overwritten_breaks_a_guarantee(
     reusing: list[Entry], memory_dir: Path
 ) -> None:
     careless = without_syncs_after(reusing, lambda note: note == "point spare.sync")
@@ -235,16 +235,20 @@ def test_the_sync_before_a_file_is_written_over_is_needed(
     ],
 )
 @pytest.mark.timeout(300)
-def test_each_sync_is_needed(log: list[Entry], memory_dir: Path, point: str) -> None:
+def test_omitting_any_sync_breaks_a_guarantee(
+    log: list[Entry], memory_dir: Path, point: str
+) -> None:
     careless = without_syncs_after(log, lambda note: note == f"point {point}")
     assert any(judged(careless, memory_dir)), f"nothing goes wrong without the sync at {point}"
 
 
-def test_the_story_ends_as_it_was_told(log: list[Entry], memory_dir: Path) -> None:
+def test_the_simulated_file_system_ends_in_the_state_of_the_real_one(
+    log: list[Entry], memory_dir: Path
+) -> None:
     """The last state that all syncs allow is the one that the real file system had."""
     *_, last = crashes(log, seed=0)
     last.make(memory_dir / RUN)
-    volume = Volume(memory_dir / RUN, run=RUN, engine=IoEngine.BUFFERED)
+    volume = Volume(memory_dir / RUN, run=RUN, engine=IoMode.BUFFERED)
     found = [(shard.step_id, shard.rank, shard.published) for shard in volume.scan().shards]
     volume.close()
     assert found == [(step_id(2), 0, False), (step_id(3), 0, False)]

@@ -19,7 +19,7 @@ import pytest
 from keepstep.errors import NoSpaceError
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume import run_tree
-from keepstep_sidecar.volume.files import Filesystem, IoEngine
+from keepstep_sidecar.volume.files import Filesystem, IoMode
 from keepstep_sidecar.volume.volume import Volume
 from tests.volume.images import RUN, Slot, empty_slot, load, make_layout, staged, step_id
 
@@ -31,7 +31,7 @@ def write(volume: Volume, slot: Slot) -> Path:
 def spare_shard(volume: Volume, *, rank: int = 0) -> int:
     """Write step 1 of this rank and retire it. Returns the inode of its file."""
     inode = write(volume, staged(make_layout(rank=rank), 1)).stat().st_ino
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     assert [path.name for path in spare(volume)] == [shard_name(rank, 2)]
     return inode
 
@@ -59,9 +59,9 @@ class Full(Filesystem):
         super().allocate(fd, size_bytes)
 
 
-@pytest.mark.parametrize("engine", list(IoEngine))
-def test_the_next_image_of_the_rank_is_written_over_it(
-    open_volume: Callable[..., Volume], engine: IoEngine
+@pytest.mark.parametrize("engine", list(IoMode))
+def test_the_next_image_of_a_rank_overwrites_its_spare_file(
+    open_volume: Callable[..., Volume], engine: IoMode
 ) -> None:
     volume = open_volume(engine=engine)
     inode = spare_shard(volume)
@@ -75,22 +75,22 @@ def test_the_next_image_of_the_rank_is_written_over_it(
     assert spare(volume) == []
 
 
-def test_a_file_that_anybody_has_mapped_keeps_its_bytes(volume: Volume) -> None:
+def test_a_file_that_a_process_has_mapped_is_not_overwritten(volume: Volume) -> None:
     path = write(volume, staged(make_layout(), 1))
     before = path.read_bytes()
     with path.open("rb") as reader:
         mapped = mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ)
     with mapped:
-        volume.retire(step_id(1))
+        volume.delete_step(step_id(1))
         write(volume, staged(make_layout(), 2))
         assert mapped[:] == before
 
 
-def test_a_file_with_another_name_keeps_its_bytes(volume: Volume, tmp_path: Path) -> None:
+def test_a_file_with_a_second_hard_link_is_not_overwritten(volume: Volume, tmp_path: Path) -> None:
     path = write(volume, staged(make_layout(), 1))
     before = path.read_bytes()
     os.link(path, tmp_path / "copy")
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     write(volume, staged(make_layout(), 2))
     assert (tmp_path / "copy").read_bytes() == before
 
@@ -111,7 +111,7 @@ os._exit(0)
 """
 
 
-def test_whoever_opens_it_meanwhile_does_no_harm(tmp_path: Path) -> None:
+def test_opening_a_file_during_the_lease_check_does_not_kill_the_sidecar(tmp_path: Path) -> None:
     """The kernel's signal to whoever holds a lease ends a process by default."""
     (tmp_path / "file").write_bytes(b"x")
     command = [sys.executable, "-c", _ASK_WHILE_OTHERS_OPEN, str(tmp_path / "file")]
@@ -126,20 +126,20 @@ def test_an_image_of_another_size_gets_a_new_file(volume: Volume) -> None:
     load(volume, path, empty_slot(slot.layout))
 
 
-def test_links_to_other_volumes_are_no_spare_files(
+def test_links_to_other_volumes_are_not_used_as_spare_files(
     open_volume: Callable[..., Volume], tmp_path: Path
 ) -> None:
     volume, other = open_volume("one"), open_volume("two")
     write(volume, staged(make_layout(rank=0), 1))
     foreign = write(other, staged(make_layout(rank=1), 1))
-    volume.publish(step_id(1), elsewhere=[foreign])
-    volume.retire(step_id(1))
+    volume.publish_step(step_id(1), elsewhere=[foreign])
+    volume.delete_step(step_id(1))
     assert [path.name for path in spare(volume)] == [shard_name(0, 2)]
     write(volume, staged(make_layout(rank=1), 2))
     assert foreign.read_bytes()[-4096:] != bytes(4096)
 
 
-def test_its_seal_is_gone_before_anything_is_written_over(
+def test_the_seal_of_a_spare_file_is_erased_before_it_is_overwritten(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare_shard(volume)
@@ -157,27 +157,29 @@ def test_its_seal_is_gone_before_anything_is_written_over(
 
 
 @pytest.mark.parametrize("opened", ["before it is retired", "as a spare file"])
-def test_a_file_that_anybody_has_open_keeps_its_bytes(volume: Volume, opened: str) -> None:
+def test_a_file_that_a_process_has_open_is_not_overwritten(volume: Volume, opened: str) -> None:
     path = write(volume, staged(make_layout(), 1))
     before = path.read_bytes()
     reader = path.open("rb") if opened == "before it is retired" else None
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     with reader or spare(volume)[0].open("rb") as file:
         write(volume, staged(make_layout(), 2))
         assert file.read() == before
     assert (spare(volume), left_over(volume)) == ([], [])
 
 
-def test_who_stands_in_the_steps_directory_finds_no_file_that_changes(volume: Volume) -> None:
+def test_a_spare_file_is_not_reachable_through_an_open_handle_of_the_step_directory(
+    volume: Volume,
+) -> None:
     path = write(volume, staged(make_layout(), 1))
     directory = os.open(path.parent, os.O_RDONLY)
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     with pytest.raises(FileNotFoundError):
         os.open(path.name, os.O_RDONLY, dir_fd=directory)
     os.close(directory)
 
 
-def test_where_the_kernel_cannot_tell_who_has_it_open_it_is_deleted(
+def test_a_spare_file_is_deleted_if_the_kernel_cannot_report_other_readers(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_tree, "is_open_only_as", lambda *_: False)
@@ -188,7 +190,7 @@ def test_where_the_kernel_cannot_tell_who_has_it_open_it_is_deleted(
 
 
 @pytest.mark.parametrize("what", ["mode", "attribute"])
-def test_the_next_shard_has_nothing_of_what_somebody_set_on_its_predecessor(
+def test_the_next_shard_does_not_inherit_mode_or_attributes_of_the_spare_file(
     volume: Volume, what: str
 ) -> None:
     path = write(volume, staged(make_layout(), 1))
@@ -197,34 +199,36 @@ def test_the_next_shard_has_nothing_of_what_somebody_set_on_its_predecessor(
         path.chmod(0o666)
     else:
         os.setxattr(path, "user.label", b"secret")
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     later = write(volume, staged(make_layout(), 2))
     assert stat.S_IMODE(later.stat().st_mode) == usual
     assert "user.label" not in os.listxattr(later)
 
 
 @pytest.mark.parametrize("what", ["a directory", "a pipe", "a scrap"])
-def test_what_only_has_the_name_of_a_shard_is_no_spare_file(volume: Volume, what: str) -> None:
+def test_an_entry_that_only_has_a_shard_name_is_not_used_as_a_spare_file(
+    volume: Volume, what: str
+) -> None:
     path = write(volume, staged(make_layout(), 1))
     path.unlink()
     {"a directory": Path.mkdir, "a pipe": os.mkfifo, "a scrap": Path.touch}[what](path)
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     slot = staged(make_layout(), 2)
     load(volume, write(volume, slot), empty_slot(slot.layout))
     assert (spare(volume), left_over(volume)) == ([], [])
 
 
-def test_only_the_step_that_was_retired_last_is_kept(volume: Volume) -> None:
+def test_only_files_of_the_last_retired_step_are_kept_as_spare_files(volume: Volume) -> None:
     for step in (1, 2):
         write(volume, staged(make_layout(rank=0), step))
     write(volume, staged(make_layout(rank=1), 1))
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     assert [path.name for path in spare(volume)] == [shard_name(rank, 2) for rank in range(2)]
-    volume.retire(step_id(2))
+    volume.delete_step(step_id(2))
     assert [path.name for path in spare(volume)] == [shard_name(0, 2)]
 
 
-def test_an_image_goes_to_a_new_file_where_the_spare_one_fails(
+def test_an_image_is_written_to_a_new_file_if_the_spare_file_fails(
     volume: Volume, armed: Callable[[str], None]
 ) -> None:
     for point in ("spare.unseal", "spare.sync"):
@@ -234,12 +238,14 @@ def test_an_image_goes_to_a_new_file_where_the_spare_one_fails(
         path = write(volume, slot)
         assert (path.stat().st_ino != inode, left_over(volume)) == (True, [])
         load(volume, path, empty_slot(slot.layout))
-        volume.retire(step_id(2), reuse=False)
+        volume.delete_step(step_id(2), reuse=False)
     assert volume.failed == ""
 
 
 @pytest.mark.parametrize("act", [Volume.close, Volume.scan])
-def test_nothing_of_it_stays_after(volume: Volume, act: Callable[[Volume], object]) -> None:
+def test_closing_or_scanning_a_volume_removes_its_spare_files(
+    volume: Volume, act: Callable[[Volume], object]
+) -> None:
     spare_shard(volume)
     act(volume)
     assert spare(volume) == []
@@ -270,7 +276,7 @@ def test_a_spare_file_that_cannot_be_deleted_hides_no_shard(
     volume.close()
 
 
-def test_it_counts_as_free_and_is_deleted_when_others_need_its_space(
+def test_a_spare_file_counts_as_free_space_and_is_deleted_when_space_is_needed(
     open_volume: Callable[..., Volume],
 ) -> None:
     size = make_layout().size_bytes
@@ -281,7 +287,9 @@ def test_it_counts_as_free_and_is_deleted_when_others_need_its_space(
     assert spare(volume) == []
 
 
-def test_it_takes_no_space_from_its_own_successor(open_volume: Callable[..., Volume]) -> None:
+def test_a_spare_file_does_not_reduce_the_space_for_the_image_that_overwrites_it(
+    open_volume: Callable[..., Volume],
+) -> None:
     volume = open_volume(capacity_bytes=make_layout().size_bytes + 8192)
     inode = spare_shard(volume)
     assert write(volume, staged(make_layout(), 2)).stat().st_ino == inode
@@ -290,7 +298,7 @@ def test_it_takes_no_space_from_its_own_successor(open_volume: Callable[..., Vol
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_drive_is_tried_again_without_it(
+def test_a_write_to_a_full_drive_is_retried_after_the_spare_file_was_deleted(
     open_volume: Callable[..., Volume], tmp_path: Path, code: int
 ) -> None:
     volume = open_volume(filesystem=Full(tmp_path / "disk" / RUN, code))
@@ -299,7 +307,7 @@ def test_a_full_drive_is_tried_again_without_it(
         lambda: write(volume, staged(make_layout(rank=1), 2)),
         lambda: volume.with_room(lambda: allocated(volume)),
     ):
-        volume.retire(step_id(1))
+        volume.delete_step(step_id(1))
         make()
         assert spare(volume) == []
         write(volume, staged(make_layout(rank=0), 1))
@@ -310,10 +318,10 @@ def allocated(volume: Volume) -> None:
         volume.filesystem.allocate(file.fileno(), 4096)
 
 
-def test_on_a_drive_that_is_nearly_full_none_is_kept(
+def test_no_spare_file_is_kept_on_a_nearly_full_drive(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Filesystem, "free_bytes", lambda *_: make_layout().size_bytes - 4096)
     write(volume, staged(make_layout(), 1))
-    volume.retire(step_id(1))
+    volume.delete_step(step_id(1))
     assert spare(volume) == []

@@ -16,7 +16,7 @@ from keepstep.errors import (
     StorageError,
 )
 from keepstep.steps import Epoch, EpochId
-from keepstep_sidecar.volume import run_file
+from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.files import Filesystem
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 from tests.harness import flip
@@ -37,7 +37,7 @@ def write_step(volumes: VolumeSet, step: int) -> list[Slot]:
     return slots
 
 
-def test_ranks_are_spread_and_found_again(volumes: VolumeSet) -> None:
+def test_ranks_are_spread_over_volumes_and_found_by_a_scan(volumes: VolumeSet) -> None:
     write_step(volumes, 1)
     homes = [shard.path.parents[2] for shard in volumes.scan().shards]
     path, two = (volume.root for volume in volumes.volumes)
@@ -50,17 +50,17 @@ def test_a_run_is_not_removed_as_long_as_a_volume_is_only_read(
     unwritable = Volume(tmp_path / "unwritable" / RUN, run=RUN, read_only="for the test")
     volumes = VolumeSet([unwritable, open_volume("one")])
     shutil.rmtree(volumes.volumes[1].root)
-    assert volumes.volumes[1].is_removed()
-    assert not volumes.is_removed()
+    assert volumes.volumes[1].is_run_directory_removed()
+    assert not volumes.is_run_directory_removed()
     assert volumes.repair_directories()
 
 
-def test_any_ranks_are_spread_evenly(volumes: VolumeSet) -> None:
+def test_any_set_of_ranks_is_spread_evenly_over_the_volumes(volumes: VolumeSet) -> None:
     assert sorted(volumes.home_volume(rank) for rank in (0, 2, 4, 6)) == [0, 0, 1, 1]
     assert volumes.home_volume(2) == volumes.home_volume(2)
 
 
-def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., Volume]) -> None:
+def test_a_full_volume_is_skipped_until_it_has_space(open_volume: Callable[..., Volume]) -> None:
     slot = staged(make_layout(world=WORLD), 1)
     size = slot.layout.size_bytes
     full = open_volume("one", capacity_bytes=size + size // 2)
@@ -72,7 +72,7 @@ def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., 
     slot = staged(make_layout(world=WORLD), 3)
     with pytest.raises(NoSpaceError, match=str(full.root)):
         volumes.write(slot.view, slot.layout, slot.control)
-    full.retire(step_id(1))
+    full.delete_step(step_id(1))
     path = volumes.write(slot.view, slot.layout, slot.control).shard.path
     assert path.is_relative_to(full.root)
     assert not full.failed
@@ -80,27 +80,27 @@ def test_a_full_volume_is_left_out_until_it_has_room(open_volume: Callable[..., 
 
 def test_a_step_that_loses_a_shard_disappears_from_every_volume(volumes: VolumeSet) -> None:
     slots = write_step(volumes, 1)
-    volumes.publish(step_id(1))
+    volumes.publish_step(step_id(1))
     broken = volumes.scan().shards[1].path
     flip(broken, slots[1].layout.extras_begin)
     with pytest.raises(DigestError):
         load(volumes, broken, empty_slot(slots[1].layout))
     assert [(s.rank, s.published) for s in volumes.scan().shards] == [(0, False), (2, False)]
     volumes.write(slots[1].view, slots[1].layout, slots[1].control)
-    assert volumes.publish(step_id(1)) is not None
+    assert volumes.publish_step(step_id(1)) is not None
     assert [(s.rank, s.published) for s in volumes.scan().shards] == [(r, True) for r in range(3)]
 
 
-def test_a_scan_that_sets_a_shard_aside_hides_the_step_everywhere(volumes: VolumeSet) -> None:
+def test_a_scan_that_quarantines_a_shard_hides_its_step_on_all_volumes(volumes: VolumeSet) -> None:
     slots = write_step(volumes, 1)
-    volumes.publish(step_id(1))
+    volumes.publish_step(step_id(1))
     flip(volumes.scan().shards[1].path, slots[1].layout.size_bytes - 1)
     scan = volumes.scan()
     assert [(shard.rank, shard.published) for shard in scan.shards] == [(0, False), (2, False)]
     assert len(scan.problems) == 1
 
 
-def test_a_rank_moves_on_when_its_volume_has_failed(
+def test_a_rank_switches_to_another_volume_when_its_volume_has_failed(
     volumes: VolumeSet, armed: Callable[[str], None]
 ) -> None:
     volume, two = volumes.volumes
@@ -119,12 +119,12 @@ def test_epochs_are_recorded_on_every_volume_and_merged(
 ) -> None:
     later = Epoch(EpochId(2, "00000000"), step_id(4))
     armed("record.data:eio@3")
-    volumes.change_record(lambda record: record.with_epochs(EPOCH))
-    volumes.change_record(lambda record: record.with_epochs(later))
+    volumes.change_record(lambda record: record.with_added_epochs(EPOCH))
+    volumes.change_record(lambda record: record.with_added_epochs(later))
     volume, two = volumes.volumes
     assert (volume.record.epochs, two.record.epochs) == ((EPOCH,), (EPOCH, later))
     assert volumes.record.epochs == (EPOCH, later)
-    assert run_file.load_run_record(two.root / "run.json", run=RUN) == two.record
+    assert run_record.load_run_record(two.root / "run.json", run=RUN) == two.record
 
 
 def test_an_epoch_that_no_volume_can_record_is_an_error(
@@ -132,7 +132,7 @@ def test_an_epoch_that_no_volume_can_record_is_an_error(
 ) -> None:
     armed("record.data:eio@1,record.data:eio@2")
     with pytest.raises(StorageError):
-        volumes.change_record(lambda record: record.with_epochs(EPOCH))
+        volumes.change_record(lambda record: record.with_added_epochs(EPOCH))
 
 
 class Short(Filesystem):
@@ -147,13 +147,13 @@ class Short(Filesystem):
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT])
-def test_what_this_process_is_short_of_condemns_no_shard(
+def test_running_out_of_process_resources_does_not_quarantine_a_shard(
     open_volume: Callable[..., Volume], error: int
 ) -> None:
     filesystem = Short()
     volumes = VolumeSet([open_volume("one", filesystem=filesystem), open_volume("two")])
     (slot, *_) = write_step(volumes, 1)
-    volumes.publish(step_id(1))
+    volumes.publish_step(step_id(1))
     found = volumes.scan().shards
     filesystem.error = error
     with pytest.raises(StorageError, match="cannot read it"):

@@ -33,10 +33,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep import tracing
 from keepstep.client import embedded
-from keepstep.client.session import held_steps, restore_timeout_s
+from keepstep.client.session import fetch_complete_step_numbers, restore_timeout_s
 from keepstep.client.slot import GrantedSlot
-from keepstep.core.staging import StageCost, is_staged
-from keepstep.core.vote import Decision
+from keepstep.core.restore_vote import Decision
+from keepstep.core.staging_interval import StageCost, is_staging_due
 from keepstep.errors import (
     FormatError,
     KeepstepError,
@@ -47,33 +47,43 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import Layout, extras_codec
-from keepstep.restore.collective import AgreedEpoch, Collective, Gather, UnkeptRun, logging_waits
+from keepstep.restore.collective import (
+    AgreedEpoch,
+    Collective,
+    Gather,
+    RunWithoutSidecar,
+    logging_waits,
+)
 from keepstep.restore.modules import check_loads
+from keepstep.restore.rank_restore import FillGuard, RankRestore, pause_garbage_collection
 from keepstep.restore.rehearsal import (
     COMPONENT,
     Structure,
-    rehearse_loading,
+    check_state_round_trip,
     structure_changes,
     structure_of,
 )
-from keepstep.restore.restore import FillGuard, RankRestore, without_collections
 from keepstep.save.frozen_parameters import FrozenBase, FrozenParameters
 from keepstep.save.mutation_guard import MutationGuard
 from keepstep.save.save_thread import SaveThread, Stats
-from keepstep.save.script_failures import is_of_a_handler, is_script_failure, watch_uncaught
-from keepstep.save.snapshot import ImageOutcome, Snapshots
+from keepstep.save.script_failures import (
+    is_raised_by_signal_handler,
+    is_script_failure,
+    watch_uncaught,
+)
+from keepstep.save.snapshot import ImageOutcome, SnapshotMaker
 from keepstep.state import rng, sharding
-from keepstep.state.accelerator import check_memory
+from keepstep.state.accelerator import check_tensor_has_storage
 from keepstep.state.capture import (
     StateCapture,
-    UnsavedBuffers,
+    UnsavedBufferDetector,
     capture_state,
     check_components,
     encode_values,
+    find_changing_places,
+    find_loader_names,
     largest_value,
     layout_changes,
-    loaders_of,
-    loose_places,
 )
 from keepstep.state.leaves import TakenState, skeleton_text
 from keepstep.state.sharding import ALONE, Claim
@@ -189,7 +199,7 @@ class Checkpointer:
         self._lazy, self._strict, self._rng, self._trusted = lazy, strict, rng, trusted
         self._rank, self._world = _rank_and_world()
         self._saver: SaveThread | None = None
-        self._snapshots: Snapshots | None = None
+        self._snapshots: SnapshotMaker | None = None
         self._frozen_once, self._frozen = frozen_once, FrozenParameters()
         self._replicas: ReplicaCheck | None = None
         self._epoch: Epoch | None = None
@@ -200,7 +210,7 @@ class Checkpointer:
         self._structure: Structure = {}
         self._changed: frozenset[str] = frozenset()
         self._refused: tuple[Structure, str] = {}, ""
-        self._unsaved: UnsavedBuffers | None = None
+        self._unsaved: UnsavedBufferDetector | None = None
         self._slow_reported = False
         self._cost, self._grid = StageCost(), (1, False)
         self._last_step = self._off_grid = self._unhealthy = self._kept_step = -1
@@ -224,7 +234,7 @@ class Checkpointer:
             )
             self._stats = self._saver.stats
             # if close() is never called: at the end of the process, or of this object
-            self._end = weakref.finalize(self, self._saver.end)
+            self._end = weakref.finalize(self, self._saver.shut_down_at_exit)
         else:
             log.warning(
                 "keepstep: %s is not set, so no step is kept; start the training with"
@@ -260,7 +270,11 @@ class Checkpointer:
         (KEEPSTEP_SOCKET is not set). Waits until the sidecar has looked at its volumes. Raises
         SidecarAbsent, SidecarError.
         """
-        return sorted(held_steps(self._socket, timeout_s=_CONNECT_S)) if self._socket else []
+        return (
+            sorted(fetch_complete_step_numbers(self._socket, timeout_s=_CONNECT_S))
+            if self._socket
+            else []
+        )
 
     def preview(self, name: str) -> tuple[int, dict[str, Any]] | None:
         """The number of the step that `restore` would bring back now, and what it holds of `name`,
@@ -345,7 +359,7 @@ class Checkpointer:
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             waits = logging_waits(self._socket, lambda: collective.doing, rank=self._rank)
-            with waits, without_collections(), FillGuard() as partial:
+            with waits, pause_garbage_collection(), FillGuard() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
                     self._connect, begin, meet=self._meet, begin_fresh=self._begin_fresh
@@ -353,7 +367,7 @@ class Checkpointer:
         finally:
             probed, self._probed = self._probed, None
             torch.set_grad_enabled(grad)  # an interrupt may come within torch.no_grad()
-        if isinstance(agreed, UnkeptRun):
+        if isinstance(agreed, RunWithoutSidecar):
             if agreed.reason:
                 self._let_go(agreed.reason, timeout_s=5.0)
             return None
@@ -366,12 +380,12 @@ class Checkpointer:
             layout = restoring.layout
             if self._frozen_once:
                 self._frozen = FrozenParameters(restoring.base)
-            restoring.release()
-        collective.announce(agreed, seconds=time.perf_counter() - started)
+            restoring.unmap_image()
+        collective.report_epoch_to_sidecar(agreed, seconds=time.perf_counter() - started)
         self._compare_replicas(agreed.epoch)
         self._taking, self._restored = StateCapture(self._components, probed), layout
         if probed is not None and self._frozen_once:
-            self._frozen.watch(probed)
+            self._frozen.watch_base_candidates(probed)
         self._order_slots()
         if self._saver is not None:
             self._follow_grid(self._saver)
@@ -419,7 +433,7 @@ class Checkpointer:
             self._replicas = ReplicaCheck(
                 rank=self._rank,
                 epoch=epoch.id,
-                warn=saver.warn_all,
+                warn=saver.warn_in_log_and_status,
                 world=self._world if several else 0,
             )
             weakref.finalize(self, self._replicas.close)
@@ -458,7 +472,7 @@ class Checkpointer:
         """A loader draws random numbers when its iteration begins."""
         if not self._rng or self._rng_later is not None or self._rank:
             return
-        if names := loaders_of(self._components):
+        if names := find_loader_names(self._components):
             log.warning(
                 "keepstep: %s draws random numbers after restore() has set the random states, so"
                 ' they will differ after a restart: call restore(rng="later"), and restore_rng()'
@@ -469,7 +483,7 @@ class Checkpointer:
 
     def _connect(self) -> LeaseGranted:
         assert self._saver is not None
-        return self._saver.session.granted or self._saver.connect(timeout_s=_CONNECT_S)
+        return self._saver.session.granted or self._saver.acquire_lease(timeout_s=_CONNECT_S)
 
     def _meet(self, gather: Gather) -> None:
         """Agree which rank has which tensors, so that every rank knows what to stage.
@@ -511,7 +525,7 @@ class Checkpointer:
     def _check_loads(self, taken: TakenState, *, models_only: bool = False) -> None:
         """Raise UsageError for what could be kept, but never restored."""
         check_loads(taken)
-        rehearse_loading(taken, trusted=self._trusted, models_only=models_only)
+        check_state_round_trip(taken, trusted=self._trusted, models_only=models_only)
 
     def _known(self) -> dict[str, Any]:
         """The components that give their state without running foreign code: modules, optimizers
@@ -539,7 +553,7 @@ class Checkpointer:
             gather,
             rank=self._rank,
             world=self._world,
-            node=sharding.node_name(self._socket),
+            node=sharding.derive_machine_name(self._socket),
             spread=self._spread,
         )
 
@@ -553,7 +567,7 @@ class Checkpointer:
         names = dict.fromkeys(self._components, COMPONENT)
         self._structure = {**structure_of(taken), **names}
         for leaf in taken.tensors:
-            check_memory(leaf.tensor, leaf.name)
+            check_tensor_has_storage(leaf.tensor, leaf.name)
         try:
             Layout.build(taken.specs, **self._layout_options(taken, len(self._encode(taken))))
         except FormatError as error:
@@ -620,7 +634,7 @@ class Checkpointer:
 
     def _is_due(self, step: int) -> bool:
         every, trials = self._grid
-        return is_staged(step, every, trials=trials)
+        return is_staging_due(step, every, trials=trials)
 
     def save(self, step: int, *, healthy: bool = True) -> bool:
         """Keep this step. Returns at once; False if the step is not kept (the log says why).
@@ -670,7 +684,7 @@ class Checkpointer:
             saver.skip(number, str(error), unkeepable=True)
             return False
         except Exception as error:
-            if is_of_a_handler(error):
+            if is_raised_by_signal_handler(error):
                 self._interrupted(saver, number, error)
                 raise
             if self._strict:
@@ -706,9 +720,9 @@ class Checkpointer:
     def _has(self, saver: SaveThread, step: int) -> bool:
         """Whether the last step is kept, or on its way."""
         parent = self._epoch.parent if self._epoch is not None else None
-        pending = saver.pending
+        pending = saver.pending_image
         return (
-            saver.outcome(step) == ""
+            saver.find_staging_error(step) == ""
             or (pending is not None and pending.step == step)
             or (parent is not None and parent.step == step)
         )
@@ -727,7 +741,7 @@ class Checkpointer:
         it."""
         step = max(self._last_step, self._off_grid, self._unhealthy)
         if self._saver is not None and self._epoch is not None and step >= 0:
-            self._saver.session.failed(StepId(self._epoch.id, step), reason)
+            self._saver.session.report_script_failure(StepId(self._epoch.id, step), reason)
 
     def _warn_off(self, step: object) -> bool:
         if self._off and not self._off_reported:
@@ -773,11 +787,11 @@ class Checkpointer:
             saver.warn("rng.not_restored", _NO_RNG)
         self._last_step, self._left = step, None
         _SAVED_IN.add(self._socket)
-        saver.settle(decided=False)
+        saver.await_free_tensors(decided=False)
         try:
             state = self._laid_out(saver)
         except Exception as error:
-            if is_of_a_handler(error) or isinstance(error, WithinStepError):
+            if is_raised_by_signal_handler(error) or isinstance(error, WithinStepError):
                 raise
             raise _Unkeepable(str(error) or type(error).__name__) from error
         if self._replicas is not None:
@@ -787,7 +801,7 @@ class Checkpointer:
         try:
             slot = saver.await_slot(timeout_s=patience_s)
         except SlotUnavailable as error:
-            self._left = UnslottedStep.of(step, state)
+            self._left = UnslottedStep.create_if_watchable(step, state)
             if self._strict:
                 raise SlotUnavailable(f"step {step} is not kept: {error}") from None
             # no fault of the script's, and memory may be given later: training goes on
@@ -796,7 +810,7 @@ class Checkpointer:
         doubted, saver.eager_next = saver.eager_next and self._lazy, False
         self._fill(saver, slot, state, step=step, lazy=lazy, started=started)
         if doubted:
-            saver.doubt(state.snapshots.guard_of_lazy(state.taken))
+            saver.watch_eager_copy(state.snapshots.guard_of_lazy(state.taken))
         return True
 
     def _fill(
@@ -841,7 +855,7 @@ class Checkpointer:
             found = layout_changes(before.joined, taken)
         self._layout_changes = self._layout_changes + 1 if found else 0
         if self._layout_changes >= _MOST_CHANGES:
-            loose = self._taking.loose | loose_places(found, taken)
+            loose = self._taking.loose | find_changing_places(found, taken)
             if loose != self._taking.loose:
                 self._taking.loose, self._taking.before = loose, None
                 taken = self._taking.take(self._topology)
@@ -856,7 +870,9 @@ class Checkpointer:
             )
         return LaidOutState(taken, data, self._snapshots_for(saver, taken, len(data)))
 
-    def _snapshots_for(self, saver: SaveThread, taken: TakenState, extras_bytes: int) -> Snapshots:
+    def _snapshots_for(
+        self, saver: SaveThread, taken: TakenState, extras_bytes: int
+    ) -> SnapshotMaker:
         """The snapshots for this state's layout. Builds a new layout when tensors were added or
         removed, or changed their shape."""
         base, snapshots = self._base(saver, taken), self._snapshots
@@ -867,7 +883,7 @@ class Checkpointer:
             specs = [spec for spec in taken.specs if base is None or spec.name not in base.names]
             layout = Layout.build(specs, before=self._restored, **options)
             self._restored = None
-            snapshots = Snapshots(layout, taken, run=saver.session.run, base=base)
+            snapshots = SnapshotMaker(layout, taken, run=saver.session.run, base=base)
             self._snapshots = snapshots
             saver.use_layout(layout, base)
         return snapshots
@@ -877,7 +893,9 @@ class Checkpointer:
         if not self._frozen_once:
             return None
         lazy = self._lazy and not saver.copies_eagerly
-        base = self._frozen.of(taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy)
+        base = self._frozen.find_base(
+            taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy
+        )
         if self._frozen.unseen:
             message = (
                 "frozen parameters were changed past torch's version counters:"
@@ -929,7 +947,7 @@ class Checkpointer:
         }
 
     def _encode(self, taken: TakenState) -> bytes:
-        captured = rng.capture_generators() if self._rng else None
+        captured = rng.capture_all_generators() if self._rng else None
         started = time.thread_time()
         difference = self._replicas.difference if self._replicas is not None else ""
         base = self._frozen.base
@@ -953,7 +971,7 @@ class Checkpointer:
 
     def _report_unsaved(self, saver: SaveThread, taken: TakenState) -> None:
         if self._unsaved is None:
-            self._unsaved = UnsavedBuffers(self._components)
+            self._unsaved = UnsavedBufferDetector(self._components)
         if names := self._unsaved.changed(taken):
             saver.warn(
                 "save.buffer_left_out",
@@ -978,8 +996,8 @@ class Checkpointer:
         self._moved = True
         started = time.perf_counter()
         try:
-            saver.settle(decided=decided)
-            if self._taking.found_moving_tensors():
+            saver.await_free_tensors(decided=decided)
+            if self._taking.has_moved_optimizer_tensors():
                 saver.copy_all_eagerly(_MOVES)
         except Exception as error:
             if self._strict:
@@ -1036,11 +1054,13 @@ class Checkpointer:
         saver.session.wait(step_id, state, timeout_s=_left_s(deadline))
 
     def _await_staged(self, saver: SaveThread, step: int, timeout_s: float) -> None:
-        pending = saver.pending
+        pending = saver.pending_image
         asked = pending is not None and pending.step == step
-        if (asked or saver.outcome(step) is None) and not saver.drain(timeout_s=timeout_s):
+        if (asked or saver.find_staging_error(step) is None) and not saver.drain(
+            timeout_s=timeout_s
+        ):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
-        outcome = saver.outcome(step)
+        outcome = saver.find_staging_error(step)
         if outcome is None and step <= self._off_grid and not self._is_due(step):
             outcome = f"one in {self._grid[0]} steps is (--stage-every)"
         if outcome is None:
@@ -1100,16 +1120,16 @@ class Checkpointer:
         if not saver.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
         why_not = self._stage_last(saver, deadline)
-        if saver.outcome(last) is None and _is_running(Checkpointer._save):
+        if saver.find_staging_error(last) is None and _is_running(Checkpointer._save):
             why_not = why_not or "close() was called inside its save()"
         newest = saver.staged_step
         if newest is None:
             if self._epoch.parent is not None and last == self._epoch.parent.step:
                 return
             raise NotDurableError(f"no step was staged: {why_not or saver.stats.why_not()}")
-        saver.session.wait(newest.control.id, State.COMMITTED, timeout_s=_left_s(deadline))
+        saver.session.wait(newest.control.step_id, State.COMMITTED, timeout_s=_left_s(deadline))
         if newest.step != last:
-            why_not = why_not or saver.outcome(last) or saver.stats.why_not()
+            why_not = why_not or saver.find_staging_error(last) or saver.stats.why_not()
             text = f"step {last} was not staged; the newest durable one is {newest.step}: {why_not}"
             if self._strict or saver.mutated_step != last:
                 raise NotDurableError(text)
@@ -1119,7 +1139,7 @@ class Checkpointer:
                 *(self._rank, text),
             )
         if saver.session.archive:
-            self._archive_last(saver, newest.control.id, _left_s(deadline))
+            self._archive_last(saver, newest.control.step_id, _left_s(deadline))
 
     def _stage_last(self, saver: SaveThread, deadline: float) -> str:
         """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
@@ -1131,8 +1151,8 @@ class Checkpointer:
             saver.eager_next = True
         elif left is None:
             return ""
-        elif culprit := left.guard.changed():
-            return f"{saver.outcome(left.step)}; {culprit} has changed since"
+        elif culprit := left.guard.find_changed_tensor():
+            return f"{saver.find_staging_error(left.step)}; {culprit} has changed since"
         started = time.perf_counter()
         saver.stats.saves += 1
         try:
@@ -1145,7 +1165,7 @@ class Checkpointer:
         except Exception as error:
             return str(error) or type(error).__name__
         saver.drain(timeout_s=_left_s(deadline))
-        return saver.outcome(step) or ""
+        return saver.find_staging_error(step) or ""
 
     def _archive_last(self, saver: SaveThread, step_id: StepId, timeout_s: float) -> None:
         try:
@@ -1200,7 +1220,7 @@ class LaidOutState(NamedTuple):
 
     taken: TakenState
     extras: bytes
-    snapshots: Snapshots
+    snapshots: SnapshotMaker
 
 
 class UnslottedStep(NamedTuple):
@@ -1211,7 +1231,7 @@ class UnslottedStep(NamedTuple):
     guard: MutationGuard
 
     @classmethod
-    def of(cls, step: int, state: LaidOutState) -> UnslottedStep | None:
+    def create_if_watchable(cls, step: int, state: LaidOutState) -> UnslottedStep | None:
         """None if a later change of the state could not be noticed."""
         guard = state.snapshots.guard_of_all(state.taken)
         return None if guard is None else cls(step, state, guard)

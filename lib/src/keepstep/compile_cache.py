@@ -37,7 +37,7 @@ def cache_variables(parent: OpenDirectory, name: str) -> dict[str, str]:
     """What tells torch and Triton to keep their caches in the directory `name` of `parent`, which
     is made if it is missing. Raises OSError, and StorageError if it cannot be used."""
     parent.make(name, 0o700)
-    place = parent.inside(name)
+    place = parent.open_subdirectory(name)
     found, drive = os.fstat(place.fd), os.fstatvfs(place.fd)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise StorageError(f"{place.path} is not this user's alone: move it away")
@@ -51,7 +51,7 @@ def cache_variables(parent: OpenDirectory, name: str) -> dict[str, str]:
 def clear_if_over_limit(parent: OpenDirectory, name: str, *, limit_bytes: int) -> None:
     """Remove the caches in the directory `name` if they take more than that of the drive. Times of
     access, by which old ones could be told, are not kept everywhere. Raises OSError."""
-    found = parent.inside(name).walk(levels=_DEEPEST)
+    found = parent.open_subdirectory(name).walk(levels=_DEEPEST)
     if sum(info.st_blocks * 512 for _, info in found) > limit_bytes:
         parent.remove(name)
 
@@ -63,7 +63,7 @@ def use_mounted_cache() -> None:
     if not mounted or has_chosen_cache(os.environ):
         return
     try:
-        place = OpenDirectory.opened(Path(mounted))
+        place = OpenDirectory.open_path(Path(mounted))
         os.environ.update(cache_variables(place, str(os.geteuid())))
     except (OSError, StorageError) as error:
         if os.environ.get("RANK", "0") == "0":

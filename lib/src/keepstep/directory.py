@@ -22,7 +22,7 @@ _ENTER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITES: Final = os.O_WRONLY | os.O_RDWR
 
 
-class NoFileError(OSError):
+class NotRegularFileError(OSError):
     """What lies there is a link, a pipe, a directory, or a file with other names, too."""
 
     def __init__(self, path: Path) -> None:
@@ -52,14 +52,14 @@ class OpenDirectory:
             os.close(fd)
 
     @classmethod
-    def opened(cls, path: Path, *, make: bool = False) -> OpenDirectory:
+    def open_path(cls, path: Path, *, make: bool = False) -> OpenDirectory:
         """Open `path`, which must not be a link; the directories above it may be. `make`: make it
         and these if they are missing."""
         if make:
             path.mkdir(parents=True, exist_ok=True)
         return cls(_entered(str(path), path, None), path)
 
-    def inside(self, *names: str) -> OpenDirectory:
+    def open_subdirectory(self, *names: str) -> OpenDirectory:
         """The directory `names[0]` of this one, `names[1]` of that, and so on."""
         directory = self
         for name in names:
@@ -84,7 +84,7 @@ class OpenDirectory:
         except FileNotFoundError:
             return None
 
-    def open(self, name: str, flags: int, mode: int = 0o640) -> int:
+    def open_file(self, name: str, flags: int, mode: int = 0o640) -> int:
         """Open a regular file, and make it if the flags say so. A file that is written to must have
         this name alone. Returns a descriptor that the caller closes."""
         path, cut = self.path / name, bool(flags & os.O_TRUNC)
@@ -93,12 +93,12 @@ class OpenDirectory:
             fd = os.open(name, flags, mode, dir_fd=self.fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise NoFileError(path) from None
+                raise NotRegularFileError(path) from None
             raise OSError(error.errno, error.strerror, str(path)) from None
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or (flags & _WRITES and found.st_nlink > 1):
-                raise NoFileError(path)
+                raise NotRegularFileError(path)
             if cut:
                 os.ftruncate(fd, 0)
         except BaseException:
@@ -132,7 +132,7 @@ class OpenDirectory:
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
         """The bytes of a file. Raises OSError with EFBIG if it has more than `most_bytes`."""
-        fd = self.open(name, os.O_RDONLY)
+        fd = self.open_file(name, os.O_RDONLY)
         with open(fd, "rb") as file:
             data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
@@ -144,7 +144,7 @@ class OpenDirectory:
         temporary = f".{name}.tmp"
         with contextlib.suppress(FileNotFoundError):  # of a writer that was killed
             self.unlink(temporary)
-        fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with open(fd, "wb") as file:
                 file.write(data)
@@ -165,7 +165,7 @@ class OpenDirectory:
                 yield Path(name), found
             elif levels > 1:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    for path, info in self.inside(name).walk(levels=levels - 1):
+                    for path, info in self.open_subdirectory(name).walk(levels=levels - 1):
                         yield name / path, info
 
     def remove(self, name: str) -> int:
@@ -211,17 +211,17 @@ class OpenDirectory:
         return stat.S_ISDIR(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode)
 
     def _on_this_drive(self, name: str) -> OpenDirectory:
-        inner = self.inside(name)
+        inner = self.open_subdirectory(name)
         if os.fstat(inner.fd).st_dev != os.fstat(self.fd).st_dev:
             raise OSError(errno.EXDEV, "another file system is mounted there", str(inner.path))
         return inner
 
 
-def open_regular(path: Path) -> int:
+def open_user_named_file(path: Path) -> int:
     """Open the regular file at `path`, or where a link there leads, for reading: a path that a user
     names. Returns a descriptor that the caller closes. Raises OSError."""
     real = Path(os.path.realpath(path))
-    return OpenDirectory.opened(real.parent).open(real.name, os.O_RDONLY)
+    return OpenDirectory.open_path(real.parent).open_file(real.name, os.O_RDONLY)
 
 
 def _entered(name: str, path: Path, above: int | None) -> int:

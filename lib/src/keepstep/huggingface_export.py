@@ -31,15 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepstep.dcp.session import ImageTree
+from keepstep.dcp.session import SavedStateTree
 from keepstep.directory import OpenDirectory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
-from keepstep.image import Layout, Section, local_name
+from keepstep.image import Layout, TensorRole, add_rank_suffix
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.tensors import NATIVE_BYTES
 from keepstep.restore import fill_plan
 from keepstep.restore.fill_plan import Box, IndexBuilder, SavedTensor
-from keepstep.restore.images import W, chunk_runs, fill_targets
+from keepstep.restore.images import W, fill_targets, list_chunks_in_plan_order
 from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse_skeleton
 from keepstep.steps import StepId
 
@@ -96,7 +96,7 @@ class _Component:
     trained: bool = False
 
 
-class Export:
+class ComponentExporter:
     """Exports one component of a step into a directory."""
 
     def __init__(
@@ -124,9 +124,9 @@ class Export:
         bases = {layout.rank: layout for layout in found if layout.is_base}
         for layout in found:
             index = index or IndexBuilder(layout.world)
-            index.add(layout)
+            index.add_image(layout)
             if not layout.is_base:
-                _collect(components, layout.joined(bases.get(layout.rank)))
+                _collect(components, layout.merge_with_base(bases.get(layout.rank)))
         if index is None:
             raise UsageError(f"step {step_id} has no image")
         self.index = index.build()
@@ -151,7 +151,7 @@ class Export:
     @property
     def total_bytes(self) -> int:
         """The bytes that will be read, in whole chunks."""
-        runs = chunk_runs(self._plan, self._read_dtypes, _Chunks(lambda *_: None))
+        runs = list_chunks_in_plan_order(self._plan, self._read_dtypes, _Chunks(lambda *_: None))
         return sum(run.end - run.first for run in runs) * CHUNK_BYTES
 
     def write(self, target: Path, read: Read, on_bytes: Callable[[int], None]) -> Exported:
@@ -229,7 +229,7 @@ class Export:
         return torch.equal(*(target.reshape(-1).view(torch.uint8) for target in targets))
 
     def _stored(self, name: str, stored: str) -> SavedTensor:
-        saved = self.index.find(stored)
+        saved = self.index.find_tensor(stored)
         if saved is None:
             raise RestoreError(f"{name}: the step's tree names it, but no image holds it")
         return saved
@@ -287,7 +287,7 @@ def _collect(components: dict[str, _Component], layout: Layout) -> None:
         kept = layout.aliases.get(stored, stored)
         if kept in layout.entries:
             spec = layout.entries[kept].spec
-            part.trained = part.trained or spec.section is Section.PARAMS
+            part.trained = part.trained or spec.section is TensorRole.PARAMS
             if spec.unflattened is not None:
                 part.shapes[kept] = spec.unflattened
         if part.names.setdefault(name, kept) != kept:
@@ -328,13 +328,13 @@ def _peft(name: str) -> str:
 def _bare(name: str) -> str:
     """The name without the rank that it carries if other ranks have another tensor of that name."""
     bare, _, rank = name.rpartition("@rank-")
-    return bare if bare and rank.isdecimal() and name == local_name(bare, int(rank)) else name
+    return bare if bare and rank.isdecimal() and name == add_rank_suffix(bare, int(rank)) else name
 
 
 def _leaves(layout: Layout) -> Iterator[tuple[str, str, str | None]]:
     """For each leaf: its component, its name in the component, and the stored name of the tensor;
     None if it is not a tensor."""
-    tree = ImageTree.parse(layout.skeleton)
+    tree = SavedStateTree.parse(layout.skeleton)
     if not tree.foreign:
         paths = tree.paths or {}
         stored = dict.fromkeys(entry.spec.tensor or name for name, entry in layout.entries.items())
@@ -495,12 +495,12 @@ def _check_new(target: Path) -> None:
 def _staged_directory(target: Path) -> Iterator[OpenDirectory]:
     """A hidden directory, which becomes `target` when the block ends and is removed if it
     raises."""
-    place = OpenDirectory.opened(target.parent, make=True)
+    place = OpenDirectory.open_path(target.parent, make=True)
     name = f".{target.name}.exporting-{os.getpid()}"
     if not place.make(name):
         raise UsageError(f"{place.path / name} is there already: move it away")
     try:
-        growing = place.inside(name)
+        growing = place.open_subdirectory(name)
         yield growing
         growing.sync()
         place.rename(name, target.name)  # from now on, readers see a complete directory
@@ -514,7 +514,7 @@ def _staged_directory(target: Path) -> Iterator[OpenDirectory]:
 @contextlib.contextmanager
 def _mapping(directory: OpenDirectory, file: _File) -> Iterator[mmap.mmap]:
     """Create the file with all its blocks, and map it. It is on the medium when the block ends."""
-    fd = directory.open(file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    fd = directory.open_file(file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         os.posix_fallocate(fd, 0, file.size_bytes)
         os.pwrite(fd, file.header, 0)
@@ -527,7 +527,7 @@ def _mapping(directory: OpenDirectory, file: _File) -> Iterator[mmap.mmap]:
 
 
 def _write_text(directory: OpenDirectory, name: str, text: str) -> None:
-    fd = directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    fd = directory.open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with open(fd, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

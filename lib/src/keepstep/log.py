@@ -50,7 +50,7 @@ class LogLimit:
         self._last: dict[str, float] = {}
         self._left_out: dict[str, int] = {}
 
-    def due(self, key: str) -> int | None:
+    def suppressed_count_if_due(self, key: str) -> int | None:
         """None when it is too soon; else how many were left out since the last one."""
         with self._lock:
             now = time.monotonic()
@@ -69,7 +69,7 @@ class _Few(logging.Filter):
         self._limit = LogLimit()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        left_out = self._limit.due(f"{record.pathname}:{record.lineno}")
+        left_out = self._limit.suppressed_count_if_due(f"{record.pathname}:{record.lineno}")
         if left_out:
             record.fields = {"left_out": left_out}
         return left_out is not None

@@ -32,7 +32,7 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def spawn_command(
+def start_child_process(
     path: str, command: tuple[str, ...], environment: Mapping[str, str], *, own_group: bool
 ) -> int:
     """Start `command` with this process's stdin, stdout and stderr and no blocked signals. Returns

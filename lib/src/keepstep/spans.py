@@ -28,7 +28,7 @@ def is_in_spans(text: str, number: int) -> bool:
     return any(a <= number <= b for a, b in map(_ends, text.split(",")))
 
 
-def parse_spans(text: str) -> Iterator[int]:
+def parse_number_set(text: str) -> Iterator[int]:
     """The numbers of the set, at most `MOST`. Parts that cannot be read count as empty."""
     found = (number for a, b in map(_ends, text.split(",")) for number in range(a, b + 1))
     return islice(found, MOST)

@@ -165,13 +165,13 @@ class Transition(NamedTuple):
     where: str
 
 
-def transitions(table: str) -> tuple[Transition, ...]:
+def parse_transition_table(table: str) -> tuple[Transition, ...]:
     """The rows `states | event | after | where` of a table."""
     rows = table.strip().splitlines()
     return tuple(Transition(*map(str.strip, row.split("|"))) for row in rows)
 
 
-class Answer(StrEnum):
+class TierAnswer(StrEnum):
     """What a tier says when asked what it holds. Only `NONE` allows a start at step 0."""
 
     NONE = "none"
@@ -179,7 +179,7 @@ class Answer(StrEnum):
     STEPS = "steps"
 
 
-def run_name(text: str) -> str:
+def sanitize_run_name(text: str) -> str:
     """The text as the name of a run; '' if nothing of it can be one."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:63]
 
@@ -189,6 +189,6 @@ def shard_name(rank: int, world: int) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def base_name(rank: int, world: int) -> str:
+def make_base_file_name(rank: int, world: int) -> str:
     """File name of the base of a rank's shard, beside it."""
     return f"base-{rank:05d}-of-{world:05d}.safetensors"

@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from keepstep_operator import __version__
-from keepstep_operator.settings import ErrorGroup
+from keepstep_operator.shared_options import ErrorReportingGroup
 
 _COMMANDS: Final = {
     "admission": (
@@ -38,7 +38,7 @@ def _leave_out_synchronous_client() -> None:
     sys.modules.setdefault("kubernetes.client", None)  # type: ignore[arg-type]
 
 
-class _Components(ErrorGroup):
+class _Components(ErrorReportingGroup):
     """A group that knows its commands by name and imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

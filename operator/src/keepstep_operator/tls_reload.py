@@ -61,7 +61,7 @@ class ServerTls:
             self.reload()
 
 
-def mounted_pair(directory: Path) -> Shown:
+def read_mounted_pair(directory: Path) -> Shown:
     """The pair in a directory where a Secret is mounted. Raises OSError."""
     return (directory / "tls.crt").read_bytes(), (directory / "tls.key").read_bytes()
 

@@ -10,37 +10,37 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from keepstep.core.schedule import Pacing, StepGrid
+from keepstep.core.schedule import PersistCostMeasurements, StepGrid
 from keepstep.errors import ImageError, StorageError
 from keepstep.steps import Epoch
 from keepstep.wire.member_reports import ReportReply
-from keepstep_sidecar import connections, log
-from keepstep_sidecar.api.lifecycle import SidecarService
+from keepstep_sidecar import log, unauthenticated_connections
 from keepstep_sidecar.api.pinning import PinHandlers
 from keepstep_sidecar.api.restoring import RestoreHandlers
 from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
-from keepstep_sidecar.api.server import listen
-from keepstep_sidecar.api.status import keep_history, note_warnings, volume_status
-from keepstep_sidecar.commit.inventory import RemoteInventory
-from keepstep_sidecar.commit.leader_notes import ReportingState
+from keepstep_sidecar.api.server import serve_until_stopped
+from keepstep_sidecar.api.sidecar_service import SidecarService
+from keepstep_sidecar.api.status import persist_history, record_warnings_in_history, volume_status
+from keepstep_sidecar.commit.leader_state_record import ReportingState
 from keepstep_sidecar.commit.node_host import NodeHost
+from keepstep_sidecar.commit.reachable_copies import RemoteInventory
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
 from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.leader.host import OWN
-from keepstep_sidecar.leases import Leases, OwnerProcess
+from keepstep_sidecar.leases import Leases, OwnerProcessWatcher
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_allocator import SlotAllocator
 from keepstep_sidecar.memory.slot_directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
-from keepstep_sidecar.report.leader_role import LeaderRole
-from keepstep_sidecar.report.reporter import Reporter, ReportSource
+from keepstep_sidecar.report.reporter import LeaderReporter, ReportSource
+from keepstep_sidecar.report.run_leadership import LeaderAccess
 from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
-from keepstep_sidecar.restore.fetcher import Fetcher, Prefetcher
+from keepstep_sidecar.restore.fetcher import Fetcher, MemoryImageLoader
 from keepstep_sidecar.restore.restorer import Restorer
-from keepstep_sidecar.restore.sources import ImageSources
+from keepstep_sidecar.restore.sources import ImageSourceHandlers
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
@@ -55,7 +55,7 @@ def serve(config: Config) -> None:
     """Serve until the sidecar ends. Raises KeepstepError when it cannot start."""
     log.configure(config.run)
     os.umask(_UMASK)
-    connections.raise_descriptor_limit()
+    unauthenticated_connections.raise_descriptor_limit()
     lock = DirectoryLock(config)
     lock.take()
     try:
@@ -92,10 +92,12 @@ async def _serve(config: Config, lock: DirectoryLock) -> None:
         service, reports = build(config, volumes, tasks)
         try:
             service.start()
-            tasks.keep(functools.partial(note_warnings, service), "note warnings")
-            tasks.keep(functools.partial(keep_history, service), "keep history")
-            tasks.keep(reports.run, "report")
-            await listen(service, tasks, lock)
+            tasks.spawn_with_retries(
+                functools.partial(record_warnings_in_history, service), "note warnings"
+            )
+            tasks.spawn_with_retries(functools.partial(persist_history, service), "keep history")
+            tasks.spawn_with_retries(reports.run, "report")
+            await serve_until_stopped(service, tasks, lock)
         finally:
             await service.remote_tiers.close()
             await service.close()
@@ -110,16 +112,18 @@ def _history(file: HistoryFile) -> MachineHistory:
         return MachineHistory()
 
 
-def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarService, Reporter]:
+def build(
+    config: Config, volumes: VolumeSet, tasks: Tasks
+) -> tuple[SidecarService, LeaderReporter]:
     """Build all parts, in the order in which an image passes them. No part is replaced later."""
     drives = len(volumes.volumes)
     names, readers = _threads("names", 1), _threads("read", _MOST_READS)
     writers = [_threads(f"write-{number}", 1) for number in range(drives)]
     changes = ChangeNotifier()
-    led = LeaderRole(config, changes)
+    led = LeaderAccess(config, changes)
     leader = ReportingState(changes)
     leases = Leases(changes)
-    history_file = HistoryFile(volumes.history, run=config.run)
+    history_file = HistoryFile(volumes.history_path, run=config.run)
     history = _history(history_file)
     slot_directories = SlotDirectories(
         config.memory_dir, huge=config.huge_pages_dir, only_small=config.small_pages
@@ -129,27 +133,29 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
     node_host = NodeHost(
         volumes,
         slots,
-        remotes=_remote_tiers(config, volumes, led, epochs=lambda: node_host.epochs.own()),
+        remotes=_remote_tiers(
+            config, volumes, led, epochs=lambda: node_host.epochs.collect_own_epochs()
+        ),
         names=names,
         writers=writers,
         changes=changes,
         spawn=tasks.spawn,
         keep=config.retention,
-        grid=StepGrid(config.persist_base, milestones=config.milestones),
+        grid=StepGrid(config.persist_grid_interval, milestones=config.milestones),
         pacing=_pacing(config),
         alone=config.alone,
         rollback_request=config.rollback_request,
         history=history,
     )
-    node_host.epochs.training = lambda: leases.training
+    node_host.epochs.training = lambda: leases.training_ranks
     operated = config.reporting is not None
     remote_tiers = RemoteTiers(node_host, changes, operated=operated, leads=config.node_rank == OWN)
     fetcher = Fetcher(slots, node_host, readers)
-    image_sources = ImageSources(slots, node_host, leases, fetcher)
+    image_sources = ImageSourceHandlers(slots, node_host, leases, fetcher)
     chunk_buffers = ChunkBuffers(
         fetcher, leases, memory_dir=config.memory_dir, limit_bytes=config.memory_limit_bytes
     )
-    prefetcher = Prefetcher(
+    prefetcher = MemoryImageLoader(
         slots,
         node_host,
         fetcher,
@@ -162,7 +168,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         image_sources,
         chunk_buffers,
         fleeting=config.on_loss is OnLoss.RESTART,
-        way_out=config.way_out,
+        way_out=config.fresh_start_command,
     )
     saving = SaveHandlers(
         config,
@@ -179,7 +185,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         leader=leader,
         volumes=volumes,
         executors=(readers, *writers, names),
-        owner=OwnerProcess(changes),
+        owner=OwnerProcessWatcher(changes),
         remote_tiers=remote_tiers,
         image_sources=image_sources,
         chunk_buffers=chunk_buffers,
@@ -189,7 +195,7 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
         pinning=PinHandlers(
             node_host,
             changes,
-            share=led.pin,
+            share=led.set_pins,
             operator=operated,
         ),
         history_file=history_file,
@@ -197,29 +203,31 @@ def build(config: Config, volumes: VolumeSet, tasks: Tasks) -> tuple[SidecarServ
     )
     channel = led.channel(
         volumes.record.pinned,
-        lambda: node_host.node.ledger.lineage.current,
+        lambda: node_host.node.ledger.lineage.current_epoch,
         lambda: service.leaves,
     )
-    led.start(tasks, node_host.alarm)
+    led.start(tasks, node_host.record_leader_alarm)
 
     async def apply(reply: ReportReply) -> None:
         await service.apply_reply(reply)
-        await led.learn(reply.authorities)
+        await led.trust_authorities(reply.authorities)
 
     observed = ReportSource(
         measure=lambda: volume_status(service),
-        report=lambda volumes, sequence: report.build_report(service, volumes, sequence=sequence),
+        report=lambda volumes, sequence: report.build_member_report(
+            service, volumes, sequence=sequence
+        ),
         urgent=lambda: report.is_urgent(service),
     )
-    return service, Reporter(channel, observed, leader=leader, apply=apply, changes=changes)
+    return service, LeaderReporter(channel, observed, leader=leader, apply=apply, changes=changes)
 
 
-def _pacing(config: Config) -> Pacing | None:
+def _pacing(config: Config) -> PersistCostMeasurements | None:
     """How often a step is persisted; None where a person set a fixed interval."""
     if config.persist_every is not None:
         return None
-    return Pacing(
-        config.persist_base,
+    return PersistCostMeasurements(
+        config.persist_grid_interval,
         drive_writes_per_day=config.drive_writes_per_day,
         copies=config.peer_settings.replicas if config.peer_settings else 0,
     )
@@ -230,13 +238,17 @@ def _threads(name: str, count: int) -> ThreadPoolExecutor:
 
 
 def _remote_tiers(
-    config: Config, volumes: VolumeSet, led: LeaderRole, *, epochs: Callable[[], tuple[Epoch, ...]]
+    config: Config,
+    volumes: VolumeSet,
+    led: LeaderAccess,
+    *,
+    epochs: Callable[[], tuple[Epoch, ...]],
 ) -> RemoteInventory:
     """The configured remote tiers. Their modules are imported only when they are configured."""
     archive = ancestor = None
     if config.archive_config is not None:
         from keepstep_sidecar.tiers.archive import tier
 
-        archive, ancestor = tier.remote_tiers(config, config.archive_config, epochs=epochs)
-    peers = None if led.machines is None else led.machines.peers(volumes)
+        archive, ancestor = tier.build_archive_tiers(config, config.archive_config, epochs=epochs)
+    peers = None if led.machines is None else led.machines.build_peer_tier(volumes)
     return RemoteInventory(peers=peers, archive=archive, ancestor=ancestor)

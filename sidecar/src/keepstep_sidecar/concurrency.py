@@ -61,7 +61,8 @@ class ChangeNotifier:
 # Background tasks. Each has a name and an owner, and none ends the process when it fails.
 #
 # A failure is logged. The next event sees the state that it left, and training goes on. Tasks that
-# watch or work as long as the process lives are started again after a failure: `keep`.
+# watch or work as long as the process lives are started again after a failure:
+# `spawn_with_retries`.
 
 
 _LONGEST_PAUSE_S = 30.0
@@ -90,7 +91,7 @@ class Tasks:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    def keep(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    def spawn_with_retries(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Run `work()` as `spawn` does. If it fails, run it again, with growing pauses."""
         self.spawn(_again(work, name), name)
 
@@ -191,7 +192,7 @@ class OnThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
-def run_detached(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+def run_on_detached_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run `work` on a thread of its own that nothing waits for, not even the end of this process.
     For work that may hang for ever and may be lost."""
     loop = asyncio.get_running_loop()

@@ -124,11 +124,13 @@ class MachineHistory:
             EventKind.EVICTED, history_id.epoch, "", step=history_id, number=history_id.step
         )
 
-    def lost(self, kind: EventKind, *, rank: int, step: int, reason: str, count: int = 1) -> None:
+    def record_lost_saves(
+        self, kind: EventKind, *, rank: int, step: int, reason: str, count: int = 1
+    ) -> None:
         """Saves that were SKIPPED or DISCARDED (`kind`)."""
         self._count(kind, rank, _cut(reason), step=None, number=step, count=count)
 
-    def warn(self, warnings: Collection[str]) -> None:
+    def record_warning_changes(self, warnings: Collection[str]) -> None:
         """Record the warnings that appeared and disappeared. `warnings`: all that there are now."""
         now = tuple(dict.fromkeys(map(_cut, warnings)))[:_WARNINGS]
         if now == self._warnings:
@@ -207,7 +209,7 @@ class MachineHistory:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def since(self, sequence: int) -> list[HistoryEvent]:
+    def list_events_after(self, sequence: int) -> list[HistoryEvent]:
         """The known events after the one with that number. Events that are still being counted
         follow a second later."""
         self._close(before=self._clock() - _TOGETHER_S)
@@ -218,7 +220,7 @@ class MachineHistory:
         self._close()
         return self._after(0)
 
-    def has_since(self, sequence: int) -> bool:
+    def has_events_after(self, sequence: int) -> bool:
         """Whether anything happened after the event with that number."""
         return self._last > sequence or bool(self._open)
 
@@ -229,7 +231,7 @@ class MachineHistory:
 
     def history_page(self, run: str, since: int) -> HistoryPage:
         """The answer to GET /v1/history."""
-        events = tuple(self.since(since))
+        events = tuple(self.list_events_after(since))
         oldest = self._events[0].sequence if self._events else 0
         return HistoryPage(run=run, oldest=oldest, last=self._last, events=events)
 

@@ -7,7 +7,7 @@ any more. In a pod the sidecar cannot see it: containers have their own pid name
 connection is all there is.
 
 This module also checks what a trainer says first, and tells whom this sidecar serves
-(`OwnerProcess`).
+(`OwnerProcessWatcher`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keepstep.image import Layout
 from keepstep.wire.trainer import PROTOCOL, LeaseRequest
 from keepstep_sidecar import __version__
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 
 _HANDOVER_S = 2.0
 
@@ -78,12 +78,12 @@ class Leases:
         return self._by_rank.keys()
 
     @property
-    def training(self) -> Collection[int]:
+    def training_ranks(self) -> Collection[int]:
         """The ranks whose trainers live and have restored."""
         return [rank for rank, lease in self._by_rank.items() if lease.training]
 
     @property
-    def warnings(self) -> list[str]:
+    def trainer_warnings(self) -> list[str]:
         """What the trainers warn of, in rank order."""
         return [lease.warning for _, lease in sorted(self._by_rank.items()) if lease.warning]
 
@@ -91,7 +91,7 @@ class Leases:
         """The live lease of a rank; None if there is none."""
         return self._by_rank.get(rank)
 
-    def restores(self, rank: int) -> bool:
+    def is_rank_awaiting_restore(self, rank: int) -> bool:
         """Whether the rank is about to restore, or will restore when its trainer comes."""
         lease = self.of(rank)
         return lease is None or not lease.training
@@ -210,7 +210,9 @@ def parse_layout(header: str) -> Layout:
 # sidecar never concludes that the run lacks what it lacks itself.
 
 
-def served_rank_count(request: LeaseRequest, *, environment: Mapping[str, str], alone: bool) -> int:
+def infer_served_rank_count(
+    request: LeaseRequest, *, environment: Mapping[str, str], alone: bool
+) -> int:
     """How many ranks of this run this sidecar serves; 0 when that is unknown.
 
     torchrun tells its workers. Without it, a sidecar that is `alone` serves all ranks. One of
@@ -238,7 +240,7 @@ def serves_all_ranks(request: LeaseRequest) -> bool:
 # abandoned would end meanwhile.
 
 
-class OwnerProcess:
+class OwnerProcessWatcher:
     """Watches at most one process by its pidfd: the newest that was named."""
 
     def __init__(self, changes: ChangeNotifier) -> None:
@@ -252,15 +254,15 @@ class OwnerProcess:
 
     def watch(self, pid: int) -> None:
         """Watch this process from now on. A process that is already gone counts as none."""
-        self.leave()
+        self.stop_watching()
         try:
             self._pidfd = os.pidfd_open(pid)
         except (OSError, OverflowError):  # no process has such a number
             return
-        asyncio.get_running_loop().add_reader(self._pidfd, self.leave)
+        asyncio.get_running_loop().add_reader(self._pidfd, self.stop_watching)
         self._changes.ring()
 
-    def leave(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching: there is no owner any more. Idempotent."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)

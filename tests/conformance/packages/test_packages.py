@@ -21,7 +21,9 @@ MODULES = (
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_restarted_training_with_a_package_is_what_its_row_says(row: Row, tmp_path: Path) -> None:
+def test_a_restarted_training_with_a_package_has_the_result_that_its_table_row_expects(
+    row: Row, tmp_path: Path
+) -> None:
     if "deepspeed" in row.packages and not (EXTENSIONS / "cpu_adam" / "cpu_adam.so").exists():
         pytest.skip("DeepSpeed's CPU Adam is not compiled: make test-frameworks does that")
     check(Trial(row, tmp_path, modules=MODULES))

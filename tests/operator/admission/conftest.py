@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_operator.admission.checkpoint_run import ExistingRuns
+from keepstep_operator.admission.checkpoint_run_reader import ExistingRunReader
 from keepstep_operator.admission.metrics import AdmissionMetrics
 from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
-from keepstep_operator.admission.policies import Policies
+from keepstep_operator.admission.policy_lookup import Policies
 from keepstep_operator.admission.server import Admission
 from keepstep_operator.certificates.pki import KeyPair, make_server
 from keepstep_operator.injection import InjectionDefaults
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.serving import serve_application
-from keepstep_operator.tls_reload import ServerTls, mounted_pair
+from keepstep_operator.tls_reload import ServerTls, read_mounted_pair
 from tests.operator.admission.reviews import NAME, ApiServersWebhook, write_pair
 from tests.operator.apiserver import ApiServer
 from tests.operator.injection.pods import DEFAULTS
@@ -68,7 +68,7 @@ def started(tmp_path: Path, pair: KeyPair) -> Start:
             metrics = AdmissionMetrics()
             admission = Admission(
                 policies=Policies(client, patience_s=patience_s),
-                records=ExistingRuns(client),
+                records=ExistingRunReader(client),
                 rooms=NamespaceLimitsReader(client),
                 defaults=lambda: running.defaults,
                 metrics=metrics,
@@ -76,7 +76,7 @@ def started(tmp_path: Path, pair: KeyPair) -> Start:
                 path=lambda: path,
             )
             directory = write_pair(tmp_path / "tls", pair)
-            context = ServerTls(lambda: mounted_pair(directory)).context
+            context = ServerTls(lambda: read_mounted_pair(directory)).context
             app = admission.application(str)
             port = await stack.enter_async_context(
                 serve_application(app, port=0, host="127.0.0.1", ssl_context=context, shutdown_s=1)

@@ -30,7 +30,7 @@ def _reason(pod: dict[str, Any]) -> str:
     return injected.reason if injected else "nothing was said"
 
 
-async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
+async def test_a_pod_without_the_policy_annotation_is_not_changed(started: Start) -> None:
     async with started() as running:
         pod = bare_pod()
         pod["metadata"]["annotations"] = {}
@@ -38,7 +38,7 @@ async def test_a_pod_that_does_not_ask_is_left_alone(started: Start) -> None:
         assert running.count("skipped", "NotAsked") == 1
 
 
-async def test_a_pod_that_joins_a_run_gets_what_its_others_have(started: Start) -> None:
+async def test_a_pod_that_joins_a_run_gets_the_settings_of_the_other_pods(started: Start) -> None:
     """The policy is deleted by then, the chart has another image; root's is the chart's."""
     async with started() as running:
         _put_start(running, image="sidecar:0", version="0")
@@ -76,7 +76,7 @@ async def test_a_policy_that_is_created_after_its_job_is_waited_for(started: Sta
         assert parse_pod(created).has_sidecar
 
 
-async def test_an_api_server_that_is_away_for_a_moment_is_asked_again(started: Start) -> None:
+async def test_a_failed_request_to_the_api_server_is_retried(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
         running.server.broken, running.server.broken_part = 3, "/resourcequotas"
@@ -84,7 +84,7 @@ async def test_an_api_server_that_is_away_for_a_moment_is_asked_again(started: S
         assert (parse_pod(created).has_sidecar, warnings) == (True, [])
 
 
-async def test_an_edited_policy_and_a_new_quota_hold_after_a_second(started: Start) -> None:
+async def test_an_edited_policy_and_a_new_quota_take_effect_after_a_second(started: Start) -> None:
     async with started() as running:
         put_policy(running.server, policy_body())
         await running.webhook.create(pytorch_job())
@@ -101,7 +101,9 @@ async def test_an_edited_policy_and_a_new_quota_hold_after_a_second(started: Sta
         assert _reason(created) == "NoRoom"
 
 
-async def test_a_wrong_policy_lets_the_pod_pass_and_says_what_is_wrong(started: Start) -> None:
+async def test_a_pod_with_an_invalid_policy_is_admitted_uninjected_with_a_warning(
+    started: Start,
+) -> None:
     async with started() as running:
         put_policy(running.server, policy_body(memory={"limit": "12"}))
         created, warnings = await running.webhook.create(pytorch_job())
@@ -121,7 +123,7 @@ async def test_a_slow_api_server_does_not_use_up_the_webhooks_timeout(started: S
         assert _reason(created) == "Timeout"
 
 
-async def test_a_bug_of_ours_lets_the_pod_pass(
+async def test_an_internal_error_admits_the_pod_uninjected(
     started: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -139,7 +141,7 @@ async def test_a_bug_of_ours_lets_the_pod_pass(
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"request": {}}', b'{"request": {"uid": "1", "object": 5}}']
 )
-async def test_what_is_no_review_is_refused_and_logged(
+async def test_an_invalid_admission_review_is_refused_and_logged(
     started: Start, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with started() as running:
@@ -152,7 +154,7 @@ async def test_what_is_no_review_is_refused_and_logged(
 @pytest.mark.parametrize(
     "path", ["/", "/inject", "/inject-", "/inject-5ec", "/inject-5ecret/", "/%69"]
 )
-async def test_at_any_path_but_the_secret_one_there_is_nothing_whatever_is_sent(
+async def test_every_path_but_the_secret_one_returns_404(
     started: Start, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with started(path="/inject-5ecret") as running:
@@ -166,7 +168,7 @@ async def test_at_any_path_but_the_secret_one_there_is_nothing_whatever_is_sent(
         assert status == 400
 
 
-async def test_what_is_logged_of_a_pod_is_short_and_printable(
+async def test_log_messages_about_a_pod_are_short_and_printable(
     started: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -190,7 +192,7 @@ async def test_what_is_logged_of_a_pod_is_short_and_printable(
         ("spec", {"containers": [{"name": "a", "env": [{}]}]}),
     ],
 )
-async def test_a_malformed_pod_is_left_to_the_api_servers_own_validation(
+async def test_a_malformed_pod_is_passed_on_to_the_validation_of_the_api_server(
     started: Start, field: str, value: Any
 ) -> None:
     async with started() as running:

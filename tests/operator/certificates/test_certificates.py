@@ -35,7 +35,7 @@ from keepstep_operator.certificates.pki import (
     sign_server,
     split_bundle,
 )
-from keepstep_operator.certificates.ring import CertificateRing, RingMove, due_move
+from keepstep_operator.certificates.ring import CertificateRing, RingAction, due_move
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import KubeError
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS
@@ -60,7 +60,9 @@ def leaf(authority: KeyPair) -> KeyPair:
     return sign_server(authority, NAMES, now=_now(), life=DAY)
 
 
-def test_the_strictest_verification_accepts_both_kinds(authority: KeyPair, leaf: KeyPair) -> None:
+def test_strict_x509_verification_accepts_self_signed_and_ca_signed_certificates(
+    authority: KeyPair, leaf: KeyPair
+) -> None:
     """Python 3.13 verifies so by default (RFC 5280: key identifiers, critical extensions)."""
     alone = make_server(NAMES, now=_now(), life=90 * DAY)
     for pair, bundle in ((leaf, authority.certificate), (alone, alone.certificate)):
@@ -112,7 +114,7 @@ def test_a_leaf_does_not_outlive_its_authority() -> None:
     )
 
 
-def test_authorities_of_one_name_are_told_apart() -> None:
+def test_authorities_with_the_same_name_are_distinguished() -> None:
     pair, two = (make_authority("same", now=_now(), life=DAY) for _ in range(2))
     leaf = sign_server(pair, NAMES, now=_now(), life=DAY)
     bundle = two.certificate + pair.certificate
@@ -120,14 +122,14 @@ def test_authorities_of_one_name_are_told_apart() -> None:
     assert split_bundle(bundle) == (two.certificate, pair.certificate)
 
 
-def test_a_pair_fits_only_with_its_own_key(authority: KeyPair, leaf: KeyPair) -> None:
+def test_a_certificate_matches_only_its_own_key(authority: KeyPair, leaf: KeyPair) -> None:
     assert is_matching_pair(leaf)
     assert not is_matching_pair(KeyPair(certificate=leaf.certificate, key=authority.key))
     assert not is_matching_pair(KeyPair(certificate=b"", key=leaf.key))
     assert not is_matching_pair(KeyPair(certificate=leaf.certificate, key=b"nonsense"))
 
 
-def test_what_cannot_be_read_is_no_certificate() -> None:
+def test_an_unreadable_certificate_is_refused() -> None:
     assert split_bundle(b"nonsense") == ()
     assert split_bundle(b"") == ()
     with pytest.raises(ValueError, match="PEM"):
@@ -145,22 +147,22 @@ def _made(begin: datetime = START) -> KeyPair:
     return make_authority("a", now=begin, life=3650 * DAY)
 
 
-def test_an_expired_pair_is_replaced_at_once_by_the_next_or_a_new_one() -> None:
+def test_an_expired_certificate_is_replaced_at_once() -> None:
     after, old = START + 3651 * DAY, _made()
-    assert due_move(CertificateRing(used=old), now=after, overlap=OVERLAP) is RingMove.BEGIN
+    assert due_move(CertificateRing(used=old), now=after, overlap=OVERLAP) is RingAction.BEGIN
     newer = CertificateRing(used=old, next=_made(after - DAY))
-    assert due_move(newer, now=after, overlap=OVERLAP) is RingMove.PROMOTE
+    assert due_move(newer, now=after, overlap=OVERLAP) is RingAction.PROMOTE
     assert (
         due_move(CertificateRing(used=old, next=_made()), now=after, overlap=OVERLAP)
-        is RingMove.BEGIN
+        is RingAction.BEGIN
     )
 
 
-def test_somebody_may_ask_for_another_pair() -> None:
+def test_a_rotation_of_the_certificate_can_be_requested() -> None:
     asked = CertificateRing(used=_made(), asked=True)
-    assert due_move(asked, now=START + DAY, overlap=OVERLAP) is RingMove.ADD_NEXT
+    assert due_move(asked, now=START + DAY, overlap=OVERLAP) is RingAction.ADD_NEXT
     rotating = CertificateRing(used=_made(), next=_made(START), asked=True)
-    assert due_move(rotating, now=START + DAY, overlap=OVERLAP) is RingMove.NONE
+    assert due_move(rotating, now=START + DAY, overlap=OVERLAP) is RingAction.NONE
 
 
 # Rounds against an API server, with a clock that is turned by years: at every moment each
@@ -235,7 +237,7 @@ def _webhook() -> Body:
     return {"metadata": {"name": "keepstep"}, "webhooks": [webhook]}
 
 
-async def test_the_first_round_makes_everything_and_a_real_client_accepts_it() -> None:
+async def test_the_first_round_creates_a_certificate_that_a_real_tls_client_accepts() -> None:
     async with _running(at=datetime.now(UTC)) as kept:
         await kept.after(timedelta())
         assert shakes_hands(kept.shown, bundle=kept.published, name=NAME) == ""
@@ -270,7 +272,7 @@ async def _ask(server: ApiServer) -> None:
     server.put(SECRETS, {**body, "metadata": metadata})
 
 
-async def test_nothing_is_used_while_it_could_not_be_published() -> None:
+async def test_a_certificate_is_not_used_before_its_authority_is_published() -> None:
     async with _running() as kept:
         await kept.after(timedelta())
         await _ask(kept.server)
@@ -290,7 +292,9 @@ async def test_nothing_is_used_while_it_could_not_be_published() -> None:
         assert kept.shown.certificate == split_bundle(kept.published)[0] != shown.certificate
 
 
-async def test_after_a_long_absence_what_was_in_use_is_trusted_for_another_overlap() -> None:
+async def test_the_replaced_certificate_stays_trusted_for_the_overlap_after_a_long_downtime() -> (
+    None
+):
     async with _running() as kept:
         await kept.after(timedelta())
         await _ask(kept.server)
@@ -320,7 +324,7 @@ class _Refusing:
         self._server.down = False
 
 
-async def test_the_webhook_gets_a_path_that_nobody_can_guess_and_keeps_it() -> None:
+async def test_the_webhook_gets_a_random_path_that_does_not_change() -> None:
     async with _running() as kept:
         await kept.after(timedelta())
         path = kept.path
@@ -332,7 +336,9 @@ async def test_the_webhook_gets_a_path_that_nobody_can_guess_and_keeps_it() -> N
         assert (kept.secret()["path"].decode(), kept.path) == (path, path)
 
 
-async def test_what_an_older_release_left_goes_on_to_be_trusted_and_gets_what_it_lacks() -> None:
+async def test_the_certificate_of_an_older_release_stays_trusted_and_missing_fields_are_added() -> (
+    None
+):
     """A certificate that an authority signed is trusted as it is."""
     async with _running(at=datetime.now(UTC)) as kept:
         older = make_authority("keepstep-admission", now=_now(), life=DAY)
@@ -347,7 +353,9 @@ async def test_what_an_older_release_left_goes_on_to_be_trusted_and_gets_what_it
         assert kept.secret()["path"] == kept.path.encode() != b""
 
 
-async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Path) -> None:
+async def test_the_certificates_command_without_a_cluster_fails_with_a_clear_message(
+    tmp_path: Path,
+) -> None:
     process = await create_subprocess_exec(
         sys.executable, "-m", "keepstep_operator.cli", "certificates",
         "--namespace", NAMESPACE,
@@ -363,7 +371,7 @@ async def test_the_command_without_a_cluster_fails_with_a_sentence(tmp_path: Pat
 # The authority of sidecars is kept with the rights that the chart gives.
 
 
-async def test_no_secret_but_its_own_is_asked_for_and_no_webhook() -> None:
+async def test_the_peer_certificate_keeper_accesses_only_its_own_secret() -> None:
     async with ApiServer().running() as server, KubeClient(server.access) as client:
         kept = KeptCertificate(secret="keepstep-peers-ca", life=3650 * DAY, overlap=2 * DAY)
         clock = Clock(datetime(2026, 1, 1, tzinfo=UTC))

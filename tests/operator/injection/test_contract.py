@@ -46,8 +46,8 @@ def containers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("containers")
-def test_the_sidecar_understands_every_setting() -> None:
-    config = Config.of(given_values())
+def test_the_sidecar_parses_every_injected_setting() -> None:
+    config = Config.from_values(given_values())
     assert config.run == "gpt-3f6a1f0e"
     assert config.memory_dir == Path("/run/keepstep")
     assert config.volumes == (Path("/keepstep/volumes/scratch"), Path("/keepstep/volumes/nvme0"))
@@ -73,7 +73,7 @@ def test_the_sidecar_understands_every_setting() -> None:
     )
 
 
-def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
+def test_persist_auto_passes_the_drive_wear_limit_to_the_sidecar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rules = policy(EMPTY_DIR, stage={"every": 5}, persist={"driveWritesPerDay": "0.3"})
@@ -81,22 +81,22 @@ def test_with_auto_the_sidecar_chooses_within_the_wear_of_its_drives(
     for variable in sidecar["env"]:
         if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
             monkeypatch.setenv(variable["name"], variable["value"])
-    config = Config.of(given_values())
+    config = Config.from_values(given_values())
     assert (config.persist_every, config.drive_writes_per_day) == (None, 0.3)
-    assert config.persist_base == 5
+    assert config.persist_grid_interval == 5
 
 
-def test_with_auto_the_cost_of_a_save_decides_what_is_staged(
+def test_stage_auto_lets_the_sidecar_choose_the_stage_interval_by_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sidecar = inject(pytorch_job(), policy(EMPTY_DIR, stage={"mode": "Auto"}), DEFAULTS)
     for variable in sidecar["spec"]["initContainers"][0]["env"]:
         if variable["name"].startswith("KEEPSTEP_") and "value" in variable:
             monkeypatch.setenv(variable["name"], variable["value"])
-    assert Config.of(given_values()).stages_by_cost
+    assert Config.from_values(given_values()).stages_by_cost
 
 
-def test_every_variable_is_one_that_the_sidecar_reads(
+def test_every_injected_variable_is_read_by_the_sidecar(
     containers: dict[str, dict[str, Any]],
 ) -> None:
     written = {
@@ -108,7 +108,7 @@ def test_every_variable_is_one_that_the_sidecar_reads(
     assert written <= {setting.variable for setting in SETTINGS}
 
 
-def test_start_flush_and_prepare_are_actions_of_the_sidecar(
+def test_the_injected_probe_flush_and_prepare_commands_exist_in_the_sidecar(
     containers: dict[str, dict[str, Any]],
 ) -> None:
     sidecar = containers["keepstep-sidecar"]

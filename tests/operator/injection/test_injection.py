@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from jsonpatch import apply_patch, make_patch
 
-from keepstep_operator.api.pod import PodError, injected_of, parse_pod, training_container
+from keepstep_operator.api.pod import PodRefusedError, injected_of, parse_pod, training_container
 from keepstep_operator.api.policy import Accounting, Policy
 from keepstep_operator.api.quantities import parse_bytes, parse_millicores
 from keepstep_operator.injection import annotate_skip, inject
@@ -39,7 +39,7 @@ def _inject(pod: Body, policy: Policy) -> Body:
     """Refusals that have a reason (an ephemeral volume without an fsGroup) are not our case."""
     try:
         return inject(pod, policy, DEFAULTS)
-    except PodError as error:
+    except PodRefusedError as error:
         assume(error.reason != "NoFsGroup")
         raise
 
@@ -74,7 +74,7 @@ def test_a_second_injection_changes_nothing(pod: Body, policy: Policy) -> None:
 
 @given(pod=pods(), policy=policies())
 @settings(max_examples=300)
-def test_nothing_of_the_users_pod_is_lost(pod: Body, policy: Policy) -> None:
+def test_injection_removes_nothing_from_the_pod(pod: Body, policy: Policy) -> None:
     before = deepcopy(pod)
     injected = _inject(pod, policy)
     assert pod == before, "the argument was changed"
@@ -96,7 +96,7 @@ def test_the_grace_period_is_raised_to_a_flush_and_never_lowered(pod: Body, poli
 
 @given(pod=pods(), policy=policies())
 @settings(max_examples=200)
-def test_the_patch_makes_the_injected_pod(pod: Body, policy: Policy) -> None:
+def test_applying_the_patch_gives_the_injected_pod(pod: Body, policy: Policy) -> None:
     injected = _inject(pod, policy)
     patch = list(make_patch(pod, injected))
     assert apply_patch(pod, patch) == injected
@@ -105,7 +105,7 @@ def test_the_patch_makes_the_injected_pod(pod: Body, policy: Policy) -> None:
 
 
 @given(pod=pods(), policy=policies())
-def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
+def test_carved_out_resources_leave_the_total_requests_of_the_pod_unchanged(
     pod: Body, policy: Policy
 ) -> None:
     injected = _inject(pod, policy)
@@ -132,13 +132,15 @@ def test_what_is_carved_out_leaves_the_pods_requests_as_they_were(
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
 @pytest.mark.parametrize("volume", [EMPTY_DIR, EPHEMERAL], ids=["emptyDir", "ephemeral"])
-def test_a_restricted_pod_stays_restricted(make: Any, volume: Body) -> None:
+def test_a_restricted_pod_still_meets_the_restricted_standard_after_injection(
+    make: Any, volume: Body
+) -> None:
     pod = make()
     assert restricted_violations(pod) == []
     assert restricted_violations(inject(pod, policy(volume), DEFAULTS)) == []
 
 
-def test_a_host_path_breaks_no_more_than_the_standard_says_it_must() -> None:
+def test_a_host_path_causes_only_the_unavoidable_pod_security_violations() -> None:
     injected = inject(pytorch_job(), policy(HOST_PATH), DEFAULTS)
     assert baseline_violations(injected) == ["hostPath keepstep-volume-nvme0"]
     root = [
@@ -162,7 +164,7 @@ def test_the_sidecar_starts_before_everything_else(make: Any) -> None:
     assert "args" not in first
 
 
-def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
+def test_the_sidecar_receives_all_settings_as_environment_variables() -> None:
     rules = policy(
         EMPTY_DIR,
         {**EPHEMERAL, "capacity": "50Gi"},
@@ -209,7 +211,9 @@ def test_the_sidecar_is_told_everything_by_itsenvironment_of() -> None:
     }
 
 
-def test_what_tells_ranks_apart_is_copied_with_its_field_and_secrets_are_not() -> None:
+def test_rank_variables_with_field_references_are_copied_to_the_sidecar_and_secrets_are_not() -> (
+    None
+):
     pod = indexed_job()
     container = pod["spec"]["containers"][0]
     container["env"] += [
@@ -243,7 +247,7 @@ def test_only_the_training_container_gets_shared_memory_and_only_the_sidecar_get
     assert spec["securityContext"]["supplementalGroups"] == [65532]
 
 
-def test_memory_is_sized_for_the_slots_and_charged_to_thesidecar_of() -> None:
+def test_shared_memory_is_sized_for_the_slots_and_charged_to_the_sidecar() -> None:
     spec = inject(bare_pod(), policy(memory={"limit": "2Gi"}), DEFAULTS)["spec"]
     memory = named(spec["volumes"], "keepstep-memory")["emptyDir"]
     assert memory == {"medium": "Memory", "sizeLimit": "2064Mi"}
@@ -268,26 +272,26 @@ def test_huge_pages_are_a_resource_of_the_sidecar_and_mounted_in_both_containers
     assert spec["securityContext"]["fsGroup"] == 65532
 
 
-def test_a_pod_whose_own_huge_pages_have_no_size_is_not_injected() -> None:
+def test_a_pod_with_its_own_huge_pages_of_unspecified_size_is_not_injected() -> None:
     """The kubelet mounts such a volume only while the pod asks for pages of one size."""
     pod = bare_pod()
     pod["spec"]["volumes"].append({"name": "own", "emptyDir": {"medium": "HugePages"}})
-    with pytest.raises(PodError, match="medium: HugePages-2Mi"):
+    with pytest.raises(PodRefusedError, match="medium: HugePages-2Mi"):
         inject(pod, policy(memory={"limit": "2Gi", "hugePages": "2Mi"}), DEFAULTS)
     inject(pod, policy(memory={"limit": "2Gi"}), DEFAULTS)
 
 
-def test_nothing_asks_for_huge_pages_unless_the_policy_does() -> None:
+def test_huge_pages_are_requested_only_if_the_policy_enables_them() -> None:
     pod = inject(bare_pod(), policy(memory={"limit": "2Gi", "hugePages": "None"}), DEFAULTS)
     assert "huge" not in json.dumps(pod)
     assert "fsGroup" not in pod["spec"]["securityContext"]
 
 
-def test_a_trainer_with_a_mount_where_huge_pages_go_is_not_injected() -> None:
+def test_a_trainer_with_a_mount_at_the_huge_pages_path_is_not_injected() -> None:
     pod = bare_pod()
     mounts = pod["spec"]["containers"][0].setdefault("volumeMounts", [])
     mounts.append({"name": "data", "mountPath": "/keepstep/hugepages/own"})
-    with pytest.raises(PodError, match="mounts /keepstep/hugepages/own"):
+    with pytest.raises(PodRefusedError, match="mounts /keepstep/hugepages/own"):
         inject(pod, policy(memory={"limit": "2Gi", "hugePages": "2Mi"}), DEFAULTS)
 
 
@@ -345,7 +349,7 @@ def test_a_host_path_is_prepared_by_an_init_container_and_mounted_below_the_run(
     } in sidecar["volumeMounts"]
 
 
-def test_an_ephemeral_claim_is_made_writable_for_thesidecar_of() -> None:
+def test_an_ephemeral_claim_is_made_writable_for_the_sidecar() -> None:
     spec = inject(bare_pod(), policy(EPHEMERAL), DEFAULTS)["spec"]
     assert spec["securityContext"]["fsGroup"] == 65532
     claim = named(spec["volumes"], "keepstep-volume-claim")["ephemeral"]["volumeClaimTemplate"]
@@ -353,16 +357,16 @@ def test_an_ephemeral_claim_is_made_writable_for_thesidecar_of() -> None:
     assert claim["spec"]["resources"] == {"requests": {"storage": "200Gi"}}
 
 
-def test_the_users_own_claims_are_never_given_to_our_group() -> None:
+def test_injection_never_changes_the_group_of_the_users_own_claims() -> None:
     pod = bare_pod()
     pod["spec"]["volumes"].append({"name": "d", "persistentVolumeClaim": {"claimName": "d"}})
-    with pytest.raises(PodError, match="set fsGroup in the pod template"):
+    with pytest.raises(PodRefusedError, match="set fsGroup in the pod template"):
         inject(pod, policy(EPHEMERAL), DEFAULTS)
     pod["spec"]["securityContext"] = {"fsGroup": 3000}
     assert inject(pod, policy(EPHEMERAL), DEFAULTS)["spec"]["securityContext"]["fsGroup"] == 3000
 
 
-def test_a_carve_out_that_is_not_possible_adds_and_says_so() -> None:
+def test_an_impossible_carve_out_adds_resources_with_a_warning() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"] = {"limits": {"memory": "1Gi"}}
     injected = inject(pod, policy(accounting="CarveOut"), DEFAULTS)
@@ -372,7 +376,7 @@ def test_a_carve_out_that_is_not_possible_adds_and_says_so() -> None:
     assert injected["spec"]["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}}
 
 
-def test_a_pod_whose_ephemeral_storage_is_limited_asks_for_the_sidecars_volumes_too() -> None:
+def test_the_ephemeral_storage_limit_of_a_pod_includes_the_volumes_of_the_sidecar() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["resources"]["limits"]["ephemeral-storage"] = "10Gi"
     limits = sidecar_of(inject(pod, policy(EMPTY_DIR), DEFAULTS))["resources"]["limits"]
@@ -407,7 +411,7 @@ def _warnings(pod: Body) -> tuple[str, ...]:
     ],
 )
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
-def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None:
+def test_the_sidecar_does_not_use_a_metrics_port_that_the_pod_uses(change: Body, kind: str) -> None:
     pod = bare_pod()
     pod["spec"][kind] = [*pod["spec"].get(kind, []), {"name": "more", "image": "x", **change}]
     injected = inject(pod, policy(), DEFAULTS)
@@ -416,7 +420,7 @@ def test_a_port_that_the_pod_uses_is_left_to_it(change: Body, kind: str) -> None
     assert "serves no metrics, since container more uses port 26740" in _warnings(injected)[0]
 
 
-def test_a_pod_that_uses_the_port_of_the_page_has_no_page() -> None:
+def test_the_run_page_is_disabled_if_the_pod_uses_its_port() -> None:
     pod = bare_pod()
     assert "KEEPSTEP_UI_PORT" in environment_of(sidecar_of(inject(pod, policy(), DEFAULTS)))
     pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26742}]
@@ -424,7 +428,7 @@ def test_a_pod_that_uses_the_port_of_the_page_has_no_page() -> None:
     assert not {"KEEPSTEP_UI_PORT", "KEEPSTEP_UI_SECRET"} & environment.keys()
 
 
-def test_the_ports_are_those_of_the_policy() -> None:
+def test_the_sidecar_uses_the_ports_of_the_policy() -> None:
     pod = bare_pod()
     pod["spec"]["containers"][0]["ports"] = [{"containerPort": 26740}]
     asked = policy(peers={}, sidecar={"ports": {"metrics": 9464, "peer": 9999}})
@@ -432,7 +436,7 @@ def test_the_ports_are_those_of_the_policy() -> None:
     assert ports == [9464, 9999]
 
 
-def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
+def test_the_peer_port_is_changed_if_the_pod_already_uses_it() -> None:
     pod = bare_pod()
     taken = [{"containerPort": port} for port in (26740, 26741, 26742)]
     pod["spec"]["containers"][0]["ports"] = taken
@@ -459,7 +463,7 @@ def test_the_port_for_peers_moves_where_the_pod_uses_it() -> None:
         ({"dnsPolicy": "None"}, None),
     ],
 )
-def test_a_pod_that_cannot_find_the_operator_by_name_is_told_so(
+def test_a_pod_that_cannot_resolve_the_operator_name_gets_a_warning(
     spec: Body, words: str | None
 ) -> None:
     messages = _warnings(inject(_with(bare_pod(), **spec), policy(), DEFAULTS))
@@ -479,7 +483,7 @@ def test_pods_that_keep_copies_for_each_other_prefer_different_nodes() -> None:
     assert "affinity" not in inject(pytorch_job(), policy(), DEFAULTS)["spec"]
 
 
-def test_image_and_addresses_never_come_from_the_pod() -> None:
+def test_the_sidecar_image_and_addresses_are_never_taken_from_the_pod() -> None:
     pod = bare_pod()
     pod["metadata"]["annotations"] |= {
         "keepstep.dev/image": "evil",
@@ -497,7 +501,7 @@ def test_image_and_addresses_never_come_from_the_pod() -> None:
 
 
 @pytest.mark.parametrize("name", ["shareProcessNamespace", "hostPID"])
-def test_a_shared_process_namespace_is_never_passed_over_in_silence(name: str) -> None:
+def test_a_shared_process_namespace_causes_a_warning(name: str) -> None:
     pod = bare_pod()
     pod["spec"][name] = True
     annotation = inject(pod, policy(), DEFAULTS)["metadata"]["annotations"]["keepstep.dev/status"]
@@ -509,7 +513,7 @@ def test_the_trainer_does_not_get_the_sidecars_volumes_by_naming_them(volume: st
     pod = bare_pod()
     mount = {"name": volume, "mountPath": "/mine"}
     pod["spec"]["containers"][0].setdefault("volumeMounts", []).append(mount)
-    with pytest.raises(PodError) as caught:
+    with pytest.raises(PodRefusedError) as caught:
         inject(pod, policy(), DEFAULTS)
     assert caught.value.reason == "Conflict"
 
@@ -541,8 +545,8 @@ def _mounting(path: str) -> Body:
         (_with(bare_pod(), containers=[]), "NoContainer"),
     ],
 )
-def test_a_pod_that_cannot_be_injected_says_why(pod: Body, reason: str) -> None:
-    with pytest.raises(PodError) as caught:
+def test_a_pod_that_cannot_be_injected_is_refused_with_the_reason(pod: Body, reason: str) -> None:
+    with pytest.raises(PodRefusedError) as caught:
         inject(pod, policy(), DEFAULTS)
     assert caught.value.reason == reason
 
@@ -550,7 +554,7 @@ def test_a_pod_that_cannot_be_injected_says_why(pod: Body, reason: str) -> None:
 def test_a_template_that_was_copied_from_another_jobs_pod_is_refused() -> None:
     stale = inject(pytorch_job(), policy(), DEFAULTS)
     stale["metadata"]["ownerReferences"][0]["uid"] = "99999999-0000-4000-8000-000000000000"
-    with pytest.raises(PodError, match="copied from an injected pod"):
+    with pytest.raises(PodRefusedError, match="copied from an injected pod"):
         inject(stale, policy(), DEFAULTS)
     refused = annotate_skip(stale, reason="Conflict", message="copied")
     assert refused["metadata"]["labels"]["keepstep.dev/injected"] == "refused"
@@ -592,7 +596,7 @@ def _cache_mount(pod: Body) -> Body | None:
     return mounts[0] if mounts else None
 
 
-def test_compile_caches_lie_beside_the_pods_own_directory() -> None:
+def test_compile_caches_are_mounted_beside_the_run_directory_of_the_pod() -> None:
     made = inject(pytorch_job(), policy(HOST_PATH, compileCache={"limit": "1Gi"}), DEFAULTS)
     own = "team-a/gpt-3f6a1f0e/1/.compile-cache"
     name = "keepstep-volume-nvme0"
@@ -601,7 +605,7 @@ def test_compile_caches_lie_beside_the_pods_own_directory() -> None:
     assert made["spec"]["initContainers"][0]["command"][-4:] == limited
 
 
-def test_no_compile_cache_can_get_the_pod_evicted() -> None:
+def test_compile_caches_never_use_a_volume_whose_size_limit_could_evict_the_pod() -> None:
     bounded = {"name": "scratch", "emptyDir": {"sizeLimit": "10Gi"}}
     assert _cache_mount(inject(pytorch_job(), policy(bounded), DEFAULTS)) is None
     mount = _cache_mount(inject(pytorch_job(), policy(bounded, HOST_PATH), DEFAULTS))
@@ -610,7 +614,7 @@ def test_no_compile_cache_can_get_the_pod_evicted() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, "0"])
-def test_a_policy_can_keep_no_compile_caches(limit: object) -> None:
+def test_a_policy_can_disable_compile_caches(limit: object) -> None:
     made = inject(pytorch_job(), policy(HOST_PATH, compileCache={"limit": limit}), DEFAULTS)
     assert _cache_mount(made) is None
     assert "--compile-cache" not in made["spec"]["initContainers"][0]["command"]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from keepstep_operator.api.pod import (
-    PodError,
+    PodRefusedError,
+    find_root_job,
     injected_of,
     is_queued_by_template,
     node_rank,
     parse_pod,
-    placement,
-    placement_of,
-    root_of,
+    parse_run_and_node_rank,
+    parse_run_placement,
     run_key,
     training_container,
 )
@@ -54,7 +54,7 @@ Body = dict[str, Any]
         *("worker of Ray", "one of several hosts of Ray", "bare pod"),
     ],
 )
-def test_each_kind_of_job_gives_its_pods_a_run_and_a_place(
+def test_the_run_and_node_rank_of_a_pod_are_derived_for_each_kind_of_job(
     body: Body, key: str, rank: int, container: str
 ) -> None:
     pod = parse_pod(body)
@@ -66,16 +66,16 @@ def test_a_restarted_job_set_is_the_same_run() -> None:
     before, after = job_set(), job_set()
     after["metadata"]["ownerReferences"][0]["uid"] = "another-job"
     assert run_key(parse_pod(before)) == run_key(parse_pod(after))
-    assert root_of(parse_pod(after)).kind == "JobSet"
+    assert find_root_job(parse_pod(after)).kind == "JobSet"
 
 
-def test_a_job_of_an_older_job_set_without_a_uid_stands_for_itself() -> None:
+def test_a_job_of_an_older_job_set_without_a_uid_is_its_own_root() -> None:
     body = job_set()
     del body["metadata"]["labels"]["jobset.sigs.k8s.io/jobset-uid"]
-    assert root_of(parse_pod(body)).kind == "Job"
+    assert find_root_job(parse_pod(body)).kind == "Job"
 
 
-def test_an_elastic_job_without_a_master_has_the_replicas_index() -> None:
+def test_the_node_rank_in_an_elastic_job_is_the_replica_index() -> None:
     body = pytorch_job()
     body["metadata"]["labels"]["training.kubeflow.org/replica-index"] = "4"
     body["spec"]["containers"][1]["env"] = [{"name": "RANK", "value": "$(OTHER)"}]
@@ -92,11 +92,13 @@ def test_the_label_continues_a_run_over_several_jobs() -> None:
 def test_a_run_label_that_cannot_name_a_directory_is_refused(name: str) -> None:
     body = pytorch_job()
     body["metadata"]["labels"]["keepstep.dev/run"] = name
-    with pytest.raises(PodError, match=r"label keepstep.dev/run is .* at most 63 characters"):
+    with pytest.raises(
+        PodRefusedError, match=r"label keepstep.dev/run is .* at most 63 characters"
+    ):
         run_key(parse_pod(body))
 
 
-def test_a_long_job_name_is_cut_and_told_apart_by_its_uid() -> None:
+def test_a_long_job_name_is_truncated_and_made_unique_by_its_uid() -> None:
     body = indexed_job()
     body["metadata"]["ownerReferences"] = [
         owner("Job", "a" * 40 + "." + "b" * 40, api_version="batch/v1")
@@ -106,30 +108,30 @@ def test_a_long_job_name_is_cut_and_told_apart_by_its_uid() -> None:
     assert key == f"{'a' * 40}-{'b' * 13}-{JOB_UID[:8]}"
 
 
-def test_a_pod_with_neither_owner_nor_name_is_asked_for_a_label() -> None:
+def test_a_pod_without_owner_and_name_is_refused_with_a_hint_to_set_a_label() -> None:
     body = bare_pod()
     body["metadata"] = {"generateName": "try-", "annotations": {}}
-    with pytest.raises(PodError, match=r"give it the label keepstep.dev/run"):
-        placement(parse_pod(body))
+    with pytest.raises(PodRefusedError, match=r"give it the label keepstep.dev/run"):
+        parse_run_and_node_rank(parse_pod(body))
 
 
-def test_the_annotation_names_the_training_container_and_must_be_right() -> None:
+def test_the_container_annotation_selects_the_training_container_and_must_be_valid() -> None:
     body = pytorch_job()
     body["metadata"]["annotations"]["keepstep.dev/container"] = "logger"
     assert training_container(parse_pod(body)).name == "logger"
     body["metadata"]["annotations"]["keepstep.dev/container"] = "absent"
-    with pytest.raises(PodError, match=r"names 'absent'; the pod has logger, pytorch"):
+    with pytest.raises(PodRefusedError, match=r"names 'absent'; the pod has logger, pytorch"):
         training_container(parse_pod(body))
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-def test_what_admission_writes_is_what_reconcile_reads(make: Any) -> None:
+def test_the_reconciler_reads_back_what_admission_wrote(make: Any) -> None:
     body = make()
     injected = parse_pod(inject(body, policy(), DEFAULTS))
-    assert placement_of(injected) == placement(parse_pod(body))
+    assert parse_run_placement(injected) == parse_run_and_node_rank(parse_pod(body))
     injected_ = injected_of(injected)
     assert injected_ is not None
-    assert injected_.job == root_of(injected)
+    assert injected_.job == find_root_job(injected)
     assert (injected_.policy, injected_.generation, injected_.reason) == ("default", 3, "")
     assert (injected_.image, injected_.version) == (DEFAULTS.sidecar_image, "0.1.0")
     assert injected_.container == training_container(injected).name
@@ -138,7 +140,7 @@ def test_what_admission_writes_is_what_reconcile_reads(make: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "no json", "[]", '"x"', '{"policy": 1, "job": {"x": 1}}', "{}"]
 )
-def test_a_spoilt_status_annotation_is_as_good_as_none(text: str) -> None:
+def test_an_invalid_status_annotation_is_ignored(text: str) -> None:
     body = bare_pod()
     body["metadata"]["annotations"]["keepstep.dev/status"] = text
     assert injected_of(parse_pod(body)) is None
@@ -151,8 +153,8 @@ def _of_a_replica_set(**labels: str) -> Body:
     return body
 
 
-def test_a_pod_that_nothing_tells_apart_gets_the_node_rank_of_its_label_and_keeps_it() -> None:
-    with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
+def test_a_pod_of_an_unknown_job_kind_takes_its_node_rank_from_the_label() -> None:
+    with pytest.raises(PodRefusedError, match=r"keepstep\.dev/node-rank") as refused:
         node_rank(parse_pod(_of_a_replica_set()))
     assert refused.value.reason == "UnknownJobKind"
     body = _of_a_replica_set(**{"keepstep.dev/node-rank": "3"})
@@ -161,13 +163,13 @@ def test_a_pod_that_nothing_tells_apart_gets_the_node_rank_of_its_label_and_keep
     assert inject(injected, policy(), DEFAULTS) == injected, "the webhook is reinvoked"
 
 
-def test_a_node_rank_that_is_no_number_is_refused() -> None:
-    with pytest.raises(PodError) as refused:
+def test_a_node_rank_label_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(PodRefusedError) as refused:
         node_rank(parse_pod(_of_a_replica_set(**{"keepstep.dev/node-rank": "first"})))
     assert refused.value.reason == "BadNodeRank"
 
 
-def test_a_label_that_admission_wrote_for_another_pod_is_no_wish() -> None:
+def test_a_node_rank_label_copied_from_another_injected_pod_is_ignored() -> None:
     """A template that was copied from an injected pod: its label would hold for all pods."""
     copied = inject(pytorch_job(rank=2), policy(), DEFAULTS)
     copied["metadata"]["ownerReferences"][0]["uid"] = "another-job"
@@ -178,12 +180,12 @@ def test_a_label_that_admission_wrote_for_another_pod_is_no_wish() -> None:
     assert node_rank(parse_pod(copied)) == 5
 
 
-def test_a_pod_that_its_controller_has_not_numbered_is_no_first_one() -> None:
+def test_a_pod_without_an_index_from_its_controller_is_not_given_node_rank_0() -> None:
     body = pytorch_job()
     del body["metadata"]["labels"]["training.kubeflow.org/replica-index"]
     body["spec"]["containers"][1]["env"] = []
     for pod in (body, _of_an_older_job_set()):
-        with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
+        with pytest.raises(PodRefusedError, match=r"keepstep\.dev/node-rank") as refused:
             node_rank(parse_pod(pod))
         assert refused.value.reason == "UnknownJobKind"
         pod["metadata"]["labels"]["keepstep.dev/node-rank"] = "3"
@@ -195,7 +197,7 @@ def test_the_head_of_a_ray_cluster_and_workers_of_an_older_kuberay_are_refused()
     head["metadata"]["labels"] |= {"ray.io/node-type": "head", "ray.io/group": "headgroup"}
     for body in (older, head):
         del body["metadata"]["labels"]["ray.io/worker-group-replica-index"]
-        with pytest.raises(PodError, match=r"keepstep\.dev/node-rank") as refused:
+        with pytest.raises(PodRefusedError, match=r"keepstep\.dev/node-rank") as refused:
             node_rank(parse_pod(body))
         assert refused.value.reason == "UnknownJobKind"
 
@@ -220,7 +222,7 @@ def _of_a_leader_worker_set(name: str, **labels: str) -> Body:
 
 def test_the_pods_of_a_leader_worker_set_need_a_name_for_their_run() -> None:
     body = _of_a_leader_worker_set("train-0-1", **{"worker-index": "1", "group-index": "0"})
-    with pytest.raises(PodError, match=r"keepstep\.dev/run"):
+    with pytest.raises(PodRefusedError, match=r"keepstep\.dev/run"):
         run_key(parse_pod(body))
     body["metadata"]["labels"]["keepstep.dev/run"] = "llm"
     assert (run_key(parse_pod(body)), node_rank(parse_pod(body))) == ("llm", 1)
@@ -236,16 +238,18 @@ def test_the_pods_of_a_leader_worker_set_need_a_name_for_their_run() -> None:
     ],
     ids=["leader", "of another group", "before their webhook", "worker"],
 )
-def test_groups_of_a_leader_worker_set_share_no_place_and_its_root_is_one(
+def test_groups_of_a_leader_worker_set_have_distinct_node_ranks_and_one_root(
     name: str, labels: dict[str, str], rank: int
 ) -> None:
     pod = parse_pod(_of_a_leader_worker_set(name, **labels))
     assert node_rank(pod) == rank
-    root = root_of(pod)
+    root = find_root_job(pod)
     assert (root.kind, root.name) == ("LeaderWorkerSet", "train")
 
 
-def test_a_leader_that_is_looked_at_again_after_their_webhook_is_still_ours() -> None:
+def test_reinvocation_after_the_leader_worker_set_webhook_leaves_the_injected_pod_unchanged() -> (
+    None
+):
     body = _of_a_leader_worker_set("train-1", **{"worker-index": "0"})
     body["metadata"]["labels"]["keepstep.dev/run"] = "llm"
     injected = inject(body, policy(), DEFAULTS)
@@ -255,12 +259,12 @@ def test_a_leader_that_is_looked_at_again_after_their_webhook_is_still_ours() ->
 
 def test_groups_that_have_no_number_are_refused() -> None:
     labels = {"worker-index": "1", "group-index": "da39a3ee"}
-    with pytest.raises(PodError) as refused:
+    with pytest.raises(PodRefusedError) as refused:
         node_rank(parse_pod(_of_a_leader_worker_set("train-da39a3ee-1", **labels)))
     assert refused.value.reason == "UnknownJobKind"
 
 
-def test_tasks_of_a_volcano_job_are_told_apart_by_the_rank_that_its_plugin_writes() -> None:
+def test_volcano_tasks_take_their_node_rank_from_the_variable_of_the_volcano_plugin() -> None:
     def pod(task: str, rank: str = "") -> Body:
         body = bare_pod(f"train-{task}-0")
         version = "batch.volcano.sh/v1alpha1"
@@ -287,7 +291,7 @@ def test_tasks_of_a_volcano_job_are_told_apart_by_the_rank_that_its_plugin_write
     ids=["PyTorchJob", "Indexed Job", "JobSet", "TrainJob", "bare pod"],
 )
 @pytest.mark.parametrize("label", ["kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/podset"])
-def test_a_job_that_kueue_admitted_by_its_template_is_known_by_its_pods(
+def test_a_job_that_kueue_admitted_by_its_template_is_recognised_from_its_pods(
     body: Body, queued: bool, label: str
 ) -> None:
     assert not is_queued_by_template(parse_pod(body))
@@ -296,7 +300,7 @@ def test_a_job_that_kueue_admitted_by_its_template_is_known_by_its_pods(
     assert is_queued_by_template(parse_pod(labelled)) == queued
 
 
-def test_kueue_counts_the_pods_of_a_stateful_set_as_they_are_stored() -> None:
+def test_pods_of_a_stateful_set_do_not_count_as_queued_by_template() -> None:
     body = bare_pod("train-0")
     body["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     body["metadata"]["ownerReferences"] = [owner("StatefulSet", "train", api_version="apps/v1")]

@@ -34,7 +34,7 @@ from keepstep_operator.api.tiers import Archive, ArchiveBucket, PeerSpec
 from tests.operator.injection.pods import EMPTY_DIR, EPHEMERAL, HOST_PATH, policy, policy_body
 
 
-def test_an_object_from_before_the_defaults_gets_them_all() -> None:
+def test_a_policy_without_optional_fields_gets_all_defaults() -> None:
     parsed = parse_policy(
         {
             "metadata": {"name": "p", "namespace": "n"},
@@ -48,17 +48,17 @@ def test_an_object_from_before_the_defaults_gets_them_all() -> None:
     assert (parsed.cpu_millicores, parsed.overhead_bytes, parsed.io_threads) == (100, 256 << 20, 16)
     assert (parsed.restore_timeout_s, parsed.flush_timeout_s) == (600, 60)
     assert (parsed.run_ttl_s, parsed.bytes_per_second) == (604800, None)
-    assert parsed.usable_bytes is None
+    assert parsed.volume_limit_bytes is None
 
 
-def test_each_source_is_read() -> None:
+def test_each_volume_source_of_a_policy_is_parsed() -> None:
     parsed = policy(EMPTY_DIR, HOST_PATH, EPHEMERAL)
     assert [volume.source for volume in parsed.volumes] == [
         EmptyDir(size_limit_bytes=100 << 30),
         HostPath(path="/mnt/nvme0/keepstep"),
         Ephemeral(size_bytes=200 << 30, storage_class="local"),
     ]
-    assert parsed.usable_bytes == int((100 << 30) * 0.95)
+    assert parsed.volume_limit_bytes == int((100 << 30) * 0.95)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -192,7 +192,7 @@ _PATHS = [
 
 @given(path=st.sampled_from(_PATHS), value=_ANYTHING)
 @settings(max_examples=500)
-def test_nothing_in_a_policy_is_worse_than_a_policy_error(
+def test_any_invalid_policy_value_raises_at_most_a_policy_error(
     path: tuple[str, ...], value: Any
 ) -> None:
     """One object that slipped past the schema must not end the cache of all policies."""
@@ -207,7 +207,7 @@ def test_nothing_in_a_policy_is_worse_than_a_policy_error(
 
 @given(value=_ANYTHING, name=st.sampled_from(["name", "emptyDir", "hostPath", "ephemeral"]))
 @settings(max_examples=300)
-def test_nothing_in_a_volume_is_worse_than_a_policy_error(value: Any, name: str) -> None:
+def test_any_invalid_volume_value_raises_at_most_a_policy_error(value: Any, name: str) -> None:
     volume = {"name": "a", **({"emptyDir": {}} if name == "name" else {}), name: value}
     for wrong in (volume, {**volume, name: {"path": value, "size": value, "sizeLimit": value}}):
         with suppress(PolicyError):
@@ -216,7 +216,7 @@ def test_nothing_in_a_volume_is_worse_than_a_policy_error(value: Any, name: str)
         parse_policy(_with({"volumes": [value]}))
 
 
-def test_what_lies_beyond_the_pod_is_read() -> None:
+def test_peers_and_archive_of_a_policy_are_parsed() -> None:
     parsed = policy(
         peers={"replicas": 2, "topologyKey": "topology.kubernetes.io/zone"},
         archive={"s3": {"bucket": "ckpt", "credentialsSecretRef": {"name": "s3"}}, "every": 500},
@@ -231,13 +231,13 @@ def test_what_lies_beyond_the_pod_is_read() -> None:
     assert parsed.keep == Retention(last=2), "of the volumes, as before"
 
 
-def test_what_stays_on_the_volumes_is_read() -> None:
+def test_local_retention_of_a_policy_is_parsed() -> None:
     found = policy(retention={"local": {"last": 3, "everySteps": 500}})
     assert found.keep == Retention(last=3, every_steps=500)
     assert policy(retention={"local": {"every": "6h"}}).keep == Retention(last=2, every_s=6 * 3600)
 
 
-def test_left_out_there_are_neither_peers_nor_an_archive_and_empty_peers_are_one() -> None:
+def test_a_policy_has_no_peers_and_no_archive_by_default_and_empty_peers_mean_one_replica() -> None:
     assert (policy().peers, policy().archive) == (None, None)
     assert policy(peers={}).peers == PeerSpec(replicas=1, topology_key="kubernetes.io/hostname")
     kept = policy(archive={"gcs": {"bucket": "b"}}).archive
@@ -245,20 +245,20 @@ def test_left_out_there_are_neither_peers_nor_an_archive_and_empty_peers_are_one
     assert (kept.every, kept.kept) == (1000, Retention(last=3))
 
 
-def test_two_namespaces_never_meet_in_one_bucket() -> None:
+def test_two_namespaces_have_different_prefixes_in_one_bucket() -> None:
     bucket = ArchiveBucket(kind="azure", name="ckpt", prefix="team/x", account="us")
     assert bucket.url("a") == "az://ckpt/team/x/a"
     assert bucket.url("b") != bucket.url("a")
 
 
-def test_a_directory_of_the_nodes_for_the_archive_must_be_allowed_like_a_volume() -> None:
+def test_a_host_path_for_the_archive_must_be_allowed_like_a_volume() -> None:
     parsed = policy(archive={"directory": {"path": "/mnt/nfs//keepstep/"}})
     assert parsed.host_paths == ("/mnt/nfs/keepstep",)
     with pytest.raises(PolicyError, match=r"/mnt/nfs/keepstep is not allowed"):
         require_allowed(parsed, ["/mnt/nvme0"])
 
 
-def test_too_little_memory_has_a_reason_of_its_own() -> None:
+def test_too_little_memory_is_refused_with_its_own_reason() -> None:
     with pytest.raises(PolicyError) as caught:
         policy(memory={"limit": "1k"})
     assert (caught.value.reason, caught.value.field) == ("InvalidMemory", "memory.limit")
@@ -275,7 +275,7 @@ def test_too_little_memory_has_a_reason_of_its_own() -> None:
         ("/anything", ["/"], False),
     ],
 )
-def test_a_host_path_lies_below_an_allowed_prefix_or_is_refused(
+def test_a_host_path_outside_the_allowed_prefixes_is_refused(
     path: str, allowed: list[str], refused: bool
 ) -> None:
     parsed = policy({"name": "a", "hostPath": {"path": path}})
@@ -283,7 +283,7 @@ def test_a_host_path_lies_below_an_allowed_prefix_or_is_refused(
         require_allowed(parsed, allowed)
 
 
-def test_a_refusal_says_what_is_allowed() -> None:
+def test_the_refusal_of_a_host_path_lists_the_allowed_prefixes() -> None:
     with pytest.raises(PolicyError, match=r"allowed: none") as caught:
         require_allowed(policy(HOST_PATH), [])
     assert caught.value.reason == "HostPathNotAllowed"
@@ -316,7 +316,7 @@ def test_the_defaults_are_those_of_the_schema() -> None:
     assert replace(parse_policy(given), spec={}) == replace(parse_policy(bare), spec={})
 
 
-def test_what_a_policy_adds_to_a_pod_is_its_slots_and_the_sidecar() -> None:
+def test_the_memory_that_a_policy_adds_is_its_limit_plus_the_sidecar_overhead() -> None:
     added = parse_policy(policy_body(memory={"limit": "1Gi"}))
     carved = parse_policy(policy_body(memory={"limit": "1Gi"}, accounting="CarveOut"))
     assert added.added_bytes == (1 << 30) + (256 << 20)
@@ -350,12 +350,14 @@ def test_sizes_are_read_as_kubernetes_reads_them(written: str | int, size_bytes:
 @pytest.mark.parametrize(
     ("written", "millicores"), [("100m", 100), (2, 2000), ("0.5", 500), (1.5, 1500), ("100u", 1)]
 )
-def test_cpus_are_thousandths_rounded_up(written: str | int | float, millicores: int) -> None:
+def test_cpu_quantities_are_parsed_to_millicores_and_rounded_up(
+    written: str | int | float, millicores: int
+) -> None:
     assert parse_millicores(written) == millicores
 
 
 @pytest.mark.parametrize("written", ["", "Gi", "1KB", "1 Gi", "--1", "1e", "0x1", True, "1ki"])
-def test_what_is_no_quantity_is_refused_with_an_example(written: str) -> None:
+def test_an_invalid_quantity_is_refused_with_an_example(written: str) -> None:
     with pytest.raises(ValueError, match="512Mi, 32Gi or 10G"):
         parse_bytes(written)
 
@@ -386,6 +388,6 @@ def test_durations_are_sums_of_parts(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "1.5h", "-1s", "1d", "1 m"])
-def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_duration_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="90s, 15m or 2h"):
         parse_duration(text)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep_operator.api.pod import PodError, injected_of, parse_pod
+from keepstep_operator.api.pod import PodRefusedError, injected_of, parse_pod
 from keepstep_operator.api.quantities import parse_bytes, parse_millicores
 from keepstep_operator.injection import NamespaceLimits, inject
 from keepstep_operator.injection.namespace_limits import parse_quota, parse_ranges
@@ -196,7 +196,9 @@ _CASES: dict[str, tuple[Body, tuple[Body, ...]]] = {
 @pytest.mark.parametrize("accounting", ["Add", "CarveOut"])
 @pytest.mark.parametrize("volume", [EMPTY_DIR, HOST_PATH], ids=["emptyDir", "hostPath"])
 @pytest.mark.parametrize("case", _CASES)
-def test_a_sidecar_is_made_to_fit(case: str, accounting: str, volume: Body) -> None:
+def test_the_sidecar_resources_are_fitted_to_limit_ranges_and_quotas(
+    case: str, accounting: str, volume: Body
+) -> None:
     pod, rules = _CASES[case]
     assert accepted(pod, *rules), "the case is about the sidecar"
     rules_ = policy(volume, **SMALL, accounting=accounting)
@@ -229,9 +231,9 @@ _TOO_SMALL: dict[str, tuple[Body, tuple[Body, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", _TOO_SMALL)
-def test_a_pod_for_whose_sidecar_there_is_no_room_says_what_to_change(case: str) -> None:
+def test_a_pod_whose_sidecar_exceeds_a_quota_is_refused_with_the_fix(case: str) -> None:
     pod, rules, words = _TOO_SMALL[case]
-    with pytest.raises(PodError) as caught:
+    with pytest.raises(PodRefusedError) as caught:
         inject(pod, policy(memory={"limit": "4Gi"}), DEFAULTS, room=room(*rules))
     assert caught.value.reason == "NoRoom"
     assert words in str(caught.value)
@@ -239,7 +241,7 @@ def test_a_pod_for_whose_sidecar_there_is_no_room_says_what_to_change(case: str)
 
 
 @pytest.mark.parametrize("volume", [EMPTY_DIR, HOST_PATH], ids=["emptyDir", "hostPath"])
-def test_carved_out_limits_leave_the_sum_of_the_pod_as_it_was(volume: Body) -> None:
+def test_carved_out_limits_leave_the_total_limits_of_the_pod_unchanged(volume: Body) -> None:
     """So that a quota is met, whatever it leaves, and however many pods are still to come."""
     rules = (
         quota({"limits.cpu": "500m", "requests.cpu": "200m", "limits.memory": "768Mi"}),
@@ -262,7 +264,7 @@ def test_a_guaranteed_pod_that_is_carved_stays_guaranteed_and_as_large(requests:
     assert _sum(injected["spec"], "limits") == _sum(pod["spec"], "limits")
 
 
-def test_a_small_guaranteed_pod_gives_a_quarter_of_its_cpu() -> None:
+def test_the_sidecar_of_a_small_guaranteed_pod_gets_a_quarter_of_its_cpu() -> None:
     pod = trainer({}, {"cpu": "800m", "memory": "4Gi"})
     injected = inject(pod, policy(**SMALL, accounting="CarveOut"), DEFAULTS)
     assert sidecar(injected)["limits"]["cpu"] == "200m"
@@ -285,20 +287,22 @@ def test_a_policy_may_limit_the_cpu() -> None:
     assert sidecar(inject(of_one(), asked, DEFAULTS))["limits"]["cpu"] == "300m"
 
 
-def test_a_trainer_that_is_too_small_for_carving_goes_without_where_there_is_a_quota() -> None:
+def test_a_trainer_too_small_for_a_carve_out_is_not_injected_under_a_quota() -> None:
     asked = policy(memory={"limit": "4Gi"}, accounting="CarveOut")
-    with pytest.raises(PodError, match="training container's requests are 768Mi; ResourceQuota"):
+    with pytest.raises(
+        PodRefusedError, match="training container's requests are 768Mi; ResourceQuota"
+    ):
         inject(of_one(), asked, DEFAULTS, room=room(quota({"memory": "800Gi"})))
 
 
-def test_claims_count_too() -> None:
+def test_storage_quotas_and_limits_also_apply_to_ephemeral_claims() -> None:
     claims = policy({"name": "c", "ephemeral": {"size": "200Gi"}}, **SMALL)
-    with pytest.raises(PodError, match=r"counts requests\.storage, of which"):
+    with pytest.raises(PodRefusedError, match=r"counts requests\.storage, of which"):
         inject(of_one(), claims, DEFAULTS, room=room(quota({"requests.storage": "100Gi"})))
     large = room(quota({"requests.storage": "500Gi"}, {"requests.storage": "300Gi"}))
     assert parse_pod(inject(of_one(), claims, DEFAULTS, room=large)).has_sidecar
     rules = limit_range({"type": "PersistentVolumeClaim", "max": {"storage": "100Gi"}})
-    with pytest.raises(PodError, match="at most 100Gi of storage for a claim"):
+    with pytest.raises(PodRefusedError, match="at most 100Gi of storage for a claim"):
         inject(of_one(), claims, DEFAULTS, room=room(rules))
 
 
@@ -343,13 +347,13 @@ _HARD = st.fixed_dictionaries(
     accounting=st.sampled_from(["Add", "CarveOut"]),
 )
 @settings(max_examples=2000)
-def test_a_pod_that_would_be_created_is_created(
+def test_injection_never_makes_a_creatable_pod_exceed_its_quota(
     requests: Body, limits: Body, items: list[Body], hard: Body, accounting: str
 ) -> None:
     pod = trainer(requests, limits)
     rules = [limit_range(*items), quota(hard)]
     if not accepted(pod, *rules):
         return
-    with contextlib.suppress(PodError):  # then it is created without a sidecar
+    with contextlib.suppress(PodRefusedError):  # then it is created without a sidecar
         injected = inject(pod, policy(**SMALL, accounting=accounting), DEFAULTS, room=room(*rules))
         assert accepted(injected, *rules)

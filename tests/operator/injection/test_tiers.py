@@ -42,7 +42,7 @@ def _given(**spec: Any) -> dict[str, Any]:
     return environment_of(sidecar_of(inject(pytorch_job(), policy(**spec), DEFAULTS)))
 
 
-def test_an_archive_reaches_the_sidecar_below_the_pods_own_namespace() -> None:
+def test_the_archive_url_of_the_sidecar_contains_the_namespace_of_the_pod() -> None:
     found = _given(archive=S3, retention={"archive": {"last": 5, "every": "6h"}})
     variables = {
         name: value for name, value in found.items() if name.startswith("KEEPSTEP_ARCHIVE")
@@ -94,7 +94,7 @@ def test_credentials_come_from_a_secret_into_the_sidecar_alone_and_may_be_missin
     assert "s3-keys" not in str(spec["volumes"])
 
 
-def test_the_account_of_an_azure_container_is_told_and_its_url_has_its_own_word() -> None:
+def test_an_azure_archive_passes_the_account_and_an_az_url_to_the_sidecar() -> None:
     found = _given(archive={"azure": {"container": "ckpt", "account": "us"}})
     assert found["KEEPSTEP_ARCHIVE"] == "az://ckpt/team-a"
     assert found["AZURE_STORAGE_ACCOUNT_NAME"] == "us"
@@ -112,7 +112,7 @@ def test_a_shared_claim_is_mounted_in_the_sidecar_alone() -> None:
     assert environment_of(sidecar)["KEEPSTEP_ARCHIVE"] == "/keepstep/archive"
 
 
-def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_higher() -> None:
+def test_a_host_path_archive_is_prepared_and_mounted_only_for_its_namespace() -> None:
     rules = policy(archive={"directory": {"path": "/mnt/nvme0/archive"}})
     prepare, sidecar = inject(bare_pod(), rules, DEFAULTS)["spec"]["initContainers"]
     assert prepare["command"] == ["keepstep-sidecar", "prepare", "/host-archive/team-a"]
@@ -124,13 +124,13 @@ def test_a_directory_of_the_nodes_is_prepared_for_the_namespace_and_mounted_no_h
     } in sidecar["volumeMounts"]
 
 
-def test_a_variable_stands_before_those_that_name_it() -> None:
+def test_a_variable_is_defined_before_the_variables_that_refer_to_it() -> None:
     sidecar = sidecar_of(inject(pytorch_job(), policy(peers={}), DEFAULTS))
     order = [variable["name"] for variable in sidecar["env"]]
     assert order.index("KEEPSTEP_POD_IP") < order.index("KEEPSTEP_PEER_ADVERTISE")
 
 
-def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
+def test_archive_retention_by_steps_is_passed_to_the_sidecar() -> None:
     found = _given(archive=S3, retention={"archive": {"everySteps": 9}})
     assert (found["KEEPSTEP_ARCHIVE_KEEP"], found["KEEPSTEP_ARCHIVE_KEEP_EVERY"]) == ("3", "9")
     assert "KEEPSTEP_KEEP_EVERY" not in found
@@ -138,7 +138,7 @@ def test_every_so_many_steps_may_be_kept_instead_of_one_a_span() -> None:
     assert (found["KEEPSTEP_KEEP"], found["KEEPSTEP_KEEP_EVERY"]) == ("1", "9")
 
 
-def test_the_trainer_is_told_how_long_a_restore_may_take_unless_it_says_so_itself() -> None:
+def test_the_restore_timeout_is_passed_to_the_trainer_unless_it_sets_one_itself() -> None:
     rules = policy(restore={"timeout": "90s"})
     training = inject(bare_pod(), rules, DEFAULTS)["spec"]["containers"][0]
     assert environment_of(training)["KEEPSTEP_RESTORE_TIMEOUT"] == "90"
@@ -172,7 +172,7 @@ def test_nodes_that_hold_shards_are_preferred_and_never_required() -> None:
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-def test_a_pod_with_all_of_it_is_a_pod_of_kubernetes_and_stays_restricted(make: Any) -> None:
+def test_a_pod_with_all_options_is_valid_and_meets_the_restricted_standard(make: Any) -> None:
     far = {"peers": {"replicas": 2}, "archive": S3}
     near = (NearNode("node-1", 100),)
     pod = inject(make(), policy(EMPTY_DIR, HOST_PATH, EPHEMERAL, **far), DEFAULTS, near=near)
@@ -184,15 +184,13 @@ def test_a_pod_with_all_of_it_is_a_pod_of_kubernetes_and_stays_restricted(make: 
 
 
 @given(numbers=st.sets(st.integers(0, 5000), max_size=300), other=st.integers(0, 5000))
-def test_a_set_of_numbers_is_read_back_from_its_few_characters(
-    numbers: set[int], other: int
-) -> None:
+def test_an_encoded_set_of_numbers_survives_a_round_trip(numbers: set[int], other: int) -> None:
     text = format_spans(numbers)
     assert all(is_in_spans(text, number) for number in numbers)
     assert is_in_spans(text, other) == (other in numbers)
 
 
-def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
+def test_encoded_sets_that_are_too_long_or_invalid_contain_no_wrong_number() -> None:
     text = format_spans(range(0, 20_000, 2))
     assert len(text) <= LONGEST
     assert is_in_spans(text, 0)
@@ -213,7 +211,7 @@ def test_sets_that_are_too_long_or_not_sets_hold_no_wrong_number() -> None:
         ("$(HOME)/1", "$$(HOME)/1"),
     ],
 )
-def test_a_fork_reaches_the_sidecar_as_it_is_written_and_what_is_none_names_no_run(
+def test_restore_from_is_passed_to_the_sidecar_and_an_invalid_value_names_no_run(
     asked: str, expected: str
 ) -> None:
     job = pytorch_job()
@@ -223,7 +221,7 @@ def test_a_fork_reaches_the_sidecar_as_it_is_written_and_what_is_none_names_no_r
     assert "KEEPSTEP_RESTORE_FROM" not in _given(archive=S3)
 
 
-def test_a_step_of_the_run_itself_is_not_asked_for_in_the_template() -> None:
+def test_restore_from_with_the_key_of_the_same_run_is_not_treated_as_a_fork() -> None:
     job = pytorch_job()
     key = inject(job, policy(), DEFAULTS)["metadata"]["labels"]["keepstep.dev/run-key"]
     job["metadata"].setdefault("annotations", {})["keepstep.dev/restore-from"] = f"{key}/1200"

@@ -119,7 +119,7 @@ def begun(*pods: PodRecord, known: PolicyRecord | None = None) -> Run:
 
 def reported(run: Run, report_: RunReport | None = None, *, at: float = T0) -> Run:
     """The run after a report of its leader."""
-    return transitions.reported(run, report_ or report(), at=at)
+    return transitions.apply_report(run, report_ or report(), at=at)
 
 
 # Training pods as the API server has them, and where they lie there.

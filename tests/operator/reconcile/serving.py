@@ -21,7 +21,7 @@ from keepstep_operator.kube.resources import RUNS
 from keepstep_operator.reconcile.main import Parts, ReconcileSettings
 from keepstep_operator.reconcile.peer_certificates import PeerCertificates
 from keepstep_operator.serving import serve_application
-from keepstep_operator.tls_reload import ServerTls, mounted_pair
+from keepstep_operator.tls_reload import ServerTls, read_mounted_pair
 from tests.certificates import make_certificate
 from tests.harness import until
 from tests.operator.apiserver import ApiServer, Body
@@ -75,7 +75,7 @@ async def serving(
     its API alone, which looks up pods that it does not know. `options`: of the command."""
     authority = make_certificate(directory)
     (directory / "ca.crt").write_bytes(authority)
-    tls = ServerTls(lambda: mounted_pair(directory))
+    tls = ServerTls(lambda: read_mounted_pair(directory))
     connector = aiohttp.TCPConnector(ssl=trusting(authority))
     settings = {
         "host_paths": (),
@@ -93,7 +93,7 @@ async def serving(
             async with aiohttp.ClientSession(connector=connector) as session:
                 parts = Parts(client, ReconcileSettings(**settings), PeerCertificates(directory))
                 working = asyncio.create_task(
-                    parts.work_until_ending() if watching else parts.rounds.load()
+                    parts.work_until_ending() if watching else parts.rounds.load_runs_and_pods()
                 )
                 try:
                     async with serve_application(
@@ -102,7 +102,9 @@ async def serving(
                         ssl_context=tls.context,
                         shutdown_s=0.1,
                     ) as port:
-                        await until(lambda: working.done() or (watching and not parts.ready()))
+                        await until(
+                            lambda: working.done() or (watching and not parts.why_not_ready())
+                        )
                         yield Served(parts, cluster, tls, session, port)
                 finally:
                     parts.ending.set()

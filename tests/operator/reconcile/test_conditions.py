@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 
-from keepstep.wire.run_reports import Advisory, AdvisoryKind, LeaderRecord, LossOutcome, RestoreFrom
+from keepstep.wire.run_reports import (
+    Advisory,
+    AdvisoryKind,
+    LeaderRecord,
+    LossOutcome,
+    RestoreFromState,
+)
 from keepstep_operator.api.cluster_objects import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.tiers import Archive, ArchiveBucket, PeerSpec
 from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.conditions import (
     _DOUBTS,
     SILENT_S,
     ConditionState,
     condition_states,
 )
-from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
     T0,
@@ -51,7 +57,7 @@ def doubted(kind: AdvisoryKind, text: str = "look at it") -> Run:
 
 
 @pytest.mark.parametrize("kind", AdvisoryKind)
-def test_each_doubt_decides_the_condition_that_it_belongs_to(kind: AdvisoryKind) -> None:
+def test_each_advisory_sets_the_condition_that_it_belongs_to(kind: AdvisoryKind) -> None:
     condition, status, reason = _DOUBTS[kind]
     assert verdict_of(doubted(kind), condition) == ConditionState(status, reason, "look at it")
 
@@ -70,13 +76,13 @@ def test_each_doubt_decides_the_condition_that_it_belongs_to(kind: AdvisoryKind)
         (AdvisoryKind.PEERS_NOT_SERVING, ("True", "Protected")),
     ],
 )
-def test_protected_is_false_for_what_costs_steps(
+def test_the_protected_condition_is_false_for_advisories_that_can_lose_steps(
     kind: AdvisoryKind, protected: tuple[str, str]
 ) -> None:
     assert brief(doubted(kind), "Protected") == protected
 
 
-def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
+def test_a_healthy_run_has_exactly_the_conditions_that_apply_to_it() -> None:
     run = reported(begun())
     found = condition_states(run, ClusterFacts(), now=T0)
     assert {condition: verdict.status for condition, verdict in found.items()} == {
@@ -110,7 +116,7 @@ def test_a_healthy_run_shows_what_it_has_and_nothing_else() -> None:
         (LossOutcome(), VolumeKind.HOST_PATH, "a node that is lost takes its part with it"),
     ],
 )
-def test_protected_says_what_the_loss_of_a_pod_costs(
+def test_the_protected_condition_states_the_cost_of_losing_a_pod(
     safe: LossOutcome, volumes: VolumeKind, words: str
 ) -> None:
     pods = [pod(rank, volumes=(volumes,)) for rank in (0, 1)]
@@ -121,7 +127,7 @@ def test_protected_says_what_the_loss_of_a_pod_costs(
 
 
 @pytest.mark.parametrize("early", ["Protected", "Committing"])
-def test_before_the_first_report_nothing_is_claimed(early: str) -> None:
+def test_all_conditions_are_unknown_before_the_first_report(early: str) -> None:
     run = begun(pod(0, trouble="not scheduled: no room"), pod(1))
     assert brief(run, early) == ("Unknown", "NoReports")
     found = verdict_of(run, "Protected")
@@ -129,7 +135,7 @@ def test_before_the_first_report_nothing_is_claimed(early: str) -> None:
     assert "gpt-worker-0 is not scheduled: no room" in found.message
 
 
-def test_pods_without_a_sidecar_come_first() -> None:
+def test_pods_without_a_sidecar_take_precedence_over_other_reasons() -> None:
     run = reported(begun(pod(0), pod(1, injected=False, trouble="no room for it.")))
     found = verdict_of(run, "Protected")
     assert found is not None
@@ -137,7 +143,7 @@ def test_pods_without_a_sidecar_come_first() -> None:
     assert "no room for it. Then let its job make it again" in found.message
 
 
-def test_two_pods_of_one_node_rank_are_named() -> None:
+def test_two_pods_with_the_same_node_rank_are_reported() -> None:
     run = reported(begun(pod(0), pod(1), pod(1, life=2, name="gpt-other")))
     assert brief(run, "DuplicateNodeRank") == ("True", "DuplicateNodeRank")
     assert brief(run, "Protected") == ("False", "DuplicateNodeRank")
@@ -146,12 +152,12 @@ def test_two_pods_of_one_node_rank_are_named() -> None:
     assert "pods gpt-other, gpt-worker-1 share node rank 1" in found.message
 
 
-def test_a_pod_that_is_replaced_is_no_duplicate() -> None:
+def test_a_pod_that_is_being_replaced_does_not_count_as_a_duplicate() -> None:
     run = reported(begun(pod(0), pod(1, deleting=True), pod(1, life=2)))
     assert brief(run, "DuplicateNodeRank") is None
 
 
-def test_a_stall_between_two_pods_of_one_rank_is_explained_by_them() -> None:
+def test_a_commit_stall_is_attributed_to_two_pods_with_the_same_node_rank() -> None:
     run = begun(pod(0), pod(1), pod(1, life=2))
     run = reported(
         run, report(doubts=(Advisory(kind=AdvisoryKind.COMMIT_STALLED, text="none since"),))
@@ -161,7 +167,7 @@ def test_a_stall_between_two_pods_of_one_rank_is_explained_by_them() -> None:
     assert "share node rank 1" in found.message
 
 
-def test_a_leader_that_falls_silent_is_named() -> None:
+def test_a_leader_that_stops_reporting_is_reported() -> None:
     run = reported(begun())
     assert brief(run, "Protected", now=T0 + SILENT_S - 1) == ("True", "Protected")
     found = verdict_of(run, "Protected", now=T0 + SILENT_S)
@@ -171,7 +177,7 @@ def test_a_leader_that_falls_silent_is_named() -> None:
     assert "gpt-worker-1" not in found.message
 
 
-def test_a_member_that_does_not_reach_its_leader_is_named() -> None:
+def test_a_member_that_cannot_reach_its_leader_is_reported() -> None:
     run = reported(begun(), report(missing="1"))
     found = verdict_of(run, "Protected")
     assert found is not None
@@ -184,7 +190,7 @@ def test_a_member_whose_container_has_just_started_is_waited_for() -> None:
     assert brief(run, "Protected") == ("True", "Protected")
 
 
-def test_a_trainer_that_never_comes_is_missed_after_a_minute() -> None:
+def test_a_trainer_that_never_connects_is_reported_after_a_minute() -> None:
     verdict = report(without_library="0-1")
     run = reported(begun(pod(0), pod(1, training_since=T0 - 59)), verdict)
     found = verdict_of(run, "Protected")
@@ -193,7 +199,7 @@ def test_a_trainer_that_never_comes_is_missed_after_a_minute() -> None:
     assert "more pods" not in found.message
 
 
-def test_replicated_needs_two_nodes() -> None:
+def test_the_replicated_condition_requires_two_nodes() -> None:
     known = policy(peers=PeerSpec())
     run = reported(begun(pod(0), pod(1, node="node-0"), known=known))
     assert brief(run, "Replicated") == ("False", "OneNode")
@@ -204,7 +210,7 @@ def test_replicated_needs_two_nodes() -> None:
     assert brief(reported(begun()), "Replicated") is None, "no peers in the policy"
 
 
-def test_archived_says_what_is_there() -> None:
+def test_the_archived_condition_names_the_archived_steps() -> None:
     run = begun(known=policy(archive=S3))
     assert brief(reported(run), "Archived") == ("Unknown", "NothingArchived")
     run_report = report(safe=LossOutcome(restart=step(100), archived=step(80)), archived=4)
@@ -216,31 +222,31 @@ def test_archived_says_what_is_there() -> None:
     ("known", "more", "expected"),
     [
         (None, {}, ("Unknown", "Propagating")),
-        (RestoreFrom(asked="90"), {}, ("False", "NotFound")),
-        (RestoreFrom(asked="90", run="other"), {}, ("False", "OtherRun")),
-        (RestoreFrom(asked="90", step=str(step(90))), {}, ("Unknown", "Propagating")),
+        (RestoreFromState(asked="90"), {}, ("False", "NotFound")),
+        (RestoreFromState(asked="90", run="other"), {}, ("False", "OtherRun")),
+        (RestoreFromState(asked="90", step=str(step(90))), {}, ("Unknown", "Propagating")),
         (
-            RestoreFrom(asked="90", step=str(step(90))),
+            RestoreFromState(asked="90", step=str(step(90))),
             {"restore_known": True},
             ("Unknown", "Waiting"),
         ),
         (
-            RestoreFrom(asked="90", step=str(step(90)), epoch="0002.bbbbbbbb"),
+            RestoreFromState(asked="90", step=str(step(90)), epoch="0002.bbbbbbbb"),
             {},
             ("True", "Restored"),
         ),
-        (RestoreFrom(asked="80", step=str(step(80))), {}, ("Unknown", "Propagating")),
+        (RestoreFromState(asked="80", step=str(step(80))), {}, ("Unknown", "Propagating")),
     ],
 )
-def test_a_rollback_is_followed(
-    known: RestoreFrom | None, more: dict[str, Any], expected: tuple[str, str]
+def test_the_restore_from_condition_follows_a_rollback(
+    known: RestoreFromState | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     run = transitions.run_object_seen(begun(), run_object(restore_from="90"))
     run = reported(run, report(record=LeaderRecord(restore_from=known), **more))
     assert brief(run, "RestoreFrom") == expected
 
 
-def test_a_drained_node_with_the_only_copy_is_named() -> None:
+def test_a_drained_node_with_the_only_copy_is_reported() -> None:
     run = reported(begun(), report(safe=LossOutcome(restart=step(100), sole=("node-0", "node-1"))))
     cluster = ClusterFacts(nodes={"node-1": NodeRecord(name="node-1", cordoned=True)})
     found = verdict_of(run, "Protected", cluster=cluster)
@@ -249,7 +255,7 @@ def test_a_drained_node_with_the_only_copy_is_named() -> None:
     assert "node-0" not in found.message
 
 
-def test_a_run_that_is_over_says_what_it_kept() -> None:
+def test_the_conditions_of_a_finished_run_name_its_last_committed_step() -> None:
     run = reported(begun())
     for rank in (0, 1):
         run = transitions.pod_seen(run, pod(rank, phase="Succeeded"), at=T0)
@@ -261,6 +267,6 @@ def test_a_run_that_is_over_says_what_it_kept() -> None:
     assert brief(run, "Committing") == ("Unknown", "Finished")
 
 
-def test_memory_that_no_quota_counts_is_named() -> None:
+def test_memory_that_no_quota_counts_is_reported() -> None:
     run = reported(begun(pod(0, uncounted=True), pod(1)))
     assert brief(run, "CountedByQueue") == ("False", "MemoryAdded")

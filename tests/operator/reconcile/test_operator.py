@@ -99,7 +99,7 @@ async def test_a_changed_condition_is_written_at_once_and_numbers_later(
         assert served.status()["committed"]["step"] == 200
 
 
-async def test_a_reconciler_that_begins_goes_on_from_the_status(tmp_path: Path) -> None:
+async def test_a_restarted_reconciler_continues_from_the_stored_status(tmp_path: Path) -> None:
     made = cluster()
     async with running(tmp_path, made=made) as served:
         await served.report(report(record=LeaderRecord(restarts=3, lost_steps=40)))
@@ -110,7 +110,7 @@ async def test_a_reconciler_that_begins_goes_on_from_the_status(tmp_path: Path) 
         assert answer["complete"]
 
 
-async def test_pods_that_admission_never_saw_are_found(tmp_path: Path) -> None:
+async def test_pods_that_admission_did_not_process_are_found(tmp_path: Path) -> None:
     made = cluster()
     made.objects[pod_path("gpt-worker-1")] = pod_body(1, injected=False)
     async with running(tmp_path, made=made) as served:
@@ -124,14 +124,14 @@ async def test_pods_that_admission_never_saw_are_found(tmp_path: Path) -> None:
         await until(lambda: served.condition("FullyInjected") == ("True", "AllInjected"))
 
 
-async def test_what_vanishes_unseen_is_missed_at_the_next_sweep(tmp_path: Path) -> None:
+async def test_a_missed_deletion_of_a_pod_is_detected_at_the_next_resync(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         with served.cluster.unseen():
             served.cluster.remove(pod_path("gpt-worker-1"))
         await until(lambda: served.status().get("nodes") == 1)
 
 
-async def test_a_run_ends_with_its_job_and_goes_after_its_ttl(tmp_path: Path) -> None:
+async def test_a_run_finishes_with_its_job_and_is_deleted_after_its_ttl(tmp_path: Path) -> None:
     made = cluster()
     made.add(f"{JOBS}/gpt", {"metadata": {"name": "gpt", "uid": "1a2b3c4d-0000"}, "status": {}})
     async with running(tmp_path, made=made) as served:
@@ -148,7 +148,7 @@ async def test_a_run_ends_with_its_job_and_goes_after_its_ttl(tmp_path: Path) ->
         await until(lambda: path not in made.objects)
 
 
-async def test_an_object_that_is_deleted_while_its_pods_live_is_made_again(tmp_path: Path) -> None:
+async def test_a_run_object_that_is_deleted_while_its_pods_run_is_recreated(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         await served.report(report())
         await until(lambda: served.condition("Committing") == ("True", "Committing"))
@@ -156,7 +156,7 @@ async def test_an_object_that_is_deleted_while_its_pods_live_is_made_again(tmp_p
         await until(lambda: served.condition("Committing") == ("True", "Committing"))
 
 
-async def test_a_status_that_others_wrote_is_written_over(tmp_path: Path) -> None:
+async def test_a_status_that_another_client_wrote_is_overwritten(tmp_path: Path) -> None:
     async with running(tmp_path) as served:
         await served.report(report())
         await until(lambda: served.condition("Committing") == ("True", "Committing"))
@@ -170,7 +170,9 @@ async def test_a_status_that_others_wrote_is_written_over(tmp_path: Path) -> Non
         await until(lambda: served.status().get("phase") == "Running")
 
 
-async def test_an_acknowledgement_of_the_newest_start_is_made_its_epoch(tmp_path: Path) -> None:
+async def test_an_acknowledgement_of_the_newest_start_is_resolved_to_its_epoch(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path) as served:
         await served.report(report())
         body = await until(
@@ -194,7 +196,7 @@ async def test_an_acknowledgement_of_the_newest_start_is_made_its_epoch(tmp_path
         await until(lambda: annotation() == "0001.aaaaaaaa")
 
 
-async def test_writes_that_fail_are_made_good_later(tmp_path: Path) -> None:
+async def test_failed_writes_are_retried(tmp_path: Path) -> None:
     made = cluster()
     made.broken, made.broken_part = 3, "/status"
     async with running(tmp_path, made=made) as served:
@@ -203,7 +205,7 @@ async def test_writes_that_fail_are_made_good_later(tmp_path: Path) -> None:
         assert made.broken == 0
 
 
-async def test_nodes_are_followed_only_where_they_may_be(tmp_path: Path) -> None:
+async def test_nodes_are_watched_only_if_permitted(tmp_path: Path) -> None:
     made = cluster()
     made.add(
         "/api/v1/nodes/node-0", {"metadata": {"name": "node-0"}, "spec": {"unschedulable": True}}
@@ -215,7 +217,7 @@ async def test_nodes_are_followed_only_where_they_may_be(tmp_path: Path) -> None
         assert not served.cluster.asked("GET", "/nodes")
 
 
-async def test_a_run_whose_pods_went_while_no_reconciler_worked_is_found_over(
+async def test_a_run_whose_pods_ended_while_the_reconciler_was_down_is_finished(
     tmp_path: Path,
 ) -> None:
     made = cluster()

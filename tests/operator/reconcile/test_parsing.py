@@ -19,7 +19,7 @@ from keepstep_operator.reconcile.parsing import (
 from tests.operator.reconcile.samples import pod_body
 
 
-def test_an_injected_pod_is_what_admission_wrote_about_it() -> None:
+def test_the_record_of_an_injected_pod_is_parsed_from_its_annotation() -> None:
     pod = parse_pod_record(pod_body(3))
     assert pod is not None
     assert (pod.injected, pod.run, pod.node_rank) == (True, RunKey("team", "gpt-1a2b3c4d"), 3)
@@ -36,7 +36,7 @@ def test_a_pod_without_a_sidecar_belongs_to_the_run_that_it_would_have_been_give
     assert (pod.injected, pod.run, pod.node_rank) == (False, RunKey("team", "gpt-1a2b3c4d"), 1)
 
 
-def test_labels_alone_make_no_sidecar() -> None:
+def test_a_pod_with_labels_but_without_a_sidecar_counts_as_not_injected() -> None:
     body = pod_body(1)
     body["spec"]["initContainers"] = []
     pod = parse_pod_record(body)
@@ -45,20 +45,20 @@ def test_labels_alone_make_no_sidecar() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "A..b", "../x", "x/y"])
-def test_a_label_that_is_no_name_of_a_run_makes_no_run(key: str) -> None:
+def test_an_invalid_run_key_label_creates_no_run(key: str) -> None:
     body = pod_body(1)
     body["metadata"]["labels"]["keepstep.dev/run-key"] = key
     pod = parse_pod_record(body)
     assert pod is None or pod.run.name != key
 
 
-def test_a_pod_that_does_not_ask_is_none_of_ours() -> None:
+def test_a_pod_without_the_policy_annotation_is_ignored() -> None:
     body = pod_body(1, injected=False)
     body["metadata"]["annotations"] = {}
     assert parse_pod_record(body) is None
 
 
-def test_a_pod_that_is_stuck_says_why() -> None:
+def test_the_reason_of_a_stuck_pod_is_parsed() -> None:
     body = pod_body(1)
     body["status"] = {
         "phase": "Pending",
@@ -102,7 +102,7 @@ def test_a_pod_that_is_stuck_says_why() -> None:
         ([{"type": "Failed", "status": "False"}], JobState.ACTIVE),
     ],
 )
-def test_all_kinds_of_jobs_tell_by_their_conditions_whether_they_are_over(
+def test_the_state_of_a_job_is_read_from_its_conditions(
     conditions: list[Any], state: JobState
 ) -> None:
     assert job_state({"status": {"conditions": conditions}}) is state
@@ -118,7 +118,7 @@ def test_all_kinds_of_jobs_tell_by_their_conditions_whether_they_are_over(
         *((phase, JobState.ACTIVE) for phase in ("Aborting", "Aborted", "Terminating", "")),
     ],
 )
-def test_a_volcano_job_tells_by_its_phase_and_one_that_may_be_resumed_is_not_over(
+def test_the_state_of_a_volcano_job_is_read_from_its_phase_and_aborted_is_not_final(
     phase: str, state: JobState
 ) -> None:
     body = {
@@ -136,13 +136,13 @@ def test_a_volcano_job_tells_by_its_phase_and_one_that_may_be_resumed_is_not_ove
     assert job_state(body) is state
 
 
-def test_a_run_object_that_nobody_filled_in_asks_for_nothing() -> None:
+def test_an_empty_run_object_requests_nothing() -> None:
     body = parse_run_object({"metadata": {"namespace": "team", "name": "gpt"}})
     assert body.key == RunKey("team", "gpt")
     assert (body.pins, body.paused, body.fresh_start, body.policy) == ((), False, "", None)
 
 
-def test_a_policy_record_has_what_lies_beyond_the_pod_and_says_what_it_gives() -> None:
+def test_a_policy_record_contains_peers_and_archive_and_describes_their_protection() -> None:
     body = {
         "metadata": {"name": "p", "namespace": "n"},
         "spec": {
@@ -171,7 +171,7 @@ def test_a_node_whose_kubelet_is_silent_is_not_ready() -> None:
     assert not parse_node(body).ready
 
 
-def test_what_injection_did_otherwise_is_read_from_the_pod_bounded() -> None:
+def test_injection_warnings_in_a_pod_annotation_are_read_with_bounded_size() -> None:
     body = pod_body()
     annotation = json.loads(body["metadata"]["annotations"]["keepstep.dev/status"])
     annotation["warnings"] = ["a\x1b[2J" + "b" * 5000, *map(str, range(500))]

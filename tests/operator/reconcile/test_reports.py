@@ -61,7 +61,7 @@ async def api(directory: Path, **objects: Any) -> AsyncIterator[Served]:
         yield served
 
 
-async def test_the_leader_is_answered_with_the_pods_of_its_run(tmp_path: Path) -> None:
+async def test_the_reply_to_a_leader_lists_the_pods_of_its_run(tmp_path: Path) -> None:
     async with api(tmp_path) as served:
         answer = await served.report(report(sequence=1), token="of-0")
         assert [(member["pod"], member["address"]) for member in answer["members"]] == [
@@ -85,7 +85,7 @@ async def test_the_leader_is_answered_with_the_pods_of_its_run(tmp_path: Path) -
         ("of-no-pod", 403, "no-pod"),
     ],
 )
-async def test_who_does_not_lead_is_refused(
+async def test_a_report_from_a_pod_that_is_not_the_leader_is_refused(
     token: str, status: int, code: str, tmp_path: Path
 ) -> None:
     async with api(tmp_path) as served:
@@ -109,7 +109,7 @@ async def test_a_pod_without_our_sidecar_is_refused(tmp_path: Path) -> None:
         assert (status, problem["code"]) == (403, "not-injected")
 
 
-async def test_a_pod_of_another_job_with_the_label_is_refused_and_not_signed_for(
+async def test_a_pod_of_another_job_with_the_run_label_is_refused_and_gets_no_certificate(
     tmp_path: Path,
 ) -> None:
     bodies = [pod_body(0), pod_body(0)]
@@ -143,13 +143,15 @@ async def test_a_pod_reports_once_a_second_at_most(tmp_path: Path) -> None:
     "body",
     [b"", b"[]", b"{", b'{"leader": 7}', b'{"leader": "a", "sequence": 1, "step": "x"}', b"\xff"],
 )
-async def test_nonsense_is_refused_and_ends_nothing(body: bytes, tmp_path: Path) -> None:
+async def test_an_invalid_report_is_refused_and_does_not_stop_the_server(
+    body: bytes, tmp_path: Path
+) -> None:
     async with api(tmp_path) as served:
         status, problem = await served.post(body, token="of-0")
         assert (status, problem["code"]) == (400, "bad-report")
 
 
-async def test_before_all_runs_are_known_nothing_is_taken_in(tmp_path: Path) -> None:
+async def test_reports_are_refused_until_all_runs_are_loaded(tmp_path: Path) -> None:
     async with api(tmp_path) as served:
         cluster = served.parts.registry.cluster
         served.parts.registry.cluster = replace(cluster, complete=False)
@@ -157,7 +159,7 @@ async def test_before_all_runs_are_known_nothing_is_taken_in(tmp_path: Path) -> 
         assert (status, problem["code"]) == (503, "starting")
 
 
-async def test_a_token_good_or_wrong_is_hardly_asked_about_again(tmp_path: Path) -> None:
+async def test_token_reviews_are_cached_for_valid_and_invalid_tokens(tmp_path: Path) -> None:
     async with api(tmp_path) as served:
         for token in ("of-0", "wrong"):
             served.cluster.requests.clear()
@@ -197,7 +199,7 @@ def largest() -> wire.RunReport:
     )  # fmt: skip
 
 
-def test_a_leader_cuts_what_is_too_long() -> None:
+def test_a_leader_truncates_a_report_to_the_size_limits() -> None:
     most = largest()
     more = replace(
         most,
@@ -216,7 +218,7 @@ def test_a_leader_cuts_what_is_too_long() -> None:
     assert wire.cut_to_bounds(most) == most
 
 
-async def test_the_largest_report_is_taken_in_and_one_beyond_a_bound_is_not(
+async def test_the_largest_valid_report_is_accepted_and_a_larger_one_is_refused(
     tmp_path: Path,
 ) -> None:
     async with api(tmp_path) as served:

@@ -19,8 +19,8 @@ from keepstep_operator.api.run_status import (
     status_json,
 )
 from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer, leader_pod
 from keepstep_operator.reconcile.events import change_events
-from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_answer, leader_pod
 from keepstep_operator.reconcile.render import render_status
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
@@ -45,13 +45,13 @@ RESTORED = RunEvent(
 # --- reports -------------------------------------------------------------------------------------
 
 
-def test_a_report_that_was_overtaken_changes_nothing() -> None:
+def test_an_outdated_report_is_ignored() -> None:
     run = reported(begun(), report(200, sequence=5))
     assert reported(run, report(100, sequence=4)) is run
     assert reported(run, report(100, sequence=5)) is run
 
 
-def test_a_leader_that_begins_asks_for_the_record_and_does_not_change_it() -> None:
+def test_a_new_leader_receives_the_stored_record_and_its_first_report_does_not_change_it() -> None:
     record = LeaderRecord(restarts=3, holders=(NodeHoldings(node="node-7", node_ranks="1"),))
     run = reported(begun(), report(record=record))
     again = reported(run, report(leader="leader-2", sequence=1))
@@ -64,13 +64,13 @@ def test_a_leader_that_begins_asks_for_the_record_and_does_not_change_it() -> No
     assert leader_answer(later, ClusterFacts()).record is None
 
 
-def test_a_commit_is_as_old_as_it_was_first_seen() -> None:
+def test_the_time_of_a_commit_is_that_of_its_first_report() -> None:
     run = reported(begun(), report(100))
     run = reported(run, report(100, sequence=3), at=T0 + 60)
     assert run.committed == CommittedStatus(step=100, id=str(step(100)), time=format_utc(T0))
 
 
-def test_a_commit_out_of_sight_stands_until_all_members_have_reported() -> None:
+def test_a_commit_is_kept_in_the_status_until_all_members_have_reported() -> None:
     run = reported(begun(), report(100))
     partial = reported(run, report(None, sequence=1, leader="leader-2", settled=False))
     assert partial.committed == run.committed
@@ -78,7 +78,7 @@ def test_a_commit_out_of_sight_stands_until_all_members_have_reported() -> None:
     assert whole.committed is None
 
 
-def test_a_rollback_goes_back_to_an_older_commit() -> None:
+def test_a_rollback_sets_the_status_to_an_older_commit() -> None:
     after = Epoch(EpochId(2, "bbbbbbbb"), step(50))
     run = reported(
         reported(begun(), report(100)), replace(report(sequence=3), committed=step(60, after))
@@ -87,7 +87,7 @@ def test_a_rollback_goes_back_to_an_older_commit() -> None:
     assert run.committed.step == 60
 
 
-def test_what_happened_is_kept_once_and_the_newest_only() -> None:
+def test_recent_events_are_stored_once_and_only_the_newest() -> None:
     run = reported(begun(), report(recent=(RESTORED,)))
     run = reported(run, report(sequence=3, recent=(RESTORED,)))
     assert run.recent == (RESTORED,)
@@ -98,7 +98,7 @@ def test_what_happened_is_kept_once_and_the_newest_only() -> None:
 # --- policies ------------------------------------------------------------------------------------
 
 
-def test_a_changed_policy_holds_for_pods_that_are_made_after_it() -> None:
+def test_a_changed_policy_applies_to_pods_created_afterwards() -> None:
     run = transitions.policy_seen(begun(), policy(generation=2))
     assert run.policy is not None
     assert run.policy.generation == 1
@@ -107,7 +107,7 @@ def test_a_changed_policy_holds_for_pods_that_are_made_after_it() -> None:
     assert run.policy.generation == 2
 
 
-def test_a_policy_that_is_deleted_or_wrong_leaves_the_run_its_own() -> None:
+def test_a_deleted_or_invalid_policy_does_not_change_the_policy_of_a_run() -> None:
     for now in (None, policy(problem=("Invalid", "no volumes"))):
         assert transitions.policy_seen(begun(), now).policy == accepted()
 
@@ -115,7 +115,7 @@ def test_a_policy_that_is_deleted_or_wrong_leaves_the_run_its_own() -> None:
 # --- over restarts of the operator ----------------------------------------------------------------
 
 
-def test_what_an_earlier_process_wrote_is_taken_over() -> None:
+def test_a_restarted_reconciler_takes_over_the_stored_status() -> None:
     old = reported(
         begun(), report(record=LeaderRecord(restarts=2, lost_steps=30), recent=(RESTORED,))
     )
@@ -123,9 +123,9 @@ def test_what_an_earlier_process_wrote_is_taken_over() -> None:
     run = transitions.run_object_seen(Run(key=KEY, since=T0), run_object(status=status))
     assert (run.committed, run.recent, run.job) == (old.committed, old.recent, JOB)
     assert run.record == replace(old.record, counted="0001.aaaaaaaa")
-    assert run.resumes(T0 + 30)
-    assert not run.resumes(T0 + 60)
-    assert not reported(run).resumes(T0)
+    assert run.prefers_earlier_status(T0 + 30)
+    assert not run.prefers_earlier_status(T0 + 60)
+    assert not reported(run).prefers_earlier_status(T0)
 
 
 def test_a_status_is_read_back_as_it_was_written() -> None:
@@ -143,7 +143,7 @@ def test_a_status_is_read_back_as_it_was_written() -> None:
     assert read_status(body) == status
 
 
-def test_a_status_that_makes_no_sense_counts_as_none() -> None:
+def test_an_invalid_status_is_treated_as_empty() -> None:
     for body in ({"recent": 7}, {"policy": "default"}, {"committed": {"step": "x"}}):
         assert read_status(body) == RunStatus()
 
@@ -151,14 +151,14 @@ def test_a_status_that_makes_no_sense_counts_as_none() -> None:
 # --- who leads ------------------------------------------------------------------------------------
 
 
-def test_of_two_pods_with_node_rank_0_the_older_one_leads() -> None:
+def test_the_older_of_two_pods_with_node_rank_0_is_the_leader() -> None:
     run = begun(pod(0, life=2, uid="first-by-name"), pod(0, life=1), pod(1))
     leads = leader_pod(run)
     assert leads is not None
     assert leads.uid == "pod-0-1"
 
 
-def test_a_pod_that_goes_leads_until_another_one_is_there() -> None:
+def test_a_terminating_pod_stays_leader_until_its_replacement_exists() -> None:
     going = pod(0, deleting=True)
     assert leader_pod(begun(going, pod(1))) == going
     assert leader_pod(begun(going, pod(0, life=2), pod(1))) == pod(0, life=2)
@@ -202,7 +202,7 @@ def _steps() -> st.SearchStrategy[Step]:
         pods.map(lambda record: lambda run, at: transitions.pod_seen(run, record, at=at)),
         pods.map(lambda record: lambda run, at: transitions.pod_gone(run, record.uid, at=at)),
         reports.map(
-            lambda run_report: lambda run, at: transitions.reported(run, run_report, at=at)
+            lambda run_report: lambda run, at: transitions.apply_report(run, run_report, at=at)
         ),
         st.sampled_from(JobState).map(
             lambda answer: lambda run, at: transitions.job_answered(run, answer, at=at)
@@ -216,12 +216,12 @@ def _steps() -> st.SearchStrategy[Step]:
 
 
 @given(st.lists(_steps(), max_size=30))
-def test_after_any_sequence_a_run_makes_sense(steps: list[Step]) -> None:
+def test_the_state_of_a_run_is_consistent_after_any_sequence_of_events(steps: list[Step]) -> None:
     run, now = Run(key=KEY, since=T0), T0
     for take in steps:
         now += 1.0
         before, run = run, take(run, now)
-        members = list(run.members)
+        members = list(run.job_pods)
         assert run.finished_at is None or all(record.over for record in run.pods.values())
         alive = any(not record.over for record in run.pods.values())
         assert not (alive and run.idle_since is not None)

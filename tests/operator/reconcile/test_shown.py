@@ -24,17 +24,17 @@ from keepstep_operator.api.cluster_objects import Job, NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.run_status import CommittedStatus, RunStatus
 from keepstep_operator.api.tiers import PeerSpec
+from keepstep_operator.reconcile import answer_to_leader as module
 from keepstep_operator.reconcile import checkpoints
-from keepstep_operator.reconcile import leader_answer as module
 from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer
 from keepstep_operator.reconcile.events import (
     KubernetesEvent,
+    policy_rejected_event,
     change_events,
     event_bodies,
-    policy_event,
-    standing_events,
+    recurring_events,
 )
-from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_answer
 from keepstep_operator.reconcile.render import policy_status, render_status
 from keepstep_operator.reconcile.run import Run
 from tests.operator.reconcile.samples import (
@@ -58,7 +58,7 @@ def shown(run: Run, **more: Any) -> RunStatus:
 # --- the status ----------------------------------------------------------------------------------
 
 
-def test_a_healthy_run_is_shown_in_its_columns() -> None:
+def test_the_status_columns_of_a_healthy_run_are_filled() -> None:
     run_report = report(
         watermarks={Tier.MEMORY: step(101), Tier.LOCAL: step(100)},
         held_by=(Tier.LOCAL,),
@@ -99,7 +99,7 @@ def test_a_healthy_run_is_shown_in_its_columns() -> None:
         (VolumeKind.HOST_PATH, True, LossOutcome(), "ContainerRestart,PodRestart,JobRecreate"),
     ],
 )
-def test_a_run_survives_what_its_copies_outlive(
+def test_the_survives_column_lists_the_failures_that_copies_protect_against(
     volumes: VolumeKind, labelled: bool, safe: LossOutcome, survives: str
 ) -> None:
     pods = [pod(rank, volumes=(volumes,), labelled=labelled) for rank in (0, 1)]
@@ -114,11 +114,11 @@ def test_a_run_survives_what_its_copies_outlive(
         ({"alive": 0, "committed": None, "step": None}, "Waiting"),
     ],
 )
-def test_the_phase_says_what_the_run_does(changes: dict[str, Any], phase: str) -> None:
+def test_the_phase_reflects_the_state_of_the_run(changes: dict[str, Any], phase: str) -> None:
     assert shown(reported(begun(), replace(report(), **changes))).phase == phase
 
 
-def test_before_a_report_what_an_earlier_process_wrote_stays() -> None:
+def test_the_stored_status_is_kept_until_the_first_report() -> None:
     old = shown(reported(begun()))
     run = transitions.run_object_seen(Run(key=KEY, since=T0), run_object(status=old))
     run = transitions.pod_seen(run, pod(0), at=T0)
@@ -127,7 +127,7 @@ def test_before_a_report_what_an_earlier_process_wrote_stays() -> None:
     assert status.protected == "Unknown"
 
 
-def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
+def test_the_final_protected_condition_of_a_run_is_kept() -> None:
     run = reported(begun())
     for rank in (0, 1):
         run = transitions.pod_seen(run, pod(rank, phase="Succeeded"), at=T0)
@@ -141,7 +141,7 @@ def test_what_protected_said_at_the_end_of_a_run_stays() -> None:
     )
 
 
-def test_a_transition_is_a_change_of_status_alone() -> None:
+def test_the_transition_time_changes_only_with_the_status_of_a_condition() -> None:
     run = reported(begun())
     first = shown(run)
     run = reported(replace(run, status=first), report(110, sequence=3), at=T0 + 100)
@@ -157,7 +157,7 @@ def test_a_transition_is_a_change_of_status_alone() -> None:
 # --- warnings ------------------------------------------------------------------------------------
 
 
-def test_warnings_name_their_pods_and_come_once() -> None:
+def test_warnings_name_their_pods_and_are_listed_once() -> None:
     slow = tuple(node(rank, warnings=("the drive is slow",)) for rank in (0, 1))
     pods = pod(0, warnings=("no metrics",)), pod(1, trouble="container x: CrashLoopBackOff")
     alarm = ReportedAlarm(kind="WorldChanged", text="the world changed from 2 to 3")
@@ -177,12 +177,12 @@ def test_warnings_name_their_pods_and_come_once() -> None:
         (policy(generation=2), "has changed (generation 1 to 2)"),
     ],
 )
-def test_a_policy_that_is_another_one_now_is_a_warning(now: Any, words: str) -> None:
+def test_a_changed_policy_causes_a_warning(now: Any, words: str) -> None:
     (warning,) = shown(transitions.policy_seen(reported(begun()), now)).warnings
     assert words in warning
 
 
-def test_an_earlier_run_and_a_fresh_start_say_what_to_do() -> None:
+def test_warnings_about_an_earlier_run_and_a_fresh_start_name_the_fix() -> None:
     run = replace(reported(begun(), report(fresh="0002.bbbbbbbb")), earlier="gpt-00000000")
     fresh, earlier = shown(run).warnings
     assert "keepstep.dev/fresh-start=newest" in fresh
@@ -196,7 +196,7 @@ def reasons(before: Run, after: Run) -> list[tuple[str, bool]]:
     return [(event.reason, event.warning) for event in change_events(before, after)]
 
 
-def test_each_change_is_told_once() -> None:
+def test_each_change_causes_one_event() -> None:
     run = begun()
     restored = RunEvent(time=format_utc(T0), type="Restored", message="restored step 90", step=90)
     started = replace(restored, type="FreshStart", time=format_utc(T0 + 1))
@@ -222,7 +222,7 @@ def test_a_warning_of_a_sidecar_names_its_pod() -> None:
     assert [event.message for event in change_events(run, after)] == ["gpt-worker-1: slow"]
 
 
-def test_a_warning_that_each_step_repeats_with_other_numbers_is_one_event() -> None:
+def test_a_warning_that_is_repeated_with_other_numbers_causes_one_event() -> None:
     def full(step: int, free: int) -> str:
         return f"step 0001.85a1a6b9-{step:09}, rank 0: no space: 2973696 needed, {free} free"
 
@@ -238,7 +238,7 @@ def test_a_warning_that_each_step_repeats_with_other_numbers_is_one_event() -> N
     ]
 
 
-def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
+def test_an_event_about_a_second_job_with_the_run_label_is_attached_to_that_job() -> None:
     run = begun(pod(0, labelled=True), pod(1, labelled=True))
     other = Job(api_version="batch/v1", kind="Job", name="again", uid="job-2")
     after = transitions.pod_seen(run, pod(0, life=9, labelled=True, job=other), at=T0)
@@ -246,13 +246,13 @@ def test_a_second_job_with_the_label_is_told_on_that_job() -> None:
     assert (event.reason, event.about) == ("RunTaken", other)
 
 
-def test_what_holds_is_told_again_as_long_as_it_does() -> None:
+def test_events_about_lasting_conditions_are_repeated_while_they_hold() -> None:
     run = reported(
         begun(pod(0), pod(1), pod(2, injected=False)),
         report(without_library="1", safe=LossOutcome(sole=("node-0",))),
     )
     cluster = ClusterFacts(nodes={"node-0": NodeRecord(name="node-0", cordoned=True)})
-    found = [(event.reason, event.topic) for event in standing_events(run, cluster, now=T0)]
+    found = [(event.reason, event.topic) for event in recurring_events(run, cluster, now=T0)]
     assert found == [
         ("NotInjected", "pod-2-1"),
         ("LibraryMissing", "gpt-worker-1"),
@@ -276,7 +276,7 @@ def test_an_event_is_on_the_job_and_on_the_run() -> None:
 # --- policies ------------------------------------------------------------------------------------
 
 
-def test_a_policy_says_whether_it_is_accepted() -> None:
+def test_the_status_of_a_policy_states_whether_it_is_accepted() -> None:
     good = policy_status(replace(policy(), advice="outlives"), {}, now=T0)
     assert good["conditions"][0]["status"] == "True"
     assert policy_status(replace(policy(), advice="outlives"), good, now=T0 + 9) == good
@@ -286,10 +286,10 @@ def test_a_policy_says_whether_it_is_accepted() -> None:
         "InvalidMemory",
         format_utc(T0 + 9),
     )
-    event = policy_event(wrong)
+    event = policy_rejected_event(wrong)
     assert event is not None
     assert event.reason == "InvalidMemory"
-    assert policy_event(policy()) is None
+    assert policy_rejected_event(policy()) is None
 
 
 # --- Checkpoint objects --------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def kept(number: int, *tiers: Tier) -> KeptStep:
     )
 
 
-def test_there_is_an_object_for_each_kept_step() -> None:
+def test_a_checkpoint_object_exists_for_each_kept_step() -> None:
     run = reported(
         begun(), report(kept=(kept(90, Tier.LOCAL, Tier.ARCHIVE), kept(80)), certain=True)
     )
@@ -316,7 +316,7 @@ def test_there_is_an_object_for_each_kept_step() -> None:
     assert body["metadata"]["ownerReferences"][0]["uid"] == "run-1"
 
 
-def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
+def test_no_checkpoint_object_is_deleted_while_its_step_may_be_temporarily_invisible() -> None:
     known = {f"{KEY.name}-{step(10)}": ("archive",)}
     assert checkpoints.due_changes(begun(), known) == checkpoints.ObjectChanges()
     assert checkpoints.due_changes(reported(begun(), report(certain=False)), known).gone == ()
@@ -325,7 +325,7 @@ def test_no_object_goes_while_its_step_may_be_out_of_sight() -> None:
 # --- what the leader is told ---------------------------------------------------------------------
 
 
-def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
+def test_the_reply_to_the_leader_contains_members_and_user_requests() -> None:
     body = run_object(
         pins=(str(step(50)), "nonsense"), restore_from="90", fresh_start="allow", paused=True
     )
@@ -342,7 +342,7 @@ def test_the_leader_is_told_who_is_there_and_what_is_wanted() -> None:
     assert request.policy.outlives_pod
 
 
-def test_zones_are_the_value_of_the_policy_s_key() -> None:
+def test_the_zone_of_a_member_is_the_node_label_named_by_the_policy() -> None:
     run = begun(known=policy(peers=PeerSpec(topology_key="zone")))
     nodes = {"node-0": NodeRecord(name="node-0", labels={"zone": "a"})}
     request = leader_answer(run, ClusterFacts(nodes=nodes))
@@ -351,7 +351,7 @@ def test_zones_are_the_value_of_the_policy_s_key() -> None:
     )
 
 
-def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> None:
+def test_the_reply_lists_only_agents_and_lost_nodes_that_hold_shards_of_the_run() -> None:
     holders = (
         NodeHoldings(node="node-7", node_ranks="1"),
         NodeHoldings(node="node-9", node_ranks="2"),
@@ -367,7 +367,7 @@ def test_agents_and_lost_nodes_are_those_on_which_the_run_has_something() -> Non
     assert leader_answer(run, replace(cluster, complete=False)).lost_nodes == ()
 
 
-def test_a_run_with_more_pods_than_are_named_is_never_complete(
+def test_a_run_with_more_pods_than_the_reply_lists_is_never_marked_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise its leader would take those that are not named for gone."""

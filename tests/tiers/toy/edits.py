@@ -63,7 +63,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
             "        archive=archive,\n        vault=parse_vault(spec),\n",
         ),
     ],
-    "operator/src/keepstep_operator/injection/tiers.py": [
+    "operator/src/keepstep_operator/injection/remote_tiers.py": [
         (
             "    return [*_of_archive(policy), *_of_peers(policy, ports)]\n",
             '    path = {"name": "KEEPSTEP_VAULT", "value": "/keepstep/vault"}\n'

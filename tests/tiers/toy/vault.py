@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep.image.control_page import Manifest
-from keepstep.steps import Answer, StepId, Tier, shard_name
+from keepstep.steps import StepId, Tier, TierAnswer, shard_name
 from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, DueShards, Key
 from keepstep_sidecar.tiers.source import FileSource, ShardSource
-from keepstep_sidecar.volume.files import Filesystem, IoEngine, ShardFile, open_shard
+from keepstep_sidecar.volume.files import Filesystem, IoMode, ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import LocalShard, read_manifest
 
 
@@ -33,8 +33,10 @@ class VaultTier(RemoteTier):
     async def scan(self) -> Inventory:
         found = await asyncio.to_thread(self._found)
         return Inventory(
-            answer=Answer.STEPS if found else Answer.NONE,
-            shards=tuple(RemoteShard.of(manifest.shard, tier=self.tier) for manifest in found),
+            answer=TierAnswer.STEPS if found else TierAnswer.NONE,
+            shards=tuple(
+                RemoteShard.from_shard(manifest.shard, tier=self.tier) for manifest in found
+            ),
             epochs=tuple(manifest.control.epoch for manifest in found),
         )
 
@@ -50,7 +52,7 @@ class VaultTier(RemoteTier):
 
         @contextmanager
         def opened() -> Iterator[ShardFile]:
-            filesystem, engine = Filesystem(), IoEngine.BUFFERED
+            filesystem, engine = Filesystem(), IoMode.BUFFERED
             with open_shard(path, filesystem=filesystem, engine=engine) as file:
                 yield file
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keepstep.errors import KeepstepError
 from keepstep.state import accelerator
-from keepstep.state.accelerator import has_memory
+from keepstep.state.accelerator import owns_full_storage
 
 # CDLL functions release the GIL; ctypes.memmove and mmap.madvise do not.
 _memmove = ctypes.CDLL(None).memmove
@@ -74,7 +74,7 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and has_memory(tensor)
+        and owns_full_storage(tensor)
     )
 
 
@@ -111,7 +111,7 @@ def _check(moves: Sequence[MemoryMove], copies: Sequence[TensorCopy]) -> None:
 def _can_copy(tensor: Tensor) -> bool:
     # A subclass copies in its own way. A zero tensor has no memory, which torch handles itself.
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-    return not plain or tensor._is_zerotensor() or has_memory(tensor)
+    return not plain or tensor._is_zerotensor() or owns_full_storage(tensor)
 
 
 def default_threads() -> int:
@@ -212,15 +212,15 @@ def _carry(
 
     def work(memory: Tensor, stream: torch.Stream) -> None:
         try:
-            with torch.no_grad(), here.on(stream):
+            with torch.no_grad(), here.use_stream(stream):
                 _carry_alone(iter(next_load, None), memory, stream)
         except BaseException as error:
             failures.append(error)
 
     helpers = []
     for memory in parts_of_memory:
-        stream = here.stream(place)
-        stream.wait_stream(here.computing(place))  # what made the tensors comes before
+        stream = here.create_stream(place)
+        stream.wait_stream(here.get_compute_stream(place))  # what made the tensors comes before
         helpers.append(threading.Thread(target=work, args=(memory, stream), name="keepstep-copy"))
     for helper in helpers:
         helper.start()

@@ -34,12 +34,12 @@ from keepstep.errors import (
 from keepstep.steps import State, StepId
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,
-    FailedRequest,
     LeaseGranted,
-    LeaseNews,
     LeaseRequest,
+    LeaseStreamEvent,
     Problem,
-    ReleaseRequest,
+    ReleaseSlotsRequest,
+    ScriptFailedRequest,
     UnseenHugePagesRequest,
     Waited,
     WaitRequest,
@@ -69,7 +69,7 @@ _ERRORS: dict[str, type[SidecarError]] = {"protocol": ProtocolError, "no-memory"
 # against this. Here it only wakes threads; the condition itself is on plain attributes.
 
 
-class ThreadWaker:
+class ConditionNotifier:
     """Wakes the threads that wait for a condition on plain attributes."""
 
     def __init__(self) -> None:
@@ -81,7 +81,9 @@ class ThreadWaker:
             if bell.empty():
                 bell.put(None)
 
-    def wait_for(self, condition: Callable[[], object], *, timeout_s: float | None) -> bool:
+    def wait_for_condition(
+        self, condition: Callable[[], object], *, timeout_s: float | None
+    ) -> bool:
         """Wait until the condition is true, for at most `timeout_s` (None: for any time). Returns
         whether it became true in time."""
         if condition():
@@ -108,7 +110,7 @@ class OneTimeEvent:
 
     def __init__(self) -> None:
         self._open = False
-        self._changes = ThreadWaker()
+        self._changes = ConditionNotifier()
 
     def is_set(self) -> bool:
         return self._open
@@ -119,7 +121,7 @@ class OneTimeEvent:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the gate is set. Returns whether it was set in time."""
-        return self._changes.wait_for(self.is_set, timeout_s=timeout_s)
+        return self._changes.wait_for_condition(self.is_set, timeout_s=timeout_s)
 
 
 # --- calls and the lease -------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class UnixConnection(http.client.HTTPConnection):
             raise _problem(response.status, response.read())
         return response
 
-    def absent(self, error: Exception) -> SidecarAbsent:
+    def make_absent_error(self, error: Exception) -> SidecarAbsent:
         """The SidecarAbsent to raise for a connection that broke with `error`."""
         silent = isinstance(error, TimeoutError)
         kind = "did not answer in time" if silent else "went away"
@@ -200,7 +202,7 @@ class SidecarClient:
             except (http.client.HTTPException, OSError) as error:
                 self.close()
                 if kept is None or isinstance(error, TimeoutError):
-                    raise connection.absent(error) from error
+                    raise connection.make_absent_error(error) from error
 
     def get(self, route: str, kind: type[T], *, timeout_s: float = 10.0) -> T:
         """GET `route` and decode the answer. Raises as `call` does."""
@@ -212,7 +214,7 @@ class SidecarClient:
             self._connection.close()
             self._connection = None
 
-    def end(self) -> None:
+    def forbid_further_calls(self) -> None:
         """Allow no more calls. May be called from any thread: a thread that waits for an answer
         stops waiting."""
         self._ended = True
@@ -248,7 +250,7 @@ class HeldLease:
             self.granted = from_json(LeaseGranted, self._response.readline())
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise connection.absent(error) from error
+            raise connection.make_absent_error(error) from error
         except SidecarError:
             connection.close()
             raise
@@ -276,7 +278,7 @@ class HeldLease:
 
     def _read(self, line: bytes) -> None:
         with contextlib.suppress(ProtocolError):  # a line of a newer sidecar
-            if warning := from_json(LeaseNews, line).warning:
+            if warning := from_json(LeaseStreamEvent, line).warning:
                 self._warn(warning)
 
 
@@ -309,7 +311,7 @@ class SidecarSession:
         *,
         rank: int,
         world: int,
-        changed: ThreadWaker,
+        changed: ConditionNotifier,
         keeper: SidecarRestarter | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -326,7 +328,7 @@ class SidecarSession:
         self._interrupted = False
 
     @property
-    def lease(self) -> str:
+    def lease_token(self) -> str:
         """Token of the lease; '' while the sidecar is away."""
         return granted.lease if (granted := self.granted) is not None else ""
 
@@ -339,9 +341,11 @@ class SidecarSession:
     @property
     def connected(self) -> bool:
         """Whether the sidecar is there, as far as the kernel knows."""
-        return bool(self.lease)
+        return bool(self.lease_token)
 
-    def take(self, holding: tuple[str, ...] = (), *, timeout_s: float = _LEASE_S) -> LeaseGranted:
+    def request_lease(
+        self, holding: tuple[str, ...] = (), *, timeout_s: float = _LEASE_S
+    ) -> LeaseGranted:
         """Ask for the lease once. Raises SidecarAbsent or SidecarError."""
         request = LeaseRequest(
             rank=self.rank,
@@ -376,7 +380,7 @@ class SidecarSession:
                 request = UnseenHugePagesRequest(lease=granted.lease)
                 self.call_apart("/v1/unseen", request, dict, timeout_s=_UNSEEN_S)
 
-    def connect(self, *, timeout_s: float) -> LeaseGranted:
+    def await_lease(self, *, timeout_s: float) -> LeaseGranted:
         """Get the lease.
 
         Waits up to `timeout_s` for a sidecar that is just starting, or for a predecessor of this
@@ -390,7 +394,7 @@ class SidecarSession:
         while True:
             try:
                 left_s = patience_s["silent"] - (time.monotonic() - began)
-                return self.take(timeout_s=min(max(left_s, 1.0), _LEASE_S))
+                return self.request_lease(timeout_s=min(max(left_s, 1.0), _LEASE_S))
             except SidecarError as error:
                 if time.monotonic() - began >= patience_s.get(error.code, 0.0):
                     raise
@@ -415,7 +419,7 @@ class SidecarSession:
         """Within this context, no call of another thread goes on, and none waits for the lease."""
         self._interrupted = True
         for client in list(self._calls):
-            client.end()
+            client.forbid_further_calls()
         try:
             yield
         finally:
@@ -431,12 +435,16 @@ class SidecarSession:
         reason = "the sidecar is away"
         while (left_s := deadline - time.monotonic()) > 0:
             if not self.connected:
-                self._changed.wait_for(lambda: self.connected, timeout_s=min(left_s, 0.5))
+                self._changed.wait_for_condition(lambda: self.connected, timeout_s=min(left_s, 0.5))
                 continue
             try:
                 seconds = min(left_s, _POLL_S)
                 request = WaitRequest(
-                    lease=self.lease, id=step_id, state=str(state), timeout_s=seconds, flush=True
+                    lease=self.lease_token,
+                    id=step_id,
+                    state=str(state),
+                    timeout_s=seconds,
+                    flush=True,
                 )
                 waited = self.call_apart("/v1/wait", request, Waited, timeout_s=seconds + _SLACK_S)
             except SidecarAbsent as error:
@@ -454,22 +462,24 @@ class SidecarSession:
             f"step {step_id.step} is not {state} after {timeout_s:.0f} s: {reason}"
         )
 
-    def failed(self, step_id: StepId, reason: str) -> None:
+    def report_script_failure(self, step_id: StepId, reason: str) -> None:
         """Report that the script itself failed when it had reached step `step_id`. Gives up after
         `_FAILED_S` seconds."""
         if self.connected:
             with contextlib.suppress(SidecarError):
-                request = FailedRequest(lease=self.lease, id=step_id, reason=reason[:_REASON])
+                request = ScriptFailedRequest(
+                    lease=self.lease_token, id=step_id, reason=reason[:_REASON]
+                )
                 self.call_apart("/v1/failed", request, dict, timeout_s=_FAILED_S)
 
     def report_warning(self, text: str) -> None:
         """Have this warning stand in the sidecar's status, while this lease lasts."""
         if self.connected:
             with contextlib.suppress(SidecarError):
-                request = WarningRequest(lease=self.lease, text=text)
+                request = WarningRequest(lease=self.lease_token, text=text)
                 self.call_apart("/v1/warning", request, dict, timeout_s=_FAILED_S)
 
-    def drop(self) -> None:
+    def release_lease(self) -> None:
         """Give up the lease, so that another can be taken."""
         lease = self._lease
         if lease is not None:
@@ -481,11 +491,11 @@ class SidecarSession:
         with self._ending:  # a second thread must not cut off the goodbye of the first
             if goodbye and self.connected:
                 with contextlib.suppress(SidecarError):
-                    request = ReleaseRequest(lease=self.lease)
+                    request = ReleaseSlotsRequest(lease=self.lease_token)
                     self.call_apart("/v1/release", request, dict, timeout_s=timeout_s)
-            self.drop()
+            self.release_lease()
 
-    def forget(self) -> None:
+    def forget_lease_after_fork(self) -> None:
         """Called in a forked child: forget the lease, which is the parent's."""
         self._lease, self._ending = None, threading.RLock()
 
@@ -512,7 +522,7 @@ def _ancestors() -> tuple[int, ...]:
     return tuple(found)
 
 
-def held_steps(path: str, *, timeout_s: float) -> set[int]:
+def fetch_complete_step_numbers(path: str, *, timeout_s: float) -> set[int]:
     """Numbers of the steps that the sidecar at this socket knows to be whole: steps that are
     committed, or of which it knows an image of every rank. Waits until the sidecar has scanned its
     volumes. Raises SidecarError."""

@@ -80,7 +80,7 @@ class SlotMapping:
             self.pinned = True
             weakref.finalize(self, here.unpin, self.address)
 
-    def view(self, entry: Entry) -> Tensor:
+    def view_tensor(self, entry: Entry) -> Tensor:
         """A CPU tensor of the entry's dtype and shape over the slot's own bytes."""
         name = entry.spec.name
         if name not in self._views:

@@ -53,10 +53,10 @@ def report_uncaught_error(error: BaseException) -> None:
 
 def would_recur(error: BaseException) -> bool:
     """Whether a new start ends in the same error, as long as no step was kept in between."""
-    return any(isinstance(cause, _REPEATED) for cause in error_chain(error, contexts=False))
+    return any(isinstance(cause, _REPEATED) for cause in iter_error_chain(error, contexts=False))
 
 
-def error_chain(error: BaseException | None, *, contexts: bool) -> Iterator[BaseException]:
+def iter_error_chain(error: BaseException | None, *, contexts: bool) -> Iterator[BaseException]:
     """The error and its causes. `contexts`: also those that were being handled when it came."""
     known = set[int]()
     while error is not None and id(error) not in known:

@@ -2,8 +2,8 @@
 
 A step is complete on a tier when images of one world size, on that tier or a stronger one, cover
 all ranks of that world. This is the commit rule: a complete step that no later epoch left behind
-(`Lineage`) is committed, and no other step is. It can be recomputed at any time from what lies on
-storage.
+(`EpochLineage`) is committed, and no other step is. It can be recomputed at any time from what
+lies on storage.
 
 A step that is not complete may still be covered: each rank whose image is gone has a twin, whose
 image holds the very same boxes. Such a step is not committed, but it can be restored.
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple, TypeVar
 
-from keepstep.core.shard import Ranks, Shard, StepShards
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+from keepstep.core.shard import Ranks, Shard, ShardsOfStep
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, StrEnum, Tier, TierAnswer
 
 Place = tuple[int, Tier, int]
 """(node rank, tier, world). One place holds at most one image of a rank and step. Images in the
@@ -60,7 +60,7 @@ def is_full(ranks: int, world: int) -> bool:
     return ranks & everybody == everybody
 
 
-class RankUnion:
+class RankBitmapUnion:
     """The union of many bitmaps, one for each key. `once`: bits that are in any bitmap. `twice`:
     those that are in more than one. Only a bit that leaves one of several costs a look at all."""
 
@@ -70,7 +70,7 @@ class RankUnion:
         self.once = self.twice = 0
         self._of: dict[int, int] = {}
 
-    def put(self, key: int, ranks: int) -> None:
+    def replace_bitmap(self, key: int, ranks: int) -> None:
         """Replace the bitmap of this key."""
         before = self._of.pop(key, 0)
         added, removed = ranks & ~before, before & ~ranks
@@ -91,12 +91,12 @@ class RankUnion:
         self.once = self.once & ~ranks | once & ranks
         self.twice = self.twice & ~ranks | twice & ranks
 
-    def keys_of(self, ranks: int) -> list[int]:
+    def find_overlapping_keys(self, ranks: int) -> list[int]:
         """The keys of the bitmaps that have any of these bits."""
         return [key for key, value in self._of.items() if value & ranks]
 
 
-class HeldImages:
+class StepImagesAtPlace:
     """The images of one step at one place.
 
     `doubled`: ranks of which this one place has two different images. `written_at`: when the last
@@ -115,13 +115,16 @@ class HeldImages:
         """In the order of ranks: the numbers of both digests, and the bytes of the image."""
         self._twins: dict[int, int] = {}
 
-    def put(self, ranks: Ranks, shards: StepShards) -> int:
+    def put(self, ranks: Ranks, shards: ShardsOfStep) -> int:
         """Hold these images of these ranks in place of those that are held. Returns the bitmap of
         the ranks whose images have changed, which may be more than really did."""
         of, below = ranks.bits, (1 << ranks.first) - 1
         there = self.ranks & ((2 << ranks.last) - 1) & ~below
         if there & ~of:  # images of other ranks lie between, as in the archive
-            each = (self.put(Ranks.of((rank,)), shards.at(at)) for at, rank in enumerate(ranks))
+            each = (
+                self.put(Ranks.of((rank,)), shards.select_rank_at(at))
+                for at, rank in enumerate(ranks)
+            )
             return functools.reduce(operator.or_, each, 0)
         begin = (self.ranks & below).bit_count()
         at, none = slice(begin, begin + there.bit_count()), bytes(4 * len(ranks))
@@ -148,10 +151,10 @@ class HeldImages:
         self.doubled &= ~of
         return of
 
-    def doubt(self, rank: int, root: str | None) -> int:
+    def note_conflicting_image(self, rank: int, root: str | None) -> int:
         """There is another image of this rank, which is held here. Returns the bitmap of the rank
         if it is a different one."""
-        known, number = self.root(rank), _number_of(root)
+        known, number = self.get_image_digest_number(rank), _number_of(root)
         found = 1 << rank if known and number and known != number else 0
         self.doubled |= found
         return found
@@ -177,17 +180,17 @@ class HeldImages:
         """Whether any image here can be compared. Those in memory cannot."""
         return any(self._columns[0]) or bool(self.doubled)
 
-    def root(self, rank: int) -> int:
+    def get_image_digest_number(self, rank: int) -> int:
         """A number that stands for the digest of the rank's image; 0 if there is no image, or if it
         has no digest."""
         return self._columns[0][_index(self.ranks, rank)] if self.ranks >> rank & 1 else 0
 
-    def equals(self, other: HeldImages) -> bool:
+    def equals(self, other: StepImagesAtPlace) -> bool:
         """Whether the other one has images of the same ranks with the same digests, as a buddy
         has."""
         return self.ranks == other.ranks and self._columns[0] == other._columns[0]
 
-    def params(self) -> Iterator[tuple[int, int]]:
+    def iterate_parameter_digests(self) -> Iterator[tuple[int, int]]:
         """By rank, a number that stands for the digest of the parameters; 0 if there is none."""
         return zip(each_rank(self.ranks), self._columns[1], strict=True)
 
@@ -220,7 +223,7 @@ def _index(ranks: int, rank: int) -> int:
     return (ranks & ((1 << rank) - 1)).bit_count()
 
 
-class StepStanding(StrEnum):
+class StepLiveness(StrEnum):
     """`LIVE` and `ASIDE` may be restored, `LOST` where nothing else is whole; `LIVE` and `DEAD` may
     be retired."""
 
@@ -230,7 +233,7 @@ class StepStanding(StrEnum):
     DEAD = "dead"
 
 
-RESTORABLE = (StepStanding.LIVE, StepStanding.ASIDE)
+RESTORABLE = (StepLiveness.LIVE, StepLiveness.ASIDE)
 
 
 class EpochSegment(NamedTuple):
@@ -238,11 +241,11 @@ class EpochSegment(NamedTuple):
 
     epoch: EpochId
     last: int | None
-    standing: StepStanding
+    standing: StepLiveness
 
 
 @dataclass(frozen=True)
-class Lineage:
+class EpochLineage:
     """The chain of epochs behind the newest one.
 
     `segments`: newest first. `lost_before`: steps of epochs older than this cannot be judged.
@@ -255,24 +258,24 @@ class Lineage:
     fresh: EpochId | None = None
 
     @property
-    def current(self) -> EpochId | None:
+    def current_epoch(self) -> EpochId | None:
         return self.segments[0].epoch if self.segments else None
 
-    def standing(self, step_id: StepId) -> StepStanding:
+    def standing(self, step_id: StepId) -> StepLiveness:
         segment = self._of_epoch.get(step_id.epoch)
         if segment is not None:
             within = segment.last is None or step_id.step <= segment.last
-            return segment.standing if within else StepStanding.DEAD
+            return segment.standing if within else StepLiveness.DEAD
         if self.lost_before is not None and step_id.epoch < self.lost_before:
-            return StepStanding.LOST
-        beyond = self.current is None or step_id.epoch > self.current
-        return StepStanding.LIVE if beyond else StepStanding.DEAD
+            return StepLiveness.LOST
+        beyond = self.current_epoch is None or step_id.epoch > self.current_epoch
+        return StepLiveness.LIVE if beyond else StepLiveness.DEAD
 
     @cached_property
     def _of_epoch(self) -> Mapping[EpochId, EpochSegment]:
         return {segment.epoch: segment for segment in self.segments}
 
-    def restorable(self, step_id: StepId) -> bool:
+    def is_restorable(self, step_id: StepId) -> bool:
         return self.standing(step_id) in RESTORABLE
 
 
@@ -281,27 +284,27 @@ def trace_lineage(
     *,
     seen: Iterable[EpochId] = (),
     acknowledged: Collection[EpochId] = (),
-) -> Lineage:
+) -> EpochLineage:
     """Walk back from the newest epoch. `seen`: the epochs of all images, recorded or not."""
     seen = set(seen)
     known = {*recorded, *seen}
     if not known:
-        return Lineage()
+        return EpochLineage()
     oldest_seen, ordered = min(seen, default=None), list[EpochId]()
     segments: list[EpochSegment] = []
     at, last = max(known), None
-    standing, fresh = StepStanding.LIVE, None
+    standing, fresh = StepLiveness.LIVE, None
     while True:
         segments.append(EpochSegment(at, last, standing))
         if at not in recorded:
-            return Lineage(tuple(segments), at, fresh)
+            return EpochLineage(tuple(segments), at, fresh)
         parent = recorded[at].parent
         if parent is not None and parent.epoch < at:
             at, last = parent.epoch, parent.step
         elif at in acknowledged or oldest_seen is None or oldest_seen >= at:
-            return Lineage(tuple(segments), None, fresh)
+            return EpochLineage(tuple(segments), None, fresh)
         else:
-            standing, fresh = StepStanding.ASIDE, fresh or at
+            standing, fresh = StepLiveness.ASIDE, fresh or at
             ordered = ordered or sorted(known)
             at, last = ordered[bisect_left(ordered, at) - 1], None
 
@@ -321,18 +324,20 @@ class ReportedTier:
     `gone`: the removed steps, if `shards` lists only what was added since the last report; None:
     `shards` lists everything."""
 
-    answer: Answer
-    shards: tuple[StepShards, ...] = ()
+    answer: TierAnswer
+    shards: tuple[ShardsOfStep, ...] = ()
     gone: tuple[StepId, ...] | None = None
 
     @classmethod
-    def of(cls, shards: Iterable[Shard], *, nothing: Answer = Answer.NONE) -> ReportedTier:
+    def from_shards(
+        cls, shards: Iterable[Shard], *, nothing: TierAnswer = TierAnswer.NONE
+    ) -> ReportedTier:
         """All that the tier holds of one rank. `nothing`: the answer if that is nothing."""
-        listed = tuple(map(StepShards.of, shards))
-        return cls(answer=Answer.STEPS if listed else nothing, shards=listed)
+        listed = tuple(map(ShardsOfStep.from_shard, shards))
+        return cls(answer=TierAnswer.STEPS if listed else nothing, shards=listed)
 
     @property
-    def facts(self) -> object:
+    def grouping_key(self) -> object:
         """What ranks must have in common to be reported together."""
         return self.answer, self.gone, tuple((shard.step_id, shard.world) for shard in self.shards)
 
@@ -340,11 +345,11 @@ class ReportedTier:
     def joined(cls, each: Sequence[ReportedTier]) -> ReportedTier:
         """What it holds of all these ranks, from that of each rank alone, in ascending order."""
         columns = zip(*(report.shards for report in each), strict=True)
-        return replace(each[0], shards=tuple(map(StepShards.joined, columns)))
+        return replace(each[0], shards=tuple(map(ShardsOfStep.joined, columns)))
 
-    def at(self, index: int) -> ReportedTier:
+    def extract_rank(self, index: int) -> ReportedTier:
         """What it holds of one of the ranks alone."""
-        return replace(self, shards=tuple(shard.at(index) for shard in self.shards))
+        return replace(self, shards=tuple(shard.select_rank_at(index) for shard in self.shards))
 
 
 RankReport = Mapping[Tier, ReportedTier]
@@ -367,14 +372,14 @@ class RanksReport:
         return self.ranks.bits
 
     @property
-    def facts(self) -> object:
+    def grouping_key(self) -> object:
         """What ranks must have in common to be reported together."""
-        return tuple((tier, report.facts) for tier, report in self.tiers.items())
+        return tuple((tier, report.grouping_key) for tier, report in self.tiers.items())
 
     def each(self: AnyReport) -> Iterator[tuple[int, AnyReport]]:
         """Each rank, with what is said of it alone."""
         for index, rank in enumerate(self.ranks):
-            tiers = {tier: report.at(index) for tier, report in self.tiers.items()}
+            tiers = {tier: report.extract_rank(index) for tier, report in self.tiers.items()}
             yield rank, replace(self, ranks=Ranks.of((rank,)), tiers=tiers)
 
 
@@ -382,7 +387,7 @@ def merge_equal_reports(each: Iterable[AnyReport]) -> tuple[AnyReport, ...]:
     """Merge equal reports into one entry for all their ranks. Each of `each` is of one rank."""
     alike: dict[object, list[AnyReport]] = {}
     for report in each:
-        alike.setdefault(report.facts, []).append(report)
+        alike.setdefault(report.grouping_key, []).append(report)
     return tuple(map(_joined, alike.values()))
 
 
@@ -396,7 +401,7 @@ def _joined(each: list[AnyReport]) -> AnyReport:
     return replace(each[0], ranks=Ranks.of(report.ranks.last for report in each), tiers=tiers)
 
 
-def reports_of_ranks(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
+def combine_rank_reports(reports: Mapping[int, RankReport]) -> tuple[RanksReport, ...]:
     """The reports of these ranks, together."""
     return merge_equal_reports(
         RanksReport(ranks=Ranks.of((rank,)), tiers=tiers) for rank, tiers in reports.items()
@@ -426,13 +431,13 @@ class StepCopies:
     __slots__ = ("_near", "contested", "copies", "known", "reach")
 
     def __init__(self) -> None:
-        self.copies: dict[Place, HeldImages] = {}
-        self._near: dict[int, dict[Place, HeldImages]] = {}
+        self.copies: dict[Place, StepImagesAtPlace] = {}
+        self._near: dict[int, dict[Place, StepImagesAtPlace]] = {}
         self.contested = 0
         self.known: dict[Tier, bool] = {}
-        self.reach: dict[tuple[Tier, int], RankUnion] = {}
+        self.reach: dict[tuple[Tier, int], RankBitmapUnion] = {}
 
-    def add(self, held: HeldImages, ranks: int) -> None:
+    def add_images(self, held: StepImagesAtPlace, ranks: int) -> None:
         """Images of these ranks were added to this copy."""
         self.copies[held.place] = held
         self._changed(held)
@@ -443,7 +448,7 @@ class StepCopies:
         else:  # what was there in its place may have had digests
             self._compare(ranks & self.contested)
 
-    def remove(self, held: HeldImages, ranks: int) -> None:
+    def remove_ranks(self, held: StepImagesAtPlace, ranks: int) -> None:
         """Images of these ranks were removed from this copy."""
         if not held.ranks:
             del self.copies[held.place]
@@ -452,11 +457,11 @@ class StepCopies:
             self._near.get(part, {}).pop(held.place, None)
         self._compare(ranks & self.contested)
 
-    def _changed(self, held: HeldImages) -> None:
+    def _changed(self, held: StepImagesAtPlace) -> None:
         self.known.clear()
         node_rank, tier, world = held.place
-        union = self.reach.setdefault((tier, world), RankUnion())
-        union.put(node_rank, held.ranks)
+        union = self.reach.setdefault((tier, world), RankBitmapUnion())
+        union.replace_bitmap(node_rank, held.ranks)
         if not union.once:
             del self.reach[tier, world]
 
@@ -473,7 +478,7 @@ class StepCopies:
             found |= held.doubled
         if twice & ranks and not all(there[0].equals(held) for held in there[1:]):
             for rank in each_rank(twice & ranks):
-                if len({held.root(rank) for held in there} - {0}) > 1:
+                if len({held.get_image_digest_number(rank) for held in there} - {0}) > 1:
                     found |= 1 << rank
         self.contested = self.contested & ~ranks | found & ranks
 
@@ -506,16 +511,16 @@ class StepCopies:
 
 ALL_RANKS = -1
 """Bitmap of every rank."""
-_AnswerCounts = dict[Answer | None, int]
+_AnswerCounts = dict[TierAnswer | None, int]
 """By answer, the bitmap of the ranks for which it was given. None: a node had answered for these
 ranks before it, or the rank, was gone."""
 
 
 def _no_answers() -> _AnswerCounts:
-    return dict.fromkeys((*Answer, None), 0)
+    return dict.fromkeys((*TierAnswer, None), 0)
 
 
-class Completeness:
+class ReportedCopies:
     """Every copy that was reported.
 
     Copies are kept by node rank, because the old node of a rank that moved may still hold some of
@@ -524,14 +529,14 @@ class Completeness:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, Tier], dict[_Key, HeldImages]] = {}
+        self._held: dict[tuple[int, Tier], dict[_Key, StepImagesAtPlace]] = {}
         self._of_step: dict[StepId, StepCopies] = {}
         self._steps: list[StepId] = []
         self._epochs_held: Counter[EpochId] = Counter()
         self._contested: set[StepId] = set()
         self._answers: dict[tuple[int, Tier], _AnswerCounts] = {}
         self._merged: dict[Tier, _AnswerCounts] = {}
-        self._in_memory = RankUnion()
+        self._in_memory = RankBitmapUnion()
         self.changed: set[StepId] = set()
 
     # --- changing ------------------------------------------------------------------------
@@ -547,15 +552,15 @@ class Completeness:
             if pairs:
                 at = NO_NODE if tier.shared else node_rank
                 self._take_in(at, tier, pairs)
-                held = self.held(at, tier)
+                held = self.held_ranks_bitmap(at, tier)
                 self._count_answers(node_rank, tier, pairs, held=held)
                 if tier is Tier.MEMORY:
-                    self._in_memory.put(node_rank, held)
+                    self._in_memory.replace_bitmap(node_rank, held)
 
     def _take_in(
         self, at: int, tier: Tier, pairs: Iterable[tuple[RanksReport, ReportedTier]]
     ) -> None:
-        images: dict[_Key, list[tuple[RanksReport, StepShards]]] = {}
+        images: dict[_Key, list[tuple[RanksReport, ShardsOfStep]]] = {}
         whole, gone = 0, dict[StepId, int]()
         for group, report in pairs:
             for shards in report.shards:
@@ -576,20 +581,20 @@ class Completeness:
             self._put(at, tier, key, listed)
 
     def _put(
-        self, at: int, tier: Tier, key: _Key, listed: Iterable[tuple[RanksReport, StepShards]]
+        self, at: int, tier: Tier, key: _Key, listed: Iterable[tuple[RanksReport, ShardsOfStep]]
     ) -> None:
         """Take in images of one step at this place. Of two different images of one rank, the first
         is held, and the rank is `doubled`."""
         step_id, world = key
         here = self._held.setdefault((at, tier), {})
-        held = here.get(key) or HeldImages(step_id, (at, tier, world))
+        held = here.get(key) or StepImagesAtPlace(step_id, (at, tier, world))
         changed = listed_before = 0
         for group, shards in listed:
             if not listed_before & group.bits:
                 changed |= held.put(group.ranks, shards)
             else:
                 for rank, root in zip(group.ranks, shards.roots, strict=False):
-                    changed |= held.doubt(rank, root)
+                    changed |= held.note_conflicting_image(rank, root)
             listed_before |= group.bits
         if not changed:
             return
@@ -599,10 +604,10 @@ class Completeness:
             insort(self._steps, step_id)
             self._epochs_held[step_id.epoch] += 1
         here[key] = held
-        tally.add(held, changed)
+        tally.add_images(held, changed)
         self._note(step_id, tally)
 
-    def drop(self, *, node_rank: int, rank: int | None = None) -> None:
+    def forget_reports(self, *, node_rank: int, rank: int | None = None) -> None:
         """Forget what this node reported of this rank (None: of all ranks). Images in the archive
         are not forgotten."""
         ranks = ALL_RANKS if rank is None else 1 << rank
@@ -610,13 +615,13 @@ class Completeness:
             for held in list(self._held.get((node_rank, tier), {}).values()):
                 self._take_out(held, ranks)
             if (answers := self._answers.get((node_rank, tier))) is not None:
-                for answer in Answer:
+                for answer in TierAnswer:
                     answers[None] |= answers[answer] & ranks
                     answers[answer] &= ~ranks
         self._merged.clear()
-        self._in_memory.put(node_rank, self.held(node_rank, Tier.MEMORY))
+        self._in_memory.replace_bitmap(node_rank, self.held_ranks_bitmap(node_rank, Tier.MEMORY))
 
-    def _take_out(self, held: HeldImages, ranks: int) -> None:
+    def _take_out(self, held: StepImagesAtPlace, ranks: int) -> None:
         """Remove the images of these ranks from this copy."""
         leaving = held.ranks & ranks
         if not leaving:
@@ -626,7 +631,7 @@ class Completeness:
         if not held.ranks:
             del self._held[node_rank, tier][held.id, world]
         tally = self._of_step[held.id]
-        tally.remove(held, leaving)
+        tally.remove_ranks(held, leaving)
         self._note(held.id, tally)
 
     def _note(self, step_id: StepId, tally: StepCopies) -> None:
@@ -655,10 +660,10 @@ class Completeness:
         for group, report in pairs:
             of = group.bits
             # a report that lists steps cannot mean NONE
-            lists = held & of if report.answer is not Answer.UNKNOWN else 0
+            lists = held & of if report.answer is not TierAnswer.UNKNOWN else 0
             for answer in answers:
                 answers[answer] &= ~of
-            answers[Answer.STEPS] |= lists
+            answers[TierAnswer.STEPS] |= lists
             answers[report.answer] |= of & ~lists
         if answers != before:
             self._merged.pop(tier, None)
@@ -666,20 +671,22 @@ class Completeness:
     # --- asking --------------------------------------------------------------------------
 
     @property
-    def steps(self) -> list[StepId]:
+    def held_steps(self) -> list[StepId]:
         """Every step of which any node or the archive holds an image, oldest first."""
         return self._steps
 
     @property
-    def contested_steps(self) -> list[StepId]:
+    def steps_with_conflicting_images(self) -> list[StepId]:
         """Steps of which two different images of one rank exist, oldest first."""
         return sorted(self._contested)
 
-    def copies(self, step_id: StepId) -> Collection[HeldImages]:
+    def copies(self, step_id: StepId) -> Collection[StepImagesAtPlace]:
         """Every copy of this step."""
         return self._tally(step_id).copies.values()
 
-    def copies_of_node(self, node_rank: int, tier: Tier) -> Iterator[tuple[StepId, HeldImages]]:
+    def copies_of_node(
+        self, node_rank: int, tier: Tier
+    ) -> Iterator[tuple[StepId, StepImagesAtPlace]]:
         """The steps that this node holds on this tier, each with its copies."""
         return ((held.id, held) for held in self._held.get((node_rank, tier), {}).values())
 
@@ -688,18 +695,18 @@ class Completeness:
         held = self._tally(step_id).copies.get(place)
         return 0 if held is None else held.ranks
 
-    def count_steps_at(self, at: int) -> int:
+    def count_steps_on_node(self, at: int) -> int:
         """How many steps are held at `at`. A step counts once for each tier and world."""
         return sum(len(self._held.get((at, tier), ())) for tier in NEAREST_FIRST)
 
-    def held(self, at: int, tier: Tier) -> int:
+    def held_ranks_bitmap(self, at: int, tier: Tier) -> int:
         """Bitmap of the ranks of which any image is held at `at` on this tier."""
         found = 0  # a loop, because each report asks for all tiers
         for held in self._held.get((at, tier), {}).values():
             found |= held.ranks
         return found
 
-    def holders(self, step_id: StepId, tier: Tier) -> int:
+    def compute_rank_mask_on_tier(self, step_id: StepId, tier: Tier) -> int:
         """Bitmap of the ranks whose image of the step is on exactly this tier."""
         return self._tally(step_id).ranks((tier,))
 
@@ -715,14 +722,14 @@ class Completeness:
         tally = self._of_step.get(step_id)
         return tally is not None and tally.complete(tier)
 
-    def contested(self, step_id: StepId) -> list[int]:
+    def find_conflicting_ranks(self, step_id: StepId) -> list[int]:
         """Ranks of which two different images of this step exist."""
         return list(each_rank(self._tally(step_id).contested))
 
     def _tally(self, step_id: StepId) -> StepCopies:
         return self._of_step.get(step_id) or StepCopies()
 
-    def box_sources(self, step_id: StepId) -> BoxSources | None:
+    def find_reachable_boxes(self, step_id: StepId) -> BoxSources | None:
         """What can be reached of the step.
 
         None if nobody can say, because there are two writers or two world sizes, or no copy at all.
@@ -732,7 +739,7 @@ class Completeness:
             return None
         return _spread(tally, world=min(tally.worlds))
 
-    def answer(self, rank: int, tier: Tier) -> Answer:
+    def combine_answers(self, rank: int, tier: Tier) -> TierAnswer:
         """The answer for this rank on this tier, over all nodes. For the archive: the answer for
         the whole run.
 
@@ -740,25 +747,27 @@ class Completeness:
         """
         ranks = ALL_RANKS if tier.shared else 1 << rank
         answers = self._answers_of(tier)
-        steps = answers[Answer.STEPS] & ranks or (tier.shared and self.count_steps_at(NO_NODE))
-        if answers[Answer.UNKNOWN] & ranks or not (answers[Answer.NONE] & ranks or steps):
-            return Answer.UNKNOWN
-        return Answer.STEPS if steps else Answer.NONE
+        steps = answers[TierAnswer.STEPS] & ranks or (
+            tier.shared and self.count_steps_on_node(NO_NODE)
+        )
+        if answers[TierAnswer.UNKNOWN] & ranks or not (answers[TierAnswer.NONE] & ranks or steps):
+            return TierAnswer.UNKNOWN
+        return TierAnswer.STEPS if steps else TierAnswer.NONE
 
-    def silent(self, tier: Tier) -> int:
+    def compute_unknown_ranks_mask(self, tier: Tier) -> int:
         """Bitmap of the ranks whose answer is UNKNOWN, including all ranks of which nobody ever
         reported. So it may have infinitely many bits (a negative number)."""
         if tier.shared:
-            return ALL_RANKS if self.answer(0, tier) is Answer.UNKNOWN else 0
+            return ALL_RANKS if self.combine_answers(0, tier) is TierAnswer.UNKNOWN else 0
         answers = self._answers_of(tier)
-        return answers[Answer.UNKNOWN] | ~(answers[Answer.NONE] | answers[Answer.STEPS])
+        return answers[TierAnswer.UNKNOWN] | ~(answers[TierAnswer.NONE] | answers[TierAnswer.STEPS])
 
-    def is_out_of_reach(self, rank: int, tier: Tier) -> bool:
+    def are_reporters_gone(self, rank: int, tier: Tier) -> bool:
         """Whether only nodes that are gone ever answered for this rank and tier, so that waiting
         for an answer is useless."""
         answers = self._answers_of(tier)
         return bool(answers[None] >> rank & 1) and not any(
-            answers[answer] >> rank & 1 for answer in Answer
+            answers[answer] >> rank & 1 for answer in TierAnswer
         )
 
     def _answers_of(self, tier: Tier) -> _AnswerCounts:
@@ -770,10 +779,12 @@ class Completeness:
                     merged[answer] |= ranks
         return self._merged[tier]
 
-    def twice_in_memory(self) -> dict[int, set[int]]:
+    def find_ranks_on_several_nodes(self) -> dict[int, set[int]]:
         """rank -> node ranks, for each rank whose images are in the memory of more than one."""
         memory = self._in_memory
-        return {rank: {*memory.keys_of(1 << rank)} for rank in each_rank(memory.twice)}
+        return {
+            rank: {*memory.find_overlapping_keys(1 << rank)} for rank in each_rank(memory.twice)
+        }
 
 
 # --- coverage --------------------------------------------------------------------------------
@@ -796,32 +807,33 @@ class BoxSources:
     world: int
 
     @property
-    def tiers(self) -> Mapping[int, Tier]:
-        """By rank, the nearest tier that holds its image; for ranks in `by_twins`, a twin's."""
+    def nearest_tier_by_rank(self) -> Mapping[int, Tier]:
+        """By rank, the nearest tier that holds its image; for ranks in `ranks_covered_by_twins`, a
+        twin's."""
         each = {rank: tier for tier, ranks in self.found for rank in each_rank(ranks)}
         return {rank: each[rank] for rank in sorted(each)}
 
     @property
-    def by_twins(self) -> list[int]:
+    def ranks_covered_by_twins(self) -> list[int]:
         """Ranks whose own image is gone and for which a twin's stands in."""
         return list(each_rank(self.twins))
 
     @property
-    def lost(self) -> list[int]:
+    def lost_ranks(self) -> list[int]:
         """Ranks whose boxes nobody holds. Computed only when asked for: the world size is what a
         report said, and may be far larger than the number of images."""
         return list(each_rank(~self._all & ((1 << self.world) - 1)))
 
     @property
-    def whole(self) -> bool:
+    def covers_all_boxes(self) -> bool:
         """Whether every box can be reached."""
         return is_full(self._all, self.world)
 
     @property
     def _all(self) -> int:
-        return self.on(NEAREST_FIRST)
+        return self.find_ranks_on_tiers(NEAREST_FIRST)
 
-    def on(self, tiers: Collection[Tier]) -> int:
+    def find_ranks_on_tiers(self, tiers: Collection[Tier]) -> int:
         """Bitmap of the ranks that find their boxes on one of these tiers."""
         found = 0
         for tier, ranks in self.found:

@@ -21,19 +21,19 @@ from keepstep.core.commit_rule import (
     NO_NODE,
     RESTORABLE,
     BoxSources,
-    Completeness,
-    Lineage,
+    EpochLineage,
     RanksReport,
-    StepStanding,
+    ReportedCopies,
+    StepLiveness,
     each_rank,
     rank_bitmap,
     tiers_at_least,
     trace_lineage,
 )
+from keepstep.core.restore_vote import are_first_epoch_steps
 from keepstep.core.retention import Retention, steps_to_retire, unneeded_steps
-from keepstep.core.vote import is_early
 from keepstep.errors import few
-from keepstep.steps import IN_POD, NEAREST_FIRST, Answer, Epoch, EpochId, StepId, StrEnum, Tier
+from keepstep.steps import IN_POD, NEAREST_FIRST, Epoch, EpochId, StepId, StrEnum, Tier, TierAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class FreshStartAcknowledged:
 
 
 @dataclass(frozen=True)
-class ReportLost:
+class ReportedHoldingsLost:
     """What this node reported of this rank (None: of all) is out of reach, until it reports
     again."""
 
@@ -95,14 +95,14 @@ class ReportLost:
     rank: int | None = None
 
 
-Event = Reported | EpochStarted | FreshStartAcknowledged | ReportLost
+Event = Reported | EpochStarted | FreshStartAcknowledged | ReportedHoldingsLost
 
 
 # --- actions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Committed:
+class StepCommittedOnTier:
     """Every rank holds this step on this tier or a stronger one. Said once per tier and step, and
     again if the step was lost and came back."""
 
@@ -129,7 +129,7 @@ class Alarm:
     text: str
 
 
-Action = Committed | Alarm
+Action = StepCommittedOnTier | Alarm
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class NothingToRestore:
 
 
 @dataclass(frozen=True)
-class PlanUnknown:
+class UndecidedRestore:
     """There is no plan yet, or none is possible; `reason` says which. This is never a reason to
     begin at step 0.
 
@@ -185,17 +185,18 @@ def epoch_conflicts(
             yield Alarm(AlarmKind.EPOCH_CONFLICT, text)
 
 
-def two_writer_alarms(copies: Completeness) -> Iterator[Alarm]:
+def two_writer_alarms(copies: ReportedCopies) -> Iterator[Alarm]:
     """One rank was written twice: different images of one step, or memory on two nodes."""
-    for step_id in copies.contested_steps:
-        text = f"two different images of step {step_id}, rank {_named(copies.contested(step_id))}"
+    for step_id in copies.steps_with_conflicting_images:
+        ranks = _named(copies.find_conflicting_ranks(step_id))
+        text = f"two different images of step {step_id}, rank {ranks}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
-    for rank, nodes in sorted(copies.twice_in_memory().items()):
+    for rank, nodes in sorted(copies.find_ranks_on_several_nodes().items()):
         text = f"rank {rank} is in the memory of node ranks {_named(nodes)}"
         yield Alarm(AlarmKind.TWO_WRITERS, text)
 
 
-class ParameterDigests:
+class RecentParameterDigests:
     """The digests of the parameters in the newest `kept` commits. They are remembered here because
     shards are retired."""
 
@@ -203,20 +204,20 @@ class ParameterDigests:
         self._kept = kept
         self._of_step: dict[StepId, array[int]] = {}
 
-    def add(self, ids: Sequence[StepId], copies: Completeness) -> None:
+    def add(self, ids: Sequence[StepId], copies: ReportedCopies) -> None:
         """Take in steps that were committed on a durable tier, oldest first."""
         for step_id in ids[-self._kept :]:
             (world,) = copies.worlds(step_id)
             digests = array("i", [0]) * world
             for held in copies.copies(step_id):
-                for rank, digest in held.params():
+                for rank, digest in held.iterate_parameter_digests():
                     if digest and rank < world:
                         digests[rank] = digest
             self._of_step[step_id] = digests
         for old in sorted(self._of_step)[: -self._kept]:
             del self._of_step[old]
 
-    def is_stale(self) -> Iterator[Alarm]:
+    def check_unchanged_parameters(self) -> Iterator[Alarm]:
         """The steps advance within one epoch, but no rank's parameters change."""
         ids = sorted(self._of_step)
         if len(ids) < self._kept or ids[0].epoch != ids[-1].epoch:
@@ -242,7 +243,7 @@ def is_in_sorted(step_id: StepId, ids: Sequence[StepId]) -> bool:
     return at < len(ids) and ids[at] == step_id
 
 
-class Ledger(Completeness):
+class Ledger(ReportedCopies):
     """The ledger of one run. `apply` events; obey the actions; ask `plan`, `committed`,
     `watermark`."""
 
@@ -256,8 +257,8 @@ class Ledger(Completeness):
         self._sequences: dict[int, int] = {}
         self._announced: dict[Tier, tuple[StepId, ...]] = {}
         self._alarmed: set[Alarm] = set()
-        self._signatures = ParameterDigests(kept=self.config.stale_after)
-        self._lineage = Lineage()
+        self._signatures = RecentParameterDigests(kept=self.config.stale_after)
+        self._lineage = EpochLineage()
         self._traced: frozenset[EpochId] | None = None
         """The epochs of images for which the lineage was computed; None: compute it again."""
         self._conflicts: tuple[Alarm, ...] = ()
@@ -267,10 +268,10 @@ class Ledger(Completeness):
 
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take in one event, and say what follows."""
-        self.take(event)
+        self.apply_event(event)
         return self.actions()
 
-    def take(self, event: Event) -> None:
+    def apply_event(self, event: Event) -> None:
         """Take in one event. Taking the same event again changes nothing."""
         if isinstance(event, Reported):
             self._report(event)
@@ -279,7 +280,7 @@ class Ledger(Completeness):
         elif isinstance(event, FreshStartAcknowledged):
             self._acknowledge(event.epoch)
         else:
-            self.drop(node_rank=event.node_rank, rank=event.rank)
+            self.forget_reports(node_rank=event.node_rank, rank=event.rank)
             if event.rank is None:
                 self._sequences.pop(event.node_rank, None)
 
@@ -295,7 +296,7 @@ class Ledger(Completeness):
         for epoch in epochs:
             self._record(epoch)
 
-    def keep_archived(self, most: int) -> None:
+    def trim_archived_steps(self, most: int) -> None:
         """When more than `most` steps are archived, remember only the newest `most // 2`."""
         archived = self._held.get((NO_NODE, Tier.ARCHIVE), {})
         if len(archived) > most:
@@ -329,12 +330,12 @@ class Ledger(Completeness):
                 self._committed[tier] = tuple(sorted(among))
 
     def _is_committed(self, step_id: StepId, tier: Tier) -> bool:
-        return self.complete(step_id, tier) and self._lineage.restorable(step_id)
+        return self.complete(step_id, tier) and self._lineage.is_restorable(step_id)
 
     # --- asking --------------------------------------------------------------------------
 
     @property
-    def lineage(self) -> Lineage:
+    def lineage(self) -> EpochLineage:
         self._catch_up()
         return self._lineage
 
@@ -345,7 +346,7 @@ class Ledger(Completeness):
             self._epochs = tuple(self._recorded[epoch_id] for epoch_id in sorted(self._recorded))
         return self._epochs
 
-    def parent(self, epoch: EpochId) -> StepId | None:
+    def find_parent_step(self, epoch: EpochId) -> StepId | None:
         """The step that this epoch went on from; None for none, or if the epoch is not recorded."""
         recorded = self._recorded.get(epoch)
         return recorded.parent if recorded is not None else None
@@ -359,7 +360,7 @@ class Ledger(Completeness):
 
     def is_dead(self, step_id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
-        return self.lineage.standing(step_id) is StepStanding.DEAD
+        return self.lineage.standing(step_id) is StepLiveness.DEAD
 
     def committed(self, tier: Tier) -> tuple[StepId, ...]:
         """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
@@ -368,7 +369,9 @@ class Ledger(Completeness):
         """
         self._catch_up()
         if tier not in self._committed:
-            committed = (step_id for step_id in self.steps if self._is_committed(step_id, tier))
+            committed = (
+                step_id for step_id in self.held_steps if self._is_committed(step_id, tier)
+            )
             self._committed[tier] = tuple(committed)
             self._among[tier] = {*self._committed[tier]}
         return self._committed[tier]
@@ -377,7 +380,7 @@ class Ledger(Completeness):
         """The newest committed step of this tier."""
         return next(reversed(self.committed(tier)), None)
 
-    def whole(self) -> tuple[StepId, ...]:
+    def list_reachable_steps(self) -> tuple[StepId, ...]:
         """Restorable steps of which every box can be reached somewhere, oldest first. Where there
         is none, the lost ones of which it can: the run does not begin again beside a whole step.
 
@@ -399,7 +402,7 @@ class Ledger(Completeness):
     def _whole(self, *, world: int | None = None) -> Iterator[StepId]:
         """The steps of `whole`, newest first. If another number of ranks runs than saved the step,
         all of them put it together, so no twin stands in for a rank."""
-        for standings in (RESTORABLE, (StepStanding.LOST,)):
+        for standings in (RESTORABLE, (StepLiveness.LOST,)):
             found = False
             for step_id in self._whole_of(standings, world):
                 found = True
@@ -407,15 +410,15 @@ class Ledger(Completeness):
             if found:
                 return
 
-    def _whole_of(self, standings: Collection[StepStanding], world: int | None) -> Iterator[StepId]:
+    def _whole_of(self, standings: Collection[StepLiveness], world: int | None) -> Iterator[StepId]:
         lineage = self.lineage
-        steps = [step_id for step_id in self.steps if lineage.standing(step_id) in standings]
+        steps = [step_id for step_id in self.held_steps if lineage.standing(step_id) in standings]
         for place, step_id in reversed(list(enumerate(steps))):
             if self.complete(step_id, Tier.MEMORY):
                 yield step_id
                 continue
-            coverage = self.box_sources(step_id)
-            if coverage is not None and coverage.whole:
+            coverage = self.find_reachable_boxes(step_id)
+            if coverage is not None and coverage.covers_all_boxes:
                 older = reversed(steps[:place])
                 complete = next(
                     (step_id for step_id in older if self._ends_search(step_id, coverage)),
@@ -424,7 +427,7 @@ class Ledger(Completeness):
                 if (
                     complete is None
                     or coverage.world != (world or coverage.world)
-                    or not _nearby(coverage, self.box_sources(complete))
+                    or not _nearby(coverage, self.find_reachable_boxes(complete))
                 ):
                     yield step_id
 
@@ -433,12 +436,14 @@ class Ledger(Completeness):
         world then."""
         if self.complete(step_id, Tier.MEMORY):
             return True
-        coverage = self.box_sources(step_id)
-        return coverage is not None and coverage.whole and coverage.world != newer.world
+        coverage = self.find_reachable_boxes(step_id)
+        return coverage is not None and coverage.covers_all_boxes and coverage.world != newer.world
 
-    def has_answered(self, rank: int) -> bool:
+    def have_all_tiers_reported(self, rank: int) -> bool:
         """Whether it is known of every tier what it holds of this rank."""
-        return all(self.answer(rank, tier) is not Answer.UNKNOWN for tier in self.config.tiers)
+        return all(
+            self.combine_answers(rank, tier) is not TierAnswer.UNKNOWN for tier in self.config.tiers
+        )
 
     def archived_of(self, rank: int) -> list[StepId]:
         """Steps for which the archive holds this rank's image."""
@@ -474,14 +479,14 @@ class Ledger(Completeness):
         alive, gone = self._retired(tier, policy)
         if not alive:
             return ()
-        by_standing: dict[StepStanding, list[StepId]] = {standing: [] for standing in StepStanding}
-        for step_id in {*self.steps}.difference(self.committed(tier)):
+        by_standing: dict[StepLiveness, list[StepId]] = {standing: [] for standing in StepLiveness}
+        for step_id in {*self.held_steps}.difference(self.committed(tier)):
             by_standing[self.lineage.standing(step_id)].append(step_id)
         others = unneeded_steps(
             alive,
             policy,
-            dead=by_standing[StepStanding.DEAD],
-            unfinished=by_standing[StepStanding.LIVE],
+            dead=by_standing[StepLiveness.DEAD],
+            unfinished=by_standing[StepLiveness.LIVE],
         )
         return tuple(sorted((*gone, *others))) if others else gone
 
@@ -493,30 +498,34 @@ class Ledger(Completeness):
         # times may be reported after images
         if known is None or known[0] != of or policy.every_s is not None:
             alive = [
-                step_id for step_id in of[0] if self._lineage.standing(step_id) is StepStanding.LIVE
+                step_id for step_id in of[0] if self._lineage.standing(step_id) is StepLiveness.LIVE
             ]
             times = None if policy.every_s is None else self.written_at(alive)
             found = alive, steps_to_retire(alive, policy, written_at=times) if alive else ()
             known = self._known_retired[tier] = of, found
         return known[1]
 
-    def plan(self, ranks: Collection[int]) -> RestorePlan | NothingToRestore | PlanUnknown:
+    def plan(self, ranks: Collection[int]) -> RestorePlan | NothingToRestore | UndecidedRestore:
         """What `ranks` (all ranks of the run) should restore. A hint: their vote decides."""
-        found = self.next_step(ranks)
+        found = self.find_restore_step(ranks)
         if not isinstance(found, StepId):
             return found
-        coverage = self.box_sources(found)
+        coverage = self.find_reachable_boxes(found)
         assert coverage is not None, "a step that is whole is covered"
-        return RestorePlan(found, coverage.tiers, tuple(coverage.by_twins))
+        return RestorePlan(
+            found, coverage.nearest_tier_by_rank, tuple(coverage.ranks_covered_by_twins)
+        )
 
-    def next_step(self, ranks: Collection[int]) -> StepId | NothingToRestore | PlanUnknown:
+    def find_restore_step(
+        self, ranks: Collection[int]
+    ) -> StepId | NothingToRestore | UndecidedRestore:
         """Only the step of `plan`. This is cheaper, because it does not look at every rank."""
         newest = self.restart_step(world=len(ranks))
-        coverage = None if newest is None else self.box_sources(newest)
+        coverage = None if newest is None else self.find_reachable_boxes(newest)
         if newest is None or coverage is None:
             return self._nothing(ranks)
         if waits_for := self._silent_before(coverage, frozenset(ranks)):
-            return PlanUnknown(f"no answer yet from {_places(waits_for)}", waits_for)
+            return UndecidedRestore(f"no answer yet from {_places(waits_for)}", waits_for)
         return newest
 
     def _silent_before(
@@ -528,62 +537,68 @@ class Ledger(Completeness):
         which a twin stands in: all tiers.
         """
         chosen_ranks = rank_bitmap(ranks) if len(ranks) < chosen.world else -1
-        silent = {tier: self.silent(tier) & chosen_ranks for tier in self.config.tiers}
+        silent = {
+            tier: self.compute_unknown_ranks_mask(tier) & chosen_ranks for tier in self.config.tiers
+        }
         if not any(
-            unknown & (chosen.on(tiers_at_least(tier)[1:]) | chosen.twins)
+            unknown & (chosen.find_ranks_on_tiers(tiers_at_least(tier)[1:]) | chosen.twins)
             for tier, unknown in silent.items()
         ):
             return ()
         return tuple(
             (rank, tier)
-            for rank, used in chosen.tiers.items()
+            for rank, used in chosen.nearest_tier_by_rank.items()
             for tier in self.config.tiers
             if rank in ranks
             and (chosen.twins >> rank & 1 or NEAREST_FIRST.index(tier) < NEAREST_FIRST.index(used))
-            and self.answer(rank, tier) is Answer.UNKNOWN
-            and not self.is_out_of_reach(rank, tier)
+            and self.combine_answers(rank, tier) is TierAnswer.UNKNOWN
+            and not self.are_reporters_gone(rank, tier)
         )
 
-    def _nothing(self, ranks: Collection[int]) -> NothingToRestore | PlanUnknown:
+    def _nothing(self, ranks: Collection[int]) -> NothingToRestore | UndecidedRestore:
         """`NothingToRestore` (begin at step 0) needs NONE from every rank and every tier, and no
-        image held anywhere. Otherwise `PlanUnknown`, with the reason."""
+        image held anywhere. Otherwise `UndecidedRestore`, with the reason."""
         answers = {
-            (rank, tier): self.answer(rank, tier)
+            (rank, tier): self.combine_answers(rank, tier)
             for rank in sorted(ranks)
             for tier in self.config.tiers
         }
-        silent = tuple(place for place, answer in answers.items() if answer is Answer.UNKNOWN)
+        silent = tuple(place for place, answer in answers.items() if answer is TierAnswer.UNKNOWN)
         if silent:
             reason = f"no answer yet from {_places(silent)}"
-            if self.steps and all(self.is_out_of_reach(*place) for place in silent):
+            if self.held_steps and all(self.are_reporters_gone(*place) for place in silent):
                 reason = (
                     f"what {_places(silent)} had is out of reach, and without it no step is whole:"
                     f" {self._incomplete()}"
                 )
-            return PlanUnknown(reason, silent)
-        if self.steps:
-            return PlanUnknown(f"steps were found, but none is complete: {self._incomplete()}")
-        if found := tuple(place for place, answer in answers.items() if answer is not Answer.NONE):
-            return PlanUnknown(f"there is something that cannot be restored on {_places(found)}")
+            return UndecidedRestore(reason, silent)
+        if self.held_steps:
+            return UndecidedRestore(f"steps were found, but none is complete: {self._incomplete()}")
+        if found := tuple(
+            place for place, answer in answers.items() if answer is not TierAnswer.NONE
+        ):
+            return UndecidedRestore(
+                f"there is something that cannot be restored on {_places(found)}"
+            )
         return NothingToRestore()
 
     def _incomplete(self) -> str:
-        named = reversed(self.steps[-_STEPS_NAMED:])
+        named = reversed(self.held_steps[-_STEPS_NAMED:])
         return "; ".join(f"{step_id} ({self.why_unusable(step_id)})" for step_id in named)
 
     def why_unusable(self, step_id: StepId) -> str:
         """Why this step, of which at least one image is held, cannot be restored."""
         standing = self.lineage.standing(step_id)
-        if standing is StepStanding.DEAD:
+        if standing is StepLiveness.DEAD:
             return "dead: a later epoch went on from before it"
-        if standing is StepStanding.LOST:
+        if standing is StepLiveness.LOST:
             return "its successors are not known"
-        if contested := self.contested(step_id):
+        if contested := self.find_conflicting_ranks(step_id):
             return f"two different images of rank {_named(contested)}"
         if len(worlds := self.worlds(step_id)) != 1:
             return f"saved by worlds of {_named(worlds)}"
-        coverage = self.box_sources(step_id)
-        return f"no copy of rank {_named(coverage.lost if coverage else ())}"
+        coverage = self.find_reachable_boxes(step_id)
+        return f"no copy of rank {_named(coverage.lost_ranks if coverage else ())}"
 
     # --- events --------------------------------------------------------------------------
 
@@ -615,7 +630,7 @@ class Ledger(Completeness):
 
     # --- actions -------------------------------------------------------------------------
 
-    def _commits(self) -> Iterator[Committed]:
+    def _commits(self) -> Iterator[StepCommittedOnTier]:
         """Announces each commit once. It remembers only the commits that still stand, so a step
         that was lost and comes back is announced again."""
         for tier in (each for each in NEAREST_FIRST if each in self.config.tiers):
@@ -625,14 +640,18 @@ class Ledger(Completeness):
             self._announced[tier] = now
             news = sorted({*now} - {*before})
             self._signatures.add(news, self)
-            yield from (Committed(tier, step_id) for step_id in news)
+            yield from (StepCommittedOnTier(tier, step_id) for step_id in news)
 
     def _alarms(self) -> Iterator[Alarm]:
         self._catch_up()
-        now = {*self._conflicts, *two_writer_alarms(self), *self._signatures.is_stale()}
+        now = {
+            *self._conflicts,
+            *two_writer_alarms(self),
+            *self._signatures.check_unchanged_parameters(),
+        }
         newest, world = self.watermark(Tier.MEMORY), self.config.world
         # a step of an older epoch may have any world: the ranks that run have gone on from it
-        if newest is not None and newest.epoch == self._lineage.current and world is not None:
+        if newest is not None and newest.epoch == self._lineage.current_epoch and world is not None:
             for saved in self.worlds(newest) - {world}:
                 text = f"step {newest} was saved by {saved} ranks, but {world} are running"
                 now.add(Alarm(AlarmKind.WORLD_CHANGED, text))
@@ -650,7 +669,11 @@ def _nearby(of: BoxSources, complete: BoxSources | None) -> bool:
     """Whether the ranks that have only a twin's image in `of` have their own images of the complete
     step nearby (not only in the archive), and both steps have the same world size."""
     near = tuple(tier for tier in Tier if not tier.shared)
-    return complete is not None and complete.world == of.world and not of.twins & ~complete.on(near)
+    return (
+        complete is not None
+        and complete.world == of.world
+        and not of.twins & ~complete.find_ranks_on_tiers(near)
+    )
 
 
 def _named(numbers: Collection[int]) -> str:
@@ -663,12 +686,12 @@ def _places(places: Collection[tuple[int, Tier]]) -> str:
 
 # --- what a restart would do ---------------------------------------------------------------------
 #
-# The ranks decide by their own vote (`keepstep.core.vote`). This is the same decision over what
-# their sidecars reported, for whoever tells people about a run before it restarts: the tests
+# The ranks decide by their own vote (`keepstep.core.restore_vote`). This is the same decision over
+# what their sidecars reported, for whoever tells people about a run before it restarts: the tests
 # compare both.
 
 
-class RestartOutcome(StrEnum):
+class RestartAction(StrEnum):
     """What a restart does: go on from a step, begin because nothing was kept, begin again because
     what was kept is gone for good, or wait for what may come back."""
 
@@ -683,7 +706,7 @@ class RestartOutlook:
     """`step`: the step that the restart goes on from; for `BEGINS_AGAIN` and `WAITS`, the newest
     step of which anything is left."""
 
-    restart: RestartOutcome
+    restart: RestartAction
     step: StepId | None = None
 
 
@@ -693,22 +716,22 @@ def restart_outlook(ledger: Ledger, *, world: int, fleeting: bool) -> RestartOut
     `fleeting`: what is out of reach went with its pod or its drive, and the run may begin again.
     """
     if (step := ledger.restart_step(world=world or None)) is not None:
-        return RestartOutlook(RestartOutcome.GOES_ON, step)
+        return RestartOutlook(RestartAction.GOES_ON, step)
     left = [
         (step_id, held)
-        for step_id in ledger.steps
+        for step_id in ledger.held_steps
         if not ledger.is_dead(step_id)
         for held in ledger.copies(step_id)
     ]
     if not left:
-        return RestartOutlook(RestartOutcome.BEGINS)
+        return RestartOutlook(RestartAction.BEGINS)
     newest = max(step_id for step_id, _ in left)
     if fleeting:
-        return RestartOutlook(RestartOutcome.BEGINS_AGAIN, newest)
+        return RestartOutlook(RestartAction.BEGINS_AGAIN, newest)
     by_rank: dict[tuple[int, EpochId], set[int]] = {}
     for step_id, held in left:
         for rank in each_rank(held.ranks):
             by_rank.setdefault((rank, step_id.epoch), set()).add(step_id.step)
     same_world = all(held.place[2] == world for _, held in left)
-    early = same_world and all(map(is_early, by_rank.values()))
-    return RestartOutlook(RestartOutcome.BEGINS if early else RestartOutcome.WAITS, newest)
+    early = same_world and all(map(are_first_epoch_steps, by_rank.values()))
+    return RestartOutlook(RestartAction.BEGINS if early else RestartAction.WAITS, newest)

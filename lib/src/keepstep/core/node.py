@@ -3,7 +3,8 @@
 A step on this machine goes through the states of `STEP`:
 
 - `absent`, `staged`: no image of it is here; a rank has one in a slot.
-- `writing`, `durable`: a rank's slot is pinned for a `Write`; a shard of it lies on the volumes.
+- `writing`, `record_durable_step`: a rank's slot is pinned for a `Write`; a shard of it lies on
+  the volumes.
 - `committed`, `published`: every rank of the run has it durable; readers see it.
 - `retiring`: it is being deleted, until a listing shows that it is gone.
 
@@ -17,7 +18,8 @@ What may never happen, and the test that would fail:
 - A step is shown that some rank lacks, or deleted although it is read, or although some rank might
   complete it: `_feed` of the model check.
 - The newest commit is deleted: `the_newest_commit_is_never_retired`.
-- A pinned step is deleted: `test_pins_stay_although_the_leader_asks_for_them`.
+- A pinned step is deleted:
+  `test_pinned_steps_are_kept_although_the_leader_orders_their_retirement`.
 - A step moves otherwise than `STEP` says: `watched_node`.
 """
 
@@ -28,24 +30,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from keepstep.core.commit_rule import RankReport, StepStanding, reports_of_ranks
+from keepstep.core.commit_rule import RankReport, StepLiveness, combine_rank_reports
 from keepstep.core.ledger import (
     Alarm,
-    Committed,
     EpochStarted,
     Ledger,
     LedgerConfig,
     Reported,
+    StepCommittedOnTier,
 )
 from keepstep.core.retention import (
     Retention,
-    confirmed_deletions,
     droppable_steps,
+    filter_allowed_deletions,
     hopeless_steps,
     steps_to_evict,
 )
 from keepstep.core.schedule import (
-    Pacing,
+    PersistCostMeasurements,
     PersistCounts,
     PersistInterval,
     PersistPlanner,
@@ -53,9 +55,9 @@ from keepstep.core.schedule import (
     Write,
 )
 from keepstep.core.slot_table import RankMemory, SlotTable, newest_common_step, steps_to_protect
-from keepstep.steps import IN_POD, Epoch, StepId, Tier, transitions
+from keepstep.steps import IN_POD, Epoch, StepId, Tier, parse_transition_table
 
-STEP = transitions("""
+STEP = parse_transition_table("""
 absent                  | Sealed                                | staged    | Node._plan
 absent, staged, durable | RanksServed, ImagesSettled, Sealed, EpochStarted | writing   | Node._begin
 absent, staged, durable | Overwritten, WriteEnded, TrainerDied, Flush | writing   | Node._begin
@@ -163,7 +165,7 @@ class Flush:
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepReadEvent:
     """A read of this step from the volumes begins, or ends. The step is not retired meanwhile."""
 
     id: StepId
@@ -218,7 +220,7 @@ class VolumeFull:
 
 Event = (
     RanksServed | ImagesSettled | Sealed | Overwritten | WriteEnded | TrainerDied | Flush
-    | Scanned | Reading | Listed | Reported | EpochStarted | LastReply | VolumeFull
+    | Scanned | StepReadEvent | Listed | Reported | EpochStarted | LastReply | VolumeFull
 )  # fmt: skip
 
 
@@ -241,7 +243,7 @@ class Retire:
     ranks: tuple[int, ...]
 
 
-Action = Write | Publish | Retire | Committed | Alarm | PersistInterval
+Action = Write | Publish | Retire | StepCommittedOnTier | Alarm | PersistInterval
 """A `PersistInterval`: from now on, steps are persisted so far apart."""
 
 
@@ -273,7 +275,7 @@ class LeaderView:
         sidecar."""
         return self.replied_at is not None
 
-    def silent(self, now: float) -> bool:
+    def is_silent(self, now: float) -> bool:
         """Whether the leader has not answered for more than `SILENT_AFTER_S`."""
         return now - (self.began if self.replied_at is None else self.replied_at) > SILENT_AFTER_S
 
@@ -303,7 +305,7 @@ class Node:
         keep: Retention | None = None,
         alone: bool = False,
         began: float = 0.0,
-        pacing: Pacing | None = None,
+        pacing: PersistCostMeasurements | None = None,
         epochs: Callable[[], Iterable[Epoch]] = tuple,
         in_use: Callable[[StepId], bool] = lambda step_id: False,
         may_write: Callable[[StepId], bool] = lambda step_id: True,
@@ -355,7 +357,7 @@ class Node:
                 if self.pacing is not None:
                     self.pacing.drive_bytes = event.drive_bytes
                 return ()
-            case Reading(step_id, begins):
+            case StepReadEvent(step_id, begins):
                 self._reads[step_id] += 1 if begins else -1
                 self._reads += Counter()  # keeps only those that are still read
                 return ()
@@ -373,12 +375,12 @@ class Node:
     # --- asking --------------------------------------------------------------------------
 
     @property
-    def idle(self) -> bool:
+    def has_no_pending_writes(self) -> bool:
         """Whether no sealed image is being written or waits for it."""
-        return not self._writing and self.planner.idle
+        return not self._writing and self.planner.has_no_pending_writes
 
     @property
-    def counts(self) -> PersistCounts:
+    def persist_counts(self) -> PersistCounts:
         """What became of the steps that were due."""
         return self.planner.counts
 
@@ -422,15 +424,17 @@ class Node:
         """Whether a later epoch went on from before this step."""
         return self.ledger.is_dead(step_id)
 
-    def busy(self, step_id: StepId) -> bool:
+    def is_step_being_written(self, step_id: StepId) -> bool:
         """Whether this step is being written to the volumes, or is the planner's target."""
-        return step_id == self.planner.target or any(
+        return step_id == self.planner.step_in_flight or any(
             writing == step_id for _, writing in self._writing
         )
 
     def must_stay(self, step_id: StepId) -> bool:
         """Whether this step is being written, read, or is one to go back to."""
-        return self.busy(step_id) or step_id in self._reads or self._in_use(step_id)
+        return (
+            self.is_step_being_written(step_id) or step_id in self._reads or self._in_use(step_id)
+        )
 
     def commits(self) -> list[StepId]:
         """Steps that are known to be committed, oldest first.
@@ -443,7 +447,7 @@ class Node:
             steps |= view.last_reply.commits | self._published
         if not view.alone and view.commit is not None:
             steps.add(view.commit)
-        beyond = {step_id for step_id in steps if self.ledger.lineage.restorable(step_id)}
+        beyond = {step_id for step_id in steps if self.ledger.lineage.is_restorable(step_id)}
         return sorted({*self.ledger.committed(Tier.LOCAL), *beyond})
 
     def last_commit(self) -> StepId | None:
@@ -453,20 +457,20 @@ class Node:
     def _last_whole(self) -> StepId | None:
         """The last commit, or the step that all ranks restored since: it may be all that the run
         has, although nothing says that it was committed."""
-        current = self.ledger.lineage.current
-        parent = None if current is None else self.ledger.parent(current)
+        current = self.ledger.lineage.current_epoch
+        parent = None if current is None else self.ledger.find_parent_step(current)
         return max(
             (step_id for step_id in (self.last_commit(), parent) if step_id is not None),
             default=None,
         )
 
-    def common(self) -> StepId | None:
+    def find_newest_common_step(self) -> StepId | None:
         """The newest step that every rank here has in a slot."""
         return newest_common_step(self._memories())
 
-    def kept_by_all(self) -> list[StepId]:
+    def list_steps_held_by_local_ranks(self) -> list[StepId]:
         """Steps that every rank here holds in memory or has written, oldest first."""
-        return self.planner.common()
+        return self.planner.list_common_steps()
 
     def _memories(self) -> list[RankMemory]:
         """Of the ranks here that have slots."""
@@ -476,7 +480,7 @@ class Node:
         }
         return [
             RankMemory(
-                frozenset(step_id for table in found for step_id in table.sealed()),
+                frozenset(step_id for table in found for step_id in table.list_sealed_steps()),
                 rank in self._ended,
             )
             for rank, found in tables.items()
@@ -486,7 +490,7 @@ class Node:
     def newest_unwritten_step(self) -> StepId | None:
         """The newest step that every rank here has in a slot, where it should be durable and is
         not."""
-        step_id = self.common()
+        step_id = self.find_newest_common_step()
         if (
             step_id is None
             or not self._may_write(step_id)
@@ -498,7 +502,7 @@ class Node:
     def _protect(self) -> None:
         kept = steps_to_protect(self._memories())
         if self.has_single_slot:
-            kept = self.planner.pending
+            kept = self.planner.pending_steps
         for slots in self._slots.values():
             for table in slots.slot_tables():
                 table.protect_steps(kept)
@@ -530,7 +534,7 @@ class Node:
                 return self._wrote(rank, step_id, ok=ok)
             case TrainerDied(rank):
                 self._ended.add(rank)
-                return self.planner.gone(rank)
+                return self.planner.record_trainer_death(rank)
             case Flush(ids, newest):
                 # all that matters is to be made durable: there may be room for what failed by now,
                 # and nothing comes after it
@@ -547,9 +551,9 @@ class Node:
         self._serves, before = serves, self.planner
         self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
         self.planner.counts = before.counts
-        self.planner.pace(before.least)
+        self.planner.set_least_interval(before.least)
         for rank in sorted(serves.ranks & self._ended):
-            yield from self.planner.gone(rank)
+            yield from self.planner.record_trainer_death(rank)
         for rank in sorted(serves.ranks):
             for step_id in sorted(self._durable.get(rank, ())):
                 yield from self.planner.on_write_end(rank, step_id)
@@ -561,7 +565,11 @@ class Node:
             yield from self.planner.sealed(rank, step_id)
 
     def _writable(self, rank: int) -> set[StepId]:
-        held = {step_id for table in self._slots[rank].slot_tables() for step_id in table.sealed()}
+        held = {
+            step_id
+            for table in self._slots[rank].slot_tables()
+            for step_id in table.list_sealed_steps()
+        }
         return {
             step_id
             for step_id in held
@@ -585,10 +593,10 @@ class Node:
         pacing.on_write_ended()
         if not self.planner.is_written_by_all(wrote.id):
             return ()
-        before, interval = pacing.interval, pacing.durable(wrote.id, self._epochs())
+        before, interval = pacing.interval, pacing.record_durable_step(wrote.id, self._epochs())
         if interval is None or (before is not None and before.steps == interval.steps):
             return ()
-        self.planner.pace(interval.steps)
+        self.planner.set_least_interval(interval.steps)
         return (interval,)
 
     def _begin(self, writes: Iterable[Write]) -> tuple[Write, ...]:
@@ -614,7 +622,7 @@ class Node:
 
     def _find(self, rank: int, step_id: StepId) -> tuple[SlotTable, int] | None:
         for table in self._tables(rank):
-            if (index := table.holds(step_id)) is not None:
+            if (index := table.find_slot(step_id)) is not None:
                 return table, index
         return None
 
@@ -626,13 +634,15 @@ class Node:
                 if (held := report.get(Tier.LOCAL)) is not None:
                     self._durable[rank] = {shard.step_id for shard in held.shards}
             self._published, self._shown = frozenset(event.published), frozenset(event.shown)
-            event = Reported(ranks=reports_of_ranks(event.ranks))
+            event = Reported(ranks=combine_rank_reports(event.ranks))
         actions = self.ledger.apply(event)
         return tuple(
-            action for action in actions if not isinstance(action, Alarm) or self.alarm(action)
+            action
+            for action in actions
+            if not isinstance(action, Alarm) or self.record_alarm(action)
         )
 
-    def alarm(self, alarm: Alarm) -> bool:
+    def record_alarm(self, alarm: Alarm) -> bool:
         """Remember an alarm. Returns whether it is a new one: both ledgers may raise it."""
         if alarm.text in self.alarms:
             return False
@@ -648,8 +658,8 @@ class Node:
             return ()
         for slots in self._slots.values():
             for table in slots.slot_tables():
-                table.forget(self.ledger.is_dead)
-        writes = self.planner.forget(self.ledger.is_dead)
+                table.mark_dead_images(self.ledger.is_dead)
+        writes = self.planner.forget_dead_steps(self.ledger.is_dead)
         return self._begin((*writes, *self._healed(event.epoch.parent)))
 
     def _healed(self, parent: StepId | None) -> Iterable[Write]:
@@ -665,7 +675,7 @@ class Node:
         writes: list[Write] = []
         for rank in sorted(self._serves.ranks):
             if parent not in self._durable.get(rank, ()):
-                self.planner.removed(rank, parent)
+                self.planner.on_shard_removed(rank, parent)
                 if rank in self._slots and parent in self._writable(
                     rank
                 ):  # also one that was fetched
@@ -675,7 +685,7 @@ class Node:
     def _conclude(self, now: float) -> tuple[Action, ...]:
         here = self._here()
         commits = [step_id for step_id in self.commits() if step_id in here]
-        if len(commits) > self.keep.last and self.keep.every is None:
+        if len(commits) > self.keep.last and self.keep.kept_interval_text is None:
             self.short = False  # where more than the last steps stay, it soon comes back
         shown = [Publish(step_id) for step_id in commits if step_id not in self._shown]
         doomed = [step_id for step_id in self._doomed(here, now) if step_id in here]
@@ -693,10 +703,10 @@ class Node:
         machine that is alone."""
         view, pinned = self.leader_view, self.leader_view.last_reply.pinned
         grown, self._grown = self._grown, False
-        if view.silent(now):
+        if view.is_silent(now):
             live = self._live(here) if grown else ()
             return droppable_steps(live, last_commit=self._last_whole(), pinned=pinned)
-        dismissed_steps = confirmed_deletions(
+        dismissed_steps = filter_allowed_deletions(
             view.last_reply.retire, last_commit=view.commit, pinned=pinned
         )
         lost = {*self._never_whole(here)} - pinned if view.alone else set()
@@ -708,7 +718,7 @@ class Node:
         unfinished = [step_id for step_id in self._live(here) if step_id not in commits]
         if self._in_doubt or not hopeless_steps(unfinished):
             return []
-        whole = self.ledger.whole()
+        whole = self.ledger.list_reachable_steps()
         return hopeless_steps(
             step_id
             for step_id in unfinished
@@ -720,12 +730,12 @@ class Node:
         that was assigned but not yet zeroed still has its image."""
         held = 0
         for tier in Tier:
-            held |= self.ledger.holders(step_id, tier)
+            held |= self.ledger.compute_rank_mask_on_tier(step_id, tier)
         return all(
             held >> rank & 1
             or self.planner.can_have(rank, step_id)
             or any(slot.id == step_id for table in self._tables(rank) for slot in table.slots)
-            or not self.ledger.has_answered(rank)
+            or not self.ledger.have_all_tiers_reported(rank)
             for rank in self._serves.ranks
         )
 
@@ -741,7 +751,7 @@ class Node:
         return [
             step_id
             for step_id in here
-            if self.ledger.lineage.standing(step_id) is StepStanding.LIVE
+            if self.ledger.lineage.standing(step_id) is StepLiveness.LIVE
         ]
 
     def _least_valuable(self, full: VolumeFull) -> tuple[StepId, ...]:

@@ -37,7 +37,7 @@ class Retention:
             raise ValueError("every_steps and every_s must be positive")
 
     @property
-    def every(self) -> str | None:
+    def kept_interval_text(self) -> str | None:
         """Which steps stay beside the last ones, as options write it: `1000` (steps) or `21600s`.
         None: no others."""
         if self.every_steps is not None:
@@ -179,7 +179,7 @@ def hopeless_steps(never_whole: Iterable[StepId]) -> list[StepId]:
     return ordered[: max(0, len(ordered) - NEVER_WHOLE_KEPT)]
 
 
-def confirmed_deletions(
+def filter_allowed_deletions(
     named: Iterable[StepId], *, last_commit: StepId | None, pinned: Collection[StepId]
 ) -> list[StepId]:
     """Of the steps that the leader names for deletion, those that may go, oldest first. A correct

@@ -4,24 +4,25 @@ A `StepGrid` says which steps are due: a pure function of the step, so that all 
 ones. It contains every multiple of base x 2^k. The grid of a smaller k contains all points of the
 grid of a larger k. So ranks that learn of a change of k at different times still have due steps in
 common. A change carries the step from which it holds, which lies ahead of every rank. How long the
-interval should be (`auto_interval`) follows from what was measured of the run (`Pacing`).
+interval should be (`choose_persist_interval`) follows from what was measured of the run
+(`PersistCostMeasurements`).
 
 A step is committed only when *every* rank has written it, so the ranks of a node must not choose
 independently. The `PersistPlanner` has one step in flight, the *target*. A rank writes the target
 once it has sealed it. When the target is done, the next target is the newest due step that every
 rank still holds or has not passed yet. The due steps before it are skipped and counted. Then the
 grid is coarsened: ranks of other nodes would skip other steps, and on a coarser grid all write the
-same steps again. The grid is never refined below the interval that `pace` sets. Nothing is queued
-in memory. With two slots per rank (`SlotTable` then waits for the writer) every due image is
-written, in order, each rank at its own pace.
+same steps again. The grid is never refined below the interval that `set_least_interval` sets.
+Nothing is queued in memory. With two slots per rank (`SlotTable` then waits for the writer) every
+due image is written, in order, each rank at its own pace.
 
 A rank writes one image at a time, so persisting pins at most one slot of a rank. The host pins the
 slot of a `Write` before it does anything else, and reports the end with `on_write_end`.
 
-`UnequalSteps` finds ranks that save different steps: no step becomes whole, and only the script can
-end that. Ranks in lock step (each step has a collective) are never far apart: when a rank has
-staged a step, every other rank has returned from the `save` before it, so at most two steps of one
-rank are not yet staged by another. A rank that lacks more is one of three:
+`RankStepComparison` finds ranks that save different steps: no step becomes whole, and only the
+script can end that. Ranks in lock step (each step has a collective) are never far apart: when a
+rank has staged a step, every other rank has returned from the `save` before it, so at most two
+steps of one rank are not yet staged by another. A rank that lacks more is one of three:
 
 - it is past these steps (it staged a newer one, and the other rank is past one of its steps, so it
   is not just a rank that saves fewer of the same steps), or has called `close()`: it never saves
@@ -66,7 +67,7 @@ _NOISE = 3.0
 """A difference of up to this many standard errors counts as none."""
 
 _TRIAL, _TRIAL_EVERY = 32, 1024
-"""`_TRIAL` of each `_TRIAL_EVERY` grid points are a trial (see `Pacing`)."""
+"""`_TRIAL` of each `_TRIAL_EVERY` grid points are a trial (see `PersistCostMeasurements`)."""
 _STALL_BUDGET = 0.01
 _LIMITS_TAKEN = 0.8
 """A shorter interval is taken only if the limits ask for at most this fraction of it. This prevents
@@ -181,7 +182,7 @@ class PersistInterval:
     bounds: dict[str, float]
 
 
-def auto_interval(
+def choose_persist_interval(
     measured: NodeMeasurements, *, base: int = 1, current: int = 0
 ) -> PersistInterval:
     """The shortest interval that the hardware allows and that the failure rate does not make
@@ -220,7 +221,7 @@ def _exponent(intervals: float) -> int:
     return min(max(0, math.ceil(math.log2(max(1.0, intervals)) - 1e-9)), MAX_EXPONENT)
 
 
-def count_failures(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
+def count_failures_and_steps(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]:
     """(failures, steps trained between them and up to `newest_step`), from a run's epochs.
 
     Each epoch that went on from a step counts as a failure, although it may have begun after a
@@ -237,8 +238,8 @@ def count_failures(epochs: Iterable[Epoch], newest_step: int) -> tuple[int, int]
     return len(parents) - 1, steps
 
 
-class Pacing:
-    """Gathers what `auto_interval` needs, from events with their time in seconds.
+class PersistCostMeasurements:
+    """Gathers what `choose_persist_interval` needs, from events with their time in seconds.
 
     The time of a step is the time between two staged steps, each counted when the first rank staged
     it. The cost of persisting is how much longer steps take while a write is in flight (a
@@ -293,7 +294,9 @@ class Pacing:
         """A rank's image of this step is durable."""
         self._written.setdefault(step_id, []).append((drive, seconds, size_bytes))
 
-    def durable(self, step_id: StepId, epochs: Iterable[Epoch]) -> PersistInterval | None:
+    def record_durable_step(
+        self, step_id: StepId, epochs: Iterable[Epoch]
+    ) -> PersistInterval | None:
         """All ranks of this node wrote this step. Returns the interval from now on; None: too few
         samples yet."""
         if written := self._written.get(step_id):
@@ -307,7 +310,7 @@ class Pacing:
         step_s = median(seconds for seconds, _ in self._times)
         write_s = median(seconds for seconds, _ in self._writes)
         newest = self._newest[0].step
-        failures, steps = count_failures(epochs, newest)
+        failures, steps = count_failures_and_steps(epochs, newest)
         lost_s = self._stall_s(max(median(self._steps), write_s / max(step_s, 1e-9)))
         self._stall = self._stall if lost_s is None else lost_s
         self.measured = NodeMeasurements(
@@ -320,7 +323,7 @@ class Pacing:
             drive_bytes=self.drive_bytes,
             drive_writes_per_day=self._writes_per_day,
         )
-        self.interval = auto_interval(self.measured, base=self.base, current=self._asked)
+        self.interval = choose_persist_interval(self.measured, base=self.base, current=self._asked)
         self._asked, at = self.interval.steps, newest // self.base
         if self._asked == self.base and at >= _TRIAL_EVERY and at % _TRIAL_EVERY < _TRIAL:
             self.interval = replace(self.interval, steps=2 * self.base, limit="trial")
@@ -429,17 +432,17 @@ class PersistPlanner:
         self.durable: StepId | None = None
 
     @property
-    def target(self) -> StepId | None:
+    def step_in_flight(self) -> StepId | None:
         """The step in flight, or None (always None with two slots)."""
         return self._target
 
     @property
-    def pending(self) -> frozenset[StepId]:
+    def pending_steps(self) -> frozenset[StepId]:
         """The steps that some rank has still to write, without the one in flight."""
         return frozenset(self._pending)
 
     @property
-    def idle(self) -> bool:
+    def has_no_pending_writes(self) -> bool:
         """Whether no sealed image is being written or waits for it."""
         if self._pending or any(rank.writing is not None for rank in self._ranks.values()):
             return False
@@ -485,19 +488,19 @@ class PersistPlanner:
         """A rank had no slot for this step: if it was due, due steps are too close."""
         self._skip(int(self.grid.due(step)))
 
-    def removed(self, rank: int, step_id: StepId) -> None:
+    def on_shard_removed(self, rank: int, step_id: StepId) -> None:
         """The rank's shard of this step is no longer on any volume, so it may be written again."""
         if (state := self._ranks.get(rank)) is not None:
             state.done.discard(step_id)
 
-    def gone(self, rank: int) -> tuple[Write, ...]:
+    def record_trainer_death(self, rank: int) -> tuple[Write, ...]:
         """The trainer died: it seals no more images of this epoch. Images that it sealed stay."""
         if (state := self._ranks.get(rank)) is None:
             return ()
         state.gone = True
         return self._advance()
 
-    def forget(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
+    def forget_dead_steps(self, dead: Callable[[StepId], bool]) -> tuple[Write, ...]:
         """Forget the steps that are dead because a new epoch began: nobody needs them on disk."""
         for rank in self._ranks.values():
             rank.held = {step_id for step_id in rank.held if not dead(step_id)}
@@ -520,14 +523,14 @@ class PersistPlanner:
 
         The newest step is written first, because it counts most when a deadline is near.
         """
-        for step_id in self.common()[-newest:] if ids is None else ids:
+        for step_id in self.list_common_steps()[-newest:] if ids is None else ids:
             if self._is_new(step_id):
                 self._demanded.add(step_id)
                 if any(step_id in rank.held for rank in self._ranks.values()):
                     self._pending.add(step_id)
         return self._advance()
 
-    def pace(self, least: int) -> None:
+    def set_least_interval(self, least: int) -> None:
         """Due steps must be at least `least` steps apart. The grid gets there by one doubling (or
         halving) with each finished step, because a change must hold from a step that no rank has
         reached."""
@@ -535,7 +538,7 @@ class PersistPlanner:
 
     # --- asking --------------------------------------------------------------------------
 
-    def common(self) -> list[StepId]:
+    def list_common_steps(self) -> list[StepId]:
         """Steps that every rank of this node holds in memory or has written, oldest first."""
         each = [rank.held | rank.done for rank in self._ranks.values()]
         return sorted(set.intersection(*each)) if each else []
@@ -669,7 +672,7 @@ STOPPED_S = 60.0
 _REMEMBERED = 32
 
 
-class Reason(enum.Enum):
+class MissingStepsReason(enum.Enum):
     """Why a rank lacks the steps of another one."""
 
     PASSED = "it saves other steps"
@@ -679,13 +682,13 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Difference:
+class RankStagingDifference:
     """Rank `lacking` has staged none of the steps that rank `saving` staged since `common`, the
     newest step of both. None: they have no step in common."""
 
     saving: int
     lacking: int
-    reason: Reason
+    reason: MissingStepsReason
     common: StepId | None
 
     def __str__(self) -> str:
@@ -713,23 +716,23 @@ class _Saved:
         return self.staged[-1] if self.staged else None
 
 
-class UnequalSteps:
+class RankStepComparison:
     """What the ranks of one machine saved in the newest epoch. `difference`: what to tell them."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Saved] = {}
         self._epoch: EpochId | None = None
         self._common: StepId | None = None
-        self._found: Difference | None = None
+        self._found: RankStagingDifference | None = None
 
     # --- events --------------------------------------------------------------------------
 
-    def joined(self, rank: int, now: float) -> None:
+    def note_trainer_joined(self, rank: int, now: float) -> None:
         """A trainer has the rank's lease now."""
         known = self._ranks.setdefault(rank, _Saved(now))
         known.present, known.closed, known.at = True, False, now
 
-    def left(self, rank: int, *, closed: bool) -> None:
+    def record_trainer_exit(self, rank: int, *, closed: bool) -> None:
         """The rank's trainer is gone; `closed`: it gave the lease back."""
         if (known := self._ranks.get(rank)) is not None:
             known.present, known.closed = False, closed
@@ -746,7 +749,7 @@ class UnequalSteps:
 
     def staged(self, rank: int, step_id: StepId, now: float) -> None:
         """The rank has staged this step."""
-        self.joined(rank, now)
+        self.note_trainer_joined(rank, now)
         self.epoch_began(step_id.epoch, now)
         if step_id.epoch != self._epoch:
             return
@@ -756,20 +759,20 @@ class UnequalSteps:
             for known in self._ranks.values():
                 known.lost = {at: count for at, count in known.lost.items() if at > step_id.step}
 
-    def lost(self, rank: int, step: int, now: float, *, count: int = 1) -> None:
+    def record_unstaged_steps(self, rank: int, step: int, now: float, *, count: int = 1) -> None:
         """The rank has saved `count` steps that were not staged, the last of them `step`."""
-        self.joined(rank, now)
+        self.note_trainer_joined(rank, now)
         lost = self._ranks[rank].lost
         lost[step] = lost.get(step, 0) + count
 
     # --- asking --------------------------------------------------------------------------
 
     @property
-    def closed(self) -> frozenset[int]:
+    def released_ranks(self) -> frozenset[int]:
         """The ranks that gave their lease back in this epoch: they save no more of its steps."""
         return frozenset(rank for rank, known in self._ranks.items() if known.closed)
 
-    def difference(self, now: float) -> Difference | None:
+    def difference(self, now: float) -> RankStagingDifference | None:
         """Which rank lacks the steps of which other rank; None: no rank does. It stays the same
         while any rank does, because it is a message."""
         found = next(self._differences(now), None)
@@ -781,30 +784,30 @@ class UnequalSteps:
         """Without ranks whose trainer died: a restart decides about them."""
         return [known for known in self._ranks.values() if known.present or known.closed]
 
-    def _differences(self, now: float) -> Iterator[Difference]:
+    def _differences(self, now: float) -> Iterator[RankStagingDifference]:
         saving = {rank: known for rank, known in self._ranks.items() if known.staged}
         for lacking, other in sorted(self._ranks.items()):
             for rank, known in sorted(saving.items()):
                 reason = None if rank == lacking else self._reason(known, other, now)
                 if reason is not None:
-                    yield Difference(rank, lacking, reason, self._common)
+                    yield RankStagingDifference(rank, lacking, reason, self._common)
 
-    def _reason(self, saving: _Saved, lacking: _Saved, now: float) -> Reason | None:
+    def _reason(self, saving: _Saved, lacking: _Saved, now: float) -> MissingStepsReason | None:
         newest = lacking.newest
         missing = self._missing(saving, lacking)
         least = LEAST + sum(lacking.lost.values())
         if lacking.closed:
-            return Reason.CLOSED if len(missing) >= least else None
+            return MissingStepsReason.CLOSED if len(missing) >= least else None
         if not lacking.present:
             return None
         if len(_before(newest, missing)) >= least and _before(
             saving.newest, self._missing(lacking, saving)
         ):
-            return Reason.PASSED
+            return MissingStepsReason.PASSED
         silent_s, never = now - lacking.at, newest is None
         if len(missing) < least or silent_s < (NEVER_SAVED_S if never else STOPPED_S):
             return None
-        return Reason.NEVER_SAVED if never else Reason.STOPPED
+        return MissingStepsReason.NEVER_SAVED if never else MissingStepsReason.STOPPED
 
     def _missing(self, saving: _Saved, lacking: _Saved) -> list[StepId]:
         steps = (step for step in saving.staged if self._common is None or step > self._common)

@@ -81,14 +81,14 @@ class Ranks:
         return self.runs[-1][1] if self.runs else -1
 
     @property
-    def is_short(self) -> bool:
+    def is_encoded_as_ranges(self) -> bool:
         """Whether the set is sent as runs."""
         return len(self.runs) <= MOST_RUNS and self.last < MOST_RANKS
 
     @property
     def bits(self) -> int:
         """The set as a bitmap, with a bit for each rank up to the last."""
-        return _kept_bits(self) if self.is_short else _bits(self)
+        return _kept_bits(self) if self.is_encoded_as_ranges else _bits(self)
 
 
 NO_RANKS: Final = Ranks()
@@ -132,19 +132,21 @@ class Shard:
             raise ValueError("the twins are invalid")
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def base_fields(self) -> dict[str, Any]:
         """The fields of a `Shard`, without those that a subclass adds."""
         return {attribute.name: getattr(self, attribute.name) for attribute in fields(Shard)}
 
     def to_send(self) -> Shard:
         """The shard as messages name it: without its twins if they would take too many runs
-        (`Ranks.is_short`)."""
-        return Shard(**self.facts | ({} if self.alike.is_short else {"alike": NO_RANKS}))
+        (`Ranks.is_encoded_as_ranges`)."""
+        return Shard(
+            **self.base_fields | ({} if self.alike.is_encoded_as_ranges else {"alike": NO_RANKS})
+        )
 
     @property
     def is_well_formed(self) -> bool:
         """Whether a message may name it: it is of a rank of its world, and so are its twins."""
-        alike = not self.alike or (self.alike.is_short and self.rank in self.alike)
+        alike = not self.alike or (self.alike.is_encoded_as_ranges and self.rank in self.alike)
         return 0 <= self.rank < self.world <= MOST_RANKS and alike
 
 
@@ -153,7 +155,7 @@ MOST_BYTES: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShards:
+class ShardsOfStep:
     """The shards of one step, of some ranks of one world. Who has it knows which ranks.
 
     `sizes` has one value for each of these ranks, in ascending order, so that a message of few
@@ -170,20 +172,21 @@ class StepShards:
     written_at: float | None = None
 
     @classmethod
-    def of(cls, shard: Shard) -> StepShards:
-        """The shard of one rank. Twins that take too many runs are left out (`Ranks.is_short`)."""
+    def from_shard(cls, shard: Shard) -> ShardsOfStep:
+        """The shard of one rank. Twins that take too many runs are left out
+        (`Ranks.is_encoded_as_ranges`)."""
         return cls(
             step_id=shard.step_id,
             world=shard.world,
             sizes=(shard.size_bytes,),
             roots=() if shard.root is None else (shard.root,),
             params_digests=() if shard.params_digest is None else (shard.params_digest,),
-            alike=(shard.alike,) if shard.alike and shard.alike.is_short else (),
+            alike=(shard.alike,) if shard.alike and shard.alike.is_encoded_as_ranges else (),
             written_at=shard.written_at,
         )
 
     @classmethod
-    def joined(cls, each: Sequence[StepShards]) -> StepShards:
+    def joined(cls, each: Sequence[ShardsOfStep]) -> ShardsOfStep:
         """The shards of all these ranks, from those of each rank alone, in ascending order."""
         return cls(
             step_id=each[0].step_id,
@@ -195,7 +198,7 @@ class StepShards:
             written_at=max((group.written_at for group in each if group.written_at), default=None),
         )
 
-    def at(self, index: int) -> StepShards:
+    def select_rank_at(self, index: int) -> ShardsOfStep:
         """The shard of one of the ranks alone."""
         return replace(
             self,
@@ -215,7 +218,8 @@ class StepShards:
             and {len(column) for column in columns} <= {0, len(ranks)}
             and 0 <= min(self.sizes) <= max(self.sizes) < MOST_BYTES
             and all(
-                not twins or (twins.is_short and twins.last < self.world and rank in twins)
+                not twins
+                or (twins.is_encoded_as_ranges and twins.last < self.world and rank in twins)
                 for rank, twins in zip(ranks, self.alike, strict=False)
             )
         )

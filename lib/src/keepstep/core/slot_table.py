@@ -61,7 +61,7 @@ class SlotRow:
         return self.pins > 0
 
     @property
-    def live(self) -> StepId | None:
+    def restorable_step(self) -> StepId | None:
         """The step that can be restored from this slot now, or None."""
         return self.id if self.state is SlotState.SEALED and not self.dead else None
 
@@ -113,7 +113,7 @@ class SlotTable:
         return tuple(self._slots)
 
     @property
-    def assigned(self) -> int | None:
+    def assigned_slot_index(self) -> int | None:
         """The slot that the trainer fills now, or None."""
         return next((i for i, slot in self._with(SlotState.ASSIGNED)), None)
 
@@ -136,20 +136,20 @@ class SlotTable:
         `slots[i].id` names the image that the slot held, if any. That image counts as overwritten.
         `keep`: the newest `keep` images are protected, too.
         """
-        if self.assigned is not None or (victim := self._victim(keep)) is None:
+        if self.assigned_slot_index is not None or (victim := self._victim(keep)) is None:
             return None
         self._slots[victim] = replace(self._slots[victim], state=SlotState.ASSIGNED)
         return victim
 
     def waits_for_reader(self, *, keep: int = 0) -> bool:
         """Whether `assign` has no slot because an image is read that would be next."""
-        waits = self.assigned is None and self._victim(keep) is None
+        waits = self.assigned_slot_index is None and self._victim(keep) is None
         return waits and bool(self._unprotected(keep))
 
-    def hold(self, index: int) -> None:
+    def restore_assignment(self, index: int) -> None:
         """Mark this slot as assigned, because a live trainer was found filling it. Raises
         ValueError if another slot is assigned or this one is pinned."""
-        if self.assigned not in (None, index) or self._slots[index].pinned:
+        if self.assigned_slot_index not in (None, index) or self._slots[index].pinned:
             raise ValueError(f"slot {index} cannot be the one that is filled")
         self._slots[index] = replace(self._slots[index], state=SlotState.ASSIGNED)
 
@@ -183,7 +183,7 @@ class SlotTable:
             raise ValueError(f"slot {index} is {self._slots[index].state}, not empty")
         self._slots[index] = SlotRow(SlotState.SEALED, step_id)
 
-    def reserve_slot(self, expendable: Container[StepId] = frozenset()) -> int | None:
+    def reserve_slot_for_load(self, expendable: Container[StepId] = frozenset()) -> int | None:
         """A slot to load an image into without destroying a candidate, or None. `seal` it later.
 
         The slot is empty or dead, or else the oldest one sealed with a step in `expendable`. It is
@@ -193,7 +193,10 @@ class SlotTable:
         spare = [
             (slot.id, i)
             for i, slot in enumerate(self._slots)
-            if slot.live and slot.id and not slot.pinned and slot.live in expendable
+            if slot.restorable_step
+            and slot.id
+            and not slot.pinned
+            and slot.restorable_step in expendable
         ]
         index = free[0] if free else min(spare)[1] if spare else None
         if index is not None:
@@ -222,25 +225,27 @@ class SlotTable:
         first."""
         self._protected = frozenset(ids)
 
-    def forget(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:
+    def mark_dead_images(self, dead: Callable[[StepId], bool]) -> tuple[StepId, ...]:
         """Mark the images of dead steps, so that they are overwritten first. Returns their steps,
         oldest first."""
         forgotten = []
         for i, slot in enumerate(self._slots):
-            if slot.live and dead(slot.live):
-                forgotten.append(slot.live)
+            if slot.restorable_step and dead(slot.restorable_step):
+                forgotten.append(slot.restorable_step)
                 self._slots[i] = replace(slot, dead=True)
         return tuple(sorted(forgotten))
 
     # --- asking --------------------------------------------------------------------------
 
-    def holds(self, step_id: StepId) -> int | None:
+    def find_slot(self, step_id: StepId) -> int | None:
         """The index of the slot with this sealed, live image, or None."""
-        return next((i for i, slot in enumerate(self._slots) if slot.live == step_id), None)
+        return next(
+            (i for i, slot in enumerate(self._slots) if slot.restorable_step == step_id), None
+        )
 
-    def sealed(self) -> list[StepId]:
+    def list_sealed_steps(self) -> list[StepId]:
         """The steps of the live images, oldest first."""
-        return sorted({slot.live for slot in self._slots if slot.live})
+        return sorted({slot.restorable_step for slot in self._slots if slot.restorable_step})
 
     # --- inside --------------------------------------------------------------------------
 
@@ -255,11 +260,15 @@ class SlotTable:
 
     def _unprotected(self, keep: int) -> list[tuple[StepId, int]]:
         """(step, index) of the live images that nobody needs, oldest first."""
-        sealed, protected = self.sealed(), self._protected
+        sealed, protected = self.list_sealed_steps(), self._protected
         kept = {*sealed[-1:]} if protected is None else {*protected}
         kept.update(sealed[-keep:] if keep else ())
         slots = enumerate(self._slots)
-        return sorted((slot.live, i) for i, slot in slots if slot.live and slot.live not in kept)
+        return sorted(
+            (slot.restorable_step, i)
+            for i, slot in slots
+            if slot.restorable_step and slot.restorable_step not in kept
+        )
 
     def _victim(self, keep: int) -> int | None:
         if free := self._free():

@@ -40,7 +40,7 @@ class Failure:
     after: tuple[StepId, ...] = ()
 
     @classmethod
-    def of(
+    def from_failed_step(
         cls,
         at: StepId,
         parent: Callable[[EpochId], StepId | None],
@@ -81,7 +81,7 @@ class SuspectSteps(NamedTuple):
     trusted: frozenset[StepId] = frozenset()
 
     @classmethod
-    def of(
+    def from_failures(
         cls, failures: Iterable[Failure], kept: Collection[StepId], trusted: Iterable[StepId] = ()
     ) -> SuspectSteps:
         """`failures`: the records of all machines of the run, so one failure may be named twice.

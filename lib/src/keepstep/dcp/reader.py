@@ -42,15 +42,15 @@ from torch.futures import Future
 from keepstep.client.session import SidecarSession, restore_timeout_s
 from keepstep.dcp import session as sessions
 from keepstep.dcp.session import (
-    ImageTree,
     KeyPath,
-    LoadBallot,
+    LoadStepBallot,
+    SavedStateTree,
     choose_load_step,
     has_step_number,
     rank_and_world,
     step_number_of,
 )
-from keepstep.directory import open_regular
+from keepstep.directory import open_user_named_file
 from keepstep.errors import (
     CoverageError,
     ForeignError,
@@ -80,7 +80,7 @@ from keepstep.restore.fill_plan import (
 )
 from keepstep.restore.images import StepImages, W, fill_targets, map_image
 from keepstep.state.leaves import DTYPE_OF
-from keepstep.steps import NEAREST_FIRST, StepId, Tier, base_name, shard_name
+from keepstep.steps import NEAREST_FIRST, StepId, Tier, make_base_file_name, shard_name
 
 log = logging.getLogger("keepstep")
 
@@ -111,27 +111,27 @@ class StepFolder:
                 )
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
         found = [(_manifest(file), file) for file in files]
-        shards = sorted(found, key=lambda pair: pair[0].layout.number)
+        shards = sorted(found, key=lambda pair: pair[0].layout.image_index)
         images = [shard for shard in shards if not shard[0].layout.is_base]
         if not images:
             raise RestoreError(f"{path}: no shard in it; name the directory of a committed step")
         for manifest, file in images:
             _check_alike(manifest, file, *images[0])
-        self._manifests = {manifest.layout.number: manifest for manifest, _ in shards}
-        self._files = {manifest.layout.number: file for manifest, file in shards}
+        self._manifests = {manifest.layout.image_index: manifest for manifest, _ in shards}
+        self._files = {manifest.layout.image_index: file for manifest, file in shards}
         self._verified: set[tuple[int, int]] = set()
         self._mapped: dict[int, tuple[Tensor, memoryview]] = {}
         _check_complete(path, [manifest for manifest, _ in images])
         for manifest, _ in images:
             _check_base(path, manifest, self._manifests.get(manifest.layout.rank + len(images)))
-        self.id: StepId = images[0][0].control.id
+        self.id: StepId = images[0][0].control.step_id
         builder = IndexBuilder(len(images))
         for manifest in self._manifests.values():
-            builder.add(manifest.layout)
+            builder.add_image(manifest.layout)
         self.index: ImageIndex = builder.build()
 
     @property
-    def nearness(self) -> list[int]:
+    def nearness_by_rank(self) -> list[int]:
         """All shards are equally near."""
         return [0] * (2 * self.index.world)
 
@@ -152,7 +152,9 @@ class StepFolder:
     def _verify(self, place: tuple[int, int]) -> None:
         rank, chunk = place
         manifest, (_, view) = self._manifests[rank], self._map(rank)
-        manifest.check(chunk, view[slice(*manifest.bounds(chunk))], path=self._files[rank])
+        manifest.verify_chunk(
+            chunk, view[slice(*manifest.bounds_of_chunk(chunk))], path=self._files[rank]
+        )
         self._verified.add(place)
 
     def _map(self, rank: int) -> tuple[Tensor, memoryview]:
@@ -191,7 +193,7 @@ class StepFolder:
         """Nothing to do: each mapping is released with the last view of it."""
 
 
-def is_directory(path: Path) -> bool:
+def is_shard_directory(path: Path) -> bool:
     """Whether this path means a directory of shards, and not a step of the run by its number.
 
     It does if the directory holds a checkpoint, or if only keepstep gives such a name, even if the
@@ -211,7 +213,7 @@ def _manifest(path: Path) -> Manifest:
     """Header, digest table and seal of a file. Raises ImageError and StorageError, which name the
     file."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open(open_user_named_file(path), "rb") as file:
             fd = file.fileno()
             return Manifest.read(
                 lambda begin, end: os.pread(fd, end - begin, begin),
@@ -226,7 +228,7 @@ def _check_alike(manifest: Manifest, path: Path, first: Manifest, other_path: Pa
     page, other = manifest.control, first.control
     for what, found, expected in (
         ("run", page.run, other.run),
-        ("step", page.id, other.id),
+        ("step", page.step_id, other.step_id),
         ("world", page.world, other.world),
     ):
         if found != expected:
@@ -247,15 +249,15 @@ def _check_complete(path: Path, shards: list[Manifest]) -> None:
     missing = [shard_name(rank, world) for rank in range(world) if rank not in ranks]
     if missing:
         raise RestoreError(
-            f"{path}: step {shards[0].control.id} is incomplete,"
+            f"{path}: step {shards[0].control.step_id} is incomplete,"
             f" {few(missing, 4)} missing: bring it back, or load another step"
         )
 
 
 def _check_base(path: Path, shard: Manifest, base: Manifest | None) -> None:
     ref, layout = shard.control.base, shard.layout
-    if ref is not None and (base is None or not ref.names(base.control)):
-        name = base_name(layout.rank, layout.world)
+    if ref is not None and (base is None or not ref.matches_control_page(base.control)):
+        name = make_base_file_name(layout.rank, layout.world)
         raise RestoreError(
             f"{path}: {name}, to which {shard_name(layout.rank, layout.world)} refers, is"
             f" {'missing' if base is None else 'another one'}: bring it back, or load another step"
@@ -280,7 +282,7 @@ class StepReader:
         self._index: ImageIndex = images.index
         self._values: dict[int, dict[str, bytes]] = {}
         ranks = (index for index in range(self._index.world) if index not in self._index.absent)
-        trees = {rank: ImageTree.parse(images.skeleton(rank)) for rank in ranks}
+        trees = {rank: SavedStateTree.parse(images.skeleton(rank)) for rank in ranks}
         self.foreign = all(tree.foreign for tree in trees.values())
         self._paths: dict[str, KeyPath] | None = None
         self._holders: dict[str, int] = {}
@@ -289,11 +291,14 @@ class StepReader:
                 self._paths = {**tree.paths, **(self._paths or {})}
             for name in tree.values:
                 self._holders.setdefault(name, holder)
-        self._boxes = self._chosen(rank, images.nearness)
+        self._boxes = self._chosen(rank, images.nearness_by_rank)
 
     def _chosen(self, rank: int, nearness: list[int]) -> dict[str, dict[KeyPath, Piece]]:
         """For each tensor, the saved boxes that make it up, by their offsets."""
-        named = {key: self._index.find(key) for key in (*self._index.tensors, *self._index.aliases)}
+        named = {
+            key: self._index.find_tensor(key)
+            for key in (*self._index.tensors, *self._index.aliases)
+        }
         saved = {name: tensor for name, tensor in named.items() if tensor is not None}
         requests = [TensorRequest(name, Box.whole(tensor.shape)) for name, tensor in saved.items()]
         try:
@@ -307,7 +312,7 @@ class StepReader:
             boxes[requests[piece.request].name][piece.at] = piece
         for name, tensor in saved.items():
             if not boxes[name]:  # no elements: any of its boxes is the whole tensor
-                holder, begin = tensor.rows[0, :2].tolist()
+                holder, begin = tensor.box_rows[0, :2].tolist()
                 at, sizes = (0,) * len(tensor.shape), tensor.shape
                 boxes[name][at] = Piece(holder, begin, 0, sizes, at, sizes, at)
         return boxes
@@ -345,7 +350,7 @@ class StepReader:
             raise FormatError(f"{self.where}: this torch has no dtype for {code}")
         return dtype
 
-    def find_box(self, index: MetadataIndex) -> Piece:
+    def find_box_by_index(self, index: MetadataIndex) -> Piece:
         """The saved box that a read item names. Raises FormatError."""
         box = self._boxes.get(index.fqn, {}).get(tuple(index.offset or ()))
         if box is None:
@@ -356,22 +361,24 @@ class StepReader:
         """The saved rank whose image holds what a read item names. Raises FormatError."""
         index = item.storage_index
         if item.type is not LoadItemType.BYTE_IO:
-            return self.find_box(index).rank
+            return self.find_box_by_index(index).rank
         if index.fqn not in self._holders:
             raise FormatError(f"no value {index.fqn}", path=self.where)
         return self._holders[index.fqn]
 
     def _saved(self, name: str) -> SavedTensor:
-        saved = self._index.find(name)
+        saved = self._index.find_tensor(name)
         if saved is None:
             raise FormatError(f"no tensor {name}", path=self.where)
         return saved
 
     @classmethod
-    def reach(cls, link: SidecarSession, step_id: StepId, *, timeout_s: float) -> StepReader:
+    def open_through_sidecar(
+        cls, link: SidecarSession, step_id: StepId, *, timeout_s: float
+    ) -> StepReader:
         """Find the images through the sidecar, and read their headers. `timeout_s`: for one window
         of chunks. Raises SidecarError, ImageError, CoverageError."""
-        images = StepImages.find(link, step_id, timeout_s, every=True)
+        images = StepImages.locate_step(link, step_id, timeout_s, every=True)
         return cls(images, step_id, where=f"step {step_id}", rank=link.rank)
 
     @classmethod
@@ -436,7 +443,7 @@ class StepReader:
         requests, rows = [], []
         dims = max((len(item.lengths) for item in items), default=0)
         for number, item in enumerate(items):
-            box, sizes = self.find_box(item.storage_index), tuple(item.lengths)
+            box, sizes = self.find_box_by_index(item.storage_index), tuple(item.lengths)
             request = TensorRequest(item.storage_index.fqn, Box.whole(sizes))
             requests.append(request)
             if not request.box.empty:
@@ -488,13 +495,13 @@ def latest_step() -> int | None:
 
 def _joined() -> sessions.DcpSession:
     session = sessions.session()
-    session.meet(*rank_and_world(is_coordinator=False, rank=None))
+    session.ensure_joined(*rank_and_world(is_coordinator=False, rank=None))
     return session
 
 
-def _ballot(session: sessions.DcpSession, step: int | None) -> LoadBallot:
+def _ballot(session: sessions.DcpSession, step: int | None) -> LoadStepBallot:
     failed = frozenset() if step is not None else frozenset(session.failed)
-    return LoadBallot(vote=session.candidates(), step=step, failed=failed)
+    return LoadStepBallot(vote=session.candidates(), step=step, failed=failed)
 
 
 class StorageReader(storage.StorageReader):
@@ -527,7 +534,7 @@ class StorageReader(storage.StorageReader):
         if path is not None:
             self._name(path)
         self._is_coordinator = False
-        self._ballot: LoadBallot | None = None
+        self._ballot: LoadStepBallot | None = None
         self._opened: StepReader | None = None
         self._loaded: StepId | None = None
 
@@ -545,7 +552,7 @@ class StorageReader(storage.StorageReader):
     def _name(self, path: str | os.PathLike[str] | int) -> None:
         """Set what to load: a directory, or a step of the run."""
         self._path = self._step = None
-        if not isinstance(path, int) and is_directory(Path(path)):
+        if not isinstance(path, int) and is_shard_directory(Path(path)):
             self._path = Path(path)
         else:
             self._step = step_number_of(path)
@@ -613,7 +620,7 @@ class StorageReader(storage.StorageReader):
             return plans
         ballots = [plan.storage_data for plan in plans]
         for rank, ballot in enumerate(ballots):
-            if not isinstance(ballot, LoadBallot):
+            if not isinstance(ballot, LoadStepBallot):
                 raise UsageError(_LOST.format(rank))
         step_id = choose_load_step(ballots)
         assert step_id is not None, "this rank has planned for one"
@@ -649,7 +656,7 @@ class StorageReader(storage.StorageReader):
             ) from error
         finally:
             opened.close()
-        session.resume(step_id, opened.tier(plan))
+        session.note_loaded_step(step_id, opened.tier(plan))
 
     def _again(
         self,
@@ -694,12 +701,12 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id is a directory of a step, or names a step."""
-        return is_directory(Path(checkpoint_id)) or has_step_number(checkpoint_id)
+        return is_shard_directory(Path(checkpoint_id)) or has_step_number(checkpoint_id)
 
 
 def _reach(session: sessions.DcpSession, step_id: StepId) -> StepReader:
-    link = session.saver.session
-    reached = StepReader.reach(link, step_id, timeout_s=restore_timeout_s())
+    link = session.save_thread.session
+    reached = StepReader.open_through_sidecar(link, step_id, timeout_s=restore_timeout_s())
     if reached.foreign:
         log.warning(
             "keepstep: step %s was saved by keepstep.Checkpointer: its tensors can be loaded under"

@@ -10,7 +10,7 @@ needs no collective of its own, and the group that DCP was given (a process grou
 `no_dist=True`) is the world of the step. DCP does not tell a storage writer its group, so a
 separate vote would meet the wrong ranks.
 
-The skeleton of an image of a `dcp.save` (`ImageTree`) has the names of the values that are not
+The skeleton of an image of a `dcp.save` (`SavedStateTree`) has the names of the values that are not
 tensors (their bytes are in the extras), which entries are boxes of one tensor (`name@0`, `name@1`),
 and the planner's mapping from flat names to paths. All of it stays the same as long as the keys of
 the state dict do. So DCP's `Metadata` of a step is rebuilt from the headers alone.
@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import (
 
 from keepstep.client import copying
 from keepstep.client.slot import GrantedSlot, SlotMapping
-from keepstep.core.vote import Candidates, choose_step, vote_limit
+from keepstep.core.restore_vote import Candidates, choose_step, find_step_limit
 from keepstep.errors import (
     FormatError,
     NotDurableError,
@@ -52,14 +52,14 @@ from keepstep.errors import (
     SlotUnavailable,
     UsageError,
 )
-from keepstep.image import ControlPage, Layout, Section, TensorSpec, strictjson
+from keepstep.image import ControlPage, Layout, TensorRole, TensorSpec, strictjson
 from keepstep.image.extras_codec import capacity_for
-from keepstep.restore.collective import ask_candidates, begin_epoch
+from keepstep.restore.collective import ask_candidates, report_epoch_begin
 from keepstep.save.save_thread import SaveThread
 from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep.state import accelerator
-from keepstep.state.leaves import DTYPE_OF, dtype_code
-from keepstep.steps import Answer, Epoch, EpochId, State, StepId, Tier
+from keepstep.state.leaves import DTYPE_OF, get_image_dtype_name
+from keepstep.steps import Epoch, EpochId, State, StepId, Tier, TierAnswer
 from keepstep.wire.trainer import SOCKET_ENV
 
 _MARK = "dcp"
@@ -68,7 +68,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageTree:
+class SavedStateTree:
     """The tree of one rank's image of a `dcp.save`.
 
     `values`: names of the values that are not tensors. `paths`: the path of each flat name in the
@@ -80,7 +80,7 @@ class ImageTree:
     paths: Mapping[str, KeyPath] | None = None
     foreign: bool = False
 
-    def render(self) -> str:
+    def to_skeleton_json(self) -> str:
         """The skeleton for the header. Raises UsageError for a path that JSON would change."""
         if self.paths is not None:
             _check_paths(self.paths)
@@ -92,8 +92,8 @@ class ImageTree:
         return json.dumps(tree, separators=(",", ":"))
 
     @classmethod
-    def parse(cls, skeleton: str) -> ImageTree:
-        """The inverse of `render`; empty and `foreign` for an image of a `Checkpointer`.
+    def parse(cls, skeleton: str) -> SavedStateTree:
+        """The inverse of `to_skeleton_json`; empty and `foreign` for an image of a `Checkpointer`.
 
         Raises FormatError.
         """
@@ -110,7 +110,7 @@ class ImageTree:
             raise FormatError(f"the tree of this image is invalid ({error})") from error
 
 
-def fqn_to_key_path(planner_data: Any) -> Mapping[str, KeyPath] | None:
+def extract_flatten_mapping(planner_data: Any) -> Mapping[str, KeyPath] | None:
     """The mapping that the stock planner leaves in a plan; None if there is none.
 
     Raises UsageError for the data of another planner, which could only be pickled.
@@ -133,13 +133,13 @@ def _check_paths(paths: Mapping[str, KeyPath]) -> None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{strictjson.quote(value)} is not a string")
+        raise TypeError(f"{strictjson.quote_text(value)} is not a string")
     return value
 
 
 def _path(value: object) -> KeyPath:
     if not isinstance(value, list) or any(type(part) not in (str, int) for part in value):
-        raise TypeError(f"{strictjson.quote(value)} is not a path")
+        raise TypeError(f"{strictjson.quote_text(value)} is not a path")
     return tuple(value)
 
 
@@ -172,7 +172,7 @@ class AgreedSave:
     world: int
 
 
-def agree_on_save(ballots: Sequence[Ballot], *, nonce: str) -> list[AgreedSave]:
+def choose_save_epoch(ballots: Sequence[Ballot], *, nonce: str) -> list[AgreedSave]:
     """Decide from the ballots of all ranks, in rank order. Pure.
 
     If all ranks are in one epoch of this world, they stay in it. Otherwise a new epoch begins,
@@ -202,7 +202,7 @@ def _same(values: Sequence[T], what: str) -> T:
 
 # --- which step is loaded --------------------------------------------------------------------
 #
-# Which step the ranks of a `dcp.load` load: `keepstep.core.vote` decides, through DCP's own
+# Which step the ranks of a `dcp.load` load: `keepstep.core.restore_vote` decides, through DCP's own
 # exchange.
 #
 # DCP plans before it exchanges anything. So each rank plans for the newest step that its own
@@ -216,7 +216,7 @@ def _same(values: Sequence[T], what: str) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadBallot:
+class LoadStepBallot:
     """What one rank knows before a load. `step`: the number that is asked for; None for the newest.
     `failed`: steps that the rank could not read."""
 
@@ -225,7 +225,7 @@ class LoadBallot:
     failed: frozenset[StepId]
 
 
-def choose_load_step(ballots: Sequence[LoadBallot]) -> StepId | None:
+def choose_load_step(ballots: Sequence[LoadStepBallot]) -> StepId | None:
     """The newest step that all ranks can bring, from the ballots in rank order; None if nothing was
     ever kept. Pure.
 
@@ -238,7 +238,7 @@ def choose_load_step(ballots: Sequence[LoadBallot]) -> StepId | None:
                 f"rank 0 asks for step {ballots[0].step}, rank {rank} for {ballot.step}: all ranks"
                 " must name the same step, or none"
             )
-    limit, exact = vote_limit([ballot.vote for ballot in ballots])
+    limit, exact = find_step_limit([ballot.vote for ballot in ballots])
     votes = [_offers_of(ballot) for ballot in ballots]
     for rank, (ballot, vote) in enumerate(zip(ballots, votes, strict=True)):
         if not vote.offers:
@@ -249,22 +249,22 @@ def choose_load_step(ballots: Sequence[LoadBallot]) -> StepId | None:
     return choose_step(votes, failed, limit=limit, exact=exact, lending=False).id
 
 
-def _offers_of(ballot: LoadBallot) -> Candidates:
+def _offers_of(ballot: LoadStepBallot) -> Candidates:
     offers = tuple(offer for offer in ballot.vote.offers if ballot.step in (None, offer.id.step))
     return replace(ballot.vote, candidates=(), offers=offers)
 
 
-def _is_empty(ballot: LoadBallot) -> bool:
+def _is_empty(ballot: LoadStepBallot) -> bool:
     vote = ballot.vote
-    return vote.answer is Answer.NONE and not vote.candidates and not vote.offers
+    return vote.answer is TierAnswer.NONE and not vote.candidates and not vote.offers
 
 
-def _nothing(rank: int, ballot: LoadBallot, votes: Sequence[Candidates]) -> RestoreError:
+def _nothing(rank: int, ballot: LoadStepBallot, votes: Sequence[Candidates]) -> RestoreError:
     """Why this rank has nothing to bring although a step must be loaded."""
     vote, which = ballot.vote, "" if ballot.step is None else f" {ballot.step}"
     others = sorted({offer.id for each in votes for offer in each.offers})
     hint = f"; another rank can bring {others[-1]}" if others else ""
-    if vote.answer is Answer.UNKNOWN:
+    if vote.answer is TierAnswer.UNKNOWN:
         return RestoreError(
             f"rank {rank}: the steps to load are unknown: {vote.reason}; bring that storage"
             f" back, or load a copy by its path{hint}"
@@ -300,7 +300,7 @@ class SaveItems:
     tensors: tuple[WriteItem, ...]
     specs: tuple[TensorSpec, ...]
     values: tuple[WriteItem, ...]
-    tree: ImageTree
+    tree: SavedStateTree
 
     @classmethod
     def of(cls, plan: SavePlan) -> SaveItems:
@@ -308,14 +308,14 @@ class SaveItems:
         tensors = tuple(item for item in plan.items if item.type is not WriteItemType.BYTE_IO)
         values = tuple(item for item in plan.items if item.type is WriteItemType.BYTE_IO)
         names = _entry_names(tensors)
-        tree = ImageTree(
+        tree = SavedStateTree(
             values=tuple(item.index.fqn for item in values),
-            paths=fqn_to_key_path(plan.planner_data),
+            paths=extract_flatten_mapping(plan.planner_data),
         )
         specs = tuple(_spec(name, tensor) for name, tensor in zip(names, tensors, strict=True))
         return cls(tensors=tensors, specs=specs, values=values, tree=tree)
 
-    def read_values(self, planner: SavePlanner) -> dict[str, bytes]:
+    def serialize_non_tensors(self, planner: SavePlanner) -> dict[str, bytes]:
         """For each value that is not a tensor, the bytes that DCP's planner makes of it."""
         read = {}
         for item in self.values:
@@ -332,7 +332,7 @@ class SaveItems:
         batch = 0
         for spec, tensor in self.resolve_tensors(resolve):
             entry = slot.layout.entries[spec.name]
-            target, size = slot.view(entry), entry.end - entry.begin
+            target, size = slot.view_tensor(entry), entry.end - entry.begin
             if size:
                 if type(tensor) in (Tensor, torch.nn.Parameter) and copying.is_plain(tensor):
                     source = tensor.data_ptr()
@@ -382,9 +382,9 @@ def _spec(name: str, item: WriteItem) -> TensorSpec:
         raise UsageError(f"{item.index.fqn}: the planner plans a tensor without its box")
     return TensorSpec(
         name=name,
-        dtype=dtype_code(data.properties.dtype, name=item.index.fqn),
+        dtype=get_image_dtype_name(data.properties.dtype, name=item.index.fqn),
         shape=tuple(data.chunk.sizes),
-        section=Section.REST,
+        section=TensorRole.REST,
         offsets=tuple(data.chunk.offsets),
         global_shape=tuple(data.size),
         tensor=None if name == item.index.fqn else item.index.fqn,
@@ -417,27 +417,28 @@ class DcpSession:
         self._shape: tuple[Sequence[TensorSpec], str] | None = None
 
     @property
-    def saver(self) -> SaveThread:
-        """The save thread of the lease. Raises UsageError before `join`."""
+    def save_thread(self) -> SaveThread:
+        """The save thread of the lease. Raises UsageError before `hold_rank_lease`."""
         if self._saver is None:
             raise UsageError("the session with the sidecar was closed in the middle of a save")
         return self._saver
 
-    def meet(self, rank: int, world: int) -> None:
-        """`join`, unless there is already a lease: an agreed place is better than a guessed one."""
+    def ensure_joined(self, rank: int, world: int) -> None:
+        """`hold_rank_lease`, unless there is already a lease: an agreed place is better than a
+        guessed one."""
         if self._saver is None:
-            self.join(rank, world)
+            self.hold_rank_lease(rank, world)
 
-    def join(self, rank: int, world: int) -> None:
+    def hold_rank_lease(self, rank: int, world: int) -> None:
         """Hold the lease of this rank of this world. Raises SidecarError."""
         if self._saver is not None and self._place == (rank, world):
             return
         self._let_go()
         saver = SaveThread(self.socket_path, rank=rank, world=world)
-        saver.connect(timeout_s=_CONNECT_S)
+        saver.acquire_lease(timeout_s=_CONNECT_S)
         self._saver, self._place = saver, (rank, world)
 
-    def leave(self) -> None:
+    def release_lease(self) -> None:
         """Give the lease back. The next save or load goes on from the step that was last loaded or
         saved.
 
@@ -462,9 +463,9 @@ class DcpSession:
 
     def candidates(self) -> Candidates:
         """What this rank's sidecar holds. Waits until the sidecar has looked at its volumes."""
-        return ask_candidates(self.saver.session)
+        return ask_candidates(self.save_thread.session)
 
-    def resume(self, step_id: StepId, tier: Tier) -> None:
+    def note_loaded_step(self, step_id: StepId, tier: Tier) -> None:
         """Note that this step was loaded from `tier` as the run's own step: the next save begins an
         epoch that follows it."""
         self._loaded = (step_id, tier)
@@ -473,7 +474,7 @@ class DcpSession:
 
     # --- saving ------------------------------------------------------------------------------
 
-    def ballot(self, step: int) -> Ballot:
+    def make_save_ballot(self, step: int) -> Ballot:
         """The ballot of this rank before a save. Raises UsageError for a step that does not
         grow."""
         if self._epoch is not None and step <= self._last_step:
@@ -488,9 +489,9 @@ class DcpSession:
             step=step, epoch=self._epoch, world=world, loaded=loaded, highest_epoch=highest
         )
 
-    def again(self, step: int, *, world: int) -> list[AgreedSave]:
-        """The answer that `agree_on_save` would give to ranks that are all in this epoch. Raises
-        UsageError if there is no epoch of this world.
+    def agree_without_ballots(self, step: int, *, world: int) -> list[AgreedSave]:
+        """The answer that `choose_save_epoch` would give to ranks that are all in this epoch.
+        Raises UsageError if there is no epoch of this world.
 
         Needed for plans that a planner took from its cache, because they contain no ballots.
         """
@@ -501,7 +502,7 @@ class DcpSession:
         epoch = self._epoch
         return [AgreedSave(step=step, epoch=epoch, rank=rank, world=world) for rank in range(world)]
 
-    def begin(self, agreed: AgreedSave) -> None:
+    def enter_agreed_epoch(self, agreed: AgreedSave) -> None:
         """Become the rank that was agreed on, in the agreed epoch. Raises SidecarError,
         UsageError."""
         if agreed.epoch.id in self._over:
@@ -510,19 +511,21 @@ class DcpSession:
                 " it; make a new planner after a load"
             )
         before = self._place
-        self.join(agreed.rank, agreed.world)
+        self.hold_rank_lease(agreed.rank, agreed.world)
         if self._epoch == agreed.epoch and self._place == before:
             return
         tier = self._loaded[1] if self._loaded else None
-        begin_epoch(self.saver.session, agreed.epoch, tier)
+        report_epoch_begin(self.save_thread.session, agreed.epoch, tier)
         self._epoch = agreed.epoch
         self._last_step = agreed.epoch.parent.step if agreed.epoch.parent else -1
 
-    def slot(self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int) -> GrantedSlot:
+    def acquire_slot(
+        self, specs: Sequence[TensorSpec], skeleton: str, extras_bytes: int
+    ) -> GrantedSlot:
         """A slot for an image of these tensors. Waits for it; raises SlotUnavailable if none comes
         in time.
 
-        Hand it back with `stage`, or with `saver.put_back_slot`.
+        Hand it back with `seal_and_await_durable`, or with `saver.put_back_slot`.
         """
         layout = self._layout
         if (
@@ -540,19 +543,19 @@ class DcpSession:
                 extras_capacity_bytes=capacity_for(extras_bytes),
             )
             self._shape = (specs, skeleton)
-        self.saver.use_layout(layout)
+        self.save_thread.use_layout(layout)
         try:
-            return self.saver.await_slot(timeout_s=_SLOT_S)
+            return self.save_thread.await_slot(timeout_s=_SLOT_S)
         except SlotUnavailable as error:
-            rank = self.saver.session.rank
+            rank = self.save_thread.session.rank
             raise SlotUnavailable(f"rank {rank}: no slot to save into: {error}") from None
 
-    def stage(self, taken: GrantedSlot, agreed: AgreedSave, extras: bytes) -> None:
+    def seal_and_await_durable(self, taken: GrantedSlot, agreed: AgreedSave, extras: bytes) -> None:
         """Seal the image whose tensors are in the slot; returns when it is durable.
 
         Raises NotDurableError.
         """
-        mapping, saver = taken.mapping, self.saver
+        mapping, saver = taken.mapping, self.save_thread
         step_id = StepId(agreed.epoch.id, agreed.step)
         mapping.write_extras(extras)
         control = ControlPage.staged(
@@ -576,7 +579,7 @@ class DcpSession:
 
     def await_commit(self, step_id: StepId) -> None:
         """Return when the step is committed and visible to readers. Raises NotDurableError."""
-        self.saver.session.wait(step_id, State.COMMITTED, timeout_s=_DURABLE_S)
+        self.save_thread.session.wait(step_id, State.COMMITTED, timeout_s=_DURABLE_S)
 
 
 _SESSION: DcpSession | None = None
@@ -606,7 +609,7 @@ def close() -> None:
     earlier.
     """
     if _SESSION is not None:
-        _SESSION.leave()
+        _SESSION.release_lease()
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from keepstep.dcp.session import (
     AgreedSave,
     Ballot,
     SaveItems,
-    agree_on_save,
+    choose_save_epoch,
     has_step_number,
     rank_and_world,
     step_number_of,
@@ -98,17 +98,19 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
                 'which step is this? StorageWriter("out/step-1200"), or StorageWriter(step=1200)'
             )
         session = sessions.session()
-        session.meet(*save.place)
-        return replace(plan, storage_data=session.ballot(save.step))
+        session.ensure_joined(*save.place)
+        return replace(plan, storage_data=session.make_save_ballot(save.step))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide on step and epoch for all ranks (coordinator only). Raises UsageError."""
         ballots = [plan.storage_data for plan in plans]
         if not all(getattr(plan, "usable", True) for plan in plans):
             # the planner cached its plans, and the answers with them: the epoch has not changed
-            agreed = sessions.session().again(self._save.step or 0, world=len(plans))
+            agreed = sessions.session().agree_without_ballots(
+                self._save.step or 0, world=len(plans)
+            )
         elif all(isinstance(ballot, Ballot) for ballot in ballots):
-            agreed = agree_on_save(ballots, nonce=os.urandom(4).hex())
+            agreed = choose_save_epoch(ballots, nonce=os.urandom(4).hex())
         else:
             raise UsageError(_LOST)
         return [
@@ -127,11 +129,11 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
         save.agreed = agreed = replace(plan.storage_data, step=save.step)
         session = sessions.session()
         with session.turn:  # the next save takes a slot once this one is durable, never its slot
-            session.begin(agreed)
+            session.enter_agreed_epoch(agreed)
             items = SaveItems.of(plan)
-            data = extras_codec.encode({"dcp": items.read_values(planner)})
+            data = extras_codec.encode({"dcp": items.serialize_non_tensors(planner)})
             taken = self._filled(items, planner, len(data))
-            session.stage(taken, agreed, data)
+            session.seal_and_await_durable(taken, agreed, data)
         written: Future[list[WriteResult]] = Future()
         written.set_result(_results(items, data))
         return written
@@ -139,13 +141,13 @@ class StorageWriter(storage.StorageWriter, BlockingAsyncStager):
     def _filled(self, items: SaveItems, planner: SavePlanner, extras_bytes: int) -> GrantedSlot:
         """A slot that holds all tensors."""
         session = sessions.session()
-        taken = session.slot(items.specs, items.tree.render(), extras_bytes)
+        taken = session.acquire_slot(items.specs, items.tree.to_skeleton_json(), extras_bytes)
         try:
             accelerator.current_accelerator().synchronize()
             taken.mapping.erase()
             items.copy_into(taken.mapping, planner.resolve_data)
         except BaseException:
-            session.saver.put_back_slot()
+            session.save_thread.put_back_slot()
             raise
         return taken
 

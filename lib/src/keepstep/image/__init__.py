@@ -24,9 +24,9 @@ from keepstep.image.layout import Layout as Layout
 from keepstep.image.tensors import ELEMENT_BYTES as ELEMENT_BYTES
 from keepstep.image.tensors import FlatBox as FlatBox
 from keepstep.image.tensors import Parameters as Parameters
-from keepstep.image.tensors import Section as Section
+from keepstep.image.tensors import TensorRole as TensorRole
 from keepstep.image.tensors import TensorSpec as TensorSpec
+from keepstep.image.tensors import add_rank_suffix as add_rank_suffix
 from keepstep.image.tensors import dim_order as dim_order
-from keepstep.image.tensors import local_name as local_name
 from keepstep.image.tensors import split_local_name as split_local_name
 from keepstep.image.tensors import strides_with_gaps as strides_with_gaps

@@ -62,7 +62,7 @@ class Codec(NamedTuple):
     build: Callable[[Any], Any]
 
 
-def parts_of(value: Any) -> tuple[str, Any] | None:
+def decompose_value(value: Any) -> tuple[str, Any] | None:
     """A tag, and simpler values from which `value` can be rebuilt; None for any other type. Raises
     NotData."""
     kind = type(value)
@@ -288,7 +288,7 @@ def _to_ellipsis(mark: Any) -> Any:
     return ...
 
 
-def class_of_fields(module: str, name: str) -> type:
+def load_class_by_name(module: str, name: str) -> type:
     """The class of that name that `from_fields` can make an object of. Raises ValueError."""
     kind = _find(module, name)
     plain = is_namespace(kind) or (dataclasses.is_dataclass(kind) and _is_plain(kind))
@@ -306,15 +306,17 @@ def from_fields(kind: Any, kept: Any) -> Any:
         raise ValueError(f"no fields of a {kind.__qualname__}")
     if is_namespace(kind):
         return _to_namespace(kind, [kept])
-    return with_fields(kind, kept)
+    return build_dataclass(kind, kept)
 
 
 def _to_object(parts: Any) -> Any:
     module, name, kept = parts
-    return from_fields(class_of_fields(module, name), tuple(kept) if type(kept) is list else kept)
+    return from_fields(
+        load_class_by_name(module, name), tuple(kept) if type(kept) is list else kept
+    )
 
 
-def with_fields(kind: Any, kept: dict[str, Any]) -> Any:
+def build_dataclass(kind: Any, kept: dict[str, Any]) -> Any:
     """A new dataclass with these fields. Raises ValueError if some are missing."""
     missing = {field.name for field in dataclasses.fields(kind)} - kept.keys()
     if missing:
@@ -385,7 +387,7 @@ class ArrayForm:
             return None
         return cls(value.dtype.str, value.shape, _is_fortran(value))
 
-    def take(self, array: Any) -> Any:
+    def wrap_as_tensor(self, array: Any) -> Any:
         """A tensor over the array's memory, or over a copy if that memory has gaps or is read-only.
 
         The tensor has the array's dtype if torch has this dtype in this byte order, else it is a
@@ -400,8 +402,8 @@ class ArrayForm:
             plain = plain.reshape(-1).view(numpy.uint8)
         return torch.from_numpy(plain)
 
-    def over(self, tensor: Any) -> Any:
-        """Inverse of `take`. Raises FormatError if the form does not fit the tensor."""
+    def build_array(self, tensor: Any) -> Any:
+        """Inverse of `wrap_as_tensor`. Raises FormatError if the form does not fit the tensor."""
         torch = importlib.import_module("torch")
         numpy = importlib.import_module("numpy")
         try:
@@ -416,7 +418,7 @@ def _is_fortran(array: Any) -> bool:
     return bool(array.flags.f_contiguous and not array.flags.c_contiguous)
 
 
-def is_tensor(kind: type) -> bool:
+def is_tensor_type(kind: type) -> bool:
     """Whether it is torch's own tensor."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and kind is torch.Tensor
@@ -661,7 +663,7 @@ class ViewForm:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedForm:
+class SharedDefinitionForm:
     """The node is an object that stands in other places, too: there as `SharedAgain`."""
 
     number: int
@@ -669,7 +671,7 @@ class SharedForm:
 
 @dataclass(frozen=True, slots=True)
 class SharedAgain:
-    """The object of the node whose `SharedForm` has this number."""
+    """The object of the node whose `SharedDefinitionForm` has this number."""
 
     number: int
 
@@ -682,7 +684,7 @@ class ClassForm:
 
 
 @dataclass(frozen=True, slots=True)
-class GradForm:
+class RequiresGradForm:
     """A tensor that requires a gradient; `parameter`: an nn.Parameter."""
 
     parameter: bool
@@ -711,15 +713,15 @@ def _to_view(parts: Any) -> ViewForm:
     return ViewForm(dtype, offset, sizes, steps)
 
 
-def _to_grad(parameter: Any) -> GradForm:
+def _to_grad(parameter: Any) -> RequiresGradForm:
     if type(parameter) is not bool:
         raise TypeError("not true or false")
-    return GradForm(parameter)
+    return RequiresGradForm(parameter)
 
 
 def _to_class(parts: Any) -> ClassForm:
     module, name = parts
-    return ClassForm(class_of_fields(module, name))
+    return ClassForm(load_class_by_name(module, name))
 
 
 def _to_subclass(parts: Any) -> SubclassForm:
@@ -731,10 +733,10 @@ def _to_subclass(parts: Any) -> SubclassForm:
     return SubclassForm(kind, context, sizes, steps)
 
 
-def _to_shared(value: Any) -> SharedForm:
+def _to_shared(value: Any) -> SharedDefinitionForm:
     if type(value) is not int:
         raise TypeError("not a number")
-    return SharedForm(value)
+    return SharedDefinitionForm(value)
 
 
 def _to_again(value: Any) -> SharedAgain:
@@ -779,8 +781,8 @@ def _range(value: Any) -> list[Any]:
 KINDS = (
     Codec("!array", _OWN + "ArrayForm", _array_parts, _to_form),
     Codec("!view", _OWN + "ViewForm", _view_parts, _to_view),
-    Codec("!grad", _OWN + "GradForm", attrgetter("parameter"), _to_grad),
-    Codec("!shared", _OWN + "SharedForm", attrgetter("number"), _to_shared),
+    Codec("!grad", _OWN + "RequiresGradForm", attrgetter("parameter"), _to_grad),
+    Codec("!shared", _OWN + "SharedDefinitionForm", attrgetter("number"), _to_shared),
     Codec("!again", _OWN + "SharedAgain", attrgetter("number"), _to_again),
     Codec("!subclass", _OWN + "SubclassForm", _subclass_parts, _to_subclass),
     Codec("!class", _OWN + "ClassForm", lambda form: list(name_of(form.kind)), _to_class),
@@ -826,4 +828,4 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "!numpy.fortran": lambda value: _to_numpy((value[0], value[1][::-1], value[2])).T,
     "!numpy.random.BitGenerator": _to_bits,
 }
-"""Inverse of `parts_of`, by tag."""
+"""Inverse of `decompose_value`, by tag."""

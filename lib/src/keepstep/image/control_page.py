@@ -45,8 +45,8 @@ from keepstep.image.layout import (
     read_length,
     reserved_names,
 )
-from keepstep.image.strictjson import error_text, quote
-from keepstep.image.tensors import Section
+from keepstep.image.strictjson import error_text, quote_text
+from keepstep.image.tensors import TensorRole
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -78,12 +78,12 @@ class BaseRef:
     def of(cls, control: ControlPage, layout: Layout) -> BaseRef:
         """How to name this base."""
         return cls(
-            step=control.id, layout=layout.id, size_bytes=layout.size_bytes, root=control.root
+            step=control.step_id, layout=layout.id, size_bytes=layout.size_bytes, root=control.root
         )
 
-    def names(self, control: ControlPage | None) -> bool:
+    def matches_control_page(self, control: ControlPage | None) -> bool:
         """Whether this is the control page of the base; its root is compared if both have one."""
-        if control is None or (control.id, control.layout) != (self.step, self.layout):
+        if control is None or (control.step_id, control.layout) != (self.step, self.layout):
             return False
         return None in (self.root, control.root) or self.root == control.root
 
@@ -159,7 +159,7 @@ class ControlPage:
         )
 
     @property
-    def id(self) -> StepId:
+    def step_id(self) -> StepId:
         """The step, with its epoch."""
         return StepId(self.epoch.id, self.step)
 
@@ -262,7 +262,7 @@ def _run(value: object) -> str:
     """The run's name, checked because it becomes the name of a directory and is printed."""
     text = strictjson.as_text(value, "run")
     if text in ("", ".", "..") or "/" in text or not text.isprintable():
-        raise ValueError(f"{quote(value)} is not the name of a run")
+        raise ValueError(f"{quote_text(value)} is not the name of a run")
     return text
 
 
@@ -392,7 +392,7 @@ def check_control(
         ("rank", control.rank, layout.rank),
         ("world", control.world, layout.world),
         ("run", control.run, control.run if run is None else run),
-        ("step", control.id, control.id if step_id is None else step_id),
+        ("step", control.step_id, control.step_id if step_id is None else step_id),
     ]
     for what, found, expected_value in expected:
         if found != expected_value:
@@ -442,7 +442,7 @@ class Manifest:
         try:
             layout = read_layout_with(read, size_bytes)
             closing = read(layout.digests_begin, layout.size_bytes)
-            return cls.of(layout, closing, run=run, shard=shard)
+            return cls.from_layout(layout, closing, run=run, shard=shard)
         except ImageError as error:
             raise type(error)(error.reason, path=error.path or path) from None
 
@@ -456,12 +456,12 @@ class Manifest:
             closing = bytes(data[len(layout.header) :])
             if len(closing) != layout.size_bytes - layout.digests_begin:
                 raise FormatError(f"{len(data)} bytes are not header, table and control page")
-            return cls.of(layout, closing, run=run, shard=shard)
+            return cls.from_layout(layout, closing, run=run, shard=shard)
         except ImageError as error:
             raise type(error)(error.reason, path=error.path or path) from None
 
     @classmethod
-    def of(
+    def from_layout(
         cls,
         layout: Layout,
         closing: bytes,
@@ -485,7 +485,7 @@ class Manifest:
         manifest = cls(layout=layout, control=control, closing=closing)
         if xxh3_128(manifest.table) != bytes.fromhex(control.root):
             raise DigestError(
-                f"step {control.id}, rank {layout.rank}: the digest table is damaged,"
+                f"step {control.step_id}, rank {layout.rank}: the digest table is damaged,"
                 " nothing can be verified; use another copy"
             )
         if bytes(manifest.table[layout.chunk_count * DIGEST_BYTES :]).strip(b"\0"):
@@ -503,34 +503,34 @@ class Manifest:
     @property
     def shard(self) -> Shard:
         return Shard(
-            step_id=self.control.id,
+            step_id=self.control.step_id,
             rank=self.control.rank,
             world=self.control.world,
             size_bytes=self.layout.size_bytes,
             root=self.control.root,
-            params_digest=(self.control.sections or {}).get(Section.PARAMS.value),
-            alike=self.layout.alike,
+            params_digest=(self.control.sections or {}).get(TensorRole.PARAMS.value),
+            alike=self.layout.identical_ranks,
             written_at=self.control.written_at,
             base=self.control.base_shard,
         )
 
     @property
-    def chunks(self) -> range:
+    def chunk_indices(self) -> range:
         return range(self.layout.chunk_count)
 
-    def bounds(self, chunk: int) -> tuple[int, int]:
+    def bounds_of_chunk(self, chunk: int) -> tuple[int, int]:
         """`[begin, end)` of a chunk."""
         return chunk_bounds(self.layout, chunk)
 
-    def digest(self, chunk: int) -> bytes:
+    def get_chunk_digest(self, chunk: int) -> bytes:
         """The digest of a chunk, from the table."""
         return bytes(self.table[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES])
 
-    def check(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
+    def verify_chunk(self, chunk: int, data: memoryview, *, path: Path | str | None = None) -> None:
         """Check that `data` is this chunk. Raises DigestError, naming `path`."""
-        if xxh3_128(data) == self.digest(chunk):
+        if xxh3_128(data) == self.get_chunk_digest(chunk):
             return
-        begin, end = self.bounds(chunk)
+        begin, end = self.bounds_of_chunk(chunk)
         tensors = tensors_in_chunk(self.layout, chunk)
         raise DigestError(
             f"rank {self.layout.rank}: chunk {chunk} (bytes {begin} to {end}) is damaged; it holds"

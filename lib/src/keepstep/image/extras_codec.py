@@ -31,7 +31,7 @@ from typing import Any
 
 from keepstep.errors import FormatError
 from keepstep.image import codecs, strictjson
-from keepstep.image.strictjson import error_text, is_text
+from keepstep.image.strictjson import error_text, has_no_surrogates
 
 MAX_DEPTH = 100
 """A tree that is nested deeper than this is assumed to contain itself."""
@@ -104,7 +104,7 @@ def json_tree_of(value: Any) -> Any:
     return tree
 
 
-def builder() -> Callable[[strictjson.Pairs], Any]:
+def make_json_hook() -> Callable[[strictjson.Pairs], Any]:
     """The hook of `strictjson.loads` that rebuilds such values."""
     return _Decoder(trusted=False, numbers=b"").build
 
@@ -136,7 +136,7 @@ def _is_shared(kind: type) -> bool:
     comparison of two keys, follows a `!ref`: nested ones would take exponential time.
     """
     how: Any = kind.__hash__
-    return how is None or how is object.__hash__ or codecs.is_tensor(kind)
+    return how is None or how is object.__hash__ or codecs.is_tensor_type(kind)
 
 
 class _Encoder:
@@ -166,7 +166,7 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}
         if kind is str:
-            if value.isascii() or is_text(value):
+            if value.isascii() or has_no_surrogates(value):
                 return value
             return {"!str": _base64(value.encode("utf-8", "surrogatepass"))}
         if depth == 0:
@@ -216,7 +216,7 @@ class _Encoder:
     def _made(self, value: Any, kind: type, depth: int) -> Any:
         if kind is defaultdict:
             return {"!defaultdict": [_factory(value), self._pairs(value, depth)]}
-        parts = codecs.parts_of(value)
+        parts = codecs.decompose_value(value)
         if parts is None:
             return self._leaf(value, kind)
         tag, simpler = parts
@@ -256,7 +256,11 @@ class _Encoder:
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
         for key in value:  # before any value is encoded, as what is met twice must be in the JSON
-            if type(key) is not str or key[:1] == "!" or not (key.isascii() or is_text(key)):
+            if (
+                type(key) is not str
+                or key[:1] == "!"
+                or not (key.isascii() or has_no_surrogates(key))
+            ):
                 return {"!dict": self._pairs(value, depth)}
         return {key: self._value(key, value, depth) for key, value in value.items()}
 
@@ -338,7 +342,7 @@ class _Encoder:
 
 def _are_keys(keys: list[Any], rows: Collection[dict[Any, Any]]) -> bool:
     """Whether all rows have these keys in this order, and the keys are text."""
-    texts = all(type(key) is str and is_text(key) for key in keys)
+    texts = all(type(key) is str and has_no_surrogates(key) for key in keys)
     return texts and len(set(map(tuple, rows))) == 1
 
 
@@ -457,11 +461,11 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _members(value: Any) -> list[Any]:
-    check_spread(items := _list_of(value))
+    check_hash_collisions(items := _list_of(value))
     return items
 
 
-def check_spread(keys: Iterable[Any]) -> None:
+def check_hash_collisions(keys: Iterable[Any]) -> None:
     """Raises ValueError if too many keys have the same hash. A dict compares such keys with each
     other, which takes quadratic time. A hostile file may have many integers that are equal modulo
     2^61 - 1."""
@@ -472,7 +476,7 @@ def check_spread(keys: Iterable[Any]) -> None:
 
 def _dict_of(value: Any) -> dict[Any, Any]:
     pairs = _list_of(value)
-    check_spread(_list_of(pair)[0] for pair in pairs)
+    check_hash_collisions(_list_of(pair)[0] for pair in pairs)
     built = dict(pairs)
     if len(built) != len(pairs):
         raise ValueError("a key comes twice")

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.errors import FormatError, TornError
 from keepstep.image import strictjson
-from keepstep.image.strictjson import MAX_BYTES, Reader, is_text, quote
+from keepstep.image.strictjson import MAX_BYTES, Reader, has_no_surrogates, quote_text
 from keepstep.image.tensors import (
     NATIVE_BYTES,
     OPAQUE_BYTES,
     FlatBox,
     Parameters,
-    Section,
+    TensorRole,
     TensorSpec,
     strides_with_gaps,
 )
@@ -95,7 +95,7 @@ class Header:
     is_base: bool = False
 
     @property
-    def number(self) -> int:
+    def image_index(self) -> int:
         """The number of this image among all images of a step: the rank; for a base, the rank
         beyond the world."""
         return self.rank + self.world if self.is_base else self.rank
@@ -112,14 +112,14 @@ class Header:
             }
             at += spec.size_bytes
         text = _dumps(tree).encode()
-        padded = round_up(8 + len(text)) - 8
+        padded = round_up_to_pages(8 + len(text)) - 8
         return padded.to_bytes(8, "little") + text.ljust(padded)
 
     def _reserved(self) -> Iterator[TensorSpec]:
         sizes = (self.extras_capacity_bytes, self.digests_bytes, PAGE_BYTES)
         names = reserved_names(self.rank, is_base=self.is_base)
         for name, size in zip(names, sizes, strict=True):
-            yield TensorSpec(name, "U8", (size,), Section.REST)
+            yield TensorSpec(name, "U8", (size,), TensorRole.REST)
 
     def _metadata(self) -> dict[str, str]:
         rows = {spec.name: _row(spec) for spec in (*self.specs, *self._reserved())}
@@ -149,7 +149,7 @@ def _row(spec: TensorSpec) -> dict[str, Any]:
     """What the header says of a tensor beside its entry; see `_spec`."""
     row = {
         "saved_offsets": spec.stored_offsets,
-        "section": None if spec.section is Section.REST else spec.section.value,
+        "section": None if spec.section is TensorRole.REST else spec.section.value,
         "dtype": spec.dtype if spec.dtype in OPAQUE_BYTES else None,
         "global_shape": None if spec.global_shape == spec.shape else spec.global_shape,
         "tensor": spec.tensor,
@@ -177,7 +177,7 @@ def reserved_names(rank: int, *, is_base: bool = False) -> tuple[str, str, str]:
     return extras, digests, control
 
 
-def round_up(size: int) -> int:
+def round_up_to_pages(size: int) -> int:
     """`size` rounded up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
@@ -209,7 +209,7 @@ def parse_header(header: bytes) -> Header:
     world = strictjson.as_integer(ours.get("world"), "world", 1, _MAX_WORLD)
     rank = strictjson.as_integer(ours.get("rank"), "rank", 0, world - 1)
     if not isinstance(is_base := ours.get("base", False), bool):
-        raise FormatError(f"base: {quote(is_base)} is neither true nor false")
+        raise FormatError(f"base: {quote_text(is_base)} is neither true nor false")
     names = list(tree)
     if tuple(names[-3:]) != reserved_names(rank, is_base=is_base):
         raise FormatError(f"the header does not end with the reserved entries of rank {rank}")
@@ -244,7 +244,7 @@ def _entries(header: bytes) -> tuple[dict[str, _Raw], dict[str, str]]:
     tree: dict[str, _Raw] = {}
     texts: dict[str, str] = {}
     reader = Reader(memoryview(header)[8:], what="header")
-    for name in reader.members(known=tree):
+    for name in reader.iterate_keys(known=tree):
         if name != "__metadata__":
             tree[name] = _raw(name, reader.value())
         elif texts:
@@ -259,16 +259,16 @@ def _entries(header: bytes) -> tuple[dict[str, _Raw], dict[str, str]]:
 
 def _texts(reader: Reader) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for key in reader.members():
+    for key in reader.iterate_keys():
         text = reader.string()
-        if not (is_text(key) and is_text(text)):
+        if not (has_no_surrogates(key) and has_no_surrogates(text)):
             raise FormatError("header: __metadata__ must be valid Unicode, as stock readers ask")
         if key in _INNER:
             texts[key] = text
     if missing := [key for key in _INNER if key not in texts]:
         raise FormatError(f"no {missing[0]} in __metadata__: this file was not written by keepstep")
     ours = Reader(texts["keepstep"], what="keepstep")
-    if next(ours.members(), None) == "format_version":  # check it before anything else
+    if next(ours.iterate_keys(), None) == "format_version":  # check it before anything else
         check_version(ours.value())
     return texts
 
@@ -278,11 +278,11 @@ def _raw(name: str, value: object) -> _Raw:
         entry = strictjson.as_mapping(value, name)
         dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError:
-        raise FormatError(f"{quote(name)}: not an entry of safetensors") from None
+        raise FormatError(f"{quote_text(name)}: not an entry of safetensors") from None
     if len(entry) != 3:
-        raise FormatError(f"{quote(name)}: not an entry of safetensors")
+        raise FormatError(f"{quote_text(name)}: not an entry of safetensors")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise FormatError(f"{quote(name)}: unknown dtype {quote(dtype)}")
+        raise FormatError(f"{quote_text(name)}: unknown dtype {quote_text(dtype)}")
     return _DTYPES[dtype], strictjson.as_sizes(shape, name), strictjson.as_sizes(place, name)
 
 
@@ -291,15 +291,15 @@ def _ours(text: str) -> dict[str, Any]:
     tensors of the image."""
     ours: dict[str, Any] = {}
     reader = Reader(text, what="keepstep")
-    for key in reader.members():
+    for key in reader.iterate_keys():
         if key == "skeleton":
             ours[key] = reader.string()
         elif key == "aliases":
             ours[key] = {}
-            for name in reader.members(known=ours[key]):
+            for name in reader.iterate_keys(known=ours[key]):
                 ours[key][name] = strictjson.as_text(reader.value(), name)
         elif key == "parameters":
-            ours[key] = {name: _parameters(reader) for name in reader.members()}
+            ours[key] = {name: _parameters(reader) for name in reader.iterate_keys()}
         elif key in _SINGLE:
             ours[key] = reader.value()
         else:
@@ -310,10 +310,10 @@ def _ours(text: str) -> dict[str, Any]:
 
 def _parameters(reader: Reader) -> Parameters:
     rows = []
-    for _ in reader.items():
+    for _ in reader.iter_item_indices():
         row = strictjson.as_array(reader.value(), "parameters")
         if len(row) != 2:
-            raise FormatError(f"parameters: {quote(row)} is not a name and a shape")
+            raise FormatError(f"parameters: {quote_text(row)} is not a name and a shape")
         rows.append(
             (strictjson.as_text(row[0], "parameters"), strictjson.as_sizes(row[1], "parameters"))
         )
@@ -332,7 +332,7 @@ def _twins(value: object, *, rank: int, world: int) -> tuple[int, ...]:
         for twin in strictjson.as_array(value, "twins")
     )
     if list(twins) != sorted(set(twins) - {rank}):
-        raise FormatError(f"twins: {quote(value)} are not other ranks in ascending order")
+        raise FormatError(f"twins: {quote_text(value)} are not other ranks in ascending order")
     return twins
 
 
@@ -346,9 +346,9 @@ def check_names(names: Iterable[str]) -> None:
     """Raises FormatError for tensor names that keepstep reserves or stock readers refuse."""
     for name in names:
         if name == "__metadata__" or name.startswith(_RESERVED_PREFIX):
-            raise FormatError(f"{quote(name)}: this name is reserved")
-        if not is_text(name):
-            raise FormatError(f"{quote(name)}: names must be valid Unicode")
+            raise FormatError(f"{quote_text(name)}: this name is reserved")
+        if not has_no_surrogates(name):
+            raise FormatError(f"{quote_text(name)}: names must be valid Unicode")
 
 
 def _specs(tree: dict[str, _Raw], text: str) -> list[TensorSpec]:
@@ -356,7 +356,7 @@ def _specs(tree: dict[str, _Raw], text: str) -> list[TensorSpec]:
     at, specs = 0, []
     left = iter(tree.items())
     reader = Reader(text, what="DCP_SHARDING_INFO")
-    for name in reader.members(known={}):  # a name that comes twice is out of order
+    for name in reader.iterate_keys(known={}):  # a name that comes twice is out of order
         here, raw = next(left, (None, None))
         if raw is None or name != here:
             raise FormatError(_NOT_THE_TENSORS)
@@ -380,26 +380,28 @@ def _spec(name: str, raw: _Raw, row: dict[str, Any]) -> TensorSpec:
     stored, shape, _ = raw
     offsets = strictjson.as_sizes(row.get("saved_offsets"), name)
     if len(offsets) != len(shape):
-        raise FormatError(f"{quote(name)}: its offsets do not suit its shape")
+        raise FormatError(f"{quote_text(name)}: its offsets do not suit its shape")
     dtype = strictjson.as_text(row.get("dtype", stored), name)
     if dtype != stored:
         shape, offsets = _opaque(name, dtype, stored, shape, offsets)
     order, strides = _sizes_in(row, "dim_order", name), _sizes_in(row, "strides", name)
     if order is not None and sorted(order) != list(range(len(shape))):
-        raise FormatError(f"{quote(name)}: {quote(order)} is no order of its dimensions")
+        raise FormatError(f"{quote_text(name)}: {quote_text(order)} is no order of its dimensions")
     if strides is not None and (
         len(strides) != len(shape) or strides_with_gaps(shape, strides) is None
     ):
-        raise FormatError(f"{quote(name)}: {quote(strides)} are no strides of its dimensions")
+        raise FormatError(
+            f"{quote_text(name)}: {quote_text(strides)} are no strides of its dimensions"
+        )
     whole = _sizes_in(row, "global_shape", name)
     box = _box(name, shape, offsets, shape if whole is None else whole)
     unflattened = _sizes_in(row, "unflattened_shape", name)
     flat = _flat_box(name, row["flat_box"], shape, box[1]) if "flat_box" in row else None
     if flat is not None and (order is not None or strides is not None):
-        raise FormatError(f"{quote(name)}: a range of elements has no order of dimensions")
+        raise FormatError(f"{quote_text(name)}: a range of elements has no order of dimensions")
     elements = math.prod(box[1] or shape if flat is None else flat.shape)
     if unflattened is not None and math.prod(unflattened) != elements:
-        raise FormatError(f"{quote(name)}: {quote(unflattened)} cannot be made of it")
+        raise FormatError(f"{quote_text(name)}: {quote_text(unflattened)} cannot be made of it")
     tensor = row.get("tensor")
     return TensorSpec(
         name,
@@ -420,11 +422,13 @@ def _sizes_in(row: dict[str, Any], key: str, name: str) -> _Sizes | None:
     return strictjson.as_sizes(row[key], name) if key in row else None
 
 
-def _section(name: str, row: dict[str, Any]) -> Section:
+def _section(name: str, row: dict[str, Any]) -> TensorRole:
     try:
-        return Section(row.get("section", Section.REST.value))
+        return TensorRole(row.get("section", TensorRole.REST.value))
     except ValueError:
-        raise FormatError(f"{quote(name)}: {quote(row['section'])} is not a section") from None
+        raise FormatError(
+            f"{quote_text(name)}: {quote_text(row['section'])} is not a section"
+        ) from None
 
 
 def _device(name: str, row: dict[str, Any]) -> str | None:
@@ -432,7 +436,7 @@ def _device(name: str, row: dict[str, Any]) -> str | None:
         return None
     device = strictjson.as_text(row["device"], name)
     if not _DEVICE.fullmatch(device):
-        raise FormatError(f"{quote(name)}: {quote(device)} is not a device")
+        raise FormatError(f"{quote_text(name)}: {quote_text(device)} is not a device")
     return sys.intern(device)
 
 
@@ -441,9 +445,9 @@ def _opaque(
 ) -> tuple[_Sizes, _Sizes]:
     """The true shape and offsets of a tensor that is stored as bytes."""
     if dtype not in OPAQUE_BYTES:
-        raise FormatError(f"{quote(name)}: unknown dtype {quote(dtype)}")
+        raise FormatError(f"{quote_text(name)}: unknown dtype {quote_text(dtype)}")
     if stored != "U8" or shape[-1:] != (OPAQUE_BYTES[dtype],) or offsets[-1] != 0:
-        raise FormatError(f"{quote(name)}: {dtype} is not stored as bytes")
+        raise FormatError(f"{quote_text(name)}: {dtype} is not stored as bytes")
     return shape[:-1], offsets[:-1]
 
 
@@ -454,7 +458,7 @@ def _box(name: str, shape: _Sizes, offsets: _Sizes, whole: _Sizes) -> tuple[_Siz
     if len(whole) != len(shape) or any(
         at + size > limit for at, size, limit in zip(offsets, shape, whole, strict=True)
     ):
-        raise FormatError(f"{quote(name)}: its box lies outside of its global shape")
+        raise FormatError(f"{quote_text(name)}: its box lies outside of its global shape")
     return offsets, whole
 
 
@@ -465,22 +469,23 @@ def _flat_box(name: str, value: object, shape: _Sizes, whole: _Sizes | None) -> 
     """`shape`, `whole`: of the entry, which is a part of a row of `whole`."""
     rows = [strictjson.as_sizes(sizes, name) for sizes in strictjson.as_array(value, name)]
     if len(rows) != 3 or len({*map(len, rows)}) != 1 or len(rows[0]) > _MAX_FLAT_DIMS:
-        raise FormatError(f"{quote(name)}: {quote(value)} is no box of a tensor")
+        raise FormatError(f"{quote_text(name)}: {quote_text(value)} is no box of a tensor")
     flat = FlatBox(*rows)
     _box(name, flat.sizes, flat.offsets, flat.shape)
     if (whole or shape)[-1:] != (math.prod(flat.sizes),) or math.prod(shape) != shape[-1]:
-        raise FormatError(f"{quote(name)}: it is no range of the elements of its box")
+        raise FormatError(f"{quote_text(name)}: it is no range of the elements of its box")
     return flat
 
 
 def _check_place(spec: TensorSpec, offsets: _Sizes, at: int) -> int:
     """Check that the tensor's bytes begin at `at` and have its size. Returns where they end."""
     if at % spec.element_bytes:
-        raise FormatError(f"{quote(spec.name)}: its start does not suit {spec.dtype}")
+        raise FormatError(f"{quote_text(spec.name)}: its start does not suit {spec.dtype}")
     end = at + spec.size_bytes
     if offsets != (at, end) or end > MAX_BYTES:
         raise FormatError(
-            f"{quote(spec.name)}: has the bytes {quote(list(offsets))}, must have [{at}, {end}]"
+            f"{quote_text(spec.name)}: has the bytes {quote_text(list(offsets))},"
+            f" must have [{at}, {end}]"
         )
     return end
 
@@ -489,9 +494,9 @@ def _aliases(value: object, names: set[str]) -> dict[str, str]:
     aliases = strictjson.as_mapping(value, "aliases")
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in names:
-            raise FormatError(f"the alias {quote(alias)} means no tensor of this image")
+            raise FormatError(f"the alias {quote_text(alias)} means no tensor of this image")
         if alias in names:
-            raise FormatError(f"{quote(alias)} is an alias and a tensor")
+            raise FormatError(f"{quote_text(alias)} is an alias and a tensor")
     return aliases
 
 
@@ -519,11 +524,11 @@ class Layout(Header):
         return hash(self.header)
 
     @cached_property
-    def alike(self) -> Ranks:
+    def identical_ranks(self) -> Ranks:
         """The rank and its twins; no ranks if it has no twins."""
         return Ranks.of((self.rank, *self.twins)) if self.twins else NO_RANKS
 
-    def joined(self, base: Layout | None) -> Layout:
+    def merge_with_base(self, base: Layout | None) -> Layout:
         """What this image and its base hold together, to be asked for names and boxes; the places
         are those in either file."""
         if base is None:
@@ -555,10 +560,10 @@ class Layout(Header):
         return _chunk_count(self.digests_begin)
 
     @cached_property
-    def section_extents(self) -> Mapping[Section, tuple[tuple[int, int], ...]]:
+    def section_extents(self) -> Mapping[TensorRole, tuple[tuple[int, int], ...]]:
         """For each section that has bytes: the longest contiguous runs `[begin, end)` of its
         tensors, ascending."""
-        extents: dict[Section, list[tuple[int, int]]] = {}
+        extents: dict[TensorRole, list[tuple[int, int]]] = {}
         for entry in self.entries.values():
             runs = extents.setdefault(entry.spec.section, [])
             if runs and runs[-1][1] == entry.begin:
@@ -575,12 +580,12 @@ class Layout(Header):
     def build(
         cls, tensors: Iterable[TensorSpec], *, before: Layout | None = None, **rest: Any
     ) -> Layout:
-        """Place `tensors`; `rest`: see `header_of`. `before`: a layout that is returned itself if
-        it serves, as in the next life of a run; to compare takes a fraction of the time.
+        """Place `tensors`; `rest`: see `build_header`. `before`: a layout that is returned itself
+        if it serves, as in the next life of a run; to compare takes a fraction of the time.
 
-        Raises FormatError as `header_of` does, and for boxes outside their tensor, aliases of
+        Raises FormatError as `build_header` does, and for boxes outside their tensor, aliases of
         unknown tensors, and more than a header can hold."""
-        header = header_of(tensors, **rest)
+        header = build_header(tensors, **rest)
         if before is not None and before._serves(header):
             return before
         return cls.parse(memoryview(_render(header)))
@@ -632,7 +637,7 @@ class Layout(Header):
         return layout
 
 
-def header_of(
+def build_header(
     tensors: Iterable[TensorSpec],
     *,
     rank: int,
@@ -664,7 +669,8 @@ def header_of(
         aliases=aliases,
         skeleton=skeleton,
         specs=tuple(specs),
-        extras_capacity_bytes=round_up(tensor_bytes + extras_capacity_bytes) - tensor_bytes,
+        extras_capacity_bytes=round_up_to_pages(tensor_bytes + extras_capacity_bytes)
+        - tensor_bytes,
         digests_bytes=PAGE_BYTES,
         twins=tuple(sorted(twins)),
         parameters=parameters,
@@ -694,4 +700,4 @@ def _chunk_count(size: int) -> int:
 
 
 def _table_bytes(size: int) -> int:
-    return round_up(_chunk_count(size) * DIGEST_BYTES)
+    return round_up_to_pages(_chunk_count(size) * DIGEST_BYTES)

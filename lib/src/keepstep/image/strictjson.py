@@ -78,7 +78,7 @@ def dict_of_unique_keys(pairs: Pairs) -> dict[str, Any]:
     return built
 
 
-def is_text(value: str) -> bool:
+def has_no_surrogates(value: str) -> bool:
     """Whether JSON gives this string back unchanged: it has no surrogates. JSON would join two lone
     surrogates to one character."""
     return value.isascii() or _SURROGATE.search(value) is None
@@ -101,7 +101,7 @@ class Reader:
             self._text = data if isinstance(data, str) else str(data, "utf-8")
         except ValueError as error:
             self._refuse(f"not JSON: {error}")
-        if not is_text(self._text):
+        if not has_no_surrogates(self._text):
             self._refuse("not JSON: half a character")
         if len(self._text) > _MOST_WIDE and _is_wide(self._text):
             self._refuse("too long to hold characters beyond U+FFFF: each takes four bytes for all")
@@ -109,7 +109,7 @@ class Reader:
         self._left = _FREE_NAMES + len(self._text) // _CHARS_PER_NAME
         self._large = _MOST_LARGE
 
-    def members(self, known: Mapping[str, object] | None = None) -> Iterator[str]:
+    def iterate_keys(self, known: Mapping[str, object] | None = None) -> Iterator[str]:
         """The keys of the object that comes next. After each key the caller must read its value.
 
         `known`: a mapping into which the caller puts each key, so that this method need not
@@ -133,7 +133,7 @@ class Reader:
             yield key
             goes_on = self._goes_on("}")
 
-    def items(self) -> Iterator[int]:
+    def iter_item_indices(self) -> Iterator[int]:
         """The indices of the items of the array that comes next. After each index the caller must
         read the item."""
         number, goes_on = 0, self._opens("[", "]")
@@ -269,13 +269,13 @@ _HEX = frozenset("0123456789abcdef")
 
 def as_mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError(f"{quote(what)} is not a JSON object")
+        raise FormatError(f"{quote_text(what)} is not a JSON object")
     return value
 
 
 def as_array(value: object, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise FormatError(f"{quote(what)}: {quote(value)} is not a JSON array")
+        raise FormatError(f"{quote_text(what)}: {quote_text(value)} is not a JSON array")
     return value
 
 
@@ -287,14 +287,14 @@ def as_text(value: object, what: str) -> str:
 
 def as_integer(value: object, what: str, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        raise FormatError(f"{what}: {quote(value)} is not an integer from {low} to {high}")
+        raise FormatError(f"{what}: {quote_text(value)} is not an integer from {low} to {high}")
     return value
 
 
 def as_time(value: object, what: str) -> float:
     """A time in unix seconds."""
     if type(value) not in (int, float) or not 0 <= value < 1 << 62:  # type: ignore[operator]
-        raise FormatError(f"{what}: {quote(value)} is not a time")
+        raise FormatError(f"{what}: {quote_text(value)} is not a time")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -302,7 +302,7 @@ def as_digest(value: object, what: str) -> str:
     """A digest of 16 bytes in lower-case hex."""
     found = as_text(value, what)
     if len(found) != 32 or not set(found) <= _HEX:
-        raise FormatError(f"{what}: {quote(value)} is not a digest")
+        raise FormatError(f"{what}: {quote_text(value)} is not a digest")
     return found
 
 
@@ -313,7 +313,7 @@ def as_sizes(value: object, name: str) -> tuple[int, ...]:
         if type(size) is not int or not 0 <= size <= MAX_BYTES:
             fits = False
     if not fits:
-        raise FormatError(f"{quote(name)}: {quote(value)} is not a row of sizes")
+        raise FormatError(f"{quote_text(name)}: {quote_text(value)} is not a row of sizes")
     if len(found) > _FEW:
         numbers = _numbers()
         found = [numbers[size] if size < _SMALL_SIZE else size for size in found]
@@ -337,7 +337,7 @@ def check_newest_version(value: object, newest: int) -> None:
         )
 
 
-def quote(value: object) -> str:
+def quote_text(value: object) -> str:
     """A value of a possibly hostile file, shortened to one line for a message. Never raises."""
     try:
         shown = _SHORT.repr(value)

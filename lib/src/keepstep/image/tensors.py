@@ -11,7 +11,7 @@ from keepstep.errors import FormatError
 from keepstep.steps import StrEnum
 
 
-class Section(StrEnum):
+class TensorRole(StrEnum):
     """What a tensor is for. A section's digest shows whether that part of the state changes from
     step to step."""
 
@@ -102,7 +102,7 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    section: Section
+    section: TensorRole
     offsets: tuple[int, ...] = ()
     global_shape: tuple[int, ...] | None = None
     dim_order: tuple[int, ...] | None = None
@@ -189,7 +189,7 @@ _MOST_GAPS = 4
 _SMALL_EXTENT = 4096
 
 
-def local_name(name: str, rank: int) -> str:
+def add_rank_suffix(name: str, rank: int) -> str:
     """The name to give a tensor that belongs to `rank` alone (an RNG state, a ragged buffer).
 
     Tensors of one name in two shards would be taken for one tensor: readers of a step's directory
@@ -200,7 +200,7 @@ def local_name(name: str, rank: int) -> str:
 
 def split_local_name(name: str) -> tuple[str, int | None]:
     """A stored name without its rank, and the rank if the name has one: inverse of
-    `local_name`."""
+    `add_rank_suffix`."""
     match = _LOCAL.match(name) if _MARK in name else None
     return (match[1], int(match[2])) if match else (name, None)
 

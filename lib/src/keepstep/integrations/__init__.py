@@ -41,7 +41,9 @@ TESTED = {
 """The lowest and the highest release of each package that was tested."""
 
 
-def require_version(package: str, version: str, *, hooks: Mapping[str, Iterable[str]]) -> None:
+def require_framework_hooks(
+    package: str, version: str, *, hooks: Mapping[str, Iterable[str]]
+) -> None:
     """Raise UsageError if this version of a package lacks a hook; warn once if it is not between
     those of `TESTED`.
 
@@ -82,14 +84,14 @@ def _exists(owner: str, hook: str) -> bool:
         return False
     if not hasattr(within, name):
         return isinstance(within, type) and any(
-            name in assigned_attributes(base) for base in within.__mro__
+            name in find_attributes_set_in_code(base) for base in within.__mro__
         )
     taken = inspect.signature(getattr(within, name)).parameters if parameters else {}
     return all(word in taken for word in parameters.split(", ") if word)
 
 
 @functools.cache
-def assigned_attributes(kind: type) -> frozenset[str]:
+def find_attributes_set_in_code(kind: type) -> frozenset[str]:
     """The names of the attributes that the code of a class, without its bases, assigns."""
     functions = [inspect.unwrap(var) for var in vars(kind).values() if hasattr(var, "__code__")]
     return frozenset(
@@ -100,9 +102,9 @@ def assigned_attributes(kind: type) -> frozenset[str]:
     )
 
 
-def require_accelerate() -> None:
+def require_supported_accelerate() -> None:
     """Raise UsageError for a version of accelerate that the adapters cannot follow."""
-    require_version(
+    require_framework_hooks(
         "accelerate",
         importlib.metadata.version("accelerate"),
         hooks={
@@ -123,7 +125,7 @@ def mix_in(instance: Any, mixin: type, options: Mapping[str, Any]) -> None:
     instance.keepstep_options = options
 
 
-def require_torch(optimizer: object) -> None:
+def require_torch_optimizer(optimizer: object) -> None:
     """Raise UsageError for an optimizer that is not a torch optimizer."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(

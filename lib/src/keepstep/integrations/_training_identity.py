@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from keepstep.checkpointer import Checkpointer, Restored
 from keepstep.client import embedded
-from keepstep.client.session import held_steps
+from keepstep.client.session import fetch_complete_step_numbers
 from keepstep.errors import MismatchError, RestoreError, UsageError, few
 from keepstep.integrations import is_true_on_any_rank
 from keepstep.state.wrappers import Replicated, replication_of, unwrap_module
@@ -40,8 +40,8 @@ _MIB = 1 << 20
 
 
 class FrameworkTraining:
-    """One training of a framework, as its adapter goes through it: `leaves_alone`, `prepare`,
-    `restore`, and `report_complete` if nothing is left.
+    """One training of a framework, as its adapter goes through it: `skips_framework_load`,
+    `create_checkpointer`, `restore`, and `report_complete` if nothing is left.
 
     `kept`: what goes into each step beside the framework's objects, refilled in place by a restore.
     `at`: the restored step. `speaks`: whether this rank logs what all ranks know.
@@ -68,17 +68,19 @@ class FrameworkTraining:
                 " its own (keepstep run --run NAME)"
             )
 
-    def holds_a_step(self) -> bool:
+    def has_step_on_any_rank(self) -> bool:
         """Whether any rank finds a step of the run. A collective."""
         where = self._socket_path
-        return is_true_on_any_rank(bool(where and held_steps(where, timeout_s=_SCAN_S)))
+        return is_true_on_any_rank(
+            bool(where and fetch_complete_step_numbers(where, timeout_s=_SCAN_S))
+        )
 
-    def leaves_alone(self, argument: str, path: Any) -> bool:
+    def skips_framework_load(self, argument: str, path: Any) -> bool:
         """Whether the run holds a step, so that the framework must not load its own checkpoint
         `path`. A collective if there is a path."""
         if not path:
             return False
-        if not self.holds_a_step():
+        if not self.has_step_on_any_rank():
             return False
         log.warning(
             "keepstep: %s=%r is ignored, as this run holds a step [integration.argument_ignored]",
@@ -87,7 +89,7 @@ class FrameworkTraining:
         self._left_alone = f"{argument}={path!r}"
         return True
 
-    def prepare(
+    def create_checkpointer(
         self, components: Mapping[str, Any], model: nn.Module
     ) -> tuple[int, dict[str, Any]] | None:
         """Make the Checkpointer; returns the step that `restore` will bring back, and what it will
@@ -118,7 +120,9 @@ class FrameworkTraining:
             " dir=: run=NAME)"
         )
 
-    def restore(self, model: nn.Module, arguments: Mapping[str, Any]) -> Restored | None:
+    def restore_newest_step(
+        self, model: nn.Module, arguments: Mapping[str, Any]
+    ) -> Restored | None:
         """Bring back the run's newest step, but for the random states; None if there is none.
 
         `arguments`: those on which what is trained depends. Raises as `Checkpointer.restore` does.
@@ -127,7 +131,7 @@ class FrameworkTraining:
         self.trainable = TrainableFlags(model)
         self.kept["arguments"] = now = _noted(arguments)
         self.at = self.checkpointer.restore(rng="later")
-        self.begin()
+        self.mark_started()
         if self.at is None:
             if self._left_alone:
                 raise RestoreError(
@@ -143,17 +147,17 @@ class FrameworkTraining:
         self.trainable.set_flags(self.kept["trainable"])
         return self.at
 
-    def begin(self) -> None:
+    def mark_started(self) -> None:
         """From now on this process trains in this run."""
         if self._socket_path:
             _BEGUN[self._socket_path] = self.name
 
-    def note(self, **now: Any) -> None:
+    def record_framework_state(self, **now: Any) -> None:
         """Write the framework's current state, and which parameters train, into `kept`."""
-        trainable = {} if self.trainable is None else self.trainable.changed()
+        trainable = {} if self.trainable is None else self.trainable.collect_changed_flags()
         self.kept.update(now, trainable=trainable)
 
-    def interrupted(self, error: KeyboardInterrupt) -> None:
+    def end_without_flushing(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable: the user has interrupted the training (Ctrl-C in a
         notebook), and may begin it again here."""
         _BEGUN.pop(self._socket_path, None)
@@ -197,7 +201,7 @@ class TrainableFlags:
     def _now(self) -> dict[str, bool]:
         return {name: getattr(module, flag) for name, (module, flag) in self._places.items()}
 
-    def changed(self) -> dict[str, bool]:
+    def collect_changed_flags(self) -> dict[str, bool]:
         """The flags that are others than at the beginning, by name."""
         return dict(self._now().items() - self._first.items())
 
@@ -269,7 +273,7 @@ def _warn_frozen(model: object) -> None:
 _LAYERS = frozenset({"Linear4bit", "Linear8bitLt"})
 
 
-class TrainedPart(nn.Module):
+class TrainedParameters(nn.Module):
     """The parameters of a model that train, and its buffers, under their names there. The tensors
     are the model's own."""
 
@@ -298,15 +302,16 @@ def _is_layer(module: nn.Module) -> bool:
     )
 
 
-def refuse_sharded(model: nn.Module) -> None:
+def refuse_sharded_quantized(model: nn.Module) -> None:
     """Raise UsageError for a quantised model that FSDP divides."""
     if is_quantized(model):
         raise UsageError("keepstep keeps quantised models without FSDP only: use one rank, or DDP")
 
 
-def kept_part(model: nn.Module) -> nn.Module:
-    """What is kept of a model, which may be wrapped by DistributedDataParallel: `TrainedPart` if it
-    is quantised, else the model. Raises UsageError where a quantised layer trains itself."""
+def select_saved_module(model: nn.Module) -> nn.Module:
+    """What is kept of a model, which may be wrapped by DistributedDataParallel:
+    `TrainedParameters` if it is quantised, else the model. Raises UsageError where a quantised
+    layer trains itself."""
     inner = unwrap_module(model)
     if not is_quantized(inner):
         return model
@@ -321,15 +326,16 @@ def kept_part(model: nn.Module) -> nn.Module:
                 " an adapter (LoRA)"
             )
     replication = replication_of(model)
-    part = TrainedPart(inner)
+    part = TrainedParameters(inner)
     return part if replication is None else Replicated(part, replication.ranks)
 
 
 def frozen_digest(model: Any) -> str:
-    """Of all that `kept_part` leaves out; '' if it leaves out nothing. Reads it all once."""
+    """Of all that `select_saved_module` leaves out; '' if it leaves out nothing. Reads it all
+    once."""
     if not is_quantized(model):
         return ""
-    kept = TrainedPart(model).state_dict().keys()
+    kept = TrainedParameters(model).state_dict().keys()
     hashed = hashlib.sha256()
     for name, value in model.state_dict().items():
         if name in kept:

@@ -33,12 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.errors import MismatchError, UsageError, WithinStepError
-from keepstep.integrations import require_torch, require_version
+from keepstep.integrations import require_framework_hooks, require_torch_optimizer
 from keepstep.integrations._training_identity import is_quantized
 from keepstep.state import sharding
-from keepstep.state.wrappers import FlatModule, Replicated, copy_options
+from keepstep.state.wrappers import Replicated, ShardedParameterModule, copy_param_group_options
 
-require_version(
+require_framework_hooks(
     "deepspeed",
     importlib.metadata.version("deepspeed"),
     hooks={
@@ -149,7 +149,9 @@ class _Part:
         """The same part of a tensor like `flat`, not copied. Padding behind the vector is left out;
         it is zero in every world."""
         rows, *rest = self._shape
-        _, here = sharding.chunk_bounds(rows, self._mesh.size(), self._mesh.get_rank())
+        _, here = sharding.find_chunk_begin_and_length(
+            rows, self._mesh.size(), self._mesh.get_rank()
+        )
         size = here * math.prod(rest)
         return flat.detach()[self._begin : self._begin + size].view(here, *rest)
 
@@ -198,7 +200,7 @@ def _parts_of_parameters(engine: Any) -> dict[Tensor, _Part]:
     return parts
 
 
-class _Model(FlatModule):
+class _Model(ShardedParameterModule):
     """The module under ZeRO-3, which has its whole parameters only while it computes with them.
     This module has this rank's part of each parameter, in full precision if it is trained, and the
     buffers."""
@@ -235,7 +237,7 @@ class _Partitions(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        copy_options(self._inner, self)
+        copy_param_group_options(self._inner, self)
         self.state.clear()
         for part in self._parts:
             for key, value in self._inner.state.get(part.flat, {}).items():
@@ -245,7 +247,7 @@ class _Partitions(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Hand the optimizer inside what a restore gave to this one."""
-        copy_options(self, self._inner)
+        copy_param_group_options(self, self._inner)
         for part in self._parts:
             state = self._inner.state[part.flat]
             for key, value in self.state.get(part.vector, {}).items():
@@ -429,7 +431,7 @@ def _refuse(engine: Any) -> None:
             f" {', '.join(_OPTIMIZERS)}"
         )
     inner = getattr(optimizer, "optimizer", optimizer)
-    require_torch(inner)
+    require_torch_optimizer(inner)
     module = type(inner).__module__
     if "onebit" in module or "muon" in module:
         raise UsageError(

@@ -36,14 +36,14 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.errors import RestoreError, UsageError
 from keepstep.integrations import (
     loaders,
-    require_torch,
-    require_version,
+    require_framework_hooks,
+    require_torch_optimizer,
 )
 from keepstep.integrations._training_identity import (
     NOTHING_YET,
     FrameworkTraining,
-    kept_part,
-    refuse_sharded,
+    refuse_sharded_quantized,
+    select_saved_module,
 )
 from keepstep.state import rng
 
@@ -91,7 +91,7 @@ _HOOKS = {
 def _require(package: str) -> None:
     version = importlib.import_module(package).__version__
     hooks = {f"{package}.{owner}": names for owner, names in _HOOKS.items()}
-    require_version(package.partition(".")[0], version, hooks=hooks)
+    require_framework_hooks(package.partition(".")[0], version, hooks=hooks)
 
 
 _lightning: Any = _package()
@@ -148,9 +148,9 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
 
             components = deepspeed.components(trainer.strategy.model)
         else:
-            components["model"] = kept_part(trainer.strategy.model)
+            components["model"] = select_saved_module(trainer.strategy.model)
             for at, optimizer in enumerate(trainer.strategy.optimizers):
-                require_torch(optimizer)
+                require_torch_optimizer(optimizer)
                 components[f"optimizer{at or ''}"] = optimizer
         for at, average in enumerate(_averages(trainer)):
             components[f"average{at or ''}"] = average._average_model
@@ -177,7 +177,7 @@ class KeepstepCallback(_lightning.Callback):  # type: ignore[misc]  # to a check
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let another `fit` of this process go on where the user interrupted this one."""
         if self._fit is not None and isinstance(exception, KeyboardInterrupt):
-            self._fit.interrupted(exception)
+            self._fit.end_without_flushing(exception)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Make the last step durable while the model is still where it was trained."""
@@ -218,7 +218,7 @@ class _Fit(FrameworkTraining):
         connector = self.trainer._checkpoint_connector
 
         def leave_alone(original: Callable[..., Any], path: Any = None, *args: Any) -> Any:
-            original(None if self.leaves_alone("ckpt_path", path) else path, *args)
+            original(None if self.skips_framework_load("ckpt_path", path) else path, *args)
             self._load_callbacks()
 
         def restore(original: Callable[..., Any]) -> Any:
@@ -257,7 +257,7 @@ class _Fit(FrameworkTraining):
                     self.before_iterator = before
                 self.kept["begun"] = {
                     "before": self.before_iterator,
-                    "first": rng.capture_generators(),
+                    "first": rng.capture_all_generators(),
                 }
             self.at = None
 
@@ -315,10 +315,10 @@ class _Fit(FrameworkTraining):
                 for average in _averages(self.trainer):  # Lightning does not call it
                     average.on_train_end(self.trainer, self.trainer.lightning_module)
 
-    def interrupted(self, error: KeyboardInterrupt) -> None:
+    def end_without_flushing(self, error: KeyboardInterrupt) -> None:
         """End without making anything durable."""
         self._undo()
-        super().interrupted(error)
+        super().end_without_flushing(error)
 
     def _undo(self) -> None:
         for owner, name in self.undo:
@@ -348,11 +348,11 @@ class _Fit(FrameworkTraining):
     def _load_callbacks(self) -> None:
         """Give callbacks the states of the step that will be restored."""
         if "ModelParallelStrategy" in _kinds(self.trainer.strategy):
-            refuse_sharded(self.trainer.lightning_module)
+            refuse_sharded_quantized(self.trainer.lightning_module)
         self._nothing_yet()
         self.components["trainer"] = self.kept
         try:
-            found = self.prepare(self.components, self.trainer.lightning_module)
+            found = self.create_checkpointer(self.components, self.trainer.lightning_module)
         finally:
             self.callback.checkpointer = self.checkpointer
         if found is None:
@@ -372,7 +372,7 @@ class _Fit(FrameworkTraining):
         components = self.callback.keepstep_components(self.trainer)
         self.components.update({**components, "trainer": self.kept})
         self._nothing_yet()
-        at = self.restore(self.trainer.lightning_module, _arguments(self.trainer))
+        at = self.restore_newest_step(self.trainer.lightning_module, _arguments(self.trainer))
         if (step := at.step if at is not None else None) != self.previewed:
             raise RestoreError(
                 f"callbacks have their states of step {self.previewed}, but step {step} was"
@@ -403,7 +403,7 @@ class _Fit(FrameworkTraining):
         if not kept["begun"]:
             self.at = None
             self._checkpointer.restore_rng()
-            loaders.set_own_generators(kept["generators"], self._loaders)
+            loaders.restore_generator_states(kept["generators"], self._loaders)
 
     def _leave_out(self, fetcher: Any) -> None:
         """Begin the epoch as it was begun, and leave out the batches that were done."""
@@ -424,7 +424,9 @@ class _Fit(FrameworkTraining):
                     " batches until the epoch's end are not those of an undisturbed run"
                     " [loader.epoch_wrapped]"
                 )
-            with loaders.iterators_behind(self._loaders, batches, begun["before"]) as samplers:
+            with loaders.skip_batches_in_iterators(
+                self._loaders, batches, begun["before"]
+            ) as samplers:
                 iter(fetcher)
             rng.apply_generators(begun["first"])
             for sampler in samplers:
@@ -489,14 +491,14 @@ class _Fit(FrameworkTraining):
         }
         with torch.no_grad():
             self._held = _in_place(tensors, self._held)
-        self.note(
+        self.record_framework_state(
             loops=loops,
             should_stop=trainer.should_stop,
             callbacks={key: state for key, state in states if state},
-            generators=loaders.own_generators(self._loaders) if between else [],
+            generators=loaders.capture_loader_generators(self._loaders) if between else [],
             reloaded=trainer.fit_loop._last_train_dl_reload_epoch,
             validated=self.kept.get("validated", False)
-            or not all(map(loaders.is_fresh, self._validation_loaders)),
+            or not all(map(loaders.is_next_iterator_new, self._validation_loaders)),
             **self._held,
         )
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError
 from keepstep.image import extras_codec
-from keepstep.integrations import require_accelerate
+from keepstep.integrations import require_supported_accelerate
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -47,7 +47,7 @@ class Batches:
 
     def __init__(self, loader: Any) -> None:
         if type(loader).__module__.partition(".")[0] == "accelerate":
-            require_accelerate()
+            require_supported_accelerate()
             _refuse_plugins()
         self.loader, self.epoch = loader, 0
         prefetches = type(loader).__name__ == "PrefetchLoader"  # timm's
@@ -73,12 +73,12 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         between = not self._begun
-        own = own_generators([self._base]) if between else []
+        own = capture_loader_generators([self._base]) if between else []
         return {"epoch": self.epoch, "done": self._done, "begun": self._begun, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._done, self._begun = state["epoch"], state["done"], state["begun"]
-        set_own_generators(state["own"], [self._base])
+        restore_generator_states(state["own"], [self._base])
         self._resumes = bool(self._begun)
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class Batches:
         self.epoch, self._done, self._begun = self.epoch + 1, 0, {}
 
     def _go_on(self, restore_rng: Callable[[], bool]) -> Iterator[Any]:
-        before = rng.capture_generators()
+        before = rng.capture_all_generators()
 
         def settle() -> None:
             if not restore_rng():  # the Batches of another loader has set the states
@@ -140,7 +140,7 @@ class Batches:
         # without workers, the states are set before the first batch is read, which may draw from
         # them; a batch that is fetched ahead must not draw from them
         reads = self._base.num_workers == 0 and not self._fetches_ahead
-        with iterators_behind([self._base], self._done, self._begun) as (sampler,):
+        with skip_batches_in_iterators([self._base], self._done, self._begun) as (sampler,):
             sampler.then = settle if reads else None
             batches = iter(self.loader)
             first = list(itertools.islice(batches, 1))
@@ -192,8 +192,10 @@ class _Watched:
         batch = self._collate(rows)
         self._batches += 1
         if self._batches == 1:
-            self._state = extras_codec.encode(rng.capture_generators())
-        elif self._batches == 2 and self._state != extras_codec.encode(rng.capture_generators()):
+            self._state = extras_codec.encode(rng.capture_all_generators())
+        elif self._batches == 2 and self._state != extras_codec.encode(
+            rng.capture_all_generators()
+        ):
             log.warning(
                 "keepstep: the dataset or its collator draws from the random generators of this"
                 " process, and a batch is fetched ahead: after a restart that batch is drawn again,"
@@ -213,25 +215,25 @@ def capture_generators(loaders: list[Any]) -> dict[str, Any]:
     """How an epoch of these loaders will begin: the states of all generators that may determine its
     order, and whether the iterators are new."""
     return {
-        "process": rng.capture_generators(),
-        "own": own_generators(loaders),
-        "fresh": [is_fresh(loader) for loader in loaders],
+        "process": rng.capture_all_generators(),
+        "own": capture_loader_generators(loaders),
+        "fresh": [is_next_iterator_new(loader) for loader in loaders],
     }
 
 
 def apply_generators(state: dict[str, Any], loaders: list[Any]) -> None:
     """Set the generators to the states in `capture_generators`'s result."""
     rng.apply_generators(state["process"])
-    set_own_generators(state["own"], loaders)
+    restore_generator_states(state["own"], loaders)
 
 
-def own_generators(loaders: list[Any]) -> list[bytes]:
+def capture_loader_generators(loaders: list[Any]) -> list[bytes]:
     """The states of the generators that loaders and their samplers have of their own."""
     return [bytes(generator.get_state().tolist()) for generator in _generators(loaders)]
 
 
-def set_own_generators(states: list[bytes], loaders: list[Any]) -> None:
-    """Set the states that `own_generators` returned."""
+def restore_generator_states(states: list[bytes], loaders: list[Any]) -> None:
+    """Set the states that `capture_loader_generators` returned."""
     for state, generator in zip(states, _generators(loaders), strict=False):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
@@ -253,7 +255,7 @@ def _generators(loaders: list[Any]) -> list[torch.Generator]:
     return list(found.values())
 
 
-def is_fresh(loader: Any) -> bool:
+def is_next_iterator_new(loader: Any) -> bool:
     """Whether the loader's next iterator is a new one. With `persistent_workers`, only the first is
     new."""
     return not _lasts(loader) or getattr(loader, "_iterator", None) is None
@@ -266,7 +268,7 @@ def _lasts(loader: Any) -> bool:
 def begin_workers(loader: Any) -> None:
     """Start persistent workers if there are none yet, so that the next epoch draws no seed for
     them: it is not their first epoch. Leaves all generators as they are."""
-    if _lasts(loader) and is_fresh(loader):
+    if _lasts(loader) and is_next_iterator_new(loader):
         before = capture_generators([loader])
         iter(loader)
         apply_generators(before, [loader])
@@ -284,16 +286,16 @@ def seeds_drawn_aside(loader: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def iterators_behind(
+def skip_batches_in_iterators(
     loaders: list[Any], batches: int, begun: dict[str, Any]
 ) -> Iterator[list[_Behind]]:
     """In this context, new iterators of these loaders begin as `begun` (from `capture_generators`)
     says, and leave out the first `batches` once they draw. For loaders that are
     `can_skip_by_index`."""
     for loader, fresh in zip(loaders, begun["fresh"], strict=True):
-        if fresh and not is_fresh(loader):
+        if fresh and not is_next_iterator_new(loader):
             loader._iterator = None
-        elif not fresh and is_fresh(loader):
+        elif not fresh and is_next_iterator_new(loader):
             iter(loader)
     apply_generators(begun, loaders)
     samplers: list[_Behind] = []
@@ -305,7 +307,7 @@ def iterators_behind(
         # bypass DataLoader.__setattr__, which forbids this for reasons that do not apply here
         put_back.append((loader, name, vars(loader)[name]))
         vars(loader)[name] = sampler
-        if not is_fresh(loader):
+        if not is_next_iterator_new(loader):
             loader._iterator._index_sampler = sampler
     try:
         yield samplers

@@ -41,10 +41,10 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.errors import UsageError
 from keepstep.image import FlatBox
-from keepstep.integrations import require_torch
+from keepstep.integrations import require_torch_optimizer
 from keepstep.state import sharding
 from keepstep.state.sharding import Sharing
-from keepstep.state.wrappers import FlatModule, copy_options
+from keepstep.state.wrappers import ShardedParameterModule, copy_param_group_options
 
 
 def components(model_chunks: Any, optimizer: Any, scheduler: Any = None) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _is_distributed(part: Any) -> bool:
 # --- components ----------------------------------------------------------------------------------
 
 
-class _Model(FlatModule):
+class _Model(ShardedParameterModule):
     """The parameters of all chunks in full precision, and whatever else their state dicts have."""
 
     def __init__(self, chunks: list[_Names], pieces: Sequence[_Piece]) -> None:
@@ -343,7 +343,7 @@ class _Shards(torch.optim.Optimizer):
         super().__init__([{**group, "params": [p.vector for p in own]} for group, own in pairs], {})
 
     def state_dict(self) -> dict[str, Any]:
-        copy_options(self._inner, self)
+        copy_param_group_options(self._inner, self)
         self.state.clear()
         for piece in self._pieces:
             for key, value in self._inner.state.get(piece.main, {}).items():
@@ -356,7 +356,7 @@ class _Shards(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Hand the optimizer inside what a restore gave to this one."""
-        copy_options(self, self._inner)
+        copy_param_group_options(self, self._inner)
         for piece in self._pieces:
             state = self._inner.state[piece.main]
             for key, value in self.state.get(piece.vector, {}).items():
@@ -455,7 +455,7 @@ def _refuse(chunks: Sequence[Any], parts: Sequence[Any]) -> None:
             )
         if part.is_stub_optimizer:
             raise UsageError("a rank whose parameters are all frozen was never tried")
-        require_torch(part.optimizer)
+        require_torch_optimizer(part.optimizer)
     for what, instead in _unsupported(chunks, parts):
         raise UsageError(f"keepstep cannot keep what Megatron does with {what}: {instead}")
 

@@ -34,7 +34,7 @@ from torch import distributed
 from keepstep.checkpointer import Checkpointer
 from keepstep.client.session import SidecarClient
 from keepstep.errors import SidecarError, UsageError
-from keepstep.steps import StepId, run_name
+from keepstep.steps import StepId, sanitize_run_name
 from keepstep.wire.trainer import SOCKET_ENV, Flushed, FlushRequest
 
 log = logging.getLogger("keepstep")
@@ -138,7 +138,7 @@ def checkpointer(
     starts on some node, which it names; RuntimeError (Ray's) outside of a worker.
     """
     context = ray.train.get_context()
-    name = run or run_name(context.get_experiment_name())
+    name = run or sanitize_run_name(context.get_experiment_name())
     mine = _Place(context.get_node_rank(), ray.util.get_node_ip_address(), secrets.token_hex(32))
     injected = bool(os.environ.get(SOCKET_ENV))
     places = _gathered(mine)

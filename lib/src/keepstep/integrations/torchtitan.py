@@ -32,12 +32,12 @@ from torchtitan.components.checkpointer import (
 from keepstep.checkpointer import Checkpointer
 from keepstep.client import embedded
 from keepstep.errors import UsageError
-from keepstep.integrations import require_version
+from keepstep.integrations import require_framework_hooks
 from keepstep.integrations._training_identity import FrameworkTraining
 
 log = logging.getLogger("keepstep")
 
-require_version(
+require_framework_hooks(
     "torchtitan",
     importlib.metadata.version("torchtitan"),
     hooks={
@@ -90,7 +90,7 @@ class KeepstepCheckpointManager(CheckpointManager):  # type: ignore[misc]  # to 
 
     def _load(self, step: int = -1) -> bool:
         at = self.checkpointer.restore(rng="later")
-        self._training.begin()
+        self._training.mark_started()
         if at is None:
             return bool(super()._load(step))
         if step != -1 or self.exclude_from_loading:

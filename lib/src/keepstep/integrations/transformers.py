@@ -37,14 +37,18 @@ from keepstep.checkpointer import Checkpointer
 from keepstep.errors import UsageError, few
 from keepstep.image import extras_codec
 from keepstep.integrations import (
-    assigned_attributes,
+    find_attributes_set_in_code,
     loaders,
     mix_in,
-    require_accelerate,
-    require_torch,
-    require_version,
+    require_framework_hooks,
+    require_supported_accelerate,
+    require_torch_optimizer,
 )
-from keepstep.integrations._training_identity import FrameworkTraining, kept_part, refuse_sharded
+from keepstep.integrations._training_identity import (
+    FrameworkTraining,
+    refuse_sharded_quantized,
+    select_saved_module,
+)
 from keepstep.state import rng
 
 log = logging.getLogger("keepstep")
@@ -251,12 +255,12 @@ def _library(value: Any) -> str:
 def _trainers_own() -> frozenset[str]:
     """The attributes that Trainer's own code assigns."""
     own = {"_keepstep", "keepstep_options", "callback_handler"}
-    return assigned_attributes(Trainer) | assigned_attributes(Seq2SeqTrainer) | own
+    return find_attributes_set_in_code(Trainer) | find_attributes_set_in_code(Seq2SeqTrainer) | own
 
 
 T = TypeVar("T", bound=Trainer)
 
-require_version(
+require_framework_hooks(
     "transformers",
     transformers.__version__,
     hooks={
@@ -275,7 +279,7 @@ require_version(
         )
     },
 )
-require_accelerate()
+require_supported_accelerate()
 
 _PROGRESS = (
     "epoch",
@@ -382,8 +386,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             components = deepspeed.components(self.model_wrapped)
         else:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # AcceleratedOptimizer
-            require_torch(optimizer)
-            components = {"model": kept_part(self.model_wrapped), "optimizer": optimizer}
+            require_torch_optimizer(optimizer)
+            components = {"model": select_saved_module(self.model_wrapped), "optimizer": optimizer}
         others = {
             "scheduler": self.lr_scheduler,
             "scaler": self.accelerator.scaler,
@@ -407,12 +411,12 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         only if the run holds no step."""
         _refuse(self)
         self._keepstep = training = _Training(self)
-        if training.leaves_alone("resume_from_checkpoint", resume_from_checkpoint):
+        if training.skips_framework_load("resume_from_checkpoint", resume_from_checkpoint):
             resume_from_checkpoint = None
         try:
             return super().train(resume_from_checkpoint, *args, **options)
         except KeyboardInterrupt as error:
-            training.interrupted(error)
+            training.end_without_flushing(error)
             raise
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -437,8 +441,8 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         self._prepare_for_training(max_steps, self._now.loader, resume_from_checkpoint)
         training, kept = self._now, self._now.kept
         components = {**self.keepstep_components(), "trainer": kept}
-        training.prepare(components, self.model)
-        at = training.restore(self.model, _arguments(self))
+        training.create_checkpointer(components, self.model)
+        at = training.restore_newest_step(self.model, _arguments(self))
         if self.checkpointer is not None and self.checkpointer.epoch is not None:
             if training.speaks:
                 mine = type(self).keepstep_components is KeepstepTrainerMixin.keepstep_components
@@ -492,7 +496,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         seeding: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if first and training.at is not None:
             resume_from_checkpoint = _RESUMED
-            loaders.set_own_generators(kept["own"], [loader])
+            loaders.restore_generator_states(kept["own"], [loader])
         if first and skipped and training.at is not None:
             # samplers and workers draw the seeds that they drew when this epoch began
             rng.apply_generators(kept["epoch_rng"])
@@ -504,9 +508,9 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
             if first and not skipped:
                 self._load_rng_state(resume_from_checkpoint)  # as Trainer does again
             kept.update(
-                epoch_rng=rng.capture_generators(),
-                own=loaders.own_generators([loader]),
-                fresh=loaders.is_fresh(loader),
+                epoch_rng=rng.capture_all_generators(),
+                own=loaders.capture_loader_generators([loader]),
+                fresh=loaders.is_next_iterator_new(loader),
             )
         training.epoch_over = False
         training.updates_per_epoch = num_update_steps_per_epoch
@@ -520,7 +524,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
                 **others,
             )
         if training.epoch_over:
-            own = loaders.own_generators([loader])
+            own = loaders.capture_loader_generators([loader])
             kept.update(epoch=epoch + 1, begun_at=self.state.global_step, own=own)
         self._keep()
 
@@ -578,7 +582,7 @@ class KeepstepTrainerMixin(Trainer):  # type: ignore[misc]  # to a checker witho
         """Write Trainer's current state into `kept`. Nothing here waits for a GPU."""
         training, state = self._now, self.state
         self._note_log()
-        training.note(
+        training.record_framework_state(
             state={name: getattr(state, name) for name in _PROGRESS},
             callbacks=[
                 [_name(callback), callback.state()] for callback in self._stateful_callbacks()
@@ -712,9 +716,9 @@ def _refuse(trainer: Any) -> None:
         own = {f"{kind.__module__}:{kind.__name__}": names.get(kind.__name__, ()) for kind in kinds}
         if own:
             version = importlib.metadata.version(package)
-            require_version(package, version, hooks=own)
+            require_framework_hooks(package, version, hooks=own)
     if trainer.is_fsdp_enabled:
-        refuse_sharded(trainer.model)
+        refuse_sharded_quantized(trainer.model)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
         raise UsageError("keepstep keeps FSDP2, not FSDP1: set fsdp_version: 2")

@@ -24,12 +24,12 @@ from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.utils.torch_utils import unwrap_model
 
 from keepstep.errors import UsageError
-from keepstep.integrations import mix_in, require_version
+from keepstep.integrations import mix_in, require_framework_hooks
 from keepstep.integrations._training_identity import FrameworkTraining
 
 T = TypeVar("T")
 
-require_version(
+require_framework_hooks(
     "ultralytics",
     importlib.metadata.version("ultralytics"),
     hooks={
@@ -81,7 +81,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
         self._keepstep = FrameworkTraining(
             f"ultralytics' {type(self).__name__}", self.keepstep_options, speaks=True
         )
-        if self._keepstep.holds_a_step():
+        if self._keepstep.has_step_on_any_rank():
             overrides = {**(overrides or {}), "exist_ok": True}  # all lives write to one folder
         super().__init__(*given, overrides=overrides, **more)
         if self.ddp or self.world_size > 1:
@@ -100,7 +100,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
         try:
             return super().train()
         except KeyboardInterrupt as error:
-            self._keepstep.interrupted(error)
+            self._keepstep.end_without_flushing(error)
             raise
 
     def run_callbacks(self, event: str) -> None:
@@ -129,11 +129,11 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
             "stopper": vars(self.stopper),
             "trainer": kept,
         }
-        training.prepare(components, self.model)
+        training.create_checkpointer(components, self.model)
         arguments = {
             name: value for name, value in vars(self.args).items() if name not in _OF_A_LIFE
         }
-        if training.restore(self.model, arguments) is None:
+        if training.restore_newest_step(self.model, arguments) is None:
             return
         self.start_epoch, self.ema.updates = kept["epoch"] + 1, kept["averaged"]
         self.best_fitness = kept["best_fitness"]
@@ -147,7 +147,7 @@ class KeepstepTrainerMixin(BaseTrainer):  # type: ignore[misc]  # to a checker: 
 
     def _keep(self) -> None:
         training = self._keepstep
-        training.note(
+        training.record_framework_state(
             epoch=self.epoch,
             best_fitness=self.best_fitness,
             averaged=self.ema.updates,

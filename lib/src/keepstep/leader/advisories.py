@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Final
 
-from keepstep.core.ledger import RestartOutcome
+from keepstep.core.ledger import RestartAction
 from keepstep.errors import few
 from keepstep.leader.leader import Leader
 from keepstep.leader.left_shards import SERVED, describe_left_shards
-from keepstep.leader.node_rank import NodeRankState
+from keepstep.leader.node_rank_states import NodeRankState
 from keepstep.steps import Tier
 from keepstep.wire.run_reports import Advisory, AdvisoryKind, format_utc
-from keepstep.wire.status import TierProgress
+from keepstep.wire.status import RemoteTierProgress
 
 FIRST_COMMIT_S: Final = 600.0
 SLOWEST_COMMIT_S: Final = 120.0
@@ -78,7 +78,7 @@ def _commits(leader: Leader, behind: int | None, at: float) -> DoubtTexts:
         yield AdvisoryKind.COMMIT_STALLED, stalled
     if history.commit is None and history.commit_lost is not None:
         lost = f"step {history.commit_lost.step} was committed, and a part of it is gone"
-        if leader.requests.restart_outlook().restart is not RestartOutcome.GOES_ON:
+        if leader.requests.restart_outlook().restart is not RestartAction.GOES_ON:
             yield AdvisoryKind.COMMIT_LOST, lost
     elif history.commit is None and (warned := _warned(leader)):
         text = f"no step was committed yet; {warned}. Training goes on"
@@ -121,7 +121,7 @@ def _patience(leader: Leader) -> tuple[float | None, float]:
 
 def _what_hinders(leader: Leader) -> str:
     """The likeliest reason why no step becomes committed."""
-    if missing := leader.missing():
+    if missing := leader.list_unconnected_node_ranks():
         names = [*map(leader.requests.pod_name_of, missing)]
         return f"No connection from {few(names, _NAMED)}. {_ONWARD}"
     if warned := _warned(leader):
@@ -151,9 +151,14 @@ def _refused(leader: Leader) -> DoubtTexts:
 def _absent(leader: Leader, at: float) -> DoubtTexts:
     """Ranks that the trainers speak of and no sidecar has: their pods do not ask for keepstep."""
     ledger, since = leader.ledger, leader.history.alive_since
-    serving = sum(place.own.bit_count() for _, place in _there(leader))
+    serving = sum(place.own_ranks.bit_count() for _, place in _there(leader))
     world = ledger.world or 0
-    if since is None or at - since < ABSENT_S or serving >= world or leader.missing():
+    if (
+        since is None
+        or at - since < ABSENT_S
+        or serving >= world
+        or leader.list_unconnected_node_ranks()
+    ):
         return
     if any(not place.alive or place.gone for place in ledger.places.values()):
         return
@@ -172,10 +177,10 @@ def _kept(leader: Leader) -> DoubtTexts:
     """Nothing if a restart goes on from a step. Otherwise, what it does by the ranks' own rule."""
     asked = leader.requests
     outlook = asked.restart_outlook()
-    if outlook.restart is RestartOutcome.GOES_ON:
+    if outlook.restart is RestartAction.GOES_ON:
         return
     gone = [place for place in leader.ledger.places.values() if place.gone]
-    if outlook.restart is RestartOutcome.BEGINS or not (gone or leader.ledger.settled):
+    if outlook.restart is RestartAction.BEGINS or not (gone or leader.ledger.settled):
         yield (
             AdvisoryKind.NOTHING_KEPT,
             "no step is held by all ranks yet: a crash now begins at step 0. This is usual until"
@@ -185,8 +190,8 @@ def _kept(leader: Leader) -> DoubtTexts:
         return
     newest = outlook.step.step if outlook.step else 0
     lost = f"of step {newest}, and of every other step, a part is gone"
-    drives = asked.other_drives
-    if asked.gone_for_good:
+    drives = asked.replaced_drives_text
+    if asked.is_missing_data_lost:
         what = f": {drives}. The" if drives else " with its pod: the"
         text = f"{lost} for good{what} next start begins again at step 0"
     else:
@@ -207,7 +212,7 @@ def _tier(leader: Leader, tier: Tier, troubled: AdvisoryKind, late: AdvisoryKind
     """Trouble with a tier while shards wait to be sent there. Trouble with a shared one counts even
     if none wait: those that waited may have been retired."""
     again = "The sidecar tries again until it works; training goes on"
-    waiting: list[tuple[str, TierProgress]] = [
+    waiting: list[tuple[str, RemoteTierProgress]] = [
         (name, place.sidecar.tiers[tier])
         for name, place in _there(leader)
         if tier in place.sidecar.tiers
@@ -231,7 +236,7 @@ def _not_serving(leader: Leader) -> DoubtTexts:
 
 
 def _left(leader: Leader) -> DoubtTexts:
-    left = leader.requests.left
+    left = leader.requests.left_shards
     if unserved := describe_left_shards(
         left.unserved_shards, "not served, as no agent is ready, on node"
     ):

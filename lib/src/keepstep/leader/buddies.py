@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Spot:
+class PlaceLocation:
     """Where a place of the run is. `domain`: the value of the node's label topologyKey."""
 
     node: str
     domain: str
 
 
-def choose_buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tuple[int, ...]]:
+def choose_buddies(
+    spots: Mapping[int, PlaceLocation], *, replicas: int
+) -> dict[int, tuple[int, ...]]:
     """node rank -> the node ranks that it sends its shards to, best first.
 
     At most `replicas`, each on another node, none on the sender's own node; fewer if the run has
@@ -35,7 +37,7 @@ def choose_buddies(spots: Mapping[int, Spot], *, replicas: int) -> dict[int, tup
     }
 
 
-def _ring(spots: Mapping[int, Spot]) -> list[int]:
+def _ring(spots: Mapping[int, PlaceLocation]) -> list[int]:
     members: dict[str, list[int]] = {}
     for rank in sorted(spots):
         members.setdefault(spots[rank].domain, []).append(rank)
@@ -46,7 +48,13 @@ def _ring(spots: Mapping[int, Spot]) -> list[int]:
 
 
 def _chosen(
-    ring: list[int], at: int, spots: Mapping[int, Spot], replicas: int, *, domains: int, nodes: int
+    ring: list[int],
+    at: int,
+    spots: Mapping[int, PlaceLocation],
+    replicas: int,
+    *,
+    domains: int,
+    nodes: int,
 ) -> Iterator[int]:
     """The buddies of the place at index `at`. `domains`, `nodes`: how many exist, so that the
     search stops when all have a copy."""
@@ -64,7 +72,12 @@ def _chosen(
 
 
 def _next(
-    ring: list[int], at: int, spots: Mapping[int, Spot], chosen: list[Spot], *, other_domain: bool
+    ring: list[int],
+    at: int,
+    spots: Mapping[int, PlaceLocation],
+    chosen: list[PlaceLocation],
+    *,
+    other_domain: bool,
 ) -> int | None:
     """The first place after `at` on a node without a chosen place. With `other_domain`, its domain
     has no chosen place either."""

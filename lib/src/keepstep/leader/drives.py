@@ -16,7 +16,7 @@ from keepstep.wire.run_reports import ReportedDrive
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceDrives:
+class NodeRankDrives:
     """Where the volumes of one place lie: its node and, by the volume's name, the file system
     (`ReportedVolume.drive_id`); '' if that is not known."""
 
@@ -24,16 +24,16 @@ class PlaceDrives:
     volumes: Mapping[str, str]
 
     @classmethod
-    def of(cls, node: str, report: Report) -> PlaceDrives:
+    def from_report(cls, node: str, report: Report) -> NodeRankDrives:
         return cls(node=node, volumes={volume.name: volume.drive_id for volume in report.volumes})
 
     @property
-    def known(self) -> bool:
+    def has_all_drive_ids(self) -> bool:
         return bool(self.volumes) and all(self.volumes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherDrive:
+class ReplacedDrive:
     """A volume of a place where another file system lies now. `was`, `now`: their UUIDs."""
 
     node_rank: int
@@ -42,7 +42,7 @@ class OtherDrive:
     now: str
 
 
-class Drives:
+class ReplacedDriveDetector:
     """The drives of all places of one run, by node rank.
 
     `changed`: the places whose drives are other ones than those on record, or are not on record.
@@ -51,22 +51,22 @@ class Drives:
     def __init__(self) -> None:
         self.changed: set[int] = set()
         self._unknown: set[int] = set()
-        self._held: dict[int, PlaceDrives] = {}
-        self._now: dict[int, PlaceDrives] = {}
+        self._held: dict[int, NodeRankDrives] = {}
+        self._now: dict[int, NodeRankDrives] = {}
 
-    def take(self, node_rank: int, now: PlaceDrives) -> None:
+    def take(self, node_rank: int, now: NodeRankDrives) -> None:
         """A sidecar has scanned its volumes and reports them."""
         self._now[node_rank] = now
         _keep(self.changed, node_rank, now != self._held.get(node_rank))
-        _keep(self._unknown, node_rank, not now.known)
+        _keep(self._unknown, node_rank, not now.has_all_drive_ids)
 
-    def hold(self, node_rank: int) -> None:
+    def accept_current_drive(self, node_rank: int) -> None:
         """All ranks can restore a step from what is there, so nothing that a restart needs lies on
         other drives than this place has now."""
         self._held[node_rank] = self._now[node_rank]
         self.changed.discard(node_rank)
 
-    def replaced_drives(self) -> tuple[OtherDrive, ...]:
+    def replaced_drives(self) -> tuple[ReplacedDrive, ...]:
         """The drives that are other ones than those of the shards.
 
         None are named unless each drive of each place is either the one of the shards or another
@@ -74,7 +74,7 @@ class Drives:
         """
         if not self.changed or self._unknown or self._held.keys() != self._now.keys():
             return ()
-        found: list[OtherDrive] = []
+        found: list[ReplacedDrive] = []
         for node_rank in sorted(self.changed):
             others = self._of_place(node_rank)
             if others is None:
@@ -82,7 +82,7 @@ class Drives:
             found += others
         return tuple(found)
 
-    def _of_place(self, node_rank: int) -> list[OtherDrive] | None:
+    def _of_place(self, node_rank: int) -> list[ReplacedDrive] | None:
         held, now = self._held[node_rank], self._now[node_rank]
         if held.node != now.node or held.volumes.keys() != now.volumes.keys():
             return None
@@ -93,10 +93,10 @@ class Drives:
             if where != position:
                 return None  # as that of a drive that is not mounted
             if uuid != was:
-                found.append(OtherDrive(node_rank=node_rank, volume=volume, was=was, now=uuid))
+                found.append(ReplacedDrive(node_rank=node_rank, volume=volume, was=was, now=uuid))
         return found
 
-    def rows(self) -> list[ReportedDrive]:
+    def list_drive_records(self) -> list[ReportedDrive]:
         """What to write down, so that a later leader can go on."""
         return [
             ReportedDrive(node_rank=node_rank, node=listing.node, volume=volume, id=drive_id)
@@ -110,7 +110,7 @@ class Drives:
         for row in rows:
             places.setdefault((row.node_rank, row.node), {})[row.volume] = row.id
         for (node_rank, node), volumes in places.items():
-            self._held[node_rank] = PlaceDrives(node=node, volumes=volumes)
+            self._held[node_rank] = NodeRankDrives(node=node, volumes=volumes)
 
 
 def _keep(of: set[int], node_rank: int, is_in: bool) -> None:

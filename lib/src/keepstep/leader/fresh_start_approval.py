@@ -27,13 +27,13 @@ class FreshStartApproval:
         self._began: EpochId | None = None
         """The epoch that then began at step 0, as long as it has no step that all ranks hold."""
 
-    def ask(self, text: str, ledger: RunLedger, *, at: float) -> None:
+    def apply_request(self, text: str, ledger: RunLedger, *, at: float) -> None:
         """The present word."""
         if text == self.asked:
             return
         self.asked, self.acknowledged = text, None
         self._until = at + NEWEST_S if text else None
-        current = ledger.core.lineage.current
+        current = ledger.core.lineage.current_epoch
         self._after = (current.number if current else 0) if text == ALLOW else None
 
     @property
@@ -42,10 +42,10 @@ class FreshStartApproval:
         began at step 0, until that has a commit."""
         return self._after is not None or self._began is not None
 
-    def follow(self, ledger: RunLedger, *, at: float) -> None:
+    def acknowledge_fresh_start(self, ledger: RunLedger, *, at: float) -> None:
         """Acknowledge the start that was meant, once it is known."""
-        current, fresh = ledger.core.lineage.current, ledger.core.lineage.fresh
-        if self._began is not None and ledger.restorable() is not None:
+        current, fresh = ledger.core.lineage.current_epoch, ledger.core.lineage.fresh
+        if self._began is not None and ledger.find_newest_restorable_step() is not None:
             self._began = None
         after = self._began.number if self._began else self._after
         if after is not None:
@@ -58,7 +58,7 @@ class FreshStartApproval:
             fresh = EpochId.parse(self.asked)
         if fresh is not None:
             self._until, self.acknowledged = None, fresh
-            ledger.acknowledge(fresh)
+            ledger.acknowledge_fresh_start(fresh)
         elif at > self._until:
             self._until = None
 
@@ -68,4 +68,4 @@ class FreshStartApproval:
         self.acknowledged, fresh = current, ledger.core.lineage.fresh
         if fresh is not None and fresh.number > after:
             self._began = fresh
-            ledger.acknowledge(fresh)
+            ledger.acknowledge_fresh_start(fresh)

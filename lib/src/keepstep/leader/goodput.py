@@ -28,7 +28,7 @@ SHOWN_S: Final = 60.0
 
 _MOST: Final = 10**15
 
-BUCKETS: Final = tuple(Goodput(since=0.0).seconds)
+BUCKETS: Final = tuple(Goodput(since=0.0).seconds_by_bucket)
 _PRODUCTIVE, _WASTED, _AWAY = map(
     BUCKETS.index, ("productive", "wasted_progress", "infrastructure_recovery")
 )
@@ -190,13 +190,13 @@ class GoodputSum:
         if self._waits is not None:
             self._sum = add_tally(self._sum, self._waits)
 
-    def take(self, goodput: ReportedGoodput) -> None:
+    def set_local_tally(self, goodput: ReportedGoodput) -> None:
         """Take in the tally of this machine, which is the run's first."""
         self._waits = in_whole_seconds(goodput)
         if self._resumed:
             self._sum = add_tally(self._sum, self._waits)
 
-    def shown(self, *, at: float) -> wire.RunGoodput | None:
+    def get_throttled_total(self, *, at: float) -> wire.RunGoodput | None:
         """The sum as it was within the last `SHOWN_S`; None: there is none."""
         if abs(at - self._shown_at) >= SHOWN_S:
             self._shown, self._shown_at = self._sum, at

@@ -16,12 +16,12 @@ from operator import attrgetter
 
 from keepstep.core.commit_rule import ALL_RANKS
 from keepstep.core.ledger import Alarm, is_in_sorted
-from keepstep.core.shard import MOST_RANKS, StepShards
+from keepstep.core.shard import MOST_RANKS, ShardsOfStep
 from keepstep.core.suspicion import Failure, newest_failures
 from keepstep.errors import UsageError
-from keepstep.leader.buddies import Spot, choose_buddies
-from keepstep.leader.node_rank import ReportingPod
-from keepstep.leader.operator_requests import OperatorRequests
+from keepstep.leader.buddies import PlaceLocation, choose_buddies
+from keepstep.leader.latest_operator_answer import LatestOperatorAnswer
+from keepstep.leader.node_rank_states import ReportingPod
 from keepstep.leader.run_history import RunHistory
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.steps import StepId, Tier
@@ -29,7 +29,7 @@ from keepstep.wire.member_reports import (
     LeaderReply,
     MemberReport,
     Peer,
-    Pins,
+    PinnedSteps,
     Report,
     ReportedRanks,
     ReportReply,
@@ -118,14 +118,14 @@ class Leader:
         grid: int = 1,
     ) -> None:
         """`policy`: what the run goes by until an operator says otherwise. `way_out`: the command
-        by which a person has the run begin again. `grid`: see `ArchiveConfig.base`."""
+        by which a person has the run begin again. `grid`: see `ArchiveConfig.step_interval`."""
         self.nodes = nodes
         self.closing = False
-        self.pins = Pins()
+        self.pins = PinnedSteps()
         self.life = life
         self.ledger = RunLedger()
         self.history = RunHistory(self.ledger)
-        self.requests = OperatorRequests(
+        self.requests = LatestOperatorAnswer(
             self.ledger, self.history, policy, run=run, way_out=way_out, alone=nodes is not None
         )
         self._grid = grid
@@ -144,9 +144,9 @@ class Leader:
     # --- members -------------------------------------------------------------------------
 
     def take(self, node_rank: int, member_report: MemberReport, *, at: float) -> None:
-        """Take in a member's report; `settle` follows after one or many. Raises UsageError for one
-        that is no member, or that tells of ranks or images which cannot be: nothing has changed
-        then."""
+        """Take in a member's report; `draw_conclusions` follows after one or many. Raises
+        UsageError for one that is no member, or that tells of ranks or images which cannot be:
+        nothing has changed then."""
         member, report = self._member(node_rank, member_report), member_report.report
         _check(report)
         self._members[node_rank] = member
@@ -184,20 +184,20 @@ class Leader:
                 at=at,
             )
         if doubted:
-            self.ledger.ask(node_rank)  # its owner may say so yet
+            self.ledger.request_full_report(node_rank)  # its owner may say so yet
         if member_report.pins.version > self.pins.version:
-            self.pin(member_report.pins)
+            self.set_pins(member_report.pins)
 
-    def settle(self, *, at: float) -> tuple[Alarm, ...]:
+    def draw_conclusions(self, *, at: float) -> tuple[Alarm, ...]:
         """Draw the conclusions from all that was taken in. Returns what a person should look at;
         an operator learns of it from `history`."""
         actions, before = self.ledger.actions(), self.history.stand_in
-        self.history.follow(actions, policy=self.requests.policy, grid=self._grid, at=at)
+        self.history.record_actions(actions, policy=self.requests.policy, grid=self._grid, at=at)
         if self.history.stand_in != before:
             self._advice = None
         return tuple(action for action in actions if isinstance(action, Alarm))
 
-    def meet(self, member_report: MemberReport) -> None:
+    def reject_duplicate_leader(self, member_report: MemberReport) -> None:
         """Another node rank 0 has come. Raises UsageError unless it is this sidecar itself."""
         if member_report.life != self.life:
             raise UsageError(DUPLICATE.format(0))
@@ -251,12 +251,12 @@ class Leader:
             tiers[tier] = tier_report if tier.shared else replace(tier_report, shards=tuple(known))
         return replace(report, tiers=tiers)
 
-    def _known(self, owner: int, held: StepShards) -> int:
+    def _known(self, owner: int, held: ShardsOfStep) -> int:
         """The ranks whose images of the step are old, or on the drives of the member at which they
         train, as a bitmap."""
-        commit = self.ledger.committed()
+        commit = self.ledger.find_newest_committed()
         is_old = commit is not None and held.step_id <= commit
-        if is_old or held.step_id.epoch != self.ledger.core.lineage.current:
+        if is_old or held.step_id.epoch != self.ledger.core.lineage.current_epoch:
             return ALL_RANKS
         return self.ledger.core.rank_mask_at(held.step_id, (owner, Tier.LOCAL, held.world))
 
@@ -264,7 +264,7 @@ class Leader:
         """The ranks that train at this member in the newest epoch, if it is connected; as bits."""
         if not self._members[owner].connected:
             return 0
-        current, found = self.ledger.core.lineage.current, 0
+        current, found = self.ledger.core.lineage.current_epoch, 0
         for step_id, ranks in self.ledger.places[owner].staged.items():
             found |= ranks if step_id.epoch == current else 0
         return found
@@ -277,7 +277,7 @@ class Leader:
             member.connected = member.whole = False
             member.sent = self._advice = None
 
-    def pin(self, pins: Pins) -> None:
+    def set_pins(self, pins: PinnedSteps) -> None:
         """From now on these are pinned."""
         self.pins = pins
         self._configure()
@@ -295,19 +295,19 @@ class Leader:
 
     # --- the operator --------------------------------------------------------------------
 
-    def answered(self, answer: LeaderAnswer, *, at: float) -> None:
+    def handle_operator_answer(self, answer: LeaderAnswer, *, at: float) -> None:
         """The operator has answered a report of the run."""
-        self.requests.take(answer, connected=self.connected, at=at)
+        self.requests.apply_operator_answer(answer, connected=self.connected, at=at)
         if set(answer.pins) != set(self.pins.steps):
-            self.pins = Pins(version=self.pins.version + 1, steps=tuple(sorted(answer.pins)))
-        self.requests.follow(at=at)
+            self.pins = PinnedSteps(version=self.pins.version + 1, steps=tuple(sorted(answer.pins)))
+        self.requests.update_requests(at=at)
         self._configure()
 
-    def follow(self, *, at: float) -> bool:
+    def advance_clock(self, *, at: float) -> bool:
         """Called every second or so: what becomes true by waiting. Returns whether members are to
         be told of it."""
         before = self._requested()
-        self.requests.follow(at=at)
+        self.requests.update_requests(at=at)
         if changed := self._requested() != before:
             self._configure()
         return changed
@@ -317,7 +317,7 @@ class Leader:
         return (
             asked.restore_target,
             asked.fresh.is_allowed,
-            asked.gone_for_good,
+            asked.is_missing_data_lost,
             self.history.stand_in,
         )
 
@@ -329,11 +329,11 @@ class Leader:
         return sorted(rank for rank, member in self._members.items() if member.connected)
 
     @property
-    def all_here(self) -> bool:
+    def have_all_members_reported(self) -> bool:
         """Whether all members are connected and have said everything."""
         return self._advise().reply.all_peers
 
-    def missing(self) -> list[int]:
+    def list_unconnected_node_ranks(self) -> list[int]:
         """The node ranks that are not connected."""
         return sorted(self._expected().difference(self.connected))
 
@@ -343,9 +343,9 @@ class Leader:
         if self.nodes is not None:
             return set(range(self.nodes))
         there = {rank for rank, place in self.ledger.places.items() if not place.gone}
-        return there | self.requests.awaited()
+        return there | self.requests.list_expected_node_ranks()
 
-    def has_all_reports(self) -> bool:
+    def have_members_acknowledged_end(self) -> bool:
         """Whether all connected members have acted on the reply that the leader ends."""
         return all(
             member.last is not None and member.acknowledged >= member.last
@@ -353,10 +353,10 @@ class Leader:
             if member.connected and member.life != self.life
         )
 
-    def restore_known(self) -> bool:
+    def is_restore_step_known(self) -> bool:
         """Whether all members know which step the run is to go back to."""
         target = self.requests.restore_target
-        return not self.missing() and all(
+        return not self.list_unconnected_node_ranks() and all(
             member.sent is not None
             and member.sent.reply.restore_from == target
             and member.acknowledged >= member.restore
@@ -364,10 +364,10 @@ class Leader:
             if member.connected
         )
 
-    def waiting(self, *, patient: bool = False) -> list[int]:
+    def list_members_with_news(self, *, patient: bool = False) -> list[int]:
         """The members for whom there may be news: all if what all are told has changed, else those
         that have reported since. `patient`: without those that can wait for the next commit."""
-        advice, rest = self._advise(), (self.requests.left, self.closing, self.pins)
+        advice, rest = self._advise(), (self.requests.left_shards, self.closing, self.pins)
         before, self._published = self._published, (advice, rest)
         changed = before is None or before[1] != rest or not advice.adds_little_to(before[0])
         due = self._reported if patient else self._reported | self._patient
@@ -400,12 +400,12 @@ class Leader:
         return reply
 
     def _reply(self, node_rank: int, member: _Member) -> LeaderReply:
-        advice, held = self._advise(), sorted(self.ledger.local(node_rank))
-        peers, left = advice.peers, self.requests.left
+        advice, held = self._advise(), sorted(self.ledger.list_steps_on_node_volumes(node_rank))
+        peers, left = advice.peers, self.requests.left_shards
         return LeaderReply(
             number=member.number + 1,
             answers=member.sequence,
-            epoch=self.ledger.core.lineage.current,
+            epoch=self.ledger.core.lineage.current_epoch,
             closing=self.closing,
             pins=self.pins,
             reply=replace(
@@ -420,7 +420,7 @@ class Leader:
                 peers_version=peers.version,
                 agents=left.agents_of(node_rank),
                 awaits=left.wait_reason(node_rank),
-                changes_since=self.ledger.follows(node_rank, member.pod),
+                changes_since=self.ledger.get_last_sequence(node_rank, member.pod),
             ),
         )
 
@@ -440,16 +440,16 @@ class Leader:
                 least_gap_s=self._gap_s,
                 committed={str(tier): step_id for tier, step_id in ledger.watermarks().items()},
                 commits=ledger.commits(),
-                plan=None if paused else asked.restore_target or ledger.plan(),
+                plan=None if paused else asked.restore_target or ledger.find_restart_step(),
                 pinned=self._pinned,
                 all_peers=here,
-                leaving=asked.leaving or any(self._leaving()),
+                leaving=asked.has_terminating_pod or any(self._leaving()),
                 restore_from=asked.restore_target,
                 authorities=asked.answer.authorities,
                 archive=self.history.stand_in,
                 failures=self._failures,
                 begin_again=asked.fresh.is_allowed,
-                gone_for_good=asked.gone_for_good,
+                gone_for_good=asked.is_missing_data_lost,
             ),
             expendable=ledger.expendable() if here and not paused else (),
             peers=self.peers(),
@@ -481,7 +481,7 @@ class Leader:
                 if place.sidecar.peer_address and not place.gone and self._introduced
             }
             spots = {
-                rank: Spot(place.node, domains.get(rank) or place.node)
+                rank: PlaceLocation(place.node, domains.get(rank) or place.node)
                 for rank, place in places.items()
                 if self._introduced and not (settled and place.gone)
             }
@@ -497,7 +497,7 @@ def _check(report: Report) -> None:
     named = 0
     for rank in report.ranks:
         ranks, runs = rank.ranks, f"{rank.ranks.runs}"[:100]
-        if not ranks or not ranks.is_short or not ranks.last < rank.world <= MOST_RANKS:
+        if not ranks or not ranks.is_encoded_as_ranges or not ranks.last < rank.world <= MOST_RANKS:
             raise UsageError(f"ranks {runs} of {rank.world} are invalid")
         if named & rank.bits:
             raise UsageError(f"ranks {runs} are reported twice")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.leader.orphaned_shards import NodeOrphanedShards
 from keepstep.steps import StepId
 
 SERVED: Final = "served by the agent of node"
@@ -22,22 +22,22 @@ class LeftShards:
     """`left`: all that is needed. `agents`: addresses by node, '' while one is not ready. `lost`:
     nodes that exist no more. `asked`: those of `left` whose agents the operator was asked for."""
 
-    left: tuple[OrphanedShard, ...]
+    left: tuple[NodeOrphanedShards, ...]
     agents: Mapping[str, str]
     lost: Collection[str]
-    asked: Collection[OrphanedShard]
+    asked: Collection[NodeOrphanedShards]
 
     @property
-    def reachable_shards(self) -> list[OrphanedShard]:
+    def reachable_shards(self) -> list[NodeOrphanedShards]:
         """Those on nodes that may still be there."""
         return [shard for shard in self.left if shard.node not in self.lost]
 
     @property
-    def served_shards(self) -> list[OrphanedShard]:
+    def served_shards(self) -> list[NodeOrphanedShards]:
         return [shard for shard in self.reachable_shards if self.agents.get(shard.node)]
 
     @property
-    def unserved_shards(self) -> list[OrphanedShard]:
+    def unserved_shards(self) -> list[NodeOrphanedShards]:
         """Those of which no agent is ready although their node is there."""
         return [shard for shard in self.reachable_shards if not self.agents.get(shard.node)]
 
@@ -61,14 +61,14 @@ class LeftShards:
         return ""
 
     @property
-    def restart_step(self) -> StepId | None:
+    def newest_fully_served_step(self) -> StepId | None:
         """The newest step of which something was left, if agents serve all of that; else None."""
         newest = max((shard.step for shard in self.left), default=None)
         needed = {shard for shard in self.left if shard.step == newest}
         return newest if needed <= {*self.served_shards} else None
 
 
-def describe_left_shards(left: Iterable[OrphanedShard], how: str) -> str:
+def describe_left_shards(left: Iterable[NodeOrphanedShards], how: str) -> str:
     """A sentence on these shards, by node; '': there are none."""
     ranks: dict[str, list[str]] = {}
     for shard in left:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from keepstep.leader.node_rank import NodeRankState
+from keepstep.leader.node_rank_states import NodeRankState
 from keepstep.steps import StepId
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrphanedShard:
+class NodeOrphanedShards:
     """The shards that one place of the run left on one node. `step`: the newest step that was
     committed when the place was still there. A restart needs these shards for that step."""
 
@@ -28,9 +28,9 @@ class OrphanedShards:
     """All orphaned shards of one run."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, int], OrphanedShard] = {}
+        self._held: dict[tuple[str, int], NodeOrphanedShards] = {}
 
-    def __iter__(self) -> Iterator[OrphanedShard]:
+    def __iter__(self) -> Iterator[NodeOrphanedShards]:
         return iter([self._held[key] for key in sorted(self._held)])
 
     @property
@@ -38,7 +38,7 @@ class OrphanedShards:
         """The newest step for which orphaned shards are needed."""
         return max((shard.step for shard in self._held.values()), default=None)
 
-    def moved(
+    def record_place_move(
         self,
         node_rank: int,
         place: NodeRankState,
@@ -53,7 +53,9 @@ class OrphanedShards:
         if commit is None or newest is None:
             return
         if place.stays and place.node and place.node != to:
-            left = OrphanedShard(node=place.node, node_rank=node_rank, step=min(commit, newest))
+            left = NodeOrphanedShards(
+                node=place.node, node_rank=node_rank, step=min(commit, newest)
+            )
             self._held[left.node, node_rank] = left
 
     def back(self, node_rank: int, node: str) -> None:
@@ -70,5 +72,5 @@ class OrphanedShards:
         """Take over what an earlier leader knew, as node, node rank and step. Places that are still
         there take their shards back when they report."""
         for node, node_rank, step in left:
-            shard = OrphanedShard(node=node, node_rank=node_rank, step=step)
+            shard = NodeOrphanedShards(node=node, node_rank=node_rank, step=step)
             self._held.setdefault((node, node_rank), shard)

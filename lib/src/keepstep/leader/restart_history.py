@@ -128,7 +128,7 @@ class RestartHistory:
         counted = self.counted
         return counted is not None and epoch_id.number < counted.number and counted in named
 
-    def due(self, *, world: int | None, at: float) -> list[RunRestart]:
+    def take_countable_restarts(self, *, world: int | None, at: float) -> list[RunRestart]:
         """The restarts that are accounted for now, oldest first. Each is returned once."""
         ripe = [
             known

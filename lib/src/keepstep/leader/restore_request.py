@@ -12,28 +12,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from keepstep.steps import Epoch, EpochId, StepId
-from keepstep.wire.run_reports import RestoreFrom
+from keepstep.wire.run_reports import RestoreFromState
 
 _TARGET = re.compile(
     r"(?:([a-z0-9][-a-z0-9]*)/)?(?:([0-9]{1,18})|([0-9]{4,9}\.[0-9a-f]{8}-[0-9]+))"
 )
 
 
-def restore_request_of(
-    known: RestoreFrom | None, text: str, *, own: str, newest: EpochId | None
-) -> RestoreFrom | None:
+def parse_restore_request(
+    known: RestoreFromState | None, text: str, *, own: str, newest: EpochId | None
+) -> RestoreFromState | None:
     """The request that `text` makes, in place of the `known` one. `own`: the run's name. `newest`:
     its present epoch."""
     if not text or (known is not None and text == known.asked):
         return known if text else None
     named = _TARGET.fullmatch(text)
     other = named[1] if named and named[1] not in (None, own) else ""
-    return RestoreFrom(asked=text, run=other, since=newest.number if newest else 0)
+    return RestoreFromState(asked=text, run=other, since=newest.number if newest else 0)
 
 
-def follow_restore_request(
-    asked: RestoreFrom, held: Iterable[StepId], epochs: Iterable[Epoch]
-) -> RestoreFrom:
+def resolve_restore_request(
+    asked: RestoreFromState, held: Iterable[StepId], epochs: Iterable[Epoch]
+) -> RestoreFromState:
     """The request with the step that it means, and the epoch that began from there, as far as they
     are known. `held`: the committed steps. No sidecar can bring a step of another run."""
     if asked.epoch or asked.run:
@@ -50,7 +50,7 @@ def follow_restore_request(
     return replace(asked, epoch=str(max(began, default="")))
 
 
-def restore_target(asked: RestoreFrom | None) -> StepId | None:
+def restore_target(asked: RestoreFromState | None) -> StepId | None:
     """The step that the next restart must begin from; None: the newest."""
     return _parsed(asked.step) if asked is not None and not asked.epoch else None
 

@@ -13,13 +13,13 @@ from typing import Final
 
 from keepstep.core.ledger import Action, Alarm, AlarmKind
 from keepstep.core.schedule import is_stand_in, round_up_to_grid
-from keepstep.leader.drives import Drives, OtherDrive, PlaceDrives
+from keepstep.leader.drives import NodeRankDrives, ReplacedDrive, ReplacedDriveDetector
 from keepstep.leader.goodput import GoodputSum
 from keepstep.leader.left_shards import LeftShards
-from keepstep.leader.node_rank import ReportingPod
+from keepstep.leader.node_rank_states import ReportingPod
 from keepstep.leader.restart_history import RestartHistory, RunRestart
 from keepstep.leader.run_ledger import RunLedger
-from keepstep.spans import parse_spans
+from keepstep.spans import parse_number_set
 from keepstep.steps import EpochId, StepId
 from keepstep.wire import run_reports as wire
 from keepstep.wire.member_reports import Report
@@ -29,7 +29,7 @@ ALARM_S: Final = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Commit:
+class NewestCommit:
     """The newest commit. `interval_s`: the time since the commit before, without the time in which
     no trainer was there; None if there was none."""
 
@@ -46,9 +46,9 @@ class RunHistory:
     def __init__(self, ledger: RunLedger) -> None:
         self.restarts = RestartHistory()
         self.goodput = GoodputSum()
-        self.drives = Drives()
+        self.drives = ReplacedDriveDetector()
         self.recent: tuple[RunEvent, ...] = ()
-        self.commit: Commit | None = None
+        self.commit: NewestCommit | None = None
         self.commit_lost: StepId | None = None
         self.stand_in: StepId | None = None
         self.alive_since: float | None = None
@@ -76,7 +76,7 @@ class RunHistory:
             (holder.node, node_rank, StepId(counted, holder.step))
             for holder in record.holders
             if counted is not None and holder.step is not None
-            for node_rank in parse_spans(holder.node_ranks)
+            for node_rank in parse_number_set(holder.node_ranks)
             if (place := places.get(node_rank)) is None or place.node != holder.node
         )
         self._ledger.orphans.resume(left)
@@ -96,24 +96,26 @@ class RunHistory:
         then."""
         ledger = self._ledger
         if report.goodput is not None and sender.node_rank == 0:
-            self.goodput.take(report.goodput)
+            self.goodput.set_local_tally(report.goodput)
         self.restarts.take(
             report,
             named={epoch.id for epoch in ledger.places[sender.node_rank].epochs},
-            current=ledger.core.lineage.current,
+            current=ledger.core.lineage.current_epoch,
             recorded={epoch.id: epoch for epoch in ledger.core.epochs},
             before=before,
             at=at,
         )
-        self.alive_since = (self.alive_since or at) if ledger.alive() else None
+        self.alive_since = (self.alive_since or at) if ledger.count_live_ranks() else None
         if policy.outlives_pod and report.ready:
             self._compare_drives(sender, report)
 
-    def follow(self, actions: Iterable[Action], *, policy: RunPolicy, grid: int, at: float) -> None:
+    def record_actions(
+        self, actions: Iterable[Action], *, policy: RunPolicy, grid: int, at: float
+    ) -> None:
         """Note what follows from all that was reported. `grid`: a step is durable at multiples of
         it."""
         ledger = self._ledger
-        durable = committed, archived = ledger.committed(), ledger.newest_archived()
+        durable = committed, archived = ledger.find_newest_committed(), ledger.newest_archived()
         if archived is not None and self.stand_in is not None and archived >= self.stand_in:
             self.stand_in = None
         if durable != self._durable and any(ledger.orphans):
@@ -136,9 +138,11 @@ class RunHistory:
         if known is not None and self._stands_in(step_id, known.id, policy, grid):
             self.stand_in = step_id
         self.commit_lost = None
-        self.commit = Commit(id=step_id, at=at, interval_s=None if since is None else at - since)
+        self.commit = NewestCommit(
+            id=step_id, at=at, interval_s=None if since is None else at - since
+        )
 
-    def _is_news(self, step_id: StepId, known: Commit) -> bool:
+    def _is_news(self, step_id: StepId, known: NewestCommit) -> bool:
         return step_id > known.id or self._ledger.settled
 
     def _stands_in(self, step_id: StepId, before: StepId, policy: RunPolicy, grid: int) -> bool:
@@ -151,11 +155,11 @@ class RunHistory:
         every = round_up_to_grid(policy.archive_every, grid)
         return is_stand_in(step_id.step, before=before.step, commits=commits, every=every)
 
-    def check_commit(self, left: LeftShards) -> None:
+    def record_lost_commit(self, left: LeftShards) -> None:
         """Note that the newest commit is lost: with a pod, and not only out of sight, because a
         member has not reported or an agent serves it."""
         known, ledger = self.commit, self._ledger
-        if known is None or ledger.committed() is not None or not ledger.settled:
+        if known is None or ledger.find_newest_committed() is not None or not ledger.settled:
             return
         if not any(shard.step >= known.id for shard in left.reachable_shards):
             self.commit, self.commit_lost = None, known.id
@@ -170,7 +174,7 @@ class RunHistory:
         while len(self._alarms) > wire.MOST_MESSAGES:
             del self._alarms[next(iter(self._alarms))]
 
-    def alarms(self, *, at: float) -> tuple[wire.ReportedAlarm, ...]:
+    def list_recent_alarms(self, *, at: float) -> tuple[wire.ReportedAlarm, ...]:
         """Those of the last hour."""
         return tuple(
             wire.ReportedAlarm(kind=kind, text=text)
@@ -183,11 +187,14 @@ class RunHistory:
     def _compare_drives(self, sender: ReportingPod, report: Report) -> None:
         """Note on which drives a place's shards lie. Once all ranks can restore a step, nothing
         that a restart needs lies on others."""
-        self.drives.take(sender.node_rank, PlaceDrives.of(sender.node, report))
-        if sender.node_rank in self.drives.changed and self._ledger.restorable() is not None:
-            self.drives.hold(sender.node_rank)
+        self.drives.take(sender.node_rank, NodeRankDrives.from_report(sender.node, report))
+        if (
+            sender.node_rank in self.drives.changed
+            and self._ledger.find_newest_restorable_step() is not None
+        ):
+            self.drives.accept_current_drive(sender.node_rank)
 
-    def other_drives(self) -> list[OtherDrive]:
+    def list_replaced_drives(self) -> list[ReplacedDrive]:
         """Where other file systems lie than those of the run's shards; empty unless what is out of
         reach can have lain on these only."""
         places = self._ledger.places.values()
@@ -203,10 +210,12 @@ class RunHistory:
     def count_restarts(self, *, fleeting: bool, at: float) -> None:
         """Account for the restarts that all ranks have reported."""
         ledger = self._ledger
-        for restart in self.restarts.due(world=ledger.world, at=at) if self.resumed else ():
+        for restart in (
+            self.restarts.take_countable_restarts(world=ledger.world, at=at) if self.resumed else ()
+        ):
             aside = ledger.core.lineage.fresh == restart.epoch
             if again := aside and fleeting:  # older steps are of no use without what is gone
-                ledger.acknowledge(restart.epoch)
+                ledger.acknowledge_fresh_start(restart.epoch)
             drives, self.reported_drives = self.reported_drives, ""
             self.remember(
                 RunEvent(
@@ -220,15 +229,17 @@ class RunHistory:
                 )
             )
 
-    def record(self, holders: tuple[wire.NodeHoldings, ...], *, at: float) -> LeaderRecord:
+    def make_leader_record(
+        self, holders: tuple[wire.NodeHoldings, ...], *, at: float
+    ) -> LeaderRecord:
         """What the next leader is to go on from, without `restore_from`."""
         return LeaderRecord(
             restarts=self.restarts.restarts,
             lost_steps=self.restarts.lost_steps,
             counted=str(self.restarts.counted or ""),
-            goodput=self.goodput.shown(at=at),
+            goodput=self.goodput.get_throttled_total(at=at),
             holders=holders,
-            drives=tuple(self.drives.rows()),
+            drives=tuple(self.drives.list_drive_records()),
         )
 
 

@@ -13,30 +13,41 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import HeldImages, RankReport, RanksReport, ReportedTier, each_rank
+from keepstep.core.commit_rule import (
+    RankReport,
+    RanksReport,
+    ReportedTier,
+    StepImagesAtPlace,
+    each_rank,
+)
 from keepstep.core.ledger import (
     Action,
     FreshStartAcknowledged,
     Ledger,
     LedgerConfig,
     Reported,
-    ReportLost,
+    ReportedHoldingsLost,
 )
 from keepstep.core.retention import Retention
 from keepstep.core.shard import Ranks
-from keepstep.leader.node_loss import Sole, least_restart_step, refuge_steps, sole_nodes
-from keepstep.leader.node_rank import (
+from keepstep.leader.node_loss_outlook import (
+    Sole,
+    find_steps_surviving_loss,
+    least_restart_step,
+    sole_nodes,
+)
+from keepstep.leader.node_rank_states import (
     NodeRankState,
     NodeRankStates,
-    RankSets,
+    ReportedRankBitmaps,
     ReportingPod,
-    applies_to_known,
     is_only_of_copies,
-    is_overtaken,
+    is_report_applicable,
+    is_stale_report,
     state_after_report,
 )
 from keepstep.leader.orphaned_shards import OrphanedShards
-from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import Report, ReportedRanks
 
 MOST_ARCHIVED = 4096
@@ -44,13 +55,13 @@ MOST_ARCHIVED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Safety:
+class NodeLossOutcome:
     """What the loss of one node would leave.
 
     `step`: the step that a restart goes on from at the least, whichever node is lost; it may be the
     archived one. `pod`: the same for the loss of any single pod with its volumes. `archived`: the
     newest archived step. `sole`: nodes that hold the only copy of some part of the newest commit.
-    `refuge_steps`: for each node, the newest step that survives its loss.
+    `find_steps_surviving_loss`: for each node, the newest step that survives its loss.
     """
 
     step: StepId | None = None
@@ -75,7 +86,7 @@ class RunLedger:
         """Node ranks whose next report must be whole."""
         self._ordered = 0
         self._changes = 0
-        self._safety: tuple[int, Safety] | None = None
+        self._safety: tuple[int, NodeLossOutcome] | None = None
 
     # --- changing ------------------------------------------------------------------------
 
@@ -97,17 +108,17 @@ class RunLedger:
         node rank is known already, or if a report of changes cannot be used."""
         self._changes += 1
         place = self.places.get(sender.node_rank)
-        if place is not None and is_overtaken(place, sender, report):
+        if place is not None and is_stale_report(place, sender, report):
             return False
-        if report.since and (place is None or not applies_to_known(place, sender, report)):
+        if report.since and (place is None or not is_report_applicable(place, sender, report)):
             self._asked.add(sender.node_rank)
             return False
         self._asked.discard(sender.node_rank) if not report.since else None
         if place is not None and place.pod != sender.pod:
             # the watermark is lost with the first pod that moves; the others left the same step
             commit = self.core.watermark(Tier.LOCAL) or self.orphans.newest
-            newest = max(self.drives(sender.node_rank), default=None)
-            self.orphans.moved(
+            newest = max(self.find_steps_on_drives(sender.node_rank), default=None)
+            self.orphans.record_place_move(
                 sender.node_rank, place, to=sender.node, commit=commit, newest=newest
             )
             stays = sender.local_stays and place.node == sender.node
@@ -118,9 +129,13 @@ class RunLedger:
         self._forget_unnamed(sender.node_rank, report)
         self._apply(sender.node_rank, report)
         now = self.places[sender.node_rank] = self._renewed(place, sender, report, at)
-        if place is not None and report.since and now.archive_answers & ~place.archive_answers:
+        if (
+            place is not None
+            and report.since
+            and now.archive_reporting_ranks & ~place.archive_reporting_ranks
+        ):
             self._asked.add(sender.node_rank)  # others may have been believed
-        if place is not None and place.archive_answers & ~now.archive_answers:
+        if place is not None and place.archive_reporting_ranks & ~now.archive_reporting_ranks:
             self._ask_all()
         self._know_world()
         self._advance()
@@ -132,13 +147,13 @@ class RunLedger:
 
     def _apply(self, node_rank: int, report: Report) -> None:
         self._ordered += 1
-        event = report.as_reported(node_rank, ordered=self._ordered)
+        event = report.to_ledger_event(node_rank, ordered=self._ordered)
         if any(Tier.ARCHIVE in rank.tiers and is_only_of_copies(rank) for rank in report.ranks):
             version = self._answered(node_rank)
             ranks = (found for rank in report.ranks for found in self._of(node_rank, rank, version))
             event = replace(event, ranks=tuple(ranks))
-        self.core.take(event)
-        self.core.keep_archived(MOST_ARCHIVED)
+        self.core.apply_event(event)
+        self.core.trim_archived_steps(MOST_ARCHIVED)
 
     def _of(self, node_rank: int, reported: ReportedRanks, version: int) -> Iterator[RanksReport]:
         """What to believe of this entry; of each rank alone where it tells of the archive."""
@@ -153,7 +168,7 @@ class RunLedger:
     def _only_kept(self, node_rank: int, rank: int, report: ReportedRanks) -> bool:
         """As `is_only_of_copies`, but also right for a report of changes only."""
         return not any(
-            self.core.held(node_rank, tier) >> rank & 1
+            self.core.held_ranks_bitmap(node_rank, tier) >> rank & 1
             for tier in IN_POD
             if tier not in report.tiers or report.tiers[tier].gone is not None
         )
@@ -185,8 +200,13 @@ class RunLedger:
     ) -> NodeRankState:
         """The place after this report, which the ledger has already taken in."""
         before = place if report.since else None
-        held = {tier: self.core.held(sender.node_rank, tier) for tier in (*IN_POD, Tier.PEER)}
-        ranks = (before.ranks if before is not None else RankSets()).after(report.ranks, held)
+        held = {
+            tier: self.core.held_ranks_bitmap(sender.node_rank, tier)
+            for tier in (*IN_POD, Tier.PEER)
+        }
+        ranks = (before.ranks if before is not None else ReportedRankBitmaps()).after(
+            report.ranks, held
+        )
         epochs = (*before.epochs, *report.epochs) if before is not None else report.epochs
         if epochs == self.core.epochs:
             epochs = self.core.epochs  # one tuple for all places
@@ -201,13 +221,13 @@ class RunLedger:
                 self._ask_all()
                 if not local_stays:
                     self._answers.pop(node_rank, None)
-                    self.core.take(ReportLost(node_rank))
+                    self.core.apply_event(ReportedHoldingsLost(node_rank))
                     self._forget_epochs()
                 elif not place.gone:
                     self._memory_gone(node_rank)
                 return
 
-    def ask(self, node_rank: int) -> None:
+    def request_full_report(self, node_rank: int) -> None:
         """Ask this node rank for a whole report."""
         self._asked.add(node_rank)
 
@@ -217,28 +237,28 @@ class RunLedger:
         know."""
         self._asked.update(self.places)
 
-    def acknowledge(self, epoch: EpochId) -> None:
+    def acknowledge_fresh_start(self, epoch: EpochId) -> None:
         """A person confirms that this epoch rightly began at step 0."""
-        self.core.take(FreshStartAcknowledged(epoch))
+        self.core.apply_event(FreshStartAcknowledged(epoch))
 
     def _memory_gone(self, node_rank: int) -> None:
-        lost = {Tier.MEMORY: ReportedTier(answer=Answer.UNKNOWN)}
-        own = Ranks.of(each_rank(self.places[node_rank].own))
+        lost = {Tier.MEMORY: ReportedTier(answer=TierAnswer.UNKNOWN)}
+        own = Ranks.of(each_rank(self.places[node_rank].own_ranks))
         self._ordered += 1
         event = Reported(
             node_rank=node_rank,
             ranks=(RanksReport(ranks=own, tiers=lost),),
             sequence=self._ordered,
         )
-        self.core.take(event)
+        self.core.apply_event(event)
 
     def _forget_unnamed(self, node_rank: int, report: Report) -> None:
         """Remove the ranks that this node had and, after the scan of its volumes, no longer has."""
-        named = report.named
+        named = report.reported_ranks
         known = self._answers.get(node_rank, 0)
         if report.ready and not report.since:
             for rank in each_rank(known & ~named):
-                self.core.take(ReportLost(node_rank, rank))
+                self.core.apply_event(ReportedHoldingsLost(node_rank, rank))
             known = 0
         self._answers[node_rank] = known | named
 
@@ -263,7 +283,7 @@ class RunLedger:
         node rank `but` does not count."""
         found = 0
         for at, place in self.places.items():
-            found |= place.archive_answers if at != but and not place.gone else 0
+            found |= place.archive_reporting_ranks if at != but and not place.gone else 0
         return found
 
     def _know_world(self) -> None:
@@ -279,12 +299,12 @@ class RunLedger:
     def _advance(self) -> None:
         """Renew `progress`: the newest step that all ranks staged, or else the step that the newest
         epoch went on from."""
-        current = self.core.lineage.current
+        current = self.core.lineage.current_epoch
         if current is None:
             return
         staged = self._staged(current)
         if staged is None:
-            parent = self.core.parent(current)
+            parent = self.core.find_parent_step(current)
             staged = parent.step if parent else 0
         here = StepId(current, staged)
         # A new epoch always replaces the old one. If all records were lost, its number may be
@@ -296,7 +316,7 @@ class RunLedger:
     def _staged(self, epoch: EpochId) -> int | None:
         """The newest step of this epoch such that each rank of the world has staged it or a newer
         one; None if some rank has staged none."""
-        by_step = self.places.staged(epoch)
+        by_step = self.places.map_staged_steps_to_ranks(epoch)
         everybody = functools.reduce(operator.or_, by_step.values(), 0)
         if not self.world or everybody.bit_count() < self.world:
             return None
@@ -309,7 +329,7 @@ class RunLedger:
 
     # --- asking --------------------------------------------------------------------------
 
-    def follows(self, node_rank: int, pod: str) -> int:
+    def get_last_sequence(self, node_rank: int, pod: str) -> int:
         """The sequence of this pod's last report, if all that it reported since its start is known.
         0: its next report must be whole."""
         place = self.places.get(node_rank)
@@ -328,9 +348,13 @@ class RunLedger:
         """Whether all ranks have been reported, and all reporting pods that exist have scanned
         their volumes."""
         there = self.places
-        return self.world is not None and there.settled and there.own.once.bit_count() >= self.world
+        return (
+            self.world is not None
+            and there.are_reports_complete
+            and there.own.once.bit_count() >= self.world
+        )
 
-    def committed(self) -> StepId | None:
+    def find_newest_committed(self) -> StepId | None:
         """The newest step that is durable on every rank, as far as reports show now."""
         return self.core.watermark(Tier.LOCAL)
 
@@ -338,7 +362,7 @@ class RunLedger:
         """All steps that are durable on every rank, oldest first."""
         return self.core.committed(Tier.LOCAL)
 
-    def restorable(self) -> StepId | None:
+    def find_newest_restorable_step(self) -> StepId | None:
         """The newest step that all ranks could restore now, each from any tier."""
         return self.core.watermark(Tier.MEMORY)
 
@@ -356,24 +380,24 @@ class RunLedger:
     def newest_archived(self) -> StepId | None:
         return self.core.watermark(Tier.ARCHIVE)
 
-    def plan(self) -> StepId | None:
+    def find_restart_step(self) -> StepId | None:
         """The step that a restart would restore; None if that is uncertain, or if there is none."""
-        plan = None if self.world is None else self.core.next_step(range(self.world))
+        plan = None if self.world is None else self.core.find_restore_step(range(self.world))
         return plan if isinstance(plan, StepId) else None
 
-    def node_loss_outcome(self) -> Safety:
+    def node_loss_outcome(self) -> NodeLossOutcome:
         """What the loss of one node would leave."""
         if self._safety is None or self._safety[0] != self._changes:
             self._safety = self._changes, self._judge()
         return self._safety[1]
 
-    def _judge(self) -> Safety:
+    def _judge(self) -> NodeLossOutcome:
         archived = self.newest_archived()
         judged = [*self._judged(self._drives())]
         left = least_restart_step(judged)
         pods = {rank: place.pod for rank, place in self.places.items() if not place.gone}
         pod = least_restart_step(self._judged(pods))
-        return Safety(
+        return NodeLossOutcome(
             step=archived if left is None else left,
             pod=archived if pod is None else pod,
             archived=archived,
@@ -398,8 +422,8 @@ class RunLedger:
         drives, lenders = self._drives(), None if twins else ()
         whole = (
             step_id
-            for step_id in reversed(self.core.steps)
-            if self.core.lineage.restorable(step_id)
+            for step_id in reversed(self.core.held_steps)
+            if self.core.lineage.is_restorable(step_id)
             and self._sole(step_id, drives, lenders)[0] is not None
         )
         newest = next(whole, None), self.newest_archived()
@@ -433,7 +457,7 @@ class RunLedger:
         by_twins = {name: ranks | lent.get(name, 0) for name, ranks in own.items()}
         return sole_nodes(by_twins, world=world), sole
 
-    def _on_drives(self, step_id: StepId) -> Iterator[HeldImages]:
+    def _on_drives(self, step_id: StepId) -> Iterator[StepImagesAtPlace]:
         """Each copy of the step on a drive."""
         return (
             held for held in self.core.copies(step_id) if held.place[1] in (Tier.LOCAL, Tier.PEER)
@@ -447,22 +471,24 @@ class RunLedger:
         """
         gone = self.core.expendable(Tier.LOCAL, self._keep)
         kept = (
-            refuge_steps({step_id: of for step_id, of, _ in self._judged(self._drives())})
+            find_steps_surviving_loss(
+                {step_id: of for step_id, of, _ in self._judged(self._drives())}
+            )
             if gone
             else ()
         )
         return tuple(step_id for step_id in gone if step_id not in kept)
 
-    def local(self, node_rank: int) -> set[StepId]:
+    def list_steps_on_node_volumes(self, node_rank: int) -> set[StepId]:
         """Steps of which this node rank has a shard on its volumes."""
         place = self.places.get(node_rank)
         if place is None or place.gone:
             return set()
         return {step_id for step_id, _ in self.core.copies_of_node(node_rank, Tier.LOCAL)}
 
-    def common(self, node_rank: int, tier: Tier) -> Iterator[StepId]:
+    def list_node_complete_steps(self, node_rank: int, tier: Tier) -> Iterator[StepId]:
         """Steps that all ranks of this place's own hold on this tier."""
-        own = self.places[node_rank].own
+        own = self.places[node_rank].own_ranks
         return (
             step_id
             for step_id, held in self.core.copies_of_node(node_rank, tier)
@@ -482,11 +508,11 @@ class RunLedger:
                 return step_id.step
         return -1
 
-    def alive(self) -> int:
+    def count_live_ranks(self) -> int:
         """How many ranks have a trainer."""
         return self.places.alive.once.bit_count()
 
-    def drives(self, node_rank: int) -> Iterator[StepId]:
+    def find_steps_on_drives(self, node_rank: int) -> Iterator[StepId]:
         """Steps of which this place's drives hold any image, its own or a copy."""
         for tier in (Tier.LOCAL, Tier.PEER):
             yield from (step_id for step_id, _ in self.core.copies_of_node(node_rank, tier))

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Final
 
 from keepstep.core.commit_rule import each_rank
-from keepstep.core.ledger import RestartOutcome
+from keepstep.core.ledger import RestartAction
 from keepstep.leader.advisories import current_advisories
 from keepstep.leader.leader import Leader
-from keepstep.leader.node_rank import NodeRankState
-from keepstep.leader.orphaned_shards import OrphanedShard
+from keepstep.leader.node_rank_states import NodeRankState
+from keepstep.leader.orphaned_shards import NodeOrphanedShards
 from keepstep.leader.run_ledger import RunLedger
 from keepstep.spans import format_spans
-from keepstep.steps import NEAREST_FIRST, Answer, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, StepId, Tier, TierAnswer
 from keepstep.wire.run_reports import (
     LARGEST_BYTES,
     MOST_NODES,
@@ -38,7 +38,7 @@ def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
     """The run now. `sequence`: see `RunReport`; the first report has no record, because an earlier
     leader's is not known yet."""
     ledger, history, asked = leader.ledger, leader.history, leader.requests
-    asked.note_named_shards()
+    asked.note_orphans_for_operator()
     progress, commit = ledger.progress, history.commit
     step = progress.step if progress is not None else None
     behind = None if step is None else max(0, step - (commit.id.step if commit else 0))
@@ -52,7 +52,7 @@ def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
         leader=leader.life,
         sequence=sequence,
         world=ledger.world or 0,
-        alive=ledger.alive(),
+        alive=ledger.count_live_ranks(),
         known=len(ledger.places),
         missing=format_spans(_silent(leader, at)),
         without_library=format_spans(
@@ -60,7 +60,7 @@ def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
             for rank, place in ledger.places.items()
             if not place.gone and not place.sidecar.library
         ),
-        settled=leader.all_here,
+        settled=leader.have_all_members_reported,
         epochs=tuple(sorted(ledger.core.epochs, key=lambda epoch: epoch.id, reverse=True)),
         fresh=str(fresh or ""),
         origin=next(
@@ -76,7 +76,7 @@ def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
         certain=_is_certain(leader),
         archived=len(ledger.archived()),
         safe=LossOutcome(
-            restart=outlook.step if outlook.restart is RestartOutcome.GOES_ON else None,
+            restart=outlook.step if outlook.restart is RestartAction.GOES_ON else None,
             node=safe.step,
             pod=safe.pod,
             archived=safe.archived,
@@ -88,11 +88,11 @@ def build_run_report(leader: Leader, *, sequence: int, at: float) -> RunReport:
         library=_versions(place.sidecar.library for place in there),
         pinned=max((place.sidecar.pinned for place in there), default=""),
         refusals=max((place.sidecar.refusals for place in there), default=0),
-        restore_known=leader.restore_known(),
+        restore_known=leader.is_restore_step_known(),
         acknowledged=str(asked.fresh.acknowledged or ""),
         nodes=tuple(_nodes(leader, at)),
         recent=history.recent,
-        alarms=history.alarms(at=at),
+        alarms=history.list_recent_alarms(at=at),
         doubts=current_advisories(leader, behind=behind, at=at),
         record=_record(leader, at) if sequence > 1 else LeaderRecord(),
     )
@@ -148,7 +148,7 @@ def _stall(there: Iterable[NodeRankState]) -> SaveOverhead:
 
 def _silent(leader: Leader, at: float) -> Iterator[int]:
     """The node ranks that are not connected: since long, or since this leader began."""
-    for rank in leader.missing():
+    for rank in leader.list_unconnected_node_ranks():
         place = leader.ledger.places.get(rank)
         if place is None or at - place.reported_at >= SILENT_S:
             yield rank
@@ -166,7 +166,7 @@ def _nodes(leader: Leader, at: float) -> list[NodeReport]:
             pod=place.pod,
             node=place.node,
             state=_state(place, rank in silent),
-            ranks=format_spans(each_rank(place.own)),
+            ranks=format_spans(each_rank(place.own_ranks)),
             memory=None if place.gone else _newest(leader.ledger, rank, Tier.MEMORY),
             local=None if place.dropped else _newest(leader.ledger, rank, Tier.LOCAL),
             buddies=format_spans(ring.get(rank, ())),
@@ -184,7 +184,7 @@ def _state(place: NodeRankState, silent: bool) -> MemberState:
 
 def _newest(ledger: RunLedger, node_rank: int, tier: Tier) -> int | None:
     """Steps that a later epoch left behind do not count."""
-    held = ledger.common(node_rank, tier)
+    held = ledger.list_node_complete_steps(node_rank, tier)
     return max((step_id.step for step_id in held if not ledger.core.is_dead(step_id)), default=None)
 
 
@@ -198,7 +198,7 @@ def _holders_of(ledger: RunLedger, step_id: StepId | None) -> tuple[Tier, ...]:
     return tuple(
         tier
         for tier in NEAREST_FIRST
-        if ledger.core.holders(step_id, tier).bit_count() >= ledger.world
+        if ledger.core.compute_rank_mask_on_tier(step_id, tier).bit_count() >= ledger.world
     )
 
 
@@ -207,7 +207,10 @@ def _kept(leader: Leader) -> Iterator[KeptStep]:
     ledger, pins = leader.ledger, {*leader.pins.steps}
     archived = ledger.archived()[-_MOST_ARCHIVED:]
     for step_id in sorted({*archived, *(pins & {*ledger.commits()})}, reverse=True):
-        held = {tier: ledger.core.holders(step_id, tier).bit_count() for tier in NEAREST_FIRST[1:]}
+        held = {
+            tier: ledger.core.compute_rank_mask_on_tier(step_id, tier).bit_count()
+            for tier in NEAREST_FIRST[1:]
+        }
         world = max(held.values())
         yield KeptStep(
             step=str(step_id),
@@ -220,19 +223,23 @@ def _kept(leader: Leader) -> Iterator[KeptStep]:
 def _is_certain(leader: Leader) -> bool:
     """Whether a step that is not kept certainly does not exist: all have reported, and where there
     is an archive, it has answered."""
-    if not leader.all_here:
+    if not leader.have_all_members_reported:
         return False
     if leader.requests.policy.archive_every is None:
         return True
-    answers = {answer for place in leader.ledger.places.there() for answer in place.ranks.archive}
-    return Answer.UNKNOWN not in answers and bool(answers)
+    answers = {
+        answer
+        for place in leader.ledger.places.iterate_present_states()
+        for answer in place.ranks.archive
+    }
+    return TierAnswer.UNKNOWN not in answers and bool(answers)
 
 
 # --- the record ----------------------------------------------------------------------------------
 
 
 def _record(leader: Leader, at: float) -> LeaderRecord:
-    record = leader.history.record(_holders(leader), at=at)
+    record = leader.history.make_leader_record(_holders(leader), at=at)
     return replace(record, restore_from=leader.requests.restore_from)
 
 
@@ -240,12 +247,12 @@ def _holders(leader: Leader) -> tuple[NodeHoldings, ...]:
     """What each node holds on drives that outlive pods. Nodes that the run has left come first,
     because nothing else remembers what lies there."""
     places = leader.ledger.places
-    place_of = {bit: rank for rank, place in places.items() for bit in each_rank(place.own)}
+    place_of = {bit: rank for rank, place in places.items() for bit in each_rank(place.own_ranks)}
     by_node: dict[str, dict[int, NodeRankState]] = {}
     for node_rank, place in places.items():
         if place.stays and not place.dropped:
             by_node.setdefault(place.node, {})[node_rank] = place
-    left: dict[str, list[OrphanedShard]] = {}
+    left: dict[str, list[NodeOrphanedShards]] = {}
     for orphan in leader.ledger.orphans:
         by_node.setdefault(orphan.node, {})
         left.setdefault(orphan.node, []).append(orphan)
@@ -261,15 +268,15 @@ def _holder(
     node: str,
     places: dict[int, NodeRankState],
     place_of: dict[int, int],
-    left: Iterable[OrphanedShard],
+    left: Iterable[NodeOrphanedShards],
 ) -> NodeHoldings:
     """One node. `left`: the shards on it of places that are elsewhere now."""
-    steps = [step_id for rank in places for step_id in ledger.drives(rank)]
+    steps = [step_id for rank in places for step_id in ledger.find_steps_on_drives(rank)]
     newest = max((*steps, *(shard.step for shard in left)), default=None)
     own = {
         rank
         for rank, place in places.items()
-        if place.own and any(ledger.core.copies_of_node(rank, Tier.LOCAL))
+        if place.own_ranks and any(ledger.core.copies_of_node(rank, Tier.LOCAL))
     }
     copied = (rank for place in places.values() for rank in each_rank(place.ranks.copied))
     return NodeHoldings(

@@ -2,7 +2,7 @@
 
 Each round is one small `all_gather_object`; without torch.distributed, the one rank votes alone. A
 rank that fails still votes, with its error: otherwise the others would wait for it forever. Every
-rank comes to the same decision with the same pure function (`core.vote.choose_step`).
+rank comes to the same decision with the same pure function (`core.restore_vote.choose_step`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from keepstep.client.session import SidecarClient, SidecarSession
+from keepstep.core.restore_vote import (
+    Candidates,
+    Decision,
+    choose_step,
+    find_step_limit,
+    nothing_is_kept,
+)
 from keepstep.core.suspicion import WITHIN
-from keepstep.core.vote import Candidates, Decision, choose_step, nothing_is_kept, vote_limit
 from keepstep.errors import (
     CoverageError,
     KeepstepError,
@@ -33,13 +39,13 @@ from keepstep.errors import (
     UsageError,
     few,
 )
-from keepstep.restore.restore import RankRestore
+from keepstep.restore.rank_restore import RankRestore
 from keepstep.steps import Epoch, StepId, Tier
 from keepstep.wire.trainer import (
     CandidatesRequest,
     LeaseGranted,
-    RefusedRequest,
     RestoredRequest,
+    VoteRefusedRequest,
 )
 
 log = logging.getLogger("keepstep")
@@ -73,12 +79,12 @@ class AgreedEpoch(NamedTuple):
     restoring: RankRestore | None = None
 
     @property
-    def tier(self) -> Tier | None:
+    def rank_source_tier(self) -> Tier | None:
         """The tier from which this rank's bytes came."""
         return self.restoring.tier if self.restoring is not None else None
 
 
-class UnkeptRun(NamedTuple):
+class RunWithoutSidecar(NamedTuple):
     """There was nothing to restore, and nothing can be kept. `reason`: which ranks have no sidecar;
     '' if no rank has one."""
 
@@ -135,7 +141,7 @@ class Collective:
         *,
         meet: Callable[[Gather], None],
         begin_fresh: Callable[[Gather], None],
-    ) -> AgreedEpoch | UnkeptRun:
+    ) -> AgreedEpoch | RunWithoutSidecar:
         """Agree with all ranks on a step, and restore it.
 
         A step that some rank cannot restore is left out, and all ranks vote again. If some ranks
@@ -165,7 +171,7 @@ class Collective:
         self._check_same_step(ballots)
         if all(ballot.without for ballot in ballots):
             if self._step is None:
-                return UnkeptRun()
+                return RunWithoutSidecar()
             raise RestoreError(
                 f"going back to step {self._step} was asked for, but no rank has a sidecar"
                 " (KEEPSTEP_SOCKET is not set): start the training with `keepstep run -- ...`"
@@ -174,7 +180,7 @@ class Collective:
         votes = _votes(ballots)
         if reason := _without(ballots):
             if self._step is None and nothing_is_kept(votes):
-                return UnkeptRun(reason)
+                return RunWithoutSidecar(reason)
             raise RestoreError(f"this run may have steps, so it does not begin again: {reason}")
         if self._world > 1:
             meet(self._gather)
@@ -182,7 +188,7 @@ class Collective:
         failures: list[str] = []
         while True:
             decision = self._choose(votes, excluded, failures)
-            epoch = decision.epoch(ballots[0].nonce)
+            epoch = decision.make_epoch(ballots[0].nonce)
             for text in _news(decision, votes) if self._rank == 0 and not self._quiet else ():
                 log.warning("keepstep: %s [restore.step_chosen]", text)
             if decision.id is None:
@@ -205,7 +211,7 @@ class Collective:
         self, votes: list[Candidates], excluded: set[StepId], failures: list[str]
     ) -> Decision:
         try:
-            limit, exact = vote_limit(votes, self._step)
+            limit, exact = find_step_limit(votes, self._step)
             return choose_step(votes, excluded, limit=limit, exact=exact)
         except RestoreError as error:
             text = f"{error}. The last attempt: {'; '.join(failures)}" if failures else str(error)
@@ -222,7 +228,7 @@ class Collective:
         can avoid.
         """
         values: list[Any] = [None] * self._world
-        for stage in restoring.stages:
+        for stage in restoring.stage_functions:
             error, failure, value = None, None, None
             try:
                 value = stage(values)
@@ -245,11 +251,13 @@ class Collective:
             values = [value for value, _ in answers]
         return []
 
-    def announce(self, agreed: AgreedEpoch, *, seconds: float) -> None:
+    def report_epoch_to_sidecar(self, agreed: AgreedEpoch, *, seconds: float) -> None:
         """Tell the sidecar which epoch began. Raises SidecarError."""
         if self._session is None:
             raise KeepstepError("no sidecar")
-        begin_epoch(self._session, agreed.epoch, agreed.tier, seconds=seconds, asked=self._step)
+        report_epoch_begin(
+            self._session, agreed.epoch, agreed.rank_source_tier, seconds=seconds, asked=self._step
+        )
 
     def _ballot(self, connect: Connect) -> _Ballot:
         """Take this rank's lease, and ask what it could restore."""
@@ -358,18 +366,18 @@ def _without(ballots: list[_Ballot]) -> str:
 
 def ask_candidates(link: SidecarSession) -> Candidates:
     """What a rank's sidecar can bring, once it has looked at all tiers. Raises SidecarError."""
-    request = CandidatesRequest(lease=link.lease, timeout_s=_CANDIDATES_S)
+    request = CandidatesRequest(lease=link.lease_token, timeout_s=_CANDIDATES_S)
     return link.call_apart("/v1/candidates", request, Candidates, timeout_s=_CANDIDATES_S + 10)
 
 
 def report_refusal(link: SidecarSession, reason: str) -> None:
     """Tell the sidecar that the vote refused, for its status and reports. Raises nothing."""
-    request = RefusedRequest(lease=link.lease, reason=reason[:_REASON])
+    request = VoteRefusedRequest(lease=link.lease_token, reason=reason[:_REASON])
     with contextlib.suppress(KeepstepError):
         link.call_apart("/v1/refused", request, dict, timeout_s=_REFUSED_S)
 
 
-def begin_epoch(
+def report_epoch_begin(
     link: SidecarSession,
     epoch: Epoch,
     tier: Tier | None,
@@ -380,7 +388,7 @@ def begin_epoch(
     """Tell the sidecar which epoch begins, from which tier its parent step came, and the step that
     the script `asked` for. Raises SidecarError."""
     request = RestoredRequest(
-        lease=link.lease, epoch=epoch, tier=tier, seconds=seconds, asked=asked
+        lease=link.lease_token, epoch=epoch, tier=tier, seconds=seconds, asked=asked
     )
     link.call_apart("/v1/restored", request, dict, timeout_s=60.0)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from keepstep.errors import CoverageError, few
 from keepstep.image import Entry, FlatBox, Layout
-from keepstep.steps import base_name, shard_name
+from keepstep.steps import make_base_file_name, shard_name
 
 MAX_CELLS = 1 << 24
 """Coverage is counted on the grid of all cuts. A step whose boxes need a finer grid is refused."""
@@ -58,7 +58,7 @@ class SavedTensor:
     strides: tuple[int, ...] | None = None
 
     @cached_property
-    def rows(self) -> Tensor:
+    def box_rows(self) -> Tensor:
         """One row per saved box; the module describes the columns."""
         width = 2 + 2 * len(self.shape)
         if not self.numbers:
@@ -74,24 +74,24 @@ class SavedTensor:
         return numbers[0], numbers[1]
 
     @property
-    def ranks(self) -> Tensor:
+    def box_ranks(self) -> Tensor:
         """For each box, the rank whose image holds it."""
-        return self.rows[:, 0]
+        return self.box_rows[:, 0]
 
     @property
     def begins(self) -> Tensor:
         """For each box, its first byte in that image."""
-        return self.rows[:, 1]
+        return self.box_rows[:, 1]
 
     @property
-    def offsets(self) -> Tensor:
+    def box_offsets(self) -> Tensor:
         """The offsets of each box, one column per dimension."""
-        return self.rows[:, 2 : 2 + len(self.shape)]
+        return self.box_rows[:, 2 : 2 + len(self.shape)]
 
     @property
-    def sizes(self) -> Tensor:
+    def box_sizes(self) -> Tensor:
         """The sizes of each box, one column per dimension."""
-        return self.rows[:, 2 + len(self.shape) :]
+        return self.box_rows[:, 2 + len(self.shape) :]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +111,7 @@ class ImageIndex:
     left_out: tuple[int, ...] = ()
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
-    def find(self, name: str) -> SavedTensor | None:
+    def find_tensor(self, name: str) -> SavedTensor | None:
         """The tensor of that name, or the tensor that the name is tied to."""
         return self.tensors.get(self.aliases.get(name, name))
 
@@ -127,9 +127,9 @@ class IndexBuilder:
         self._conflicts: dict[str, str] = {}
         self._present: set[int] = set()
 
-    def add(self, layout: Layout) -> None:
+    def add_image(self, layout: Layout) -> None:
         """Add the image of one saved rank."""
-        self._present.add(layout.number)
+        self._present.add(layout.image_index)
         self._aliases.update(layout.aliases)
         tensors = self._tensors
         for entry in layout.entries.values():
@@ -138,9 +138,9 @@ class IndexBuilder:
             shape = spec.whole_shape
             if spec.flat is None:
                 at = spec.offsets or (0,) * len(shape)
-                row = array("q", (layout.number, entry.begin, *at, *spec.shape))
+                row = array("q", (layout.image_index, entry.begin, *at, *spec.shape))
             else:
-                row = array("q", _rows_of(spec.flat, entry, layout.number))
+                row = array("q", _rows_of(spec.flat, entry, layout.image_index))
             saved = tensors.get(name)
             if saved is None:
                 how = spec.dim_order, spec.device, spec.strides
@@ -148,7 +148,7 @@ class IndexBuilder:
             elif (saved.dtype, saved.shape) == (spec.dtype, shape):
                 saved.numbers.extend(row)
             else:
-                self._conflict(saved, spec.dtype, shape, layout.number)
+                self._conflict(saved, spec.dtype, shape, layout.image_index)
 
     def build(self, left_out: tuple[int, ...] = ()) -> ImageIndex:
         """The index. Nothing may be added afterwards."""
@@ -185,7 +185,9 @@ def _rows_of(flat: FlatBox, entry: Entry, number: int) -> Iterator[int]:
 
 def image_file_name(number: int, world: int) -> str:
     """The name of the file with an image (`Layout.number`), for messages."""
-    return shard_name(number, world) if number < world else base_name(number - world, world)
+    return (
+        shard_name(number, world) if number < world else make_base_file_name(number - world, world)
+    )
 
 
 class Box(NamedTuple):
@@ -210,8 +212,8 @@ def intersect_boxes(saved: SavedTensor, box: Box) -> tuple[Tensor, Tensor, Tenso
     part: `[low, high)` in the global tensor."""
     low = torch.tensor(box.offsets, dtype=torch.int64)
     high = low + torch.tensor(box.sizes, dtype=torch.int64)
-    lows = torch.maximum(saved.offsets, low)
-    highs = torch.minimum(saved.offsets + saved.sizes, high)
+    lows = torch.maximum(saved.box_offsets, low)
+    highs = torch.minimum(saved.box_offsets + saved.box_sizes, high)
     hit = (highs > lows).all(1).nonzero().squeeze(1)
     return hit, lows[hit], highs[hit]
 
@@ -233,7 +235,7 @@ class BoxCoverage(NamedTuple):
         return bool((self.counts <= 1).all())
 
     @property
-    def uniform(self) -> bool:
+    def is_evenly_covered(self) -> bool:
         """Whether every element is held equally often, as by whole replicas."""
         return bool((self.counts == self.counts.flatten()[0]).all())
 
@@ -241,7 +243,7 @@ class BoxCoverage(NamedTuple):
         """Boxes of cells that no saved box holds, as large as a greedy walk makes them."""
         return self._boxes(self.counts == 0)
 
-    def overlaps(self) -> Iterator[Box]:
+    def find_overlapping_boxes(self) -> Iterator[Box]:
         """Boxes of cells that are held more than once."""
         return self._boxes(self.counts > 1)
 
@@ -349,9 +351,9 @@ class FillPlan:
     def pieces(self) -> Iterator[Piece]:
         """All pieces."""
         yield from self.wholes
-        yield from self.parts()
+        yield from self.iterate_partial_pieces()
 
-    def parts(self) -> Iterator[Piece]:
+    def iterate_partial_pieces(self) -> Iterator[Piece]:
         """The rows as objects, made on demand."""
         for rows in self.columns.split(4096):
             for row in rows.tolist():
@@ -421,7 +423,7 @@ class _Planner:
     def add(self, number: int, request: TensorRequest) -> None:
         if request.box.empty:
             return
-        saved = self._index.find(request.name)
+        saved = self._index.find_tensor(request.name)
         if saved is None:
             self._problems.append(f"{request.name}: no image holds it")
             return
@@ -434,7 +436,7 @@ class _Planner:
             self.wholes.append(Piece(*only, number, whole, at, whole, at))
             return
         hit, lows, highs = intersect_boxes(saved, request.box)
-        order = (self._own_order if request.own else self._order)[saved.ranks[hit]]
+        order = (self._own_order if request.own else self._order)[saved.box_ranks[hit]]
         keep = _distinct(saved, hit, order)
         sizes = torch.tensor(request.box.sizes, dtype=torch.int64)
         if len(keep) != 1 or not bool((highs[keep][0] - lows[keep][0] == sizes).all()):
@@ -468,8 +470,8 @@ class _Planner:
         if found.has_no_overlap:
             return keep
         everyone = count_coverage(lows, highs, box)
-        if everyone is None or not (everyone.uniform or self._index.absent):
-            self._overlap(saved, hit, lows, highs, keep, next(found.overlaps()))
+        if everyone is None or not (everyone.is_evenly_covered or self._index.absent):
+            self._overlap(saved, hit, lows, highs, keep, next(found.find_overlapping_boxes()))
             return None
         return _needed(found, lows, highs, keep)
 
@@ -478,7 +480,7 @@ class _Planner:
     ) -> None:
         low = torch.tensor(box.offsets, dtype=torch.int64)
         inside = keep[((lows[keep] <= low) & (low < highs[keep])).all(1)]
-        ranks = saved.ranks[hit[inside]].tolist()
+        ranks = saved.box_ranks[hit[inside]].tolist()
         files = " and ".join(
             image_file_name(rank, self._index.world) for rank in ranks[:_RANKS_SHOWN]
         )
@@ -490,7 +492,7 @@ def _distinct(saved: SavedTensor, hit: Tensor, order: Tensor) -> Tensor:
     ordered = order.argsort(stable=True)
     if len(hit) < 2:
         return ordered
-    boxes = saved.rows[hit[ordered]][:, 2:]
+    boxes = saved.box_rows[hit[ordered]][:, 2:]
     if not boxes.shape[1]:
         return ordered[:1]
     _, groups = torch.unique(boxes, dim=0, return_inverse=True)
@@ -518,11 +520,11 @@ def _rows(
     saved: SavedTensor, number: int, box: Box, hit: Tensor, lows: Tensor, highs: Tensor
 ) -> Tensor:
     head = torch.stack(
-        [saved.ranks[hit], saved.begins[hit], torch.full((len(hit),), number)], dim=1
+        [saved.box_ranks[hit], saved.begins[hit], torch.full((len(hit),), number)], dim=1
     )
-    low = lows - saved.offsets[hit]
+    low = lows - saved.box_offsets[hit]
     at = lows - torch.tensor(box.offsets, dtype=torch.int64)
-    return torch.cat([head, saved.sizes[hit], low, highs - lows, at], dim=1)
+    return torch.cat([head, saved.box_sizes[hit], low, highs - lows, at], dim=1)
 
 
 def _named(box: Box) -> str:
@@ -547,7 +549,7 @@ def _absent(index: ImageIndex) -> str:
 # column of a matrix has.
 
 
-class Block(NamedTuple):
+class NeededSubBox(NamedTuple):
     """A saved sub-box that lies wholly in a range of bytes, and the part of it that is needed.
 
     The sub-box begins at byte `begin` of the image and has the shape `sizes`. The needed part
@@ -561,7 +563,9 @@ class Block(NamedTuple):
     at: tuple[int, ...]
 
 
-def blocks_in_range(piece: Piece, element_bytes: int, begin: int, end: int) -> Iterator[Block]:
+def blocks_in_range(
+    piece: Piece, element_bytes: int, begin: int, end: int
+) -> Iterator[NeededSubBox]:
     """The blocks of `piece` in the bytes `[begin, end)` of the image, in byte order.
 
     Borders fall between elements: a tensor begins at a multiple of its element size.
@@ -583,11 +587,11 @@ def byte_range(piece: Piece, element_bytes: int) -> tuple[int, int]:
 
 def _walk(
     piece: Piece, element_bytes: int, begin: int, end: int, depth: int, at_byte: int
-) -> Iterator[Block]:
+) -> Iterator[NeededSubBox]:
     """The blocks of the sub-box `piece.sizes[depth:]` that begins at `at_byte`."""
     if depth == len(piece.sizes):
         if begin <= at_byte < end:
-            yield Block(at_byte, (), (), (), ())
+            yield NeededSubBox(at_byte, (), (), (), ())
         return
     low, extent = piece.low[depth], piece.extent[depth]
     row = math.prod(piece.sizes[depth + 1 :]) * element_bytes
@@ -601,7 +605,7 @@ def _walk(
         if cell < first:
             yield from _inside(piece, element_bytes, begin, end, depth, at_byte, cell)
     if first < last:
-        yield Block(
+        yield NeededSubBox(
             at_byte + first * row,
             (last - first, *piece.sizes[depth + 1 :]),
             (0, *piece.low[depth + 1 :]),
@@ -615,11 +619,11 @@ def _walk(
 
 def _inside(
     piece: Piece, element_bytes: int, begin: int, end: int, depth: int, at_byte: int, row: int
-) -> Iterator[Block]:
+) -> Iterator[NeededSubBox]:
     """The blocks of one row that a border cuts."""
     step = math.prod(piece.sizes[depth + 1 :]) * element_bytes
     for block in _walk(piece, element_bytes, begin, end, depth + 1, at_byte + row * step):
-        yield Block(
+        yield NeededSubBox(
             block.begin,
             (1, *block.sizes),
             (0, *block.low),

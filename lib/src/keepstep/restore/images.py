@@ -9,11 +9,11 @@ speed of memory; columns go through torch's strided copy.
 
 Ranks also lend each other images, over torch.distributed. A pod that is new has nothing, and
 without `peers` no sidecar serves another pod. But the ranks of one job can already reach each
-other: their training does. So the ranks whose sidecars together have the whole step (`core.vote`:
-the lenders) show its headers to all, and then send every chunk that a rank without them wants. This
-needs no port, no certificate and no operator, and works on any cluster (ADR 17). Each chunk goes to
-all ranks in one broadcast, because the ranks of a pod that is new usually want the same chunks. A
-lender sends only bytes that its sidecar has verified.
+other: their training does. So the ranks whose sidecars together have the whole step
+(`core.restore_vote`: the lenders) show its headers to all, and then send every chunk that a rank
+without them wants. This needs no port, no certificate and no operator, and works on any cluster
+(ADR 17). Each chunk goes to all ranks in one broadcast, because the ranks of a pod that is new
+usually want the same chunks. A lender sends only bytes that its sidecar has verified.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from keepstep.errors import (
 from keepstep.image import ControlPage, Layout, Parameters, check_control
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.restore.fill_plan import (
-    Block,
     FillPlan,
     ImageIndex,
     IndexBuilder,
+    NeededSubBox,
     Piece,
     blocks_in_range,
     byte_range,
@@ -61,17 +61,17 @@ from keepstep.restore.fill_plan import (
 from keepstep.state import accelerator
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
-    Chunk,
+    ChunkBufferRequest,
+    ChunkReadRequest,
     ChunkRun,
-    Chunks,
+    ChunksReady,
     ChunksRequest,
     Headers,
     HeadersRequest,
-    Source,
+    ImageSource,
+    SharedChunkBuffer,
     Sources,
     SourcesRequest,
-    Window,
-    WindowRequest,
 )
 
 log = logging.getLogger("keepstep")
@@ -132,9 +132,9 @@ class StepImages:
     ) -> None:
         """Map what can be mapped, and read all headers.
 
-        `timeout_s`: for one half of the window. `own`: see `alone`, mapped already. Raises
-        CoverageError if there is no image at all, SidecarError, and KeepstepError for a mapped file
-        that is not the expected image (`find` then asks for another copy).
+        `timeout_s`: for one half of the window. `own`: see `has_only_own_image`, mapped already.
+        Raises CoverageError if there is no image at all, SidecarError, and KeepstepError for a
+        mapped file that is not the expected image (`locate_step` then asks for another copy).
         """
         if not found.sources:
             raise CoverageError(f"step {found.id}: no image of it was found by this rank's sidecar")
@@ -142,7 +142,7 @@ class StepImages:
         self.found = {source.rank: source for source in found.sources}
         self._id = found.id
         self._link = link
-        self._own = {mapping.layout.number: mapping for mapping in own}
+        self._own = {mapping.layout.image_index: mapping for mapping in own}
         self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._skeletons: dict[int, str] = {}
@@ -152,8 +152,8 @@ class StepImages:
         self._window: WindowReader | None = None
         builder = IndexBuilder(found.world)
         for layout in self._layouts():
-            builder.add(layout)
-            self._extras_begin[layout.number] = layout.extras_begin
+            builder.add_image(layout)
+            self._extras_begin[layout.image_index] = layout.extras_begin
             if layout.is_base:
                 continue
             self._skeletons[layout.rank] = layout.skeleton
@@ -174,8 +174,8 @@ class StepImages:
         refers."""
         own = (slot,) if base is None else (slot, base)
         sources = tuple(
-            Source(
-                rank=mapping.layout.number,
+            ImageSource(
+                rank=mapping.layout.image_index,
                 tier=Tier.MEMORY,
                 bytes=mapping.layout.size_bytes,
                 extras_bytes=control.extras_bytes if mapping is slot else 0,
@@ -183,15 +183,17 @@ class StepImages:
             )
             for mapping in own
         )
-        return cls(link, Sources(id=control.id, world=slot.layout.world, sources=sources), own=own)
+        return cls(
+            link, Sources(id=control.step_id, world=slot.layout.world, sources=sources), own=own
+        )
 
     @property
-    def alone(self) -> bool:
+    def has_only_own_image(self) -> bool:
         """Whether there is only this rank's own image, because it has everything that is needed."""
         return bool(self._own)
 
     @classmethod
-    def find(
+    def locate_step(
         cls,
         link: SidecarSession,
         step_id: StepId,
@@ -207,7 +209,7 @@ class StepImages:
         """
         bad: tuple[str, ...] = ()
         while True:
-            request = SourcesRequest(lease=link.lease, id=step_id, bad=bad, every=every)
+            request = SourcesRequest(lease=link.lease_token, id=step_id, bad=bad, every=every)
             found = link.call_apart("/v1/sources", request, Sources, timeout_s=timeout_s)
             try:
                 return cls(link, found, timeout_s)
@@ -222,7 +224,7 @@ class StepImages:
                 bad = (*bad, error.path)
 
     @property
-    def nearness(self) -> list[int]:
+    def nearness_by_rank(self) -> list[int]:
         """Per saved rank, for the planner: a mapped image is nearest."""
         near = [0] * (2 * self.index.world)  # images, then their bases
         for rank, source in self.found.items():
@@ -233,7 +235,7 @@ class StepImages:
         """The bytes of a mapped image; None for an image that is read in chunks."""
         return self._mapped.get(rank)
 
-    def stand_in(self, rank: int) -> int:
+    def choose_source_rank(self, rank: int) -> int:
         """The saved rank whose values a running rank takes: its own number (modulo the saved world)
         if that image was found, else a twin's, else the lowest rank that was found."""
         rank %= self.index.world
@@ -250,18 +252,18 @@ class StepImages:
         """The header of a saved rank's image, compressed."""
         flat = self.mapped_bytes(rank)
         if flat is None:
-            request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=(rank,))
+            request = HeadersRequest(lease=self._link.lease_token, id=self._id, ranks=(rank,))
             answer = self._link.call_apart("/v1/headers", request, Headers, timeout_s=_CALL_S)
             return base64.b64decode(answer.headers[0])
         view = memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
         return zlib.compress(Layout.parse(view, size_bytes=len(view)).header, 1)
 
-    def parameters(self, rank: int, optimizer: str) -> Parameters:
+    def read_optimizer_parameters(self, rank: int, optimizer: str) -> Parameters:
         """The parameters of an optimizer, from a saved rank's image; none if the component was no
         optimizer there."""
         return self._parameters[rank].get(optimizer, ())
 
-    def all_parameters(self, optimizer: str) -> Parameters:
+    def list_optimizer_parameters(self, optimizer: str) -> Parameters:
         """The parameters of an optimizer in all images; each distinct list appears once."""
         rows = {id(parameter): parameter for parameter in self._parameters.values()}
         return tuple(
@@ -277,7 +279,7 @@ class StepImages:
         chunks = range(begin // CHUNK_BYTES, -(-(begin + size) // CHUNK_BYTES))
         parts = []
         for chunk, frame in self.iter_chunks(
-            Chunk(rank=rank, chunk=chunk, frame=0) for chunk in chunks
+            ChunkReadRequest(rank=rank, chunk=chunk, frame=0) for chunk in chunks
         ):
             first = max(begin - chunk.chunk * CHUNK_BYTES, 0)
             last = min(begin + size - chunk.chunk * CHUNK_BYTES, CHUNK_BYTES)
@@ -295,10 +297,10 @@ class StepImages:
         for first in chunks:
             yield from self._reader().iter_chunks(chain((first,), chunks))
 
-    def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
+    def set_chunk_stream(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
         """What was `requested` comes from these chunks."""
 
-    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+    def announce_needed_chunks(self, runs: tuple[ChunkRun, ...]) -> None:
         """Announce the chunks that will be requested, in this order.
 
         The sidecar then reads a chunk only once, even if several ranks of the node want it. Raises
@@ -307,7 +309,7 @@ class StepImages:
         if runs:
             self._reader().announce(runs)
 
-    def retract_announcement(self) -> None:
+    def announce_no_more_chunks(self) -> None:
         """Say that no more chunks will be requested, so that no other rank waits for this one."""
         if self._window is not None:
             with contextlib.suppress(KeepstepError):
@@ -331,7 +333,7 @@ class StepImages:
         for at in range(0, len(distant), _HEADERS_AT_ONCE):
             yield from self._headers(distant[at : at + _HEADERS_AT_ONCE])
 
-    def _map(self, source: Source) -> Layout:
+    def _map(self, source: ImageSource) -> Layout:
         if (own := self._own.get(source.rank)) is not None:
             self._mapped[source.rank] = torch.frombuffer(own.memory, dtype=torch.uint8)
             return own.layout
@@ -349,7 +351,7 @@ class StepImages:
         return layout
 
     def _headers(self, ranks: Sequence[int]) -> Iterator[Layout]:
-        request = HeadersRequest(lease=self._link.lease, id=self._id, ranks=tuple(ranks))
+        request = HeadersRequest(lease=self._link.lease_token, id=self._id, ranks=tuple(ranks))
         answer = self._link.call_apart("/v1/headers", request, Headers, timeout_s=_CALL_S)
         for rank, text in zip(ranks, answer.headers, strict=True):
             layout = Layout.parse(zlib.decompress(base64.b64decode(text)))
@@ -357,9 +359,10 @@ class StepImages:
             yield layout
 
     def _check_rank(self, layout: Layout, rank: int) -> None:
-        if layout.number != rank:
+        if layout.image_index != rank:
             raise FormatError(
-                f"step {self._id}: the image of rank {layout.number} was given as that of {rank}"
+                f"step {self._id}: the image of rank {layout.image_index} was given as that of"
+                f" {rank}"
             )
 
 
@@ -370,17 +373,19 @@ class WindowReader:
     def __init__(
         self, link: SidecarSession, step_id: StepId, *, timeout_s: float = CHUNKS_S
     ) -> None:
-        request = WindowRequest(lease=link.lease, frames=FRAMES)
-        window = link.call_apart("/v1/window", request, Window, timeout_s=_CALL_S)
+        request = ChunkBufferRequest(lease=link.lease_token, frames=FRAMES)
+        window = link.call_apart("/v1/window", request, SharedChunkBuffer, timeout_s=_CALL_S)
         self._link, self._id, self._timeout_s = link, step_id, timeout_s
         self._half = max(1, window.frames // 2)
         self._frame_bytes = window.frame_bytes
         self._flat, _ = map_image(window.path)
 
     def announce(self, runs: tuple[ChunkRun, ...]) -> None:
-        """See `StepImages.announce`."""
-        request = ChunksRequest(lease=self._link.lease, id=self._id, chunks=(), announced=runs)
-        self._link.call_apart("/v1/chunks", request, Chunks, timeout_s=_CALL_S)
+        """See `StepImages.announce_needed_chunks`."""
+        request = ChunksRequest(
+            lease=self._link.lease_token, id=self._id, chunks=(), announced=runs
+        )
+        self._link.call_apart("/v1/chunks", request, ChunksReady, timeout_s=_CALL_S)
 
     def iter_chunks(self, requests: Iterable[W]) -> Iterator[tuple[W, Tensor]]:
         """See `StepImages.iter_chunks`. Leaves no request behind, even if the caller stops
@@ -409,13 +414,13 @@ class WindowReader:
 
     def _fetch(self, batch: list[W], first: int) -> None:
         chunks = tuple(
-            Chunk(rank=chunk.rank, chunk=chunk.chunk, frame=frame)
+            ChunkReadRequest(rank=chunk.rank, chunk=chunk.chunk, frame=frame)
             for frame, chunk in enumerate(batch, first)
         )
         request = ChunksRequest(
-            lease=self._link.lease, id=self._id, chunks=chunks, timeout_s=self._timeout_s
+            lease=self._link.lease_token, id=self._id, chunks=chunks, timeout_s=self._timeout_s
         )
-        self._link.call_apart("/v1/chunks", request, Chunks, timeout_s=self._timeout_s + 10)
+        self._link.call_apart("/v1/chunks", request, ChunksReady, timeout_s=self._timeout_s + 10)
 
 
 def map_image(path: str) -> tuple[Tensor, memoryview]:
@@ -441,12 +446,12 @@ _MOVES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLoad:
+class NeededChunkBlocks:
     """What is needed from one chunk: pairs of the number of a wanted tensor and a block."""
 
     rank: int
     chunk: int
-    parts: list[tuple[int, Block]] = field(default_factory=list)
+    parts: list[tuple[int, NeededSubBox]] = field(default_factory=list)
 
 
 def fill_targets(
@@ -475,9 +480,11 @@ def fill_targets(
     return total
 
 
-def chunk_loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Iterator[ChunkLoad]:
+def chunk_loads(
+    pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]
+) -> Iterator[NeededChunkBlocks]:
     """The chunks that hold `pieces`, each once. `pieces` come in the order of the files."""
-    current: ChunkLoad | None = None
+    current: NeededChunkBlocks | None = None
     for piece in pieces:
         size = dtypes[piece.request].itemsize
         begin, end = byte_range(piece, size)
@@ -490,13 +497,13 @@ def chunk_loads(pieces: Iterable[Piece], dtypes: Sequence[torch.dtype]) -> Itera
             if current is None or (current.rank, current.chunk) != (piece.rank, chunk):
                 if current is not None:
                     yield current
-                current = ChunkLoad(piece.rank, chunk)
+                current = NeededChunkBlocks(piece.rank, chunk)
             current.parts.extend((piece.request, part) for part in parts)
     if current is not None:
         yield current
 
 
-def chunk_runs(
+def list_chunks_in_plan_order(
     plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
 ) -> tuple[ChunkRun, ...]:
     """The chunks that `fill_targets` will ask for, in its order."""
@@ -511,10 +518,11 @@ def chunk_runs(
 
 def _distant(
     plan: FillPlan, dtypes: Sequence[torch.dtype], images: ImageBytes
-) -> Iterator[ChunkLoad]:
+) -> Iterator[NeededChunkBlocks]:
     """What is needed of images that are not mapped."""
     return chunk_loads(
-        (part for part in plan.parts() if images.mapped_bytes(part.rank) is None), dtypes
+        (part for part in plan.iterate_partial_pieces() if images.mapped_bytes(part.rank) is None),
+        dtypes,
     )
 
 
@@ -529,7 +537,7 @@ def copy_view(target: Tensor, source: Tensor) -> int:
     return size
 
 
-def block_view(flat: Tensor, dtype: torch.dtype, block: Block, origin: int) -> Tensor:
+def block_view(flat: Tensor, dtype: torch.dtype, block: NeededSubBox, origin: int) -> Tensor:
     """The needed part of a block, as a view of bytes that begin at byte `origin` of the image."""
     begin = block.begin - origin
     size = math.prod(block.sizes) * dtype.itemsize
@@ -542,7 +550,7 @@ def _is_move(target: Tensor, source: Tensor) -> bool:
     return same and copying.is_plain(target) and copying.is_plain(source)
 
 
-def _place(target: Tensor, block: Block) -> Tensor:
+def _place(target: Tensor, block: NeededSubBox) -> Tensor:
     return _narrow(target, block.at, block.extent)
 
 
@@ -576,7 +584,7 @@ def _mapped(
         if is_whole and plain[piece.request] and target.dtype == dtype:
             moves.append(copying.MemoryMove(target.data_ptr(), flat.data_ptr() + piece.begin, size))
         else:
-            whole = Block(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
+            whole = NeededSubBox(piece.begin, piece.sizes, piece.low, piece.extent, piece.at)
             part, source = _place(target, whole), block_view(flat, dtype, whole, 0)
             if _is_move(part, source):
                 moves.append(copying.MemoryMove(part.data_ptr(), source.data_ptr(), size))
@@ -591,19 +599,19 @@ def _mapped(
     return total
 
 
-class LentStep(NamedTuple):
+class LentStepMetadata(NamedTuple):
     """What a lender shows of a step. `images`: for each image the source, the compressed header,
     and the bytes of everything that is not a tensor."""
 
     world: int = 0
     left_out: tuple[int, ...] = ()
-    images: tuple[tuple[Source, bytes, bytes], ...] = ()
+    images: tuple[tuple[ImageSource, bytes, bytes], ...] = ()
 
 
-def lend_images(images: StepImages) -> LentStep:
+def lend_images(images: StepImages) -> LentStepMetadata:
     """What this rank lends."""
     found = images.sources
-    return LentStep(
+    return LentStepMetadata(
         found.world,
         found.left_out,
         tuple(
@@ -613,11 +621,11 @@ def lend_images(images: StepImages) -> LentStep:
     )
 
 
-class LentImages(StepImages):
+class ImagesLentByRanks(StepImages):
     """The images that the lenders showed. `requested`: the chunks that this rank's plan needs."""
 
     def __init__(
-        self, link: SidecarSession, step_id: StepId, shown: Sequence[LentStep | None]
+        self, link: SidecarSession, step_id: StepId, shown: Sequence[LentStepMetadata | None]
     ) -> None:
         """`shown`: by running rank. Of several lenders of an image, the first lends it."""
         self._shown = {
@@ -642,7 +650,7 @@ class LentImages(StepImages):
             yield layout
 
     @property
-    def nearness(self) -> list[int]:
+    def nearness_by_rank(self) -> list[int]:
         """All are equally far: none is mapped here."""
         return [1] * (2 * self.index.world)
 
@@ -650,11 +658,11 @@ class LentImages(StepImages):
         """The bytes of everything in a saved rank's image that is not a tensor."""
         return self._shown[rank][2]
 
-    def announce(self, runs: tuple[ChunkRun, ...]) -> None:
+    def announce_needed_chunks(self, runs: tuple[ChunkRun, ...]) -> None:
         """Note what the plan needs; the lenders hear of it with all other ranks."""
         self.requested = runs
 
-    def comes(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
+    def set_chunk_stream(self, chunks: Iterator[tuple[ChunkRun, Tensor]]) -> None:
         """From now on, `stream` reads these chunks: all that any rank wants, in order."""
         self._lent = chunks
 
@@ -671,12 +679,12 @@ class LentImages(StepImages):
             yield chunk, frame
 
 
-class Lending:
+class ChunkExchange:
     """One rank's part in the exchange of chunks, which all ranks go through together."""
 
     def __init__(
         self,
-        shown: Sequence[LentStep | None],
+        shown: Sequence[LentStepMetadata | None],
         *,
         rank: int,
         own: StepImages | None,
@@ -690,7 +698,7 @@ class Lending:
         }
         self._rank, self._own = rank, own
 
-    def chunks(self, runs: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
+    def iter_needed_chunks(self, runs: Iterable[ChunkRun]) -> Iterator[tuple[ChunkRun, Tensor]]:
         """Go through all chunks that any rank wants, in the same order on all ranks.
 
         Yields each with its bytes; the others only take part. Nothing here may raise before the
@@ -730,7 +738,7 @@ def _bytes_in(images: StepImages | None, chunks: Iterable[tuple[int, int]]) -> I
         return
     for distant, those in groupby(chunks, key=lambda chunk: images.mapped_bytes(chunk[0]) is None):
         if distant:
-            asked = (Chunk(rank=rank, chunk=chunk, frame=0) for rank, chunk in those)
+            asked = (ChunkReadRequest(rank=rank, chunk=chunk, frame=0) for rank, chunk in those)
             for _, frame in images.iter_chunks(asked):
                 yield _bytes_of(frame)
             continue

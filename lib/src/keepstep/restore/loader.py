@@ -1,9 +1,10 @@
 """Loads a step into modules, optimizers, dicts and schedulers; every restore goes this way.
 
-Tensors are found by name and box, in whatever images hold them: only in this rank's own image, if
-it fits (`alone`), else in those of all ranks that saved. Values (parameter groups, a scheduler's
-counters, plain dicts) come from the saved rank of the same number, or from its stand-in. Everything
-is compared before anything is changed: one MismatchError lists all differences.
+TensorRestorePlanner are found by name and box, in whatever images hold them: only in this rank's
+own image, if it fits (`is_only_saved_image`), else in those of all ranks that saved. Values
+(parameter groups, a scheduler's counters, plain dicts) come from the saved rank of the same
+number, or from its stand-in. Everything is compared before anything is changed: one MismatchError
+lists all differences.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import split_local_name
 from keepstep.image.codecs import ArrayForm
 from keepstep.restore.fill_plan import make_fill_plan
-from keepstep.restore.images import StepImages, chunk_runs, fill_targets
+from keepstep.restore.images import StepImages, fill_targets, list_chunks_in_plan_order
 from keepstep.restore.modules import ModuleLoader
-from keepstep.restore.optimizers import OptimizerLoader, group_numbers
+from keepstep.restore.optimizers import OptimizerLoader, parameter_numbers_by_group
 from keepstep.restore.targets import (
     ADVICE,
     Live,
     SavedTree,
-    Tensors,
-    plain_places,
+    TensorRestorePlanner,
+    iterate_non_view_tensors,
     raise_differences,
     target_of,
 )
-from keepstep.state.leaves import TakenState, formed_tensors
+from keepstep.state.leaves import TakenState, iterate_tensor_forms
 from keepstep.state.refill import put_back_component
-from keepstep.state.rng import can_take_state, is_generator
+from keepstep.state.rng import is_generator, is_state_compatible
 from keepstep.state.wrappers import is_zero, unwrap_module
 from keepstep.wire.trainer import ChunkRun
 
 
-class Loader(Tensors):
+class Loader(TensorRestorePlanner):
     """One rank's share of a restore.
 
     `plan` changes nothing, `unused` gives the saved names that it has no place for, `copy` fills
@@ -58,18 +59,18 @@ class Loader(Tensors):
         trusted: bool = False,
         kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reader`: see `plan.make`. `kept`: see `Tensors`."""
+        """`reader`: see `plan.make`. `kept`: see `TensorRestorePlanner`."""
         super().__init__(images, rank=rank, trusted=trusted, kept=kept)
         self._components, self._taken, self._reader = components, taken, reader
         self.rng: dict[str, Any] | None = None
         self.difference = ""
 
-    def plan(self, *, whole: bool = True) -> None:
+    def compare_and_plan(self, *, whole: bool = True) -> None:
         """Compare and plan. Raises MismatchError, CoverageError, FormatError, SidecarError.
 
         `whole` False: the step may have components that are not here, and the other way round.
         """
-        own = self._images.stand_in(self._rank)
+        own = self._images.choose_source_rank(self._rank)
         trees, live = self._trees_of(own), self._live()
         self._lives = {
             name: live[name] for name in live if isinstance(self._components[name], dict)
@@ -90,7 +91,7 @@ class Loader(Tensors):
                 self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
             elif whole:
                 self.note_diff(f"{name}: given to Checkpointer, but not in the checkpoint")
-        if self.alone:
+        if self.is_only_saved_image:
             for name in self._unused():
                 self.note_diff(_missing(name))
         raise_differences(self._differences)
@@ -98,13 +99,15 @@ class Loader(Tensors):
             self._requests,
             self._images.index,
             rank=self._rank,
-            nearness=self._images.nearness,
+            nearness=self._images.nearness_by_rank,
             reader=self._reader,
         )
         # announced before any rank begins to copy, so that the ranks of a node know of each other's
         # chunks
-        self._images.announce(
-            chunk_runs(self._plan, [target.dtype for target in self.targets], self._images)
+        self._images.announce_needed_chunks(
+            list_chunks_in_plan_order(
+                self._plan, [target.dtype for target in self.targets], self._images
+            )
         )
 
     def _unused(self) -> list[str]:
@@ -112,11 +115,11 @@ class Loader(Tensors):
         keyed = tuple(f"{name}." for name in self._components if not self._is_no_module(name))
         return sorted(name for name in self.names.unused if name.startswith(keyed))
 
-    def unused(self) -> bytes:
+    def compress_unused_names(self) -> bytes:
         """The saved names that a module here could hold and does not, compressed. Some other rank
         must have a place for each of them. Empty if this rank's own image was already compared with
         its state."""
-        if self.alone:
+        if self.is_only_saved_image:
             return b""
         return zlib.compress("\n".join(self._unused()).encode("utf-8", "surrogatepass"))
 
@@ -125,15 +128,15 @@ class Loader(Tensors):
 
         Raises SidecarError; some tensors have changed by then, see `images.fill_targets`.
         """
-        self._images.comes(lent)
+        self._images.set_chunk_stream(lent)
         try:
             with torch.no_grad():
                 return fill_targets(self._plan, self.targets, self._images)
         except BaseException:
-            self._images.retract_announcement()
+            self._images.announce_no_more_chunks()
             raise
 
-    def finish(self) -> None:
+    def load_components(self) -> None:
         """Hand each component its values."""
         for name, finish in self._finishers:
             _load(name, finish)
@@ -154,7 +157,7 @@ class Loader(Tensors):
         return {
             component: {
                 path: target_of(leaf, name)
-                for path, name in plain_places(node, self._taken.values)
+                for path, name in iterate_non_view_tensors(node, self._taken.values)
                 if (leaf := leaves.get(aliases.get(name, name))) is not None
             }
             for component, node in self._taken.skeleton[1]
@@ -187,31 +190,33 @@ class Loader(Tensors):
             self._optimizer(name, component, saved, live)
         elif isinstance(component, dict) or is_generator(component):
             tree = self._tree(saved, live)
-            if is_generator(component) and not can_take_state(component, tree):
+            if is_generator(component) and not is_state_compatible(component, tree):
                 self.note_diff(f"{name}: {_kind(tree)} in the checkpoint, {_kind(component)} here")
             self.refill.pair_objects(component, tree, whatever=True)
-            self.finish_with(name, lambda: put_back_component(name, component, tree, self.refill))
+            self.call_after_fill(
+                name, lambda: put_back_component(name, component, tree, self.refill)
+            )
         else:
             tree = self._tree(saved, {})
-            self.finish_with(
+            self.call_after_fill(
                 name, lambda: component.load_state_dict(self.refill.placed_object(tree))
             )
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, saved: SavedTree, live: Live
     ) -> None:
-        groups = group_numbers(saved.without_tensors())
+        groups = parameter_numbers_by_group(saved.without_tensors())
         if groups is None:  # a custom state_dict: only its load_state_dict can read it
             tree = self.build_part(
                 saved, saved.node, lambda path, tensor: self.new_tensor(tensor, live.get(path))
             )
-            self.finish_with(name, lambda: optimizer.load_state_dict(tree))
+            self.call_after_fill(name, lambda: optimizer.load_state_dict(tree))
         else:
             movable = not is_zero(self._components[name])
             loader = OptimizerLoader(
                 self, self._images, name, optimizer, self._components, movable=movable
             )
-            loader.plan(saved, groups, live, rank=self._images.stand_in(self._rank))
+            loader.plan(saved, groups, live, rank=self._images.choose_source_rank(self._rank))
 
     def _tree(self, saved: SavedTree, live: Live) -> Any:
         """A saved tree whose tensors are the live ones, filled in place, where possible, and new
@@ -219,13 +224,15 @@ class Loader(Tensors):
         values = saved.values
         arrays = {
             split_local_name(name)[0]
-            for name, form in formed_tensors(saved.node, values)
+            for name, form in iterate_tensor_forms(saved.node, values)
             if type(form) is ArrayForm
         }
         return self.build_part(
             saved,
             saved.node,
-            lambda path, name: self.kept(name, None if name in arrays else live.get(path)),
+            lambda path, name: self.reuse_or_create_tensor(
+                name, None if name in arrays else live.get(path)
+            ),
         )
 
 

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from keepstep.errors import UsageError, few
 from keepstep.image import split_local_name
-from keepstep.restore.targets import Live, Path, SavedTree, Target, Tensors
+from keepstep.restore.targets import Live, Path, SavedTree, TensorRestorePlanner, TensorTarget
 from keepstep.state import sharding
 from keepstep.state.leaves import (
     PLAIN_METADATA,
     Node,
     TakenState,
-    is_extra,
+    is_module_extra_state,
     is_wrapper,
+    iterate_inner_tensors,
     leaves_of,
-    plain_tensors,
 )
 from keepstep.state.wrappers import state_of_component, unwrap_module
 
@@ -37,7 +37,7 @@ _FILLED_IF_EQUAL = ("torch.nn.",)
 """Modules of torch whose own loading matters only where keys differ: older names or versions."""
 
 
-def own_prefixes(module: nn.Module) -> tuple[str, ...]:
+def find_custom_load_prefixes(module: nn.Module) -> tuple[str, ...]:
     """The prefixes of the keys of the outermost submodules that load in their own way. ('',): the
     whole module."""
     return _outermost(module, _FILLED + _FILLED_IF_EQUAL)
@@ -86,7 +86,7 @@ def _is_own(function: Any, filled: tuple[str, ...]) -> bool:
     return not (isinstance(origin, str) and origin.startswith(filled))
 
 
-def refused_keys(module: nn.Module, keys: Iterable[Any]) -> list[str]:
+def find_incompatible_keys(module: nn.Module, keys: Iterable[Any]) -> list[str]:
     """Those of the keys that a strict `load_state_dict` does not expect, and those that it misses,
     without the parts whose code decides that."""
     prefixes = _outermost(module, ())
@@ -116,8 +116,8 @@ def check_loads(taken: TakenState) -> None:
         module = unwrap_module(taken.components[name])
         if not isinstance(module, nn.Module) or node[0] != "d":
             continue
-        refused = refused_keys(module, (key for key, _ in node[1]))
-        if refused and (own_prefixes(module) or _has_more(module, node, taken)):
+        refused = find_incompatible_keys(module, (key for key, _ in node[1]))
+        if refused and (find_custom_load_prefixes(module) or _has_more(module, node, taken)):
             raise UsageError(
                 f"{name}: load_state_dict() refuses what state_dict() gives ({few(refused, 8)}), so"
                 " this could be kept, but never restored: name a component that gives only what is"
@@ -137,9 +137,9 @@ def _has_more(module: nn.Module, node: Node, taken: TakenState) -> bool:
 
 
 class ModuleLoader:
-    """Plans the restore of one module for a `Loader`, by its `Tensors`."""
+    """Plans the restore of one module for a `Loader`, by its `TensorRestorePlanner`."""
 
-    def __init__(self, tensors: Tensors, name: str, module: nn.Module) -> None:
+    def __init__(self, tensors: TensorRestorePlanner, name: str, module: nn.Module) -> None:
         self._tensors, self._name, self._module = tensors, name, module
         self._memory = {plain.data_ptr() for plain in _memory_of(module)}
         named = (
@@ -165,7 +165,11 @@ class ModuleLoader:
             key = path[0]
             if not self._loads(key) or key in whole:
                 self._tensor(path, here._replace(name=names.get(path, here.name)))
-            elif key not in nodes and len(path) == 1 and self._tensors.names.find(here.name):
+            elif (
+                key not in nodes
+                and len(path) == 1
+                and self._tensors.names.find_saved_tensor(here.name)
+            ):
                 self._given[key] = self._tensors.new_tensor(here.name, here)
         for key, node in nodes.items():
             if key not in whole and self._is_given(key, node, keys):
@@ -173,9 +177,9 @@ class ModuleLoader:
         self._values_elsewhere(nodes, live, keys)
         if self._given or self._prefixes:
             left = {key for key in keys if not self._loads(key)}
-            for key in refused_keys(self._module, left | self._given.keys()):
+            for key in find_incompatible_keys(self._module, left | self._given.keys()):
                 self._tensors.note_diff(f"{self._name}.{key}: load_state_dict() refuses it")
-            self._tensors.finish_with(self._name, lambda: self._finish(list(nodes), saved))
+            self._tensors.call_after_fill(self._name, lambda: self._finish(list(nodes), saved))
 
     def _loads(self, key: Any) -> bool:
         return str(key).startswith(self._prefixes)
@@ -185,10 +189,12 @@ class ModuleLoader:
     ) -> tuple[str, ...]:
         """What torch's own modules convert (older names, older versions) loads in its own way, too,
         where keys or shapes differ."""
-        found = own_prefixes(self._module)
+        found = find_custom_load_prefixes(self._module)
         if found == ("",):
             return found
-        differing = [str(key) for key in keys ^ nodes.keys()] if self._tensors.alone else []
+        differing = (
+            [str(key) for key in keys ^ nodes.keys()] if self._tensors.is_only_saved_image else []
+        )
         if not differing:
             return found
         more = (
@@ -198,16 +204,16 @@ class ModuleLoader:
         )
         return (*found, *(key for key in more if key not in found))
 
-    def _tensor(self, path: Path, here: Target) -> None:
+    def _tensor(self, path: Path, here: TensorTarget) -> None:
         """Plan for a live tensor that does not load in its own way."""
-        if is_extra(path):
+        if is_module_extra_state(path):
             return
         if self._is_own(here) or not here.tensor.numel():
-            self._tensors.fill(here)
+            self._tensors.plan_fill(here)
         elif len(path) == 1:  # made by a custom state_dict: load_state_dict can put it back
             self._given[path[0]] = self._tensors.new_tensor(here.name, here)
 
-    def _is_own(self, here: Target) -> bool:
+    def _is_own(self, here: TensorTarget) -> bool:
         """Whether it is the module's own memory, and no copy that a custom state_dict made."""
         return here.tensor.data_ptr() in self._memory
 
@@ -215,20 +221,20 @@ class ModuleLoader:
         """Whether `load_state_dict` gets what was saved under this key, and not the live tensor."""
         if self._loads(key):
             # of another world, a rank's image may have the keys of other parts of the model
-            return key in keys or self._tensors.alone or self._prefixes != ("",)
-        if key in self._given or (node[0] == "t" and not is_extra((key,))):
+            return key in keys or self._tensors.is_only_saved_image or self._prefixes != ("",)
+        if key in self._given or (node[0] == "t" and not is_module_extra_state((key,))):
             return False
-        if key not in keys and not is_extra((key,)):
-            if self._tensors.alone and node[0] == "v":
+        if key not in keys and not is_module_extra_state((key,)):
+            if self._tensors.is_only_saved_image and node[0] == "v":
                 self._tensors.note_diff(f"{self._name}.{key}: in the checkpoint, missing here")
             return False
-        if is_extra((key,)):
+        if is_module_extra_state((key,)):
             return True
         return key not in self._filled or any(leaf[0] == "v" for _, leaf in leaves_of(node))
 
     def _built(self, key: Any, node: Node, saved: SavedTree, live: Live) -> Any:
         def tensor(path: Path, name: str) -> Tensor | None:
-            here = None if is_extra(path) else live.get(path)
+            here = None if is_module_extra_state(path) else live.get(path)
             if here is not None and not self._loads(key) and self._is_own(here):
                 return here.live
             return self._tensors.new_tensor(name, here)
@@ -239,9 +245,9 @@ class ModuleLoader:
         self, nodes: Mapping[Any, Node], live: Live, keys: frozenset[Any]
     ) -> None:
         """Values (an extra state, for example) that only another saved rank has."""
-        tensors = {path[0] for path in live if not is_extra(path)}
+        tensors = {path[0] for path in live if not is_module_extra_state(path)}
         for key in sorted(keys - nodes.keys() - tensors - self._given.keys(), key=str):
-            found = self._tensors.find_elsewhere(self._name, key)
+            found = self._tensors.find_on_other_ranks(self._name, key)
             if found is not None:
                 self._given[key] = self._built(key, found[1], found[0], {})
             elif not self._loads(key):
@@ -274,5 +280,5 @@ def _keys_of(live: Live) -> set[Any]:
 def _memory_of(module: nn.Module) -> Iterator[Tensor]:
     """The plain tensors that hold the module's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
-        for _, plain in plain_tensors(tensor, ""):
+        for _, plain in iterate_inner_tensors(tensor, ""):
             yield sharding.local_tensor_of(plain) if sharding.is_dtensor(plain) else plain

@@ -20,9 +20,16 @@ from torch import Tensor, nn
 
 from keepstep.restore.fill_plan import SavedTensor
 from keepstep.restore.images import StepImages
-from keepstep.restore.targets import Live, Path, SavedTree, Target, Tensors, describe_saved
+from keepstep.restore.targets import (
+    Live,
+    Path,
+    SavedTree,
+    TensorRestorePlanner,
+    TensorTarget,
+    describe_saved,
+)
 from keepstep.state import sharding
-from keepstep.state.accelerator import device_of
+from keepstep.state.accelerator import parse_device_name
 from keepstep.state.leaves import Node
 from keepstep.state.refill import pair_generators, place_generators
 from keepstep.state.wrappers import unwrap_module
@@ -35,11 +42,11 @@ _Groups = Sequence[Sequence[int]]
 
 
 class OptimizerLoader:
-    """Plans the restore of one optimizer for a `Loader`, by its `Tensors`."""
+    """Plans the restore of one optimizer for a `Loader`, by its `TensorRestorePlanner`."""
 
     def __init__(
         self,
-        tensors: Tensors,
+        tensors: TensorRestorePlanner,
         images: StepImages,
         name: str,
         optimizer: torch.optim.Optimizer,
@@ -51,7 +58,7 @@ class OptimizerLoader:
         self._tensors, self._images, self._name, self._optimizer = tensors, images, name, optimizer
         self._movable = movable
         self._is_own = loads_in_its_own_way(optimizer)
-        self._names = parameter_names(components)
+        self._names = map_names_to_parameters(components)
         self._called: dict[int, list[str]] = {}
         for path, parameter in self._names.items():
             self._called.setdefault(id(parameter), []).append(path)
@@ -81,7 +88,7 @@ class OptimizerLoader:
                 # of no parameter: the optimizer chose the key
                 made = self._branch(saved, node, partial(_at, live, ("state", key)))
                 self._state.append((key, False, made))
-        if not self._tensors.alone:
+        if not self._tensors.is_only_saved_image:
             self._state_of_others(live)
         position = {at: number for number, at in numbers.items()}
         members = [self._members(at, position) for at in order]
@@ -99,7 +106,7 @@ class OptimizerLoader:
             if key not in ("state", "param_groups")
         }
         keys = list(branches)
-        self._tensors.finish_with(
+        self._tensors.call_after_fill(
             self._name, lambda: self._finish(keys, more, options, order, members, known)
         )
 
@@ -107,7 +114,7 @@ class OptimizerLoader:
 
     def _saved_names(self, rank: int) -> dict[int, str]:
         """The names of the saved parameters by their numbers, as the image of `rank` lists them."""
-        listed = self._images.parameters(rank, self._name)
+        listed = self._images.read_optimizer_parameters(rank, self._name)
         return {number: name for number, (name, _) in enumerate(listed)}
 
     def _check_parameters(
@@ -115,7 +122,7 @@ class OptimizerLoader:
     ) -> None:
         """Compare the parameters with those that any image lists, because each image may have only
         a part of them. This rank's own image alone must have all of them, and no others."""
-        shapes = dict(self._images.all_parameters(self._name))
+        shapes = dict(self._images.list_optimizer_parameters(self._name))
         for at, parameter in enumerate(self._parameters):
             names = self._called.get(id(parameter), [str(at)])
             saved_as = next((name for name in names if name in shapes), None)
@@ -128,7 +135,7 @@ class OptimizerLoader:
                     f"{self._name}: its parameter {saved_as}: {list(shapes[saved_as])} in the"
                     f" checkpoint, {list(parameter.shape)} here"
                 )
-        if self._tensors.alone:
+        if self._tensors.is_only_saved_image:
             for number in (index for group in groups for index in group if index not in numbers):
                 name = saved.get(number, number)
                 self._tensors.note_diff(
@@ -177,7 +184,7 @@ class OptimizerLoader:
     def _stored(self) -> Iterator[str]:
         """The names of saved state, without the prefix before the parameter's name."""
         prefix = f"{self._name}.state."
-        for name in sorted(self._tensors.names.bases):
+        for name in sorted(self._tensors.names.names_without_rank):
             if name.startswith(prefix):
                 yield name[len(prefix) :]
 
@@ -208,9 +215,9 @@ class OptimizerLoader:
                     f" {len(self._parameters)} parameters"
                 )
             elif at is not None and at not in self._found and at not in missing:
-                saved = self._tensors.names.find(f"{self._name}.state.{stored}")
+                saved = self._tensors.names.find_saved_tensor(f"{self._name}.state.{stored}")
                 assert saved is not None, "a name of the index itself"
-                missing[at] = int(saved.ranks.min())
+                missing[at] = int(saved.box_ranks.min())
         for at, rank in missing.items():
             self._from(rank, at, live)
 
@@ -228,7 +235,7 @@ class OptimizerLoader:
         return None
 
     def _from(self, rank: int, at: int, live: Live) -> None:
-        saved = self._tensors.tree(rank, self._name)
+        saved = self._tensors.find_saved_tree(rank, self._name)
         state = None if saved is None else dict(saved.branches_of(saved.node)).get("state")
         if saved is None or state is None:
             return
@@ -247,20 +254,20 @@ class OptimizerLoader:
             here = live.get(("state", at, *path))
             if here is not None:
                 return self._kept(name, here)
-            found = self._tensors.names.find(name)
+            found = self._tensors.names.find_saved_tensor(name)
             if found is None:
                 return self._tensors.fresh(name)  # notes the difference
             if sharded and self._is_unplaced(name, found, parameter):
                 return None
-            device = state_device(
+            device = choose_state_device(
                 found.device,
                 parameter.device,
                 home=home,
-                counter=path == ("step",) and not is_capturable(self._optimizer, at),
+                counter=path == ("step",) and not is_step_counter_on_device(self._optimizer, at),
             )
             # replicas of unsharded state are bit-equal, so all ranks of a node take the same one
             like = parameter if sharded else None
-            return self._tensors.made(found, device, like=like, own=sharded)
+            return self._tensors.make_tensor(found, device, like=like, own=sharded)
 
         self._found.add(at)
         self._state.append((at, True, self._tensors.build_part(saved, node, tensor)))
@@ -268,7 +275,7 @@ class OptimizerLoader:
     def _is_unplaced(self, name: str, saved: SavedTensor, parameter: Tensor) -> bool:
         """Whether it is unknown which part of this state belongs here. If so, a difference is
         noted."""
-        if self._tensors.alone or saved.shape in ((), tuple(parameter.shape)):
+        if self._tensors.is_only_saved_image or saved.shape in ((), tuple(parameter.shape)):
             return False
         self._tensors.note_diff(
             f"{name}: {describe_saved(saved)} in the checkpoint, for a parameter of"
@@ -277,22 +284,24 @@ class OptimizerLoader:
         )
         return True
 
-    def _branch(self, saved: SavedTree, node: Node, here: Callable[[Path], Target | None]) -> Any:
+    def _branch(
+        self, saved: SavedTree, node: Node, here: Callable[[Path], TensorTarget | None]
+    ) -> Any:
         """A part of the saved tree that holds no state of a parameter. `here`: the live tensor at
         a path in it; an option such as the learning rate may be a tensor."""
         return self._tensors.build_part(
             saved, node, lambda path, name: self._kept(name, here(path))
         )
 
-    def _kept(self, name: str, here: Target | None) -> Tensor | None:
+    def _kept(self, name: str, here: TensorTarget | None) -> Tensor | None:
         if self._is_own:
             return self._tensors.new_tensor(name, here)
-        return self._tensors.kept(name, here)
+        return self._tensors.reuse_or_create_tensor(name, here)
 
     def _home(self, parameter: Tensor) -> str | None:
         """The device of the parameter when it was saved; None if that is unknown."""
         for name in self._called.get(id(parameter), ()):
-            found = self._images.index.find(name)
+            found = self._images.index.find_tensor(name)
             if found is not None:
                 return found.device
         return None
@@ -306,7 +315,7 @@ class OptimizerLoader:
         members: Sequence[Sequence[Tensor]],
         known: Sequence[bool],
     ) -> None:
-        bring_in_order(self._optimizer, order, members)
+        reorder_to_checkpoint(self._optimizer, order, members)
         numbers = {
             id(tensor): at for at, tensor in enumerate(tensor for row in members for tensor in row)
         }
@@ -329,7 +338,7 @@ class OptimizerLoader:
         place_generators(self._tensors.refill, self._optimizer.param_groups, merged)
 
 
-def _at(live: Live, prefix: Path, path: Path) -> Target | None:
+def _at(live: Live, prefix: Path, path: Path) -> TensorTarget | None:
     return live.get((*prefix, *path))
 
 
@@ -348,7 +357,7 @@ def _is_number(stored: str) -> bool:
 # `Checkpointer` are known only by number.
 
 
-def bring_in_order(
+def reorder_to_checkpoint(
     optimizer: torch.optim.Optimizer, groups: Sequence[int], members: Sequence[Sequence[Tensor]]
 ) -> None:
     """Put the groups, and the parameters in them, into the order of the checkpoint.
@@ -368,7 +377,7 @@ def bring_in_order(
         optimizer.param_groups[:] = [live[at] for at in groups]
 
 
-def is_capturable(optimizer: torch.optim.Optimizer, number: int) -> bool:
+def is_step_counter_on_device(optimizer: torch.optim.Optimizer, number: int) -> bool:
     """Whether the step counter of that parameter lies, by convention, on the parameter's device."""
     for group in optimizer.param_groups:
         if number < len(group["params"]):
@@ -411,7 +420,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
             optimizer.state[owner] = _exact(value, optimizer.state[owner])
 
 
-def group_numbers(tree: Any) -> list[list[int]] | None:
+def parameter_numbers_by_group(tree: Any) -> list[list[int]] | None:
     """The numbers of the parameters in each group of an optimizer's tree, counted from 0. None if
     the tree does not have torch's format."""
     groups = tree.get("param_groups") if isinstance(tree, dict) else None
@@ -424,7 +433,7 @@ def group_numbers(tree: Any) -> list[list[int]] | None:
     return [row or [] for row in rows] if numbers == list(range(len(numbers))) else None
 
 
-def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
+def map_names_to_parameters(components: Mapping[str, Any]) -> dict[str, Tensor]:
     """All names (component name and name in the module) of all parameters of the modules."""
     return {
         f"{name}.{path}": parameter
@@ -434,7 +443,7 @@ def parameter_names(components: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def state_device(
+def choose_state_device(
     saved: str | None, parameter: torch.device, *, home: str | None, counter: bool
 ) -> torch.device:
     """The device for new state.
@@ -444,7 +453,9 @@ def state_device(
     """
     if saved is None or home is None:
         return _CPU if counter else parameter
-    return parameter if saved.partition(":")[0] == home.partition(":")[0] else device_of(saved)
+    return (
+        parameter if saved.partition(":")[0] == home.partition(":")[0] else parse_device_name(saved)
+    )
 
 
 def live_numbers(

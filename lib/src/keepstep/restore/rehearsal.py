@@ -6,8 +6,9 @@ first. It is named while the training still lives (`structure_of`, `structure_ch
 
 A component that loads in its own way may refuse its own state. That would show at the first restart
 only, and at every one after it. So, before the first step of a run, a deep copy of the component
-loads that state once, after it went through our encoding (`rehearse_loading`). The component itself
-is never loaded: a layer that notes "initialized" when it is loaded would keep its initial weights.
+loads that state once, after it went through our encoding (`check_state_round_trip`). The component
+itself is never loaded: a layer that notes "initialized" when it is loaded would keep its initial
+weights.
 
 What cannot be copied without touching what the script holds is not rehearsed: hooks that close over
 other objects, objects that hold a model or an optimizer, loaders, and copies that would take much
@@ -28,10 +29,17 @@ from torch import Tensor, nn
 
 from keepstep.errors import UsageError
 from keepstep.image import extras_codec
-from keepstep.restore.modules import own_prefixes
+from keepstep.restore.modules import find_custom_load_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
-from keepstep.state.leaves import PLAIN_METADATA, Node, TakenState, build_tree, is_extra, leaves_of
+from keepstep.state.leaves import (
+    PLAIN_METADATA,
+    Node,
+    TakenState,
+    build_tree,
+    is_module_extra_state,
+    leaves_of,
+)
 from keepstep.state.wrappers import is_known_component, unwrap_module
 
 COMPONENT = "a component"
@@ -73,10 +81,10 @@ def structure_changes(before: Structure, now: Structure) -> dict[str, str]:
 def _of_module(
     name: str, module: nn.Module, node: Node, lives: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    prefixes = own_prefixes(module)
+    prefixes = find_custom_load_prefixes(module)
     found = {}
     for path, leaf in leaves_of(node):
-        if not path or is_extra(path):
+        if not path or is_module_extra_state(path):
             continue
         shape = _shape(lives[leaf[1]]) if leaf[0] == "t" else "a value"
         if not prefixes or not str(path[0]).startswith(prefixes):
@@ -110,7 +118,7 @@ _UNCHANGED = (
 """What a hook may refer to without changing it."""
 
 
-def rehearse_loading(taken: TakenState, *, trusted: bool, models_only: bool = False) -> None:
+def check_state_round_trip(taken: TakenState, *, trusted: bool, models_only: bool = False) -> None:
     """Raise UsageError for a component whose `load_state_dict` refuses what its `state_dict` gave.
 
     `taken`: the state of the components, which are not asked again. `models_only`: only modules.
@@ -119,7 +127,7 @@ def rehearse_loading(taken: TakenState, *, trusted: bool, models_only: bool = Fa
         component = unwrap_module(taken.components[name])
         if not _loads_itself(component) or (models_only and not isinstance(component, nn.Module)):
             continue
-        before = rng.capture_generators()
+        before = rng.capture_all_generators()
         try:
             made = _copied(component)
             state = _given(component, taken, name, node, trusted=trusted)
@@ -146,7 +154,9 @@ def _loads_itself(component: Any) -> bool:
     """Whether code other than torch's own runs when it is loaded, on what it holds itself alone."""
     if isinstance(component, nn.Module | torch.optim.Optimizer):
         if isinstance(component, nn.Module):
-            itself = bool(own_prefixes(component)) and all(map(_is_plain, component.modules()))
+            itself = bool(find_custom_load_prefixes(component)) and all(
+                map(_is_plain, component.modules())
+            )
         else:
             itself = loads_in_its_own_way(component)
         return itself and not any(map(_reaches_out, _hooks(component)))
@@ -220,7 +230,7 @@ def _shared(component: Any) -> dict[int, Any]:
         return {id(param): param for group in component.param_groups for param in group["params"]}
     if not isinstance(component, nn.Module):
         return {}
-    prefixes = own_prefixes(component)
+    prefixes = find_custom_load_prefixes(component)
     tensors = (*component.named_parameters(), *component.named_buffers())
     return {id(tensor): tensor for name, tensor in tensors if not name.startswith(prefixes)}
 

@@ -20,30 +20,30 @@ from torch import Tensor
 
 from keepstep.client import copying
 from keepstep.errors import MismatchError, few
-from keepstep.image import FlatBox, Section, extras_codec, local_name, split_local_name
+from keepstep.image import FlatBox, TensorRole, add_rank_suffix, extras_codec, split_local_name
 from keepstep.image.codecs import ViewForm
 from keepstep.restore.fill_plan import Box, ImageIndex, SavedTensor, TensorRequest
 from keepstep.restore.images import StepImages
 from keepstep.state import sharding
-from keepstep.state.accelerator import device_of
+from keepstep.state.accelerator import parse_device_name
 from keepstep.state.leaves import (
     DTYPE_OF,
     Node,
     TensorLeaf,
     build_tree,
-    check_values,
+    check_values_exist,
+    decode_state_dict_metadata,
     empty_tensor,
     leaves_of,
-    metadata_of,
     parse_skeleton,
-    values_of,
+    values_from_extras,
 )
-from keepstep.state.refill import Refill
+from keepstep.state.refill import LiveObjectIndex
 
 _SHOWN = 20
 
 
-class Target(NamedTuple):
+class TensorTarget(NamedTuple):
     """A local tensor, and the box of the global tensor that it is. `shape`: of the global tensor.
 
     `name`: the name that the tensor would be saved under. `first`: the first of the names that are
@@ -66,21 +66,21 @@ class Target(NamedTuple):
         return self.tensor.shape == self.shape
 
 
-def target_of(leaf: TensorLeaf, name: str) -> Target:
+def target_of(leaf: TensorLeaf, name: str) -> TensorTarget:
     """The whole local part of a leaf, even if this rank stages only a part of it.
 
     `name` differs from the leaf's own name if the tensor is tied to another one.
     """
     first = split_local_name(leaf.name)[0]
-    return Target(
+    return TensorTarget(
         name=first if name == leaf.name else split_local_name(name)[0],
         first=first,
         tensor=leaf.whole,
         offsets=leaf.whole_offsets,
-        shape=tuple(leaf.whole.shape) if leaf.sharing is None else leaf.sharing.shape,
-        own=leaf.section is Section.REST,
+        shape=tuple(leaf.whole.shape) if leaf.sharing is None else leaf.sharing.full_shape,
+        own=leaf.section is TensorRole.REST,
         live=leaf.live,
-        flat=leaf.flat,
+        flat=leaf.flat_box,
     )
 
 
@@ -98,7 +98,7 @@ def boxes_of_tensor(
         at = end
 
 
-class NameFinder:
+class SavedTensorFinder:
     """Finds the saved tensor that a live tensor continues. `rank`: the saved rank whose own values
     this rank takes."""
 
@@ -113,17 +113,17 @@ class NameFinder:
                 self._locals.setdefault(base, []).append(owner)
 
     @property
-    def bases(self) -> set[str]:
+    def names_without_rank(self) -> set[str]:
         """All names, without ranks."""
         return {split_local_name(tensor)[0] for tensor in self._index.tensors}
 
     @property
     def unused(self) -> set[str]:
-        """Those of `bases` under which nothing was found."""
+        """Those of `names_without_rank` under which nothing was found."""
         left = {split_local_name(tensor)[0] for tensor in self._index.tensors.keys() - self._used}
         return left - {split_local_name(name)[0] for name in self._used} if left else left
 
-    def find(self, name: str, *, whole: bool = True) -> SavedTensor | None:
+    def find_saved_tensor(self, name: str, *, whole: bool = True) -> SavedTensor | None:
         """The saved tensor for a live one; None if there is none.
 
         `whole` is False if only a box of the tensor is wanted here and other ranks want other
@@ -131,10 +131,10 @@ class NameFinder:
         """
         owners = self._locals.get(name, ())
         own = whole and self._rank in owners
-        saved = self._index.find(local_name(name, self._rank)) if own else None
-        saved = saved or self._index.find(name)
+        saved = self._index.find_tensor(add_rank_suffix(name, self._rank)) if own else None
+        saved = saved or self._index.find_tensor(name)
         if saved is None and owners:
-            saved = self._index.find(local_name(name, min(owners)))
+            saved = self._index.find_tensor(add_rank_suffix(name, min(owners)))
         if saved is not None:
             self._used.add(saved.name)
         return saved
@@ -153,7 +153,7 @@ def describe_saved(saved: SavedTensor) -> str:
 Path = tuple[Any, ...]
 
 
-Live = dict[Path, Target]
+Live = dict[Path, TensorTarget]
 """The tensors of a component, by the keys that lead to them."""
 
 
@@ -175,7 +175,7 @@ class SavedTree:
         """The values that the tree's value nodes number. Raises FormatError for a number without a
         value."""
         values = self._load()
-        check_values(self.node, count=len(values))
+        check_values_exist(self.node, count=len(values))
         return values
 
     def branches_of(self, node: Node) -> Sequence[tuple[Any, Node]]:
@@ -210,7 +210,7 @@ def raise_differences(differences: Sequence[str]) -> None:
     )
 
 
-class Tensors:
+class TensorRestorePlanner:
     """Finds and makes the tensors that a restore fills, and notes what differs. A `Loader` plans
     by it for whole components."""
 
@@ -225,8 +225,8 @@ class Tensors:
         """`kept`: the decoded non-tensor part of this rank's own image, if it was decoded already.
         `targets`: the tensors to fill, each with its want."""
         self._images, self._rank, self._trusted = images, rank, trusted
-        self.names = NameFinder(images.index, images.stand_in(rank))
-        self.refill = Refill()
+        self.names = SavedTensorFinder(images.index, images.choose_source_rank(rank))
+        self.refill = LiveObjectIndex()
         self.targets: list[Tensor] = []
         self._requests: list[TensorRequest] = []
         self._finishers: list[tuple[str, Callable[[], None]]] = []
@@ -240,22 +240,22 @@ class Tensors:
         self._lives: dict[str, Live] = {}
 
     @property
-    def alone(self) -> bool:
+    def is_only_saved_image(self) -> bool:
         """Whether this rank's own image is the only one. It must then hold exactly what is here,
         and nothing else."""
-        return self._images.alone
+        return self._images.has_only_own_image
 
     def note_diff(self, text: str) -> None:
         """Note a difference between checkpoint and model."""
         self._differences.append(text)
 
-    def finish_with(self, name: str, finish: Callable[[], None]) -> None:
+    def call_after_fill(self, name: str, finish: Callable[[], None]) -> None:
         """Call `finish` once all tensors are filled. `name`: of the component."""
         self._finishers.append((name, finish))
 
-    def fill(self, here: Target) -> None:
+    def plan_fill(self, here: TensorTarget) -> None:
         """Plan to fill a module's tensor in place."""
-        saved = self.names.find(here.name, whole=here.whole)
+        saved = self.names.find_saved_tensor(here.name, whole=here.whole)
         first, other = self._first(here, here.name, saved)
         if first == here.name:
             self._request(here, saved)
@@ -263,12 +263,12 @@ class Tensors:
         elif saved is not None and self._are_two(saved, other):
             self.note_diff(f"{here.name}: one tensor with {first} here, but not in the checkpoint")
 
-    def kept(self, name: str, here: Target | None) -> Tensor | None:
+    def reuse_or_create_tensor(self, name: str, here: TensorTarget | None) -> Tensor | None:
         """The live tensor, to be filled in place, if it is like the saved one; else a new tensor to
         replace it."""
         if here is None:
             return self._kept_anywhere(name)
-        saved = self.names.find(name, whole=here.whole)
+        saved = self.names.find_saved_tensor(name, whole=here.whole)
         if saved is not None and here.whole and saved.name in self._given:
             return self._given[saved.name]
         first, other = self._first(here, name, saved)
@@ -278,7 +278,7 @@ class Tensors:
             dtype = DTYPE_OF[saved.dtype]
             same = saved.shape == here.shape and dtype == here.tensor.dtype
             if not same or self._were_two(saved, other):
-                made = self.made(saved, here.tensor.device)
+                made = self.make_tensor(saved, here.tensor.device)
                 return self._given.setdefault(saved.name, made)
         self._request(here._replace(name=name), saved)
         self._give(saved, here)
@@ -286,16 +286,19 @@ class Tensors:
 
     def _kept_anywhere(self, name: str) -> Tensor | None:
         """The live tensor of another place of a tied tensor, because this place has none."""
-        saved = self.names.find(name)
+        saved = self.names.find_saved_tensor(name)
         if saved is None:
             return self.fresh(name)  # notes the difference
         if saved.name not in self._given and saved.name in self._tied:
             for tensor, (component, path) in self._places.items():
                 here = self._lives[component].get(path)
-                if here is not None and self.names.find(split_local_name(tensor)[0]) is saved:
-                    return self.kept(split_local_name(tensor)[0], here)
+                if (
+                    here is not None
+                    and self.names.find_saved_tensor(split_local_name(tensor)[0]) is saved
+                ):
+                    return self.reuse_or_create_tensor(split_local_name(tensor)[0], here)
         if saved.name not in self._given:
-            self._given[saved.name] = self.made(saved, None)
+            self._given[saved.name] = self.make_tensor(saved, None)
         return self._given[saved.name]
 
     @cached_property
@@ -303,7 +306,7 @@ class Tensors:
         """The saved tensors that have several names."""
         return frozenset(self._images.index.aliases.values())
 
-    def _request(self, target: Target, saved: SavedTensor | None) -> None:
+    def _request(self, target: TensorTarget, saved: SavedTensor | None) -> None:
         dtype = target.tensor.dtype
         if saved is None:
             here = describe_tensor(target.shape, dtype)
@@ -318,7 +321,7 @@ class Tensors:
                 self.targets.append(tensor)
                 self._requests.append(TensorRequest(saved.name, box, own=target.own))
 
-    def _give(self, saved: SavedTensor | None, here: Target) -> None:
+    def _give(self, saved: SavedTensor | None, here: TensorTarget) -> None:
         """Note that this live tensor holds the whole saved one: whatever was tied to it, or was a
         view of it, is so again."""
         if saved is not None and here.whole and here.live is not None:
@@ -327,36 +330,38 @@ class Tensors:
     def _base(self, name: str) -> Tensor | None:
         """The tensor that holds the memory of views: a live one, filled in place, or a new one."""
         component, path = self._places.get(name, ("", ()))
-        return self.kept(split_local_name(name)[0], self._lives.get(component, {}).get(path))
+        return self.reuse_or_create_tensor(
+            split_local_name(name)[0], self._lives.get(component, {}).get(path)
+        )
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, Path]]:
         """Where in a dict each saved tensor stands itself, and not a view of it."""
-        trees = self._trees_of(self._images.stand_in(self._rank))
+        trees = self._trees_of(self._images.choose_source_rank(self._rank))
         return {
             tensor: (name, path)
             for name in self._lives.keys() & trees.keys()
-            for path, tensor in plain_places(trees[name].node, trees[name].values)
+            for path, tensor in iterate_non_view_tensors(trees[name].node, trees[name].values)
         }
 
-    def new_tensor(self, name: str, here: Target | None) -> Tensor | None:
+    def new_tensor(self, name: str, here: TensorTarget | None) -> Tensor | None:
         """A new tensor for the saved one of that name, as `torch.load` makes it: with the saved
         shape and dtype. If there is a live tensor, it is placed like that."""
-        saved = None if here is None else self.names.find(name, whole=here.whole)
+        saved = None if here is None else self.names.find_saved_tensor(name, whole=here.whole)
         if here is None or saved is None:
             return self.fresh(name)
-        return self.made(saved, here.tensor.device, like=here.live, own=here.own)
+        return self.make_tensor(saved, here.tensor.device, like=here.live, own=here.own)
 
     def fresh(self, name: str) -> Tensor | None:
         """A new tensor for the saved tensor of that name, see `made`; None if there is no such
         saved tensor."""
-        saved = self.names.find(name)
+        saved = self.names.find_saved_tensor(name)
         if saved is None:
             self.note_diff(f"{name}: named by the checkpoint's tree, but in none of its images")
             return None
-        return self.made(saved, None)
+        return self.make_tensor(saved, None)
 
-    def made(
+    def make_tensor(
         self,
         saved: SavedTensor,
         device: torch.device | None,
@@ -391,7 +396,7 @@ class Tensors:
         flat: FlatBox | None = None,
     ) -> Tensor:
         """A new tensor for a box of a saved tensor."""
-        device = device_of(saved.device) if device is None else device
+        device = parse_device_name(saved.device) if device is None else device
         strides = saved.strides if shape == saved.shape else None
         order = saved.dim_order if flat is None else None
         tensor = empty_tensor(
@@ -413,14 +418,14 @@ class Tensors:
         values = saved.values if len(names) < len(leaves) else []
         made = {
             name: tensor(path, split_local_name(name)[0])
-            for path, name in plain_places(node, values)
+            for path, name in iterate_non_view_tensors(node, values)
         }
         made |= {name: self._base(name) for name in names if name not in made}
         # raises if it makes no sense
         return build_tree(node, made.__getitem__, values.__getitem__, self._shared)
 
     def _first(
-        self, target: Target, name: str, saved: SavedTensor | None
+        self, target: TensorTarget, name: str, saved: SavedTensor | None
     ) -> tuple[str, SavedTensor | None]:
         """The name and saved tensor under which this live tensor was first planned. If this is its
         first use, it is planned under `name` with `saved`."""
@@ -449,19 +454,19 @@ class Tensors:
             return False
         return not _spans(first).keys().isdisjoint(_spans(other)) or self._are_two(first, other)
 
-    def find_elsewhere(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
+    def find_on_other_ranks(self, name: str, key: Any) -> tuple[SavedTree, Node] | None:
         """What another saved rank has under this key of a component; None if none has it."""
         index = self._images.index
-        for rank in range(0 if self.alone else index.world):
+        for rank in range(0 if self.is_only_saved_image else index.world):
             tree = None
             if rank not in index.absent and rank not in index.left_out:
-                tree = self.tree(rank, name)
+                tree = self.find_saved_tree(rank, name)
             node = None if tree is None else dict(tree.branches_of(tree.node)).get(key)
             if tree is not None and node is not None:
                 return tree, node
         return None
 
-    def tree(self, rank: int, name: str) -> SavedTree | None:
+    def find_saved_tree(self, rank: int, name: str) -> SavedTree | None:
         """The tree of a component in the image of a saved rank; None if the image has none."""
         return self._trees_of(rank).get(name)
 
@@ -471,7 +476,7 @@ class Tensors:
             self._trees[rank] = {
                 name: SavedTree(
                     node,
-                    lambda: values_of(self._extras(rank)),
+                    lambda: values_from_extras(self._extras(rank)),
                     functools.partial(self._metadata, rank, name),
                 )
                 for name, node in branches.items()
@@ -482,15 +487,15 @@ class Tensors:
         """Everything in the image of a saved rank that is not a tensor."""
         if rank not in self._kept:
             kept = extras_codec.decode(self._images.extras(rank), trusted=self._trusted)
-            values_of(kept)  # raises if keepstep did not make it
+            values_from_extras(kept)  # raises if keepstep did not make it
             self._kept[rank] = kept
         return self._kept[rank]
 
     def _metadata(self, rank: int, name: str) -> Mapping[str, Any] | None:
-        return metadata_of(self._extras(rank)).get(name, {})
+        return decode_state_dict_metadata(self._extras(rank)).get(name, {})
 
 
-def plain_places(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]]:
+def iterate_non_view_tensors(node: Node, values: Sequence[Any]) -> Iterator[tuple[Path, str]]:
     """The paths and names of tensors that are not views of other ones."""
     views: set[Path] = set()
     for path, (kind, at) in leaves_of(node):
@@ -504,9 +509,11 @@ def _spans(saved: SavedTensor) -> dict[int, slice]:
     """The bytes of a saved tensor in the image of each rank that holds any of it: from the first of
     its rows there to the last, which are adjacent."""
     itemsize = DTYPE_OF[saved.dtype].itemsize
-    sizes = (saved.sizes.prod(dim=1) * itemsize).tolist()
+    sizes = (saved.box_sizes.prod(dim=1) * itemsize).tolist()
     found: dict[int, slice] = {}
-    for rank, begin, size in zip(saved.ranks.tolist(), saved.begins.tolist(), sizes, strict=True):
+    for rank, begin, size in zip(
+        saved.box_ranks.tolist(), saved.begins.tolist(), sizes, strict=True
+    ):
         if size:
             known = found.get(rank, slice(begin, begin + size))
             found[rank] = slice(min(known.start, begin), max(known.stop, begin + size))

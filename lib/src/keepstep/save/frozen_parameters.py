@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.errors import ImageError
-from keepstep.image import BaseRef, ControlPage, Layout, Section
+from keepstep.image import BaseRef, ControlPage, Layout, TensorRole
 from keepstep.save.mutation_guard import (
     CopyLot,
     Fingerprint,
@@ -34,7 +34,7 @@ from keepstep.save.mutation_guard import (
     can_detect_changes,
 )
 from keepstep.state import accelerator, sharding
-from keepstep.state.leaves import TakenState, TensorLeaf, plain_tensors
+from keepstep.state.leaves import TakenState, TensorLeaf, iterate_inner_tensors
 from keepstep.state.wrappers import unwrap_module
 from keepstep.steps import Epoch
 
@@ -120,20 +120,20 @@ class FrozenBase:
             for place, some in places.items()
         }
 
-    def holds(self, taken: TakenState, *, lazy: bool) -> bool:
+    def is_unchanged_in(self, taken: TakenState, *, lazy: bool) -> bool:
         """Whether the state has these tensors, unchanged. If `lazy`, of what devices hold only
         `apart` tells."""
         if self._cache is not taken.cache and self._moved(taken):
             return False
         self._cache = taken.cache
-        if not all(place.is_frozen for place in self.places) or self.guard.moved():
+        if not all(place.is_frozen for place in self.places) or self.guard.find_moved_tensor():
             return False
         if self.doubted or not lazy:  # wait for the devices
-            self.apart, self.doubted = (), bool(self.guard.changed())
+            self.apart, self.doubted = (), bool(self.guard.find_changed_tensor())
             if not self.doubted:
                 self.apart = tuple(self._asked_next())
             return not self.doubted
-        differences = self.guard.differences()
+        differences = self.guard.compare_fingerprints()
         device_of = accelerator.current_accelerator().device_of
         if any(bool(difference) for difference in differences if device_of(difference) is None):
             return False
@@ -151,13 +151,13 @@ class FrozenBase:
             return {
                 leaf.name
                 for leaf in self.leaves
-                if not torch.equal(mapping.view(entries[leaf.name]), leaf.tensor.cpu())
+                if not torch.equal(mapping.view_tensor(entries[leaf.name]), leaf.tensor.cpu())
             }
 
     def differing_in_next_slice(self) -> set[str]:
         """The names of the tensors in memory of the host of which some byte in the next slice is
         not that of the base. Each call reads a further slice; after the last one comes the first
-        again. They must lie where they lay (`holds`)."""
+        again. They must lie where they lay (`is_unchanged_in`)."""
         return {
             run.name
             for run in self._next(None, cost=_RUN_BYTES)
@@ -211,7 +211,7 @@ class FrozenBase:
                 )
         return runs
 
-    def changed(self, taken: TakenState) -> set[str]:
+    def find_changed_names(self, taken: TakenState) -> set[str]:
         """The names of the tensors that the state does not have, or has changed."""
         places = _frozen(taken)
         thawed = {id(place.parameter) for place in self.places if not place.is_frozen}
@@ -227,11 +227,11 @@ class FrozenBase:
         now = {leaf.name: leaf for leaf in taken.tensors}
         return {leaf.name for leaf in self.leaves if _is_other(leaf, now.get(leaf.name))}
 
-    def is_in(self, mapping: SlotMapping) -> bool:
+    def is_sealed_in_slot(self, mapping: SlotMapping) -> bool:
         """Whether this slot holds it, sealed."""
         if self.ref is not None and mapping is not self.mapping:
             try:
-                found = self.ref.names(mapping.control())
+                found = self.ref.matches_control_page(mapping.control())
             except ImageError:
                 return False
             self.mapping = mapping if found else self.mapping
@@ -266,7 +266,7 @@ class BaseFilling:
     def transfers(self) -> copying.Transfers:
         """Copies of what lies in memory of the host."""
         lot = self.base.copy_lots.get(None)
-        return copying.Transfers() if lot is None else lot.transfers(self.mapping)
+        return copying.Transfers() if lot is None else lot.prepare_host_copies(self.mapping)
 
     def seal(self) -> None:
         """All bytes are in place: from now on images may refer to it."""
@@ -291,7 +291,7 @@ class FrozenParameters:
         self._seen: object = None
         self._watched: tuple[tuple[TensorLeaf, ...], MutationGuard] | None = None
 
-    def watch(self, taken: TakenState) -> None:
+    def watch_base_candidates(self, taken: TakenState) -> None:
         """Take note of what a base might hold, long before the first save: averages of weights
         need no gradient, but change at each step."""
         leaves = self._candidates(taken)
@@ -303,11 +303,11 @@ class FrozenParameters:
         """The script says that it changes tensors, perhaps in ways that nothing tells."""
         self._mutations, self._in_doubt = self._mutations + 1, self.base is not None
 
-    def of(
+    def find_base(
         self, taken: TakenState, *, rank: int, world: int, may: bool, lazy: bool = True
     ) -> FrozenBase | None:
         """The base for this state; None if the image must hold all of it. `may`: whether it may
-        refer to one. `lazy`: see `FrozenBase.holds`."""
+        refer to one. `lazy`: see `FrozenBase.is_unchanged_in`."""
         seen = taken.cache.setdefault("seen", object())  # the cache itself would hold tensors
         if not may or self._mutations > _MOST_MUTATIONS:
             if self._seen is not seen:
@@ -322,14 +322,14 @@ class FrozenParameters:
         if base is not None and base.doubted:
             self.unseen |= (asked := base.differing_on_devices())
             different |= asked
-        if base is not None and not different and base.holds(taken, lazy=lazy):
+        if base is not None and not different and base.is_unchanged_in(taken, lazy=lazy):
             different = base.differing_in_next_slice()
             if not different:
                 return base
             self.unseen |= different
         self._changing |= different
         if base is not None:
-            changed = base.changed(taken)
+            changed = base.find_changed_names(taken)
             self._changing |= changed
             self._made_bases += not (changed | different).isdisjoint(_frozen(taken))
         self._seen = seen
@@ -342,7 +342,7 @@ class FrozenParameters:
         return _base_of(leaves, taken, rank, world) if _worth(leaves, taken) else None
 
     def _compare_earlier(self) -> None:
-        """Leave out what has changed where it lay since `watch`."""
+        """Leave out what has changed where it lay since `watch_base_candidates`."""
         watched, self._watched = self._watched, None
         if watched is not None:
             leaves, guard = watched
@@ -358,7 +358,7 @@ class FrozenParameters:
         )
 
 
-def tensors_loaded_otherwise(
+def find_tensors_unlike_base(
     taken: TakenState, image: SlotMapping, ref: BaseRef
 ) -> list[str] | None:
     """The names of the tensors that are not those of the base yet, by their samples. None if the
@@ -382,7 +382,7 @@ def restored_base(taken: TakenState, image: SlotMapping, ref: BaseRef) -> Frozen
     samples = [
         tensor.to(there.device)
         for tensor, there in zip(
-            base.guard.fingerprint.in_image(image.memory), base.guard.samples, strict=True
+            base.guard.fingerprint.read_image_samples(image.memory), base.guard.samples, strict=True
         )
     ]
     return FrozenBase(base.layout, leaves, base.places, base.guard._replace(samples=samples), ref)
@@ -394,7 +394,7 @@ def _frozen(taken: TakenState) -> dict[str, list[_Place]]:
     leaves = {
         leaf.whole.data_ptr(): leaf
         for leaf in taken.tensors
-        if leaf.section is Section.PARAMS and not leaf.fresh and leaf.whole.numel()
+        if leaf.section is TensorRole.PARAMS and not leaf.fresh and leaf.whole.numel()
     }
     places: dict[str, list[_Place]] = {}
     trained: set[str] = set()
@@ -418,9 +418,9 @@ def _leaves_of(
     parameter: nn.Parameter, name: str, leaves: Mapping[int, TensorLeaf]
 ) -> list[TensorLeaf]:
     found = []
-    for _, plain in plain_tensors(parameter, name):
+    for _, plain in iterate_inner_tensors(parameter, name):
         local: Tensor = sharding.local_tensor_of(plain) if sharding.is_dtensor(plain) else plain
-        if not accelerator.has_memory(local):
+        if not accelerator.owns_full_storage(local):
             continue
         if (leaf := leaves.get(local.data_ptr())) is not None:
             found.append(leaf)

@@ -25,7 +25,7 @@ from torch import Tensor
 from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.state import accelerator
-from keepstep.state.accelerator import DeviceCopies, check_memory
+from keepstep.state.accelerator import DeviceToHostCopies, check_tensor_has_storage
 from keepstep.state.leaves import TensorLeaf
 
 SAMPLES = 16
@@ -61,11 +61,11 @@ class WatchedTensors:
         """Their version counters, which grow with each in-place operation."""
         return list(map(_VERSION, self._counting))
 
-    def moved(self, versions: list[int]) -> str:
+    def find_first_changed_name(self, versions: list[int]) -> str:
         """The name of a tensor whose version or address changed, or ''."""
-        return next(self.moved_tensors(versions), "")
+        return next(self.find_changed_names(versions), "")
 
-    def moved_tensors(self, versions: list[int]) -> Iterator[str]:
+    def find_changed_names(self, versions: list[int]) -> Iterator[str]:
         """The names of all such tensors."""
         now = list(map(Tensor.data_ptr, self._tensors))
         if now != self._addresses:
@@ -101,49 +101,53 @@ class MutationGuard(NamedTuple):
     def take(cls, watched: WatchedTensors, fingerprint: Fingerprint) -> MutationGuard:
         """Remember the tensors as they are now. They must lie where they lay when both were
         made."""
-        return cls(watched, watched.versions(), fingerprint, fingerprint.take())
+        return cls(watched, watched.versions(), fingerprint, fingerprint.sample_tensors())
 
-    def changed(self) -> str:
+    def find_changed_tensor(self) -> str:
         """The name of a tensor that changed, or ''."""
-        return self.moved() or next(self._differing(self.fingerprint.take(), self.samples), "")
+        return self.find_moved_tensor() or next(
+            self._differing(self.fingerprint.sample_tensors(), self.samples), ""
+        )
 
-    def moved(self) -> str:
+    def find_moved_tensor(self) -> str:
         """The name of a tensor whose version or address changed, or ''. Waits for no device."""
-        return self.watched.moved(self.versions)
+        return self.watched.find_first_changed_name(self.versions)
 
     def changed_tensors(self) -> set[str]:
         """The names of all tensors that changed."""
-        differing = self._differing(self.fingerprint.take(), self.samples)
-        return {*self.watched.moved_tensors(self.versions), *differing}
+        differing = self._differing(self.fingerprint.sample_tensors(), self.samples)
+        return {*self.watched.find_changed_names(self.versions), *differing}
 
-    def differences(self) -> list[Tensor]:
+    def compare_fingerprints(self) -> list[Tensor]:
         """Whether the fingerprints differ: a truth value per group, where its samples are."""
-        now = self.fingerprint.take()
+        now = self.fingerprint.sample_tensors()
         return [
             torch.ne(tensor, other).any() for tensor, other in zip(now, self.samples, strict=True)
         ]
 
-    def torn(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
+    def find_torn_tensor(self, mapping: SlotMapping, samples: Sequence[Tensor]) -> str:
         """The name of a tensor whose bytes in an image are not those of `save`, or ''. `samples`:
         those of `save`, in host memory."""
-        return next(self._differing(self.fingerprint.in_image(mapping.memory), samples), "")
+        return next(
+            self._differing(self.fingerprint.read_image_samples(mapping.memory), samples), ""
+        )
 
     def _differing(self, now: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[str]:
         """The names of the tensors of which samples differ."""
         for group, (tensor, other) in enumerate(zip(now, before, strict=True)):
             if not torch.equal(tensor, other):
                 for sample in torch.ne(tensor, other).nonzero().flatten().tolist():
-                    yield self.watched.name(self.fingerprint.tensor_of(group, sample))
+                    yield self.watched.name(self.fingerprint.tensor_number_of_sample(group, sample))
 
 
-def view_small_elements(tensor: Tensor) -> Tensor:
+def view_complex_as_doubles(tensor: Tensor) -> Tensor:
     """The tensor with elements of at most 8 bytes: complex128 as two doubles."""
     return tensor if tensor.element_size() in _BITS else torch.view_as_real(tensor)
 
 
 def sample_view(tensor: Tensor) -> tuple[Tensor, int]:
     """A view of a few elements of a dense tensor, as integers, and how far apart they lie in its
-    memory, in elements. `tensor`: see `view_small_elements`."""
+    memory, in elements. `tensor`: see `view_complex_as_doubles`."""
     flat, size = tensor.as_strided((tensor.numel(),), (1,)), tensor.element_size()
     stride = max(1, min(flat.numel() // SAMPLES, _STRIDE_BYTES // size))
     stride = (stride - 1) | 1  # odd: samples come from all columns of a matrix
@@ -171,7 +175,7 @@ class Fingerprint:
         ):
             if tensor.numel() == 0:
                 continue
-            tensor = view_small_elements(tensor)
+            tensor = view_complex_as_doubles(tensor)
             size = tensor.element_size()
             place = device_of(tensor)
             group = groups.setdefault((place, size), _Group(size, in_host=place is None))
@@ -179,20 +183,20 @@ class Fingerprint:
             self.references[number] = len({tensor._cdata for tensor in held})
         self._groups = list(groups.values())
 
-    def take(self) -> list[Tensor]:
+    def sample_tensors(self) -> list[Tensor]:
         """The current samples: one small tensor per device and element size."""
         return [group.take() for group in self._groups]
 
-    def in_image(self, memory: memoryview) -> list[Tensor]:
+    def read_image_samples(self, memory: memoryview) -> list[Tensor]:
         """The samples of an image, in the same order."""
         return [group.in_image(memory) for group in self._groups]
 
-    def write(self, memory: memoryview, samples: Sequence[Tensor]) -> None:
+    def write_samples(self, memory: memoryview, samples: Sequence[Tensor]) -> None:
         """Write samples to where they belong in an image."""
         for group, sample in zip(self._groups, samples, strict=True):
             group.write(memory, sample)
 
-    def tensor_of(self, group: int, sample: int) -> int:
+    def tensor_number_of_sample(self, group: int, sample: int) -> int:
         """The number of the tensor from which a sample of a group comes."""
         return self._groups[group].tensor_of(sample)
 
@@ -284,9 +288,9 @@ class CopyLot:
         self.leaves, self.tensors = leaves, list(tensors)
         self._addresses = list(map(Tensor.data_ptr, self.tensors))
         self._transfers = WeakKeyDictionary[SlotMapping, copying.Transfers]()
-        self._copies = WeakKeyDictionary[SlotMapping, DeviceCopies]()
+        self._copies = WeakKeyDictionary[SlotMapping, DeviceToHostCopies]()
 
-    def transfers(self, mapping: SlotMapping) -> copying.Transfers:
+    def prepare_host_copies(self, mapping: SlotMapping) -> copying.Transfers:
         """Copies of what lies in memory of the host. Raises UsageError for a tensor that has lost
         its memory."""
         transfers = self._transfers.get(mapping)
@@ -303,22 +307,22 @@ class CopyLot:
                 size = entry.end - entry.begin
                 moves.append(copying.MemoryMove(target, tensor.data_ptr(), size))
             else:
-                check_memory(tensor, leaf.name)
-                copies.append(copying.TensorCopy(mapping.view(entry), tensor))
+                check_tensor_has_storage(tensor, leaf.name)
+                copies.append(copying.TensorCopy(mapping.view_tensor(entry), tensor))
         return copying.Transfers(moves, copies, holds=self.tensors)
 
-    def device_copies_into(self, mapping: SlotMapping) -> DeviceCopies:
+    def prepare_device_copies(self, mapping: SlotMapping) -> DeviceToHostCopies:
         """Copies of what lies on a device."""
         if mapping not in self._copies:
-            self._copies[mapping] = DeviceCopies(self.places_in(mapping), self.tensors)
+            self._copies[mapping] = DeviceToHostCopies(self.places_in(mapping), self.tensors)
         return self._copies[mapping]
 
     def places_in(self, mapping: SlotMapping) -> list[Tensor]:
         """Where the leaves belong in an image."""
         entries = mapping.layout.entries
-        return [mapping.view(entries[leaf.name]) for leaf in self.leaves]
+        return [mapping.view_tensor(entries[leaf.name]) for leaf in self.leaves]
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
+    def uses_storage(self, storage: torch.UntypedStorage) -> bool:
         """Whether one of the tensors lies in this storage."""
         return storage._cdata in self._storages
 

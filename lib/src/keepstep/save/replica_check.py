@@ -11,7 +11,8 @@ store's server. It makes only short calls, on a connection of its own: another t
 first one for as long as its `wait` lasts. Keys are deleted.
 
 In a run of several nodes this also finds a rank that does not save the steps that the others save:
-its digest never comes. (On one node its sidecar finds that sooner: `core.schedule.UnequalSteps`.)
+its digest never comes. (On one node its sidecar finds that sooner:
+`core.schedule.RankStepComparison`.)
 
 Nothing here may fail a save or hold up the training thread. Where there is no store, or it is gone,
 nothing is compared.
@@ -69,7 +70,7 @@ def differing_ranks(digests: Mapping[int, bytes]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, chunk in digests.items() if chunk != digest))
 
 
-def describe_differing(ranks: Sequence[int], *, group: Group, step: int) -> str:
+def describe_differing_ranks(ranks: Sequence[int], *, group: Group, step: int) -> str:
     """What to tell the user about replicas that differ."""
     named = few(list(map(str, ranks)), _RANKS_NAMED)
     whose = f"ranks {named} hold" if len(ranks) > 1 else f"rank {named} holds"
@@ -142,12 +143,12 @@ class ReplicaCheck:
             return
         flags: dict[torch.device, Tensor] = {}
         groups = {
-            group: [_to_host(samples, flags) for samples in fingerprint.take()]
+            group: [_to_host(samples, flags) for samples in fingerprint.sample_tensors()]
             for group, fingerprint in prints.items()
         }
         for device in flags:
             ones = accelerator.current_accelerator().zeros(1, device) + 1
-            flags[device] = accelerator.current_accelerator().to_host_flag(ones)
+            flags[device] = accelerator.current_accelerator().enqueue_host_flag(ones)
         if self._everybody:
             groups.setdefault(self._everybody, [])
         self._samples.put(_Sample(step, groups, tuple(flags.values())))
@@ -195,7 +196,7 @@ class ReplicaCheck:
         if self._await(store, [verdict], _WITHIN_S + _SLACK_S):
             differ, absent = json.loads(store.get(verdict))
             if differ:
-                self._report(describe_differing(differ, group=group, step=step))
+                self._report(describe_differing_ranks(differ, group=group, step=step))
             if absent and not self._missed:
                 self._missed = True
                 self._warn(describe_absent(absent, saving=group[0], step=step))

@@ -9,18 +9,19 @@ as the `PendingImage` that `save` submits:
 - `mutated`, `lost`: a tensor changed, or the image cannot be finished: it is counted and reported.
 - `staged`: the sidecar has taken the sealed image.
 
-The training thread takes and submits, and may judge at the fence (`settle`); the save thread does
-the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot` fails at once.
-`HeldSlot` is replaced in one step, so an exception leaves a state from which `repair_after_error`
-goes on.
+The training thread takes and submits, and may judge at the fence (`await_free_tensors`); the save
+thread does the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot`
+fails at once. `HeldSlot` is replaced in one step, so an exception leaves a state from which
+`repair_after_error` goes on.
 
 What may never happen, and the test that would fail:
 
 - A torn image is sealed: `test_a_change_between_save_and_copy_discards_the_image`.
-- A slot is filled twice: `test_a_slot_that_is_being_filled_is_never_at_hand_a_second_time`.
-- An error costs two steps: `test_an_error_at_whatever_line_of_save_costs_that_step_and_no_other`.
-- A step is lost uncounted: `test_nothing_is_lost_in_silence_whatever_happens_in_whatever_order`.
-- Training waits for a sidecar again: `test_a_hanging_sidecar_costs_one_wait_not_one_a_step`.
+- A slot is filled twice: `test_a_slot_that_is_being_filled_is_never_handed_out_a_second_time`.
+- An error costs two steps: `test_an_error_at_any_line_of_save_loses_only_that_step`.
+- A step is lost uncounted: `test_any_sequence_of_faults_loses_no_step_silently`.
+- Training waits for a sidecar again:
+  `test_a_hung_sidecar_delays_training_once_and_not_at_every_step`.
 - An image moves otherwise than `IMAGE` says: `watched_save_thread`.
 """
 
@@ -41,7 +42,7 @@ from typing import NamedTuple
 import torch
 
 from keepstep.client.embedded import SidecarRestarter
-from keepstep.client.session import SidecarClient, SidecarSession, ThreadWaker
+from keepstep.client.session import ConditionNotifier, SidecarClient, SidecarSession
 from keepstep.client.slot import GrantedSlot, SlotMapping, unmap_in_background
 from keepstep.errors import (
     FormatError,
@@ -55,7 +56,7 @@ from keepstep.save.frozen_parameters import FrozenBase
 from keepstep.save.mutation_guard import MutationGuard
 from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep.state import accelerator
-from keepstep.steps import transitions
+from keepstep.steps import parse_transition_table
 from keepstep.wire.trainer import (
     DiscardSlotRequest,
     LayoutAccepted,
@@ -67,7 +68,7 @@ from keepstep.wire.trainer import (
     StagedRequest,
 )
 
-IMAGE = transitions("""
+IMAGE = parse_transition_table("""
 none                  | the sidecar grants a slot              | at hand | SaveThread._keep
 at hand               | save() takes it                        | taken   | SaveThread.await_slot
 at hand               | another layout, or the lease is lost   | none    | SaveThread._drop_ready
@@ -76,7 +77,7 @@ taken                 | save() has copied all                  | sealed, mutated
 taken                 | save() fails                           | at hand | SaveThread.put_back_slot
 open                  | copied, and no tensor has changed      | valid   | PendingImage._decide
 open                  | a tensor changed before it was copied  | mutated | PendingImage._decide
-open | no copy, or none in time | lost | SaveThread._copy, SaveThread.settle
+open | no copy, or none in time | lost | SaveThread._copy, SaveThread.await_free_tensors
 valid                 | the control page is written            | sealed  | PendingImage.seal
 valid                 | the control page cannot be written     | lost    | SaveThread._copy
 sealed                | the sidecar takes it                   | staged  | SaveThread._report_staged
@@ -192,7 +193,7 @@ class SaveThread:
         # `with` on a Lock is C code, so no exception can come between acquiring it and holding it
         # Reentrant: a signal handler may call close() while this thread holds it
         self._lock = threading.RLock()
-        self._changed = ThreadWaker()
+        self._changed = ConditionNotifier()
         self.session = SidecarSession(
             socket_path,
             rank=rank,
@@ -227,8 +228,8 @@ class SaveThread:
 
     # --- called by the training thread -------------------------------------------------------
 
-    def connect(self, *, timeout_s: float) -> LeaseGranted:
-        """Get the lease now; see `SidecarSession.connect`. Starts the save thread.
+    def acquire_lease(self, *, timeout_s: float) -> LeaseGranted:
+        """Get the lease now; see `SidecarSession.await_lease`. Starts the save thread.
 
         Raises SidecarError `rank-taken` at once if this very process already holds the rank.
         """
@@ -241,7 +242,7 @@ class SaveThread:
                 " (keepstep.dcp.close()) first, or delete all references to it",
                 code="rank-taken",
             )
-        granted = self.session.connect(timeout_s=timeout_s)
+        granted = self.session.await_lease(timeout_s=timeout_s)
         self.stage_every, self.stage_trials = granted.stage_every, granted.stage_trials
         _SAVERS.add(self)
         self._ensure_thread()
@@ -261,7 +262,7 @@ class SaveThread:
         self._thread.start()
 
     @property
-    def pending(self) -> PendingImage | None:
+    def pending_image(self) -> PendingImage | None:
         """The image on its way, if any."""
         held = self._held
         return None if held is None else held.pending
@@ -273,7 +274,7 @@ class SaveThread:
         return held.slot if held and not held.taken and held.pending is None else None
 
     @property
-    def taken(self) -> GrantedSlot | None:
+    def taken_slot(self) -> GrantedSlot | None:
         """The slot that was taken and is neither submitted nor put back, if any."""
         held = self._held
         return held.slot if held is not None and held.taken else None
@@ -309,7 +310,7 @@ class SaveThread:
         if not self._asked:
             self._asked = True
             self._changed.ring()
-        pending = self.pending
+        pending = self.pending_image
         if pending is not None and pending.fenced.is_set():
             # the device has not come to the fence yet: training runs ahead of it by one step only
             pending.judged.wait(_COPY_S if timeout_s is None else timeout_s)
@@ -322,7 +323,7 @@ class SaveThread:
             return self.waiting_slot is not None or bool(self.refusal) or self.closed or away
 
         began = time.monotonic()
-        self._changed.wait_for(is_known, timeout_s=timeout_s)
+        self._changed.wait_for_condition(is_known, timeout_s=timeout_s)
         if (waited_s := time.monotonic() - began) > _NOTED_S:
             log.warning(
                 "keepstep: rank %d: save() waited %.1f s for memory for its image"
@@ -363,9 +364,9 @@ class SaveThread:
         Copies into it that are queued on an accelerator must end first, because another image comes
         next.
         """
-        accelerator.current_accelerator().quiesce()
+        accelerator.current_accelerator().wait_for_copies()
         with self._lock:
-            taken = self.taken
+            taken = self.taken_slot
             if taken is not None:
                 taken.mapping.erase()
                 self._held = HeldSlot(taken)
@@ -379,21 +380,21 @@ class SaveThread:
         """
         while self._lock._is_owned():  # type: ignore[attr-defined]  # this thread is in no `with`
             self._lock.release()
-        if self.taken is not None:
+        if self.taken_slot is not None:
             self.put_back_slot()
         self._ensure_thread()
 
-    def settle(self, *, decided: bool) -> None:
+    def await_free_tensors(self, *, decided: bool) -> None:
         """The fence: return when the pending image no longer reads the live tensors.
 
         `decided=False`: an accelerator may come to the comparison of the fingerprints later. What
         this thread's streams do after this call waits for it.
         """
         self._learn()
-        pending = self.pending
+        pending = self.pending_image
         if pending is None or pending.judged.is_set():
             return
-        if pending.waits_on_device:
+        if pending.is_judged_on_device:
             if accelerator.current_accelerator().is_capturing():
                 return  # nothing runs during a capture; the docs cover the graph's replay
             pending.fence()
@@ -403,20 +404,20 @@ class SaveThread:
             return
         if not self._await_copy(pending, _COPY_S):
             self.warn("save.copy_slow", f"step {pending.step}: the copy takes over {_COPY_S:.0f} s")
-            pending.finish(ImageOutcome.LOST, f"the copy took over {_COPY_S:.0f} s")
+            pending.finish_with_outcome(ImageOutcome.LOST, f"the copy took over {_COPY_S:.0f} s")
             return
         pending.decide_outcome()
 
-    def doubt(self, guard: MutationGuard | None) -> None:
-        """The image before was discarded, so this one was copied at once: `settle` finds out
-        whether it would have been discarded, too."""
+    def watch_eager_copy(self, guard: MutationGuard | None) -> None:
+        """The image before was discarded, so this one was copied at once: `await_free_tensors`
+        finds out whether it would have been discarded, too."""
         self._doubted = guard
 
     def _learn(self) -> None:
         if self._doubted is None or accelerator.current_accelerator().is_capturing():
             return
         guard, self._doubted = self._doubted, None
-        if culprit := guard.changed():
+        if culprit := guard.find_changed_tensor():
             self.copy_all_eagerly(f"{culprit} has changed again after a save{_HOW}")
 
     def copy_all_eagerly(self, why: str) -> None:
@@ -427,8 +428,8 @@ class SaveThread:
 
     def reads(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
-        pending = self.pending
-        return pending is not None and pending.may_read(storage)
+        pending = self.pending_image
+        return pending is not None and pending.is_reading_storage(storage)
 
     def _await_copy(self, pending: PendingImage, timeout_s: float) -> bool:
         if not pending.copied.is_set():
@@ -439,13 +440,15 @@ class SaveThread:
     def drain(self, *, timeout_s: float) -> bool:
         """Wait until no image is on its way. False when the time is up."""
         deadline = time.monotonic() + timeout_s
-        pending = self.pending
+        pending = self.pending_image
         if pending is not None and (
-            pending.waits_on_device or self._await_copy(pending, timeout_s)
+            pending.is_judged_on_device or self._await_copy(pending, timeout_s)
         ):
-            self.settle(decided=False)
+            self.await_free_tensors(decided=False)
         left_s = max(0.0, deadline - time.monotonic())
-        return self._changed.wait_for(lambda: self.pending is None, timeout_s=left_s)
+        return self._changed.wait_for_condition(
+            lambda: self.pending_image is None, timeout_s=left_s
+        )
 
     def skip(self, step: int | None, reason: str, *, unkeepable: bool = False) -> None:
         """Count a step that could not be staged; None for what is no step. The sidecar learns of it
@@ -461,10 +464,10 @@ class SaveThread:
 
     def is_known_step(self, step: int) -> bool:
         """Whether this step is on its way, or has an outcome."""
-        pending = self.pending
+        pending = self.pending_image
         return step in self._outcomes or (pending is not None and pending.step == step)
 
-    def outcome(self, step: int) -> str | None:
+    def find_staging_error(self, step: int) -> str | None:
         """'' for a step that was staged, the reason for a step that was not staged. None for a step
         that is on its way, was never saved here, or is older than the last 10,000."""
         return self._outcomes.get(step)
@@ -509,7 +512,7 @@ class SaveThread:
             text = f"keepstep: rank {self.session.rank}: {message} [{event}]"
             log.warning("%s", text, exc_info=traceback)
 
-    def warn_all(self, text: str) -> None:
+    def warn_in_log_and_status(self, text: str) -> None:
         """Log a warning once, and have it stand in the sidecar's status while this lease lasts. For
         threads that may wait for the sidecar."""
         self.warn("replica.mismatch_found", text, per=text)
@@ -521,8 +524,8 @@ class SaveThread:
         self._begin_closing()
         # the save thread may still write an image: then only the end of this process ends the
         # lease
-        self.session.close(goodbye=self.pending is None, timeout_s=min(2.0, timeout_s))
-        self._client.end()
+        self.session.close(goodbye=self.pending_image is None, timeout_s=min(2.0, timeout_s))
+        self._client.forbid_further_calls()
         for thread in (self._thread, self._preparing):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -532,7 +535,7 @@ class SaveThread:
         _SAVERS.discard(self)
         self._changed.ring()
 
-    def end(self) -> None:
+    def shut_down_at_exit(self) -> None:
         """At the end of the process or of the Checkpointer: stage the image on its way if that is
         quick, then let go.
 
@@ -556,15 +559,15 @@ class SaveThread:
         self._lock, self._mapping, self._thread = threading.RLock(), threading.Lock(), None
         self._held = None
         self._mappings = {}
-        self.session.forget()
+        self.session.forget_lease_after_fork()
 
     # --- the save thread --------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not (self.closed and self.pending is None):
+        while not (self.closed and self.pending_image is None):
             # how long until the sidecar may be asked again; None if it may be asked now
             left_s = self._retry_at - time.monotonic()
-            self._changed.wait_for(
+            self._changed.wait_for_condition(
                 lambda: self.closed or self._next() is not None,
                 timeout_s=left_s if left_s > 0 else None,
             )
@@ -583,7 +586,7 @@ class SaveThread:
 
     def _next(self) -> Callable[[], None] | None:
         """The most urgent thing to do, or None to sleep."""
-        pending = self.pending
+        pending = self.pending_image
         if pending is not None and not pending.is_settled:
             return self._copy
         if self.closed:
@@ -604,26 +607,26 @@ class SaveThread:
         return self._report_skips if self._skips else None
 
     def _copy(self) -> None:
-        pending = self.pending
+        pending = self.pending_image
         assert pending is not None
         try:
             if not pending.copied.is_set():
-                pending.copy_later(lambda: self.closed)
+                pending.copy_in_save_thread(lambda: self.closed)
             pending.judge_after_progress(lambda: self.closed)
             if not pending.judged.is_set():
-                pending.finish(
+                pending.finish_with_outcome(
                     ImageOutcome.LOST, "the trainer ended before it was certain to be whole"
                 )
             if pending.verdict is ImageOutcome.VALID and not pending.sealed:
                 pending.seal()
         except BaseException as error:
-            pending.finish(ImageOutcome.LOST, f"it could not be copied: {error!r}")
+            pending.finish_with_outcome(ImageOutcome.LOST, f"it could not be copied: {error!r}")
             self.warn("save.copy_failed", f"step {pending.step} was not copied", traceback=True)
         finally:
             pending.copied.set()
 
     def _report(self) -> None:
-        pending = self.pending
+        pending = self.pending_image
         assert pending is not None
         if pending.verdict is ImageOutcome.VALID:
             granted = self._report_staged(pending)
@@ -637,14 +640,14 @@ class SaveThread:
     def _clear(self, pending: PendingImage) -> None:
         """Forget this image: none is on its way any more."""
         with self._lock:
-            if self.pending is pending:
+            if self.pending_image is pending:
                 self._held = None
         self._changed.ring()
 
     def _report_staged(self, pending: PendingImage) -> SlotGranted | None:
         grant = pending.slot.grant
         request = StagedRequest(
-            lease=self.session.lease,
+            lease=self.session.lease_token,
             slot=str(grant.slot),
             generation=grant.generation,
             epoch=pending.control.epoch,
@@ -670,7 +673,7 @@ class SaveThread:
         self.stats.last_copy_s = pending.copy_s
         with self._lock:
             self._end(pending.step, "")
-        pending.finish(ImageOutcome.STAGED)
+        pending.finish_with_outcome(ImageOutcome.STAGED)
         self.staged_step = pending
         return granted
 
@@ -681,10 +684,10 @@ class SaveThread:
             if pending.verdict is ImageOutcome.MUTATED:
                 self.mutated_step = pending.step
                 self._be_eager(pending)
-            pending.finish(pending.verdict)
+            pending.finish_with_outcome(pending.verdict)
         grant = pending.slot.grant
         request = DiscardSlotRequest(
-            lease=self.session.lease,
+            lease=self.session.lease_token,
             slot=str(grant.slot),
             generation=grant.generation,
             step=pending.step,
@@ -695,7 +698,7 @@ class SaveThread:
     def _lose(self, pending: PendingImage, reason: str) -> None:
         """Give up an image of which the sidecar learns only as a skipped step; count and report the
         step."""
-        pending.finish(ImageOutcome.LOST, reason)
+        pending.finish_with_outcome(ImageOutcome.LOST, reason)
         self._count_lost(pending, "is lost", reason, notify=True)
 
     def _count_lost(self, pending: PendingImage, what: str, reason: str, *, notify: bool) -> bool:
@@ -732,7 +735,9 @@ class SaveThread:
     def _fetch(self) -> None:
         layout = self._layout
         assert layout is not None
-        request = SlotRequest(lease=self.session.lease, layout=layout.id, timeout_s=_SLOT_WAIT_S)
+        request = SlotRequest(
+            lease=self.session.lease_token, layout=layout.id, timeout_s=_SLOT_WAIT_S
+        )
         seconds = _SLOT_WAIT_S + 10
         try:
             granted = self._client.call("/v1/slot", request, SlotGranted, timeout_s=seconds)
@@ -808,7 +813,7 @@ class SaveThread:
         layout, base = self._layout, self._base
         assert layout is not None
         request = LayoutRequest(
-            lease=self.session.lease,
+            lease=self.session.lease_token,
             header=base64.b64encode(layout.header).decode(),
             filling=self._held is not None,
             base="" if base is None else base64.b64encode(base.layout.header).decode(),
@@ -834,7 +839,7 @@ class SaveThread:
         with self._lock:
             reason, skips = next(iter(self._skips.items()))
         request = SkippedRequest(
-            lease=self.session.lease,
+            lease=self.session.lease_token,
             step=skips.step,
             reason=reason,
             count=skips.times,
@@ -849,7 +854,7 @@ class SaveThread:
     def _reconnect(self) -> None:
         held = self._held
         mine = held.slot.grant.slot if held is not None else None
-        granted = self.session.take(() if mine is None else (mine,))
+        granted = self.session.request_lease(() if mine is None else (mine,))
         self.stage_every, self.stage_trials = granted.stage_every, granted.stage_trials
         with self._lock:
             if mine not in granted.held:
@@ -872,13 +877,13 @@ class SaveThread:
         self._retry_at = time.monotonic() + pause_s
         if not absent:
             self.warn("sidecar.request_refused", str(error), per=error.code)
-            self.session.drop()  # the sidecar and this saver disagree: begin anew
+            self.session.release_lease()  # the sidecar and this saver disagree: begin anew
 
     def _stumbled(self, task: Callable[[], None], error: BaseException) -> None:
         """Handle an unforeseen exception: it costs the step that it struck, and no other step."""
         text = f"the thread that saves failed, which costs one step: {error!r}"
         self.warn("save.thread_failed", text, per=repr(error), traceback=True)
-        pending = self.pending
+        pending = self.pending_image
         if pending is not None and task == self._report:
             if pending.verdict is not ImageOutcome.STAGED:
                 self._lose(pending, f"it could not be reported: {error!r}")
@@ -889,7 +894,7 @@ class SaveThread:
         self._failures += 1
 
     def _abandon(self) -> None:
-        pending = self.pending
+        pending = self.pending_image
         if pending is not None:
             self._lose(pending, "the trainer ended before it was reported")
             self._clear(pending)

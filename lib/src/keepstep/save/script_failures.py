@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from keepstep.client.uncaught import error_chain, watch_uncaught_errors
+from keepstep.client.uncaught import iter_error_chain, watch_uncaught_errors
 from keepstep.errors import KeepstepError
 
 _DIST_ERRORS: tuple[type[BaseException], ...] = (
@@ -85,14 +85,14 @@ def is_script_failure(error: BaseException | None) -> bool:
     """
     if not isinstance(error, Exception) or _ENDING.was_asked():
         return False
-    return not any(map(_comes_from_outside, error_chain(error, contexts=True)))
+    return not any(map(_comes_from_outside, iter_error_chain(error, contexts=True)))
 
 
 def _comes_from_outside(error: BaseException) -> bool:
     return (
         _names_a_peer(error)
         or isinstance(error, _NOT_OWN)
-        or is_of_a_handler(error)
+        or is_raised_by_signal_handler(error)
         or (isinstance(error, OSError) and _errno_of(error) in _ERRNOS)
         or (isinstance(error, RuntimeError) and _names_a_device(str(error)))
         or _is_of_a_client(error)
@@ -136,7 +136,7 @@ def _http_status(error: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def is_of_a_handler(error: BaseException) -> bool:
+def is_raised_by_signal_handler(error: BaseException) -> bool:
     """Whether the handler of a signal raised it, in the middle of whatever was running."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     at = error.__traceback__
@@ -214,7 +214,7 @@ def watch_uncaught(report: Callable[[BaseException], None]) -> None:
         with contextlib.suppress(Exception):
             if is_script_failure(error):
                 report(error)
-            elif any(map(_names_a_peer, error_chain(error, contexts=True))):
+            elif any(map(_names_a_peer, iter_error_chain(error, contexts=True))):
                 # Python's end joins gloo's thread, and that thread may still wait for the lost
                 # peer, by default for half an hour. This timer is a thread of C, so it also runs
                 # while the interpreter ends.

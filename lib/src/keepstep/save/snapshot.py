@@ -1,7 +1,7 @@
 """From a taken state to an image in a slot: what is copied now, what is copied later, and how later
 copies are guarded.
 
-Before `Snapshots.begin` returns, it copies what the forward pass or Python may change: buffers,
+Before `SnapshotMaker.begin` returns, it copies what the forward pass or Python may change: buffers,
 tensors in plain dicts, values, random states. If `lazy`, it leaves parameters and optimizer state,
 which only an optimizer step changes, to the save thread. The image (`PendingImage`) is *judged*
 once, when it is certain whether the tensors stayed unchanged until they were copied. Then it is
@@ -47,7 +47,7 @@ from keepstep.save.mutation_guard import (
     MutationGuard,
     WatchedTensors,
     can_detect_changes,
-    view_small_elements,
+    view_complex_as_doubles,
 )
 from keepstep.state import accelerator
 from keepstep.state.leaves import TakenState, TensorLeaf
@@ -117,7 +117,7 @@ class PendingImage:
         return self.control.step
 
     @property
-    def waits_on_device(self) -> bool:
+    def is_judged_on_device(self) -> bool:
         """Whether an accelerator judges, when it comes to the fence, and not the host."""
         return bool(self.done) and self.guard is not None
 
@@ -136,7 +136,7 @@ class PendingImage:
             event.synchronize()
         return True
 
-    def copy_later(self, give_up: Callable[[], bool]) -> None:
+    def copy_in_save_thread(self, give_up: Callable[[], bool]) -> None:
         """Move the bytes (save thread). After `give_up`, what devices copy is left as it is."""
         await_flag = accelerator.current_accelerator().await_flag
         self._copy(lambda: all(await_flag(tensor, give_up) for tensor in self.flags.values()))
@@ -156,9 +156,9 @@ class PendingImage:
         for write in self.late:
             write()
         if filling is not None:
-            self._torn = filling.guard.torn(filling.mapping, self.filling_samples)
+            self._torn = filling.guard.find_torn_tensor(filling.mapping, self.filling_samples)
         if (guard := self.guard) is not None:
-            self._torn = self._torn or guard.torn(mapping, self.samples)
+            self._torn = self._torn or guard.find_torn_tensor(mapping, self.samples)
         self.copy_s += time.perf_counter() - started
         self.copied.set()
 
@@ -172,21 +172,23 @@ class PendingImage:
         if not self.fenced.is_set():
             self._await_devices()
             guards, self._differences = self._guards(), []
-            self.culprit = next(filter(None, (guard.moved() for guard in guards)), "")
+            self.culprit = next(filter(None, (guard.find_moved_tensor() for guard in guards)), "")
             if not self.culprit:
-                differences = [differs for guard in guards for differs in guard.differences()]
+                differences = [
+                    differs for guard in guards for differs in guard.compare_fingerprints()
+                ]
                 for differs in (*self.apart, *differences):
                     if device.device_of(differs) is not None:
                         self._differences.append(
-                            device.to_host_flag(differs.to(torch.uint8) + _SAME)
+                            device.enqueue_host_flag(differs.to(torch.uint8) + _SAME)
                         )
                     elif differs:
                         self.culprit = "?"
             for place in self.done:
-                self._compared[place] = device.computing(place).record_event()
+                self._compared[place] = device.get_compute_stream(place).record_event()
             self.fenced.set()
         for place, event in self._compared.items():
-            device.computing(place).wait_event(event)
+            device.get_compute_stream(place).wait_event(event)
 
     def decide_outcome(self) -> None:
         """Decide, once, whether the tensors stayed unchanged. See the module for when this is
@@ -194,7 +196,7 @@ class PendingImage:
         guards = self._guards()
 
         def culprit() -> str:
-            found = next(filter(None, (guard.changed() for guard in guards)), "")
+            found = next(filter(None, (guard.find_changed_tensor() for guard in guards)), "")
             return found or ("?" if any(map(bool, self.apart)) else "")
 
         self._decide(culprit)
@@ -258,7 +260,7 @@ class PendingImage:
             " `with checkpointer.mutating():`. The next save copies eagerly"
         )
 
-    def finish(self, verdict: ImageOutcome, reason: str = "") -> None:
+    def finish_with_outcome(self, verdict: ImageOutcome, reason: str = "") -> None:
         """End this image with any verdict, and let go of all tensors."""
         self.verdict, self.reason = verdict, reason or self.reason
         self.guard = self.filling = self.base = None
@@ -267,9 +269,9 @@ class PendingImage:
         self._let_go()
         self.judged.set()
 
-    def may_read(self, storage: torch.UntypedStorage) -> bool:
+    def is_reading_storage(self, storage: torch.UntypedStorage) -> bool:
         """Whether a copy, or the comparison after it, may still read this memory."""
-        return not self.judged.is_set() and any(lot.holds(storage) for lot in self.reads)
+        return not self.judged.is_set() and any(lot.uses_storage(storage) for lot in self.reads)
 
     def _let_go(self) -> None:
         """Memory that a device still reads, of an image that was given up, waits for its stream."""
@@ -278,7 +280,7 @@ class PendingImage:
             for tensor in (tensor for lot in self.reads for tensor in lot.tensors):
                 place = device.device_of(tensor)
                 if place is not None:
-                    device.keep(tensor, device.copying(place))
+                    device.keep(tensor, device.get_copy_stream(place))
         self.reads = ()
 
 
@@ -306,7 +308,7 @@ class _Aside:
             leaf
             for leaf in leaves
             if can_detect_changes(leaf.tensor)
-            and view_small_elements(leaf.tensor).numel() < 2 * SAMPLES
+            and view_complex_as_doubles(leaf.tensor).numel() < 2 * SAMPLES
         ]
         self._small = fingerprint_over(small)
         names = {leaf.name for leaf in small}
@@ -315,12 +317,12 @@ class _Aside:
 
     def take(self) -> Callable[[SlotMapping], None]:
         """Take the values. Returns what writes them into a slot."""
-        samples = self._small.take()
+        samples = self._small.sample_tensors()
         with torch.no_grad():
             clones = [tensor.clone() for tensor in self._rest.tensors]
 
         def write(mapping: SlotMapping) -> None:
-            self._small.write(mapping.memory, samples)
+            self._small.write_samples(mapping.memory, samples)
             with torch.no_grad():
                 for place, value in zip(self._rest.places_in(mapping), clones, strict=True):
                     place.copy_(value)
@@ -372,14 +374,14 @@ def _lot(leaves: Sequence[TensorLeaf]) -> CopyLot:
     return CopyLot(leaves, [leaf.tensor.detach() for leaf in leaves])
 
 
-class Snapshots:
+class SnapshotMaker:
     """Makes images of one layout, which refer to `base` if there is one."""
 
     def __init__(
         self, layout: Layout, taken: TakenState, *, run: str, base: FrozenBase | None = None
     ) -> None:
         self.layout, self.base = layout, base
-        self.joined = layout.joined(None if base is None else base.layout)
+        self.joined = layout.merge_with_base(None if base is None else base.layout)
         self._run = run
         self._signature = taken.signature()
         self._fingerprint: tuple[list[int], Fingerprint] | None = None
@@ -434,8 +436,10 @@ class Snapshots:
         else:
             mapping.erase()
             mapping.write_extras(extras)
-            copying.run_transfers(divided.now.transfers(mapping), threads=copying.default_threads())
-            pending.transfers = functools.partial(divided.later.transfers, mapping)
+            copying.run_transfers(
+                divided.now.prepare_host_copies(mapping), threads=copying.default_threads()
+            )
+            pending.transfers = functools.partial(divided.later.prepare_host_copies, mapping)
             pending.reads = (divided.later, *(filling.base.copy_lots.values() if filling else ()))
         return pending
 
@@ -444,7 +448,7 @@ class Snapshots:
         if self.base is None:
             return None
         assert slot.base is not None, "a slot without the base of its layout"
-        if self.base.is_in(slot.base):
+        if self.base.is_sealed_in_slot(slot.base):
             return None
         return self.base.fill(slot.base, run=self._run, epoch=epoch, step=step)
 
@@ -482,40 +486,40 @@ class Snapshots:
             else {p: reused for p, reused in filling.base.copy_lots.items() if p}
         )
         places = list(urgent | patient | frozen)
-        first = device.copying(places[0])
+        first = device.get_copy_stream(places[0])
         for place in places:
-            first.wait_stream(device.computing(place))
+            first.wait_stream(device.get_compute_stream(place))
         self._erase(mapping, places[0], first)
         for place in places[1:]:
-            device.copying(place).wait_stream(first)
+            device.get_copy_stream(place).wait_stream(first)
         pending.reads = (*urgent.values(), *patient.values(), *frozen.values())
         for place in places:
             self._copy(mapping, place, urgent.get(place))
             # the next forward pass changes buffers in the computing stream, which waits for these
             # few copies
-            device.computing(place).wait_stream(device.copying(place))
+            device.get_compute_stream(place).wait_stream(device.get_copy_stream(place))
         for place in places:
             self._copy(mapping, place, patient.get(place))
             if filling is not None:
                 self._copy(filling.mapping, place, frozen.get(place))
             for samples in (pending.samples, pending.filling_samples):
                 self._bring_samples(samples, place)
-            pending.done[place] = device.copying(place).record_event()
-            with device.on(device.copying(place)):
+            pending.done[place] = device.get_copy_stream(place).record_event()
+            with device.use_stream(device.get_copy_stream(place)):
                 if place not in self._ones:
                     self._ones[place] = device.zeros(1, place) + 1
-                pending.flags[place] = device.to_host_flag(self._ones[place])
+                pending.flags[place] = device.enqueue_host_flag(self._ones[place])
 
     def _bring_samples(self, all_samples: list[Tensor], place: torch.device) -> None:
         """Queue copies of what the fingerprint read on a device, for the save thread."""
         device, stream = (
             accelerator.current_accelerator(),
-            accelerator.current_accelerator().copying(place),
+            accelerator.current_accelerator().get_copy_stream(place),
         )
         for at, samples in enumerate(all_samples):
             if device.device_of(samples) != place:
                 continue
-            with device.on(stream):
+            with device.use_stream(stream):
                 all_samples[at] = device.pinned_zeros_like(samples)
                 all_samples[at].copy_(samples, non_blocking=True)
                 device.keep(samples, stream)
@@ -525,15 +529,17 @@ class Snapshots:
         control = torch.frombuffer(mapping.memory, dtype=torch.uint8, offset=begin)
         if place not in self._zero_pages:
             self._zero_pages[place] = device.zeros(len(control), place)
-            stream.wait_stream(device.computing(place))
-        with device.on(stream):
+            stream.wait_stream(device.get_compute_stream(place))
+        with device.use_stream(stream):
             device.copy([control], [self._zero_pages[place]])
 
     def _copy(self, mapping: SlotMapping, place: torch.device, lot: CopyLot | None) -> None:
         if lot is not None:
             device = accelerator.current_accelerator()
-            with device.on(device.copying(place)), torch.no_grad():
-                device.copy_again(lot.device_copies_into(mapping), place, pinned=mapping.pinned)
+            with device.use_stream(device.get_copy_stream(place)), torch.no_grad():
+                device.queue_repeated_copies(
+                    lot.prepare_device_copies(mapping), place, pinned=mapping.pinned
+                )
 
     def guard_of_lazy(self, taken: TakenState) -> MutationGuard | None:
         """A guard of what a lazy copy would have left for later."""

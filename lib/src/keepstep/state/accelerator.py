@@ -37,7 +37,7 @@ _POLL_S, _LONGEST_S = 0.0005, 0.002
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 
 
-def has_memory(tensor: Tensor) -> bool:
+def owns_full_storage(tensor: Tensor) -> bool:
     """Whether all elements lie in memory of the tensor's own.
 
     They do not for a wrapper around other tensors, or if the storage was made smaller.
@@ -54,10 +54,10 @@ def has_memory(tensor: Tensor) -> bool:
     return enough and tensor.data_ptr() != 0
 
 
-def check_memory(tensor: Tensor, name: str) -> None:
+def check_tensor_has_storage(tensor: Tensor, name: str) -> None:
     """Raise UsageError, naming the tensor, if it has no memory: reading it would end the
     process."""
-    if not has_memory(tensor):
+    if not owns_full_storage(tensor):
         raise UsageError(
             f"{name}: this tensor has no memory of its own for its {tensor.numel()} elements (a"
             " zero tensor, or its storage was resized); keep a clone() of its values"
@@ -127,7 +127,7 @@ def device_name(device: torch.device) -> str:
     )
 
 
-def device_of(name: str | None) -> torch.device:
+def parse_device_name(name: str | None) -> torch.device:
     """The inverse of `device_name`, as closely as this machine allows; the CPU if nothing
     is known."""
     here = accelerator_kind()
@@ -179,22 +179,22 @@ class Accelerator:
         """Bytes on a device; they are zero once its computing stream has reached this call."""
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
-    def computing(self, device: torch.device) -> torch.Stream:
+    def get_compute_stream(self, device: torch.device) -> torch.Stream:
         """The stream in which this thread computes now."""
         return torch.accelerator.current_stream(device)
 
-    def copying(self, device: torch.device) -> torch.Stream:
+    def get_copy_stream(self, device: torch.device) -> torch.Stream:
         """The stream that copies from this device."""
         if device not in self._copying:
-            self._copying[device] = self.stream(device)
+            self._copying[device] = self.create_stream(device)
         return self._copying[device]
 
-    def stream(self, device: torch.device) -> torch.Stream:
+    def create_stream(self, device: torch.device) -> torch.Stream:
         """A new stream."""
         return torch.Stream(device)
 
     @contextlib.contextmanager
-    def on(self, stream: torch.Stream) -> Iterator[None]:
+    def use_stream(self, stream: torch.Stream) -> Iterator[None]:
         """While the context is open, what this thread queues on the stream's device goes to that
         stream."""
         mine = torch.accelerator.current_stream()
@@ -216,7 +216,9 @@ class Accelerator:
         """
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
-    def copy_again(self, copies: DeviceCopies, place: torch.device, *, pinned: bool) -> None:
+    def queue_repeated_copies(
+        self, copies: DeviceToHostCopies, place: torch.device, *, pinned: bool
+    ) -> None:
         """Queue copies from one device in the current stream, as `copy` does. `pinned`: whether the
         targets are pinned. Then what can be is given to the driver as one list of addresses, which
         takes the host a tenth of the time."""
@@ -233,7 +235,7 @@ class Accelerator:
             return False
         return queue(batch, place.index or 0, torch.cuda.current_stream(place).cuda_stream)
 
-    def to_host_flag(self, value: Tensor) -> Tensor:
+    def enqueue_host_flag(self, value: Tensor) -> Tensor:
         """Memory of the host that is zero until the device's current stream has come to this call,
         and then holds the value, which is not zero. The host waits for nothing."""
         flag = self.pinned_zeros_like(value)
@@ -267,7 +269,7 @@ class Accelerator:
         ask = getattr(torch_module(kind), "is_current_stream_capturing", None) if kind else None
         return ask is not None and bool(ask())
 
-    def quiesce(self) -> None:
+    def wait_for_copies(self) -> None:
         """Return when every copy that was queued so far has ended."""
         for stream in self._copying.values():
             stream.synchronize()
@@ -316,7 +318,7 @@ class CopyBatch(NamedTuple):
     sizes: array[int]
 
 
-class DeviceCopies:
+class DeviceToHostCopies:
     """Copies from tensors of one device into memory of the host that are queued again and again.
     All addresses must stay as they are.
 
@@ -349,7 +351,7 @@ def _is_bytes(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.nbytes > 0
-        and has_memory(tensor)
+        and owns_full_storage(tensor)
     )
 
 

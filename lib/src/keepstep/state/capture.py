@@ -31,13 +31,18 @@ from torch import Tensor, nn
 
 from keepstep.errors import FormatError, UsageError
 from keepstep.image import Layout, extras_codec
-from keepstep.image.codecs import GradForm
+from keepstep.image.codecs import RequiresGradForm
 from keepstep.state import accelerator
 from keepstep.state.leaves import TakenState, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
-from keepstep.state.sharding import ALONE, Bulk, Topology, cut_rows
-from keepstep.state.walk import NOWHERE, Loose, RepeatedWalk, Walker, is_torchs
-from keepstep.state.wrappers import is_deepspeed, unwrap_module
+from keepstep.state.sharding import (
+    ALONE,
+    ReplicaPlacement,
+    ReplicatedTensorSize,
+    compute_row_partitions,
+)
+from keepstep.state.walk import NOWHERE, Loose, RepeatedWalk, Walker, is_state_made_by_torch
+from keepstep.state.wrappers import is_deepspeed_component, unwrap_module
 
 _MISSES = 3
 """After so many saves in a row at which tensors had moved, they are expected to move each time."""
@@ -60,7 +65,7 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
             raise UsageError(f"{name!r} cannot name a component: use a string, not 'keepstep'")
         if isinstance(component, dict) or is_generator(component):
             continue
-        if is_deepspeed(component):
+        if is_deepspeed_component(component):
             raise UsageError(
                 f"{name!r} is a {type(component).__name__}, which divides among ranks what only"
                 " keepstep.integrations.deepspeed can name: Checkpointer(components(engine))"
@@ -73,7 +78,7 @@ def check_components(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
-def loaders_of(components: Mapping[str, Any]) -> list[str]:
+def find_loader_names(components: Mapping[str, Any]) -> list[str]:
     """The names of the components that are loaders of torch, or made of one."""
     kind: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
     return [
@@ -95,19 +100,19 @@ def largest_value(taken: TakenState, trusted: bool) -> str:
 
 
 def capture_state(
-    components: Mapping[str, Any], topology: Topology = ALONE, *, loose: Loose = NOWHERE
+    components: Mapping[str, Any], topology: ReplicaPlacement = ALONE, *, loose: Loose = NOWHERE
 ) -> TakenState:
     """Walk all components. Raises UsageError for tensors that cannot be kept."""
     walker = Walker(components, topology, loose=loose)
     branches = [(name, walker.component(name, component)) for name, component in components.items()]
-    if walker.misses_some(walker.tensors):
+    if walker.has_extras_sharing_memory(walker.tensors):
         walker = Walker(components, topology, loose=loose, follows_all=True)
         branches = [
             (name, walker.component(name, component)) for name, component in components.items()
         ]
     walker.tie_views()
-    branches = [(name, walker.number_shared(node)) for name, node in branches]
-    leaves = share_leaves(walker.tensors, topology)
+    branches = [(name, walker.assign_shared_numbers(node)) for name, node in branches]
+    leaves = divide_replicated_leaves(walker.tensors, topology)
     return TakenState(
         leaves,
         walker.aliases,
@@ -119,12 +124,20 @@ def capture_state(
         dict(components),
         walker.held,
         walker.metadata,
-        {"forms": {at: form for at, form in enumerate(walker.values) if type(form) is GradForm}},
+        {
+            "forms": {
+                at: form for at, form in enumerate(walker.values) if type(form) is RequiresGradForm
+            }
+        },
     )
 
 
 def recapture_state(
-    before: TakenState, components: Mapping[str, Any], topology: Topology, *, loose: Loose = NOWHERE
+    before: TakenState,
+    components: Mapping[str, Any],
+    topology: ReplicaPlacement,
+    *,
+    loose: Loose = NOWHERE,
 ) -> TakenState:
     """The same as `capture_state`, for the same topology. As long as all tensors are those of
     `before`, which it then shares, it takes a third of the time."""
@@ -149,7 +162,7 @@ class StateCapture:
         self.moves = False
         self._doubted: TakenState | None = None
 
-    def take(self, topology: Topology) -> TakenState:
+    def take(self, topology: ReplicaPlacement) -> TakenState:
         """The state as it is now."""
         self._topology = topology
         before, self.before, self._doubted = self.before, None, None
@@ -165,7 +178,7 @@ class StateCapture:
                 self._doubted = self.before
         return taken
 
-    def found_moving_tensors(self) -> bool:
+    def has_moved_optimizer_tensors(self) -> bool:
         """Called before an optimizer's step: whether what only such a step changes was given other
         memory since it was taken, as between the last two saves. True once."""
         if self._doubted is None or accelerator.current_accelerator().is_capturing():
@@ -175,7 +188,7 @@ class StateCapture:
         plain = {
             name: component
             for name, component in self._components.items()
-            if is_torchs(unwrap_module(component))
+            if is_state_made_by_torch(unwrap_module(component))
         }
         before = _lazy(doubted)
         now = _lazy(capture_state(plain, self._topology, loose=self.loose)) if plain else {}
@@ -208,7 +221,7 @@ def layout_changes(layout: Layout, taken: TakenState) -> dict[str, str]:
     return found
 
 
-def loose_places(found: Mapping[str, str], taken: TakenState) -> Loose:
+def find_changing_places(found: Mapping[str, str], taken: TakenState) -> Loose:
     """Where tensors come and go, if these `changes` go on: the places of tensors of which the shape
     changes; of others the innermost container in which a tensor stayed."""
     stayed = {leaf.name for leaf in taken.tensors if leaf.name not in found}
@@ -273,7 +286,9 @@ def _named(taken: TakenState, trusted: bool) -> str:
     return ""
 
 
-def share_leaves(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLeaf, ...]:
+def divide_replicated_leaves(
+    leaves: list[TensorLeaf], topology: ReplicaPlacement
+) -> tuple[TensorLeaf, ...]:
     """Reduce replicated tensors to the part that this rank stages.
 
     All ranks stage scalars, which are not worth dividing. So an image of one shard has everything
@@ -286,23 +301,24 @@ def share_leaves(leaves: list[TensorLeaf], topology: Topology) -> tuple[TensorLe
         if leaf.sharing is not None and leaf.whole.dim() and leaf.whole.numel():
             groups.setdefault(leaf.sharing.replicas, []).append(at)
     for replicas, places in groups.items():
-        sharers = topology.ranks_that_share(replicas)
+        sharers = topology.select_staging_ranks(replicas)
         if len(sharers) > 1:
             _cut(leaves, places, sharers.index(topology.rank), len(sharers))
     return tuple(leaves)
 
 
 def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int) -> None:
-    """Replace the leaves at `places` by part `number` of `ranks_that_share`.
+    """Replace the leaves at `places` by part `number` of `select_staging_ranks`.
 
     They are ordered by name on the line of bytes, because ranks may number their parameters
     differently.
     """
     places = sorted(places, key=lambda at: leaves[at].name)
     bulks = tuple(
-        Bulk(tuple(leaves[at].whole.shape), leaves[at].whole.element_size()) for at in places
+        ReplicatedTensorSize(tuple(leaves[at].whole.shape), leaves[at].whole.element_size())
+        for at in places
     )
-    for at, bulk, rows in zip(places, bulks, cut_rows(bulks, sharers), strict=True):
+    for at, bulk, rows in zip(places, bulks, compute_row_partitions(bulks, sharers), strict=True):
         leaf, dim, begin, end = leaves[at], bulk.dim, rows[number], rows[number + 1]
         assert leaf.sharing is not None
         offsets = list(leaf.sharing.offsets)
@@ -314,7 +330,7 @@ def _cut(leaves: list[TensorLeaf], places: list[int], number: int, sharers: int)
         )
 
 
-def _twins(leaves: tuple[TensorLeaf, ...], topology: Topology) -> tuple[int, ...]:
+def _twins(leaves: tuple[TensorLeaf, ...], topology: ReplicaPlacement) -> tuple[int, ...]:
     if topology.world == 1 or any(leaf.sharing is None and not leaf.lenient for leaf in leaves):
         return ()
     return topology.twins(leaf.sharing.replicas for leaf in leaves if leaf.sharing is not None)
@@ -326,7 +342,7 @@ def _twins(leaves: tuple[TensorLeaf, ...], topology: Topology) -> tuple[int, ...
 _SAVES = 8
 
 
-class UnsavedBuffers:
+class UnsavedBufferDetector:
     """Watches the buffers of all components over the first saves."""
 
     def __init__(self, components: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from keepstep.errors import FormatError, UsageError
 from keepstep.image import (
     FlatBox,
     Parameters,
-    Section,
+    TensorRole,
     TensorSpec,
     codecs,
     dim_order,
@@ -29,9 +29,9 @@ from keepstep.image import (
 from keepstep.image.codecs import (
     ArrayForm,
     ClassForm,
-    GradForm,
+    RequiresGradForm,
     SharedAgain,
-    SharedForm,
+    SharedDefinitionForm,
     SubclassForm,
     ViewForm,
     dtype_of,
@@ -67,7 +67,7 @@ CODE_OF = {getattr(torch, name): code for name, code in _CODES.items() if hasatt
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 
-def dtype_code(dtype: torch.dtype, *, name: str) -> str:
+def get_image_dtype_name(dtype: torch.dtype, *, name: str) -> str:
     """The name of a dtype in an image. Raises UsageError, naming the tensor, if there is none."""
     try:
         return CODE_OF[dtype]
@@ -93,12 +93,12 @@ class TensorLeaf(NamedTuple):
       under DistributedDataParallel).
     - `fresh`: the tensor cannot be filled in place; a restore makes a new one, as for any value.
     - `unflattened`: see `TensorSpec`.
-    - `mark`: what `tensor_mark` said when it was taken.
+    - `mark`: what `snapshot_tensor_metadata` said when it was taken.
     """
 
     name: str
     tensor: Tensor
-    section: Section
+    section: TensorRole
     lazy: bool
     whole: Tensor
     live: Tensor
@@ -112,7 +112,7 @@ class TensorLeaf(NamedTuple):
     mark: tuple[Any, ...] = ()
 
     @property
-    def flat(self) -> FlatBox | None:
+    def flat_box(self) -> FlatBox | None:
         """See `TensorSpec`."""
         return None if self.sharing is None else self.sharing.flat
 
@@ -124,7 +124,7 @@ class TakenState:
     `claims`: what to agree on with other ranks. `twins`: ranks whose images of this state hold the
     very same boxes. `parameters`: the parameters of each optimizer, by the name of its component.
     `components`, `held`: what was walked, and the parameters of each component. `metadata`: see
-    `metadata_of`. `cache`: what
+    `decode_state_dict_metadata`. `cache`: what
     follows from the tensors alone, shared by all states that share them.
     """
 
@@ -163,7 +163,7 @@ class TakenState:
         return [
             TensorSpec(
                 name=leaf.name,
-                dtype=dtype_code(leaf.tensor.dtype, name=leaf.name),
+                dtype=get_image_dtype_name(leaf.tensor.dtype, name=leaf.name),
                 shape=tuple(leaf.tensor.shape),
                 section=leaf.section,
                 offsets=leaf.offsets,
@@ -172,7 +172,7 @@ class TakenState:
                 strides=strides_with_gaps(leaf.whole.shape, leaf.whole.stride()),
                 device=device_name(leaf.tensor.device),
                 unflattened=leaf.unflattened,
-                flat=leaf.flat,
+                flat=leaf.flat_box,
             )
             for leaf in self.tensors
         ]
@@ -192,7 +192,7 @@ class TakenState:
                     leaf.offsets,
                     leaf.global_shape,
                     leaf.unflattened,
-                    leaf.flat,
+                    leaf.flat_box,
                 )
                 for leaf in self.tensors
             ],
@@ -201,7 +201,7 @@ class TakenState:
         )
 
 
-def tensor_mark(live: Tensor, local: Tensor) -> tuple[Any, ...]:
+def snapshot_tensor_metadata(live: Tensor, local: Tensor) -> tuple[Any, ...]:
     """Where and what a tensor is now, as plain values: all of it can change in place."""
     return (
         local.data_ptr(),
@@ -224,13 +224,13 @@ def is_wrapper(tensor: Tensor) -> bool:
     return hasattr(kind, "__tensor_flatten__") and not sharding.is_dtensor(tensor)
 
 
-def plain_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def iterate_inner_tensors(tensor: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensor itself, or the tensors in which a wrapper keeps its values; with their names."""
     if not is_wrapper(tensor):
         yield name, tensor
         return
     for part in tensor.__tensor_flatten__()[0]:
-        yield from plain_tensors(getattr(tensor, part), f"{name}.{part}")
+        yield from iterate_inner_tensors(getattr(tensor, part), f"{name}.{part}")
 
 
 def parse_skeleton(skeleton: str) -> dict[str, Node]:
@@ -238,7 +238,9 @@ def parse_skeleton(skeleton: str) -> dict[str, Node]:
 
     Every node is checked, so code that walks the trees need not check again. Raises FormatError.
     """
-    root = strictjson.loads(skeleton, what="the tree of this image", hook=extras_codec.builder())
+    root = strictjson.loads(
+        skeleton, what="the tree of this image", hook=extras_codec.make_json_hook()
+    )
     if not isinstance(root, list) or root[:1] != ["d"]:
         raise _senseless(root)
     nodes: list[tuple[Any, int]] = [(root, MAX_DEPTH)]
@@ -274,7 +276,7 @@ def _key_as_json(key: Any) -> Any:
 
 def _children(node: Any) -> list[Any]:
     match node:
-        case ["t", str()] | ["v", _]:  # `check_values` checks the number of a value
+        case ["t", str()] | ["v", _]:  # `check_values_exist` checks the number of a value
             return []
         case ["x", int(), child]:
             return [child]
@@ -290,7 +292,7 @@ def _check_keys(keys: list[Any]) -> None:
     """Check what everything may rely on that walks a tree: keys can be told apart, and written in a
     message."""
     try:
-        extras_codec.check_spread(keys)
+        extras_codec.check_hash_collisions(keys)
         twice = len(set(keys)) != len(keys)
         for key in keys:
             str(key)
@@ -301,22 +303,22 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def _senseless(node: Any) -> FormatError:
-    return FormatError(f"the tree of this image is invalid: {strictjson.quote(node)}")
+    return FormatError(f"the tree of this image is invalid: {strictjson.quote_text(node)}")
 
 
-def check_values(node: Node, *, count: int) -> None:
+def check_values_exist(node: Node, *, count: int) -> None:
     """Check that every value that the tree names exists, before anything is copied. Raises
     FormatError."""
     for path, leaf in leaves_of(node):
         if leaf[0] == "v" and not (type(leaf[1]) is int and 0 <= leaf[1] < count):
             where = "/".join(map(str, path))
-            value = strictjson.quote(leaf[1])
+            value = strictjson.quote_text(leaf[1])
             raise FormatError(
                 f"the tree of this image names value {value} at {where}, but it holds {count}"
             )
 
 
-def values_of(kept: Any) -> list[Any]:
+def values_from_extras(kept: Any) -> list[Any]:
     """The values in the decoded extras of an image. Raises FormatError."""
     values = kept.get("values") if isinstance(kept, dict) else None
     if not isinstance(values, list):
@@ -324,7 +326,9 @@ def values_of(kept: Any) -> list[Any]:
     return values
 
 
-def metadata_of(kept: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]] | None]:
+def decode_state_dict_metadata(
+    kept: Mapping[str, Any],
+) -> dict[str, dict[str, dict[str, Any]] | None]:
     """The metadata of the modules' state dicts in the decoded extras of an image: by component, of
     each submodule what is not `PLAIN_METADATA`. None: the state dict has none. Raises FormatError.
     """
@@ -379,7 +383,7 @@ def leaves_of(node: Any) -> Iterator[tuple[tuple[Any, ...], Node]]:
             left += [((*path, at), node[1][at]) for at in reversed(range(len(node[1])))]
 
 
-def formed_tensors(node: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def iterate_tensor_forms(node: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """The names of tensors that are not used as they are, and the form of each: the bytes of an
     array, the base of a view."""
     left = [node]
@@ -393,7 +397,7 @@ def formed_tensors(node: Any, values: Sequence[Any]) -> Iterator[tuple[str, Any]
             left += [child[1] if node[0] == "d" else child for child in node[1]]
 
 
-def is_extra(path: tuple[Any, ...]) -> bool:
+def is_module_extra_state(path: tuple[Any, ...]) -> bool:
     """Whether a module's `get_extra_state` made it. It may be of any kind, and of another kind each
     time."""
     return str(path[0]).rpartition(".")[2] == "_extra_state"
@@ -423,7 +427,7 @@ def build_tree(
     if kind == "x":
         form = value(node[1])
         made = _formed(form, build_tree(node[2], tensor, value, shared))
-        if type(form) is SharedForm:
+        if type(form) is SharedDefinitionForm:
             shared[form.number] = made
         return made
     if kind == "d":
@@ -435,13 +439,13 @@ def build_tree(
 def _formed(form: Any, plain: Any) -> Any:
     """`plain` in its original kind. `form` is an empty object of that kind, or says more. None
     stays None."""
-    if plain is None or type(form) is SharedForm:
+    if plain is None or type(form) is SharedDefinitionForm:
         return plain
     if type(form) is ArrayForm and isinstance(plain, Tensor):
-        return form.over(plain)
+        return form.build_array(plain)
     if type(form) is ViewForm and isinstance(plain, Tensor):
         return view_over(plain, form)
-    if type(form) is GradForm and isinstance(plain, Tensor):
+    if type(form) is RequiresGradForm and isinstance(plain, Tensor):
         return _with_gradient(plain, form)
     if type(form) is SubclassForm and type(plain) is dict:
         return _of_subclass(form, plain)
@@ -463,7 +467,7 @@ def _formed(form: Any, plain: Any) -> Any:
     )
 
 
-def _with_gradient(plain: Tensor, form: GradForm) -> Tensor:
+def _with_gradient(plain: Tensor, form: RequiresGradForm) -> Tensor:
     if plain.requires_grad and isinstance(plain, nn.Parameter) is form.parameter:
         return plain  # the live one
     if not (plain.is_floating_point() or plain.is_complex()):

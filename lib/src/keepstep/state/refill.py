@@ -27,7 +27,7 @@ _ATOMS = frozenset({int, float, str, bool, type(None), bytes, complex})
 _DICTS = frozenset({dict, Counter, OrderedDict, defaultdict})
 
 
-class Refill:
+class LiveObjectIndex:
     """The live object of each saved one, for one restore."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Refill:
             )
 
 
-def put_back_component(name: str, live: Any, saved: Any, refill: Refill) -> None:
+def put_back_component(name: str, live: Any, saved: Any, refill: LiveObjectIndex) -> None:
     """Make the component `live` equal to what was saved: the same keys in the same order, nothing
     else. `refill` has paired the two.
 
@@ -140,7 +140,7 @@ def _is_same(live: Any, saved: Tensor) -> bool:
 def _suits(live: Any, saved: Any) -> bool:
     """Whether `live` can become what `saved` is, in place."""
     if rng.is_generator(saved):
-        return rng.can_take_state(live, saved)
+        return rng.is_state_compatible(live, saved)
     if isinstance(live, dict):
         # a plain saved dict fits any kind of dict that the script has chosen
         return type(saved) is dict or (
@@ -177,7 +177,7 @@ def _has_fields(value: Any) -> bool:
 
 
 def pair_generators(
-    refill: Refill, live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]
+    refill: LiveObjectIndex, live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]
 ) -> None:
     """Find the live generators among the options of an optimizer's groups."""
     for here, group in zip(live, saved, strict=True):
@@ -187,7 +187,7 @@ def pair_generators(
 
 
 def place_generators(
-    refill: Refill, live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]
+    refill: LiveObjectIndex, live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]
 ) -> None:
     """Put them back, with the saved states: `load_state_dict` has made copies of the options."""
     for here, group in zip(live, saved, strict=True):

@@ -22,7 +22,7 @@ _HOST = ("torch", "random", "numpy")
 """The keys of a state other than those of accelerators, which are the names of their kinds."""
 
 
-def capture_generators() -> dict[str, Any]:
+def capture_all_generators() -> dict[str, Any]:
     """States of all generators of this process, as values that `image.extras_codec` can encode."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -52,7 +52,7 @@ def is_generator(value: Any) -> bool:
     )
 
 
-def can_take_state(live: Any, saved: Any) -> bool:
+def is_state_compatible(live: Any, saved: Any) -> bool:
     """Whether the generator `live` can take the state of `saved`."""
     if type(live) is not type(saved):
         return False

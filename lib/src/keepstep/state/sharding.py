@@ -51,7 +51,7 @@ class Sharing(NamedTuple):
     flat: FlatBox | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         return self.global_shape if self.flat is None else self.flat.shape
 
@@ -120,7 +120,7 @@ def dtensor_of_box(local: Tensor, mesh: Any, sharing: Sharing) -> Tensor:
     that it has on `mesh`, whatever that is, say nothing."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    shape = torch.Size(sharing.shape)
+    shape = torch.Size(sharing.full_shape)
     stride = torch.empty(shape, device="meta").stride()
     placements = [Replicate()] * mesh.ndim
     made: Tensor = DTensor.from_local(
@@ -142,7 +142,7 @@ def _sharing(
     for dim in range(len(shape)):
         begin, size = 0, shape[dim]
         for mesh_dim in _order(kinds, dim, tuple(mesh.shape)):
-            at, size = chunk_bounds(size, mesh.shape[mesh_dim], coordinate[mesh_dim])
+            at, size = find_chunk_begin_and_length(size, mesh.shape[mesh_dim], coordinate[mesh_dim])
             begin += at
         offsets[dim], sizes[dim] = begin, size
     here = tuple(
@@ -153,7 +153,7 @@ def _sharing(
     return Sharing(tuple(offsets), shape, replicas, members), tuple(sizes)
 
 
-def chunk_bounds(size: int, parts: int, number: int) -> tuple[int, int]:
+def find_chunk_begin_and_length(size: int, parts: int, number: int) -> tuple[int, int]:
     """Begin and length of piece `number` of `parts` pieces, cut as torch.chunk cuts them: the last
     pieces may be short or empty."""
     full = -(-size // parts)
@@ -217,7 +217,7 @@ _Declaration = tuple[tuple[Members, ...], tuple[tuple[str, int], ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class ReplicaPlacement:
     """`nodes`: for each rank, the number of its node. `spread`: replicas are divided among all
     ranks that have them, and not among those of each node. `holders`: the ranks that make each
     claim."""
@@ -234,7 +234,7 @@ class Topology:
         """The lowest rank of this node."""
         return self.nodes.index(self.nodes[self.rank])
 
-    def owner(self, claim: Claim) -> int | None:
+    def find_rank_of_stored_name(self, claim: Claim) -> int | None:
         """The rank that a stored name must carry; None if this rank may use the bare name."""
         name, members = claim
         mine = self.rank if members is None else members[0]
@@ -242,7 +242,7 @@ class Topology:
             return None
         return None if claim in self.holders and self.lowest[name] == mine else mine
 
-    def ranks_that_share(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    def select_staging_ranks(self, replicas: tuple[int, ...]) -> tuple[int, ...]:
         """Of the ranks with the very same box, those that stage it together with this rank."""
         if self.spread:
             return replicas
@@ -275,10 +275,10 @@ class Topology:
         }
 
 
-ALONE = Topology()
+ALONE = ReplicaPlacement()
 
 
-def node_name(socket_path: str) -> str:
+def derive_machine_name(socket_path: str) -> str:
     """A name that is equal for ranks of one sidecar, which share one memory."""
     return f"{socket.gethostname()}:{os.path.realpath(socket_path)}"
 
@@ -291,7 +291,7 @@ def agree_on_topology(
     world: int,
     node: str,
     spread: bool,
-) -> Topology:
+) -> ReplicaPlacement:
     """Agree on what all ranks claim; a collective. `gather` gathers one value of every rank on all
     ranks.
 
@@ -322,7 +322,7 @@ def agree_on_topology(
         ]
     holders = _holders(declared, list(ranks.values()))
     names = {node: at for at, node in enumerate(dict.fromkeys(node for node, _ in answers))}
-    return Topology(
+    return ReplicaPlacement(
         rank=rank,
         world=world,
         nodes=tuple(names[node] for node, _ in answers),
@@ -384,7 +384,7 @@ SMALL_BYTES = 4096
 """Tensors up to this size are never cut."""
 
 
-class Bulk(NamedTuple):
+class ReplicatedTensorSize(NamedTuple):
     """Shape and element size of a replicated tensor."""
 
     shape: tuple[int, ...]
@@ -402,7 +402,7 @@ class Bulk(NamedTuple):
         return math.prod(self.shape) * self.element_bytes
 
     @property
-    def row_bytes(self) -> int:
+    def cut_unit_bytes(self) -> int:
         """The unit in bytes to which a cut is rounded."""
         if self.bytes <= SMALL_BYTES:
             return max(1, self.bytes)
@@ -410,7 +410,9 @@ class Bulk(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def cut_rows(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], ...]:
+def compute_row_partitions(
+    tensors: tuple[ReplicatedTensorSize, ...], sharers: int
+) -> tuple[tuple[int, ...], ...]:
     """For each tensor, `sharers + 1` ascending rows along its `dim`: sharer i has rows [i] to [i +
     1].
 
@@ -425,9 +427,9 @@ def cut_rows(tensors: tuple[Bulk, ...], sharers: int) -> tuple[tuple[int, ...], 
     return tuple(rows)
 
 
-def _row(bulk: Bulk, place: int) -> int:
+def _row(bulk: ReplicatedTensorSize, place: int) -> int:
     """The row nearest to a place. The place is in bytes from the beginning of the tensor, and may
     lie outside the tensor."""
     place = min(max(place, 0), bulk.bytes)
-    row = (place + bulk.row_bytes // 2) // bulk.row_bytes
+    row = (place + bulk.cut_unit_bytes // 2) // bulk.cut_unit_bytes
     return row if bulk.bytes > SMALL_BYTES else row * bulk.shape[bulk.dim]

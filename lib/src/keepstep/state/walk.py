@@ -27,31 +27,43 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepstep.errors import FormatError, KeepstepError, UsageError
-from keepstep.image import Parameters, Section, codecs, extras_codec, local_name, split_local_name
+from keepstep.image import (
+    Parameters,
+    TensorRole,
+    add_rank_suffix,
+    codecs,
+    extras_codec,
+    split_local_name,
+)
 from keepstep.image.codecs import (
     LARGE_BYTES,
     ArrayForm,
     ClassForm,
-    GradForm,
+    RequiresGradForm,
     SharedAgain,
-    SharedForm,
+    SharedDefinitionForm,
     SubclassForm,
     ViewForm,
 )
 from keepstep.image.extras_codec import MAX_DEPTH
 from keepstep.state import sharding
-from keepstep.state.accelerator import check_device, check_memory
+from keepstep.state.accelerator import check_device, check_tensor_has_storage
 from keepstep.state.leaves import (
     PLAIN_METADATA,
     Node,
     TakenState,
     TensorLeaf,
     is_wrapper,
-    plain_tensors,
-    tensor_mark,
+    iterate_inner_tensors,
+    snapshot_tensor_metadata,
 )
-from keepstep.state.sharding import ALONE, Claim, Members, Sharing, Topology
-from keepstep.state.wrappers import FlatModule, replication_of, state_of_component, unwrap_module
+from keepstep.state.sharding import ALONE, Claim, Members, ReplicaPlacement, Sharing
+from keepstep.state.wrappers import (
+    ShardedParameterModule,
+    replication_of,
+    state_of_component,
+    unwrap_module,
+)
 
 _CONJ, _NEG = -2, -1  # in a mark
 
@@ -208,7 +220,7 @@ class Walker:
     def __init__(
         self,
         components: Mapping[str, Any],
-        topology: Topology,
+        topology: ReplicaPlacement,
         *,
         loose: Loose = NOWHERE,
         follows_all: bool = False,
@@ -235,7 +247,7 @@ class Walker:
         self._there: set[int] | None = None
         self._owners: dict[str, _Owner] = {}
         self._owner = _NO_OWNER
-        self._section = Section.REST
+        self._section = TensorRole.REST
         self._lazy = self._lenient = self._module = self._formed = False
         self._open: list[tuple[int, str]] = []
         self._nodes: dict[int, tuple[Any, Node]] = {}
@@ -263,7 +275,7 @@ class Walker:
         inner = unwrap_module(component)
         self._inner, self._there = inner, None
         self._lazy = isinstance(inner, torch.optim.Optimizer)
-        self._section = Section.OPTIMIZER if self._lazy else Section.REST
+        self._section = TensorRole.OPTIMIZER if self._lazy else TensorRole.REST
         self._module = isinstance(inner, nn.Module)
         # modules and optimizers handle the forms of their own containers and arrays
         self._formed = not (self._module or self._lazy)
@@ -285,7 +297,7 @@ class Walker:
     def _know(self, name: str, component: Any) -> None:
         self._trees[name] = _tree_of(name, component)
         replication = replication_of(component)
-        if isinstance(component, FlatModule):
+        if isinstance(component, ShardedParameterModule):
             shapes = component.shapes.items()
             self._unflattened.update((f"{name}.{path}", shape) for path, shape in shapes)
         for path, parameter in unwrap_module(component).named_parameters(remove_duplicate=False):
@@ -295,7 +307,7 @@ class Walker:
             full = f"{name}.{path}"
             self._known.setdefault(id(parameter), (full, members))
             if is_wrapper(parameter):
-                parts = dict(plain_tensors(parameter, full))
+                parts = dict(iterate_inner_tensors(parameter, full))
                 self._parameters |= dict.fromkeys(parts, members)
                 self._pointers |= {_pointer(plain, part) for part, plain in parts.items()}
             else:
@@ -356,11 +368,11 @@ class Walker:
             name += "~"
         self._names.add(name)
         self._section, self._lazy = beside.section, False
-        mark = tensor_mark(whole, whole)
+        mark = snapshot_tensor_metadata(whole, whole)
         self._add(name, name, whole, whole, None, fresh=True, mark=mark)
         return name
 
-    def number_shared(self, node: Node) -> Node:
+    def assign_shared_numbers(self, node: Node) -> Node:
         """The same tree with its views, in which the objects that were met again have a number."""
         if node[0] == "t" and node[1] in self._views:
             base, form = self._views[node[1]]
@@ -368,13 +380,13 @@ class Walker:
         if node[0] in ("t", "v") or not (self._numbers or self._views):
             return node
         if node[0] == "x":
-            made: Node = ("x", node[1], self.number_shared(node[2]))
+            made: Node = ("x", node[1], self.assign_shared_numbers(node[2]))
         elif node[0] == "d":
-            made = ("d", tuple((key, self.number_shared(child)) for key, child in node[1]))
+            made = ("d", tuple((key, self.assign_shared_numbers(child)) for key, child in node[1]))
         else:
-            made = (node[0], tuple(self.number_shared(child) for child in node[1]))
+            made = (node[0], tuple(self.assign_shared_numbers(child) for child in node[1]))
         number = self._numbers.get(id(node))
-        return made if number is None else self._in_form(SharedForm(number), made)
+        return made if number is None else self._in_form(SharedDefinitionForm(number), made)
 
     def _branch(self, tree: Any, path: str) -> Node | None:
         """A node if there is a tensor at or below `tree`, else None."""
@@ -382,7 +394,7 @@ class Walker:
             leaf = self._parts(tree, path) if is_wrapper(tree) else ("t", self._tensor(tree, path))
             if not (self._formed and tree.requires_grad):
                 return leaf
-            return self._in_form(GradForm(isinstance(tree, nn.Parameter)), leaf)
+            return self._in_form(RequiresGradForm(isinstance(tree, nn.Parameter)), leaf)
         if not self._formed:
             return self._plain_branch(tree, path)
         if id(tree) in self._nodes:  # the memory of the first place serves this one, too
@@ -416,7 +428,7 @@ class Walker:
         form = ArrayForm.of(tree)
         if form is None:
             return None
-        return self._in_form(form, ("t", self._tensor(form.take(tree), path, fresh=True)))
+        return self._in_form(form, ("t", self._tensor(form.wrap_as_tensor(tree), path, fresh=True)))
 
     def _parts(self, tree: Any, path: str) -> Node:
         """The tensors in which a wrapper keeps its values. They are copied at once, because torch
@@ -438,9 +450,11 @@ class Walker:
         parts."""
         if self._there is None:  # once per component: there may be many
             tensors = (*self._inner.parameters(), *self._inner.buffers())
-            plains = (plain for tensor in tensors for _, plain in plain_tensors(tensor, path))
+            plains = (
+                plain for tensor in tensors for _, plain in iterate_inner_tensors(tensor, path)
+            )
             self._there = {_pointer(plain, path) for plain in plains}
-        for part, plain in plain_tensors(tree, path):
+        for part, plain in iterate_inner_tensors(tree, path):
             if plain.numel() and _pointer(plain, part) not in self._there:
                 raise UsageError(
                     f"{part}: state_dict() gives a copy of this part of a {type(tree).__name__},"
@@ -474,7 +488,7 @@ class Walker:
         self._small |= {_storage_of(tensor) for tensor in tree if isinstance(tensor, Tensor)}
         return False
 
-    def misses_some(self, leaves: Iterable[TensorLeaf]) -> bool:
+    def has_extras_sharing_memory(self, leaves: Iterable[TensorLeaf]) -> bool:
         """Whether a tensor that was left to the extras lies in the memory of one of `leaves`."""
         return bool(self._small) and not self._small.isdisjoint(
             _storage_of(leaf.tensor) for leaf in leaves
@@ -557,12 +571,12 @@ class Walker:
         self._names.add(path)
         sharing, claim = self._common(live, local, path, shown_path)
         self.claims.add(claim)
-        carried = self._topology.owner(claim)
-        name = path if carried is None else local_name(path, carried)
-        mark = tensor_mark(live, local)
+        carried = self._topology.find_rank_of_stored_name(claim)
+        name = path if carried is None else add_rank_suffix(path, carried)
+        mark = snapshot_tensor_metadata(live, local)
         pointer = mark[0]
         if not pointer or not local.is_cpu:  # other CPU tensors are checked when copied
-            check_memory(local, path)
+            check_tensor_has_storage(local, path)
         if pointer:
             first = self._seen.setdefault((mark, fresh), name)
             if first != name:
@@ -595,7 +609,7 @@ class Walker:
             TensorLeaf(
                 name=name,
                 tensor=local,
-                section=Section.PARAMS if parameter else self._section,
+                section=TensorRole.PARAMS if parameter else self._section,
                 lazy=(self._lazy or parameter) and not self._wrapped,
                 whole=local,
                 live=live,
@@ -651,7 +665,7 @@ class RepeatedWalk(Walker):
     def __init__(self, before: TakenState, *, loose: Loose = NOWHERE) -> None:
         super().__init__({}, ALONE, loose=loose)
         self._before = before
-        self._forms: dict[int, GradForm] = before.cache.get("forms", {})
+        self._forms: dict[int, RequiresGradForm] = before.cache.get("forms", {})
         self.values = [None] * len(before.values)
         self._met: dict[int, Any] = {}
         self._found_own: list[Tensor] = []
@@ -669,7 +683,11 @@ class RepeatedWalk(Walker):
                     self._finds(name, components[name], node)
                     for name, node in self._before.skeleton[1]
                 )
-                return found and self._fit() and not self.misses_some(self._before.tensors)
+                return (
+                    found
+                    and self._fit()
+                    and not self.has_extras_sharing_memory(self._before.tensors)
+                )
         except (UsageError, RuntimeError):  # of a tensor without an address; a walk says where
             return False
 
@@ -804,7 +822,7 @@ _READ: tuple[Callable[[Any], Any], ...] = (
     Tensor.is_conj,
     Tensor.is_neg,
 )
-"""What a mark has of a tensor that is no DTensor; see `tensor_mark`."""
+"""What a mark has of a tensor that is no DTensor; see `snapshot_tensor_metadata`."""
 
 _DIVISION = attrgetter("placements", "device_mesh", "shape")
 """How a DTensor is divided, and the shape of the whole."""
@@ -1025,7 +1043,7 @@ class _Modules:
         """None if code other than torch's takes part, or if this is not what was taken apart."""
         if node[0] != "d" or any(child[0] != "t" for _, child in node[1]):
             return None
-        if not is_torchs(root):
+        if not is_state_made_by_torch(root):
             return None
         hooks = [
             (hook, module, f"{path}." if path else "")
@@ -1072,7 +1090,7 @@ class _Modules:
         )
 
 
-def is_torchs(inner: object) -> bool:
+def is_state_made_by_torch(inner: object) -> bool:
     """Whether it is a module or an optimizer of which torch's own code alone makes the state."""
     if isinstance(inner, torch.optim.Optimizer):
         return _States.is_plain(inner)

@@ -34,7 +34,7 @@ class Replicated(nn.Module):
         self.module, self.ranks = module, ranks
 
 
-class FlatModule(nn.Module):
+class ShardedParameterModule(nn.Module):
     """A module whose parameters are tensors of which each rank has a part, such as vectors. An
     adapter makes it for another module. `shapes`: the shapes that the parameters have in that
     module, by name, where they are others."""
@@ -76,10 +76,10 @@ def update_wrappers(components: Mapping[str, Any]) -> None:
     """Update the wrappers after what they wrap was loaded."""
     for component in components.values():
         if is_zero(component):
-            copy_options(component.optim, component)
+            copy_param_group_options(component.optim, component)
 
 
-def is_deepspeed(component: Any) -> bool:
+def is_deepspeed_component(component: Any) -> bool:
     """Whether it is DeepSpeed's engine, or one of its optimizers that are not torch optimizers.
     Both have partitions or copies that only DeepSpeed knows."""
     return any(
@@ -109,11 +109,11 @@ def _own_part(optimizer: Any) -> Any:
             "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be kept: its state does"
             " not exist before the third step; make it without"
         )
-    copy_options(optimizer, part)
+    copy_param_group_options(optimizer, part)
     return part
 
 
-def copy_options(source: Any, target: Any) -> None:
+def copy_param_group_options(source: Any, target: Any) -> None:
     """Copy options such as learning rates, as `ZeroRedundancyOptimizer.step` itself does."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: value for key, value in group.items() if key != "params"})

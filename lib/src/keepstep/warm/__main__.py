@@ -118,7 +118,8 @@ class RestartingCommand:
         """End the workers of a killed torchrun: they would keep their ranks from their
         successors."""
         processes.end_processes(
-            lambda: processes.descendants(os.getpid(), spare=self._starter.pids), grace_s=_GRACE_S
+            lambda: processes.descendants(os.getpid(), spare=self._starter.server_pids),
+            grace_s=_GRACE_S,
         )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from keepstep.errors import KeepstepError
-from keepstep.processes import SAFE_PATH, Process, send_signal, spawn_command, wait_gone
+from keepstep.processes import SAFE_PATH, Process, send_signal, start_child_process, wait_gone
 
 TORCHRUN: Final = "torch.distributed.run"
 
@@ -44,7 +44,7 @@ class PythonCommand:
     unbuffered: bool = False
 
     @property
-    def torchrun(self) -> bool:
+    def is_torchrun(self) -> bool:
         return self.kind == "module" and self.what == TORCHRUN
 
 
@@ -64,7 +64,7 @@ def parse_python_command(argv: Sequence[str]) -> PythonCommand | None:
     return None
 
 
-def find_interpreter(path: str) -> str | None:
+def find_program_interpreter(path: str) -> str | None:
     """The Python that runs the program file `path`: the file itself, or the one that its first line
     names. None if there is none."""
     if _PYTHON.fullmatch(os.path.basename(path)):
@@ -267,7 +267,7 @@ class CommandStarter:
         self._cold_for_good = False
 
     @property
-    def pids(self) -> tuple[int, ...]:
+    def server_pids(self) -> tuple[int, ...]:
         """Processes that do not belong to the command."""
         return () if self._server is None else (self._server.pid,)
 
@@ -279,7 +279,7 @@ class CommandStarter:
             self._cold("stdin, stdout or stderr is closed")
             return
         path = self._argv[0]
-        found = find_interpreter(path)
+        found = find_program_interpreter(path)
         if found is None or parse_python_command(self._argv) is None:
             self._cold(f"only `python FILE`, `python -m` and torchrun can start warm, not {path}")
             return
@@ -288,7 +288,7 @@ class CommandStarter:
         except OSError as error:
             self._cold(f"{found}: {error.strerror}")
 
-    def wait(self) -> None:
+    def wait_server_ready(self) -> None:
         """Wait until the server can be asked, or there is none to wait for."""
         if self._server is not None:
             with contextlib.suppress(ColdStart):  # the next start reports the reason
@@ -307,7 +307,7 @@ class CommandStarter:
                     self._report(f"a cold start this time: {error}")
                     if self._server.ready:  # stale: no use for later starts either
                         self._server.close()
-        pid = spawn_command(self._argv[0], self._command, environment, own_group=own_group)
+        pid = start_child_process(self._argv[0], self._command, environment, own_group=own_group)
         self.prepare(environment)
         return pid
 

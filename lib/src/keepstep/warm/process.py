@@ -44,7 +44,7 @@ log = logging.getLogger("keepstep")
 
 
 @dataclass(frozen=True)
-class ProcessJob:
+class ProcessSpec:
     """What a process must become.
 
     `ignored`: signals that the requesting process ignores (`nohup`). `files`: the descriptors of
@@ -63,7 +63,7 @@ class ProcessJob:
 # --- what exec does ----------------------------------------------------------------------------
 
 
-def become_job(job: ProcessJob) -> None:
+def apply_exec_attributes(job: ProcessSpec) -> None:
     """Set what exec would set: files, directory, environment, signals, process group and names."""
     if job.session:
         os.setsid()
@@ -138,7 +138,7 @@ def _retitle(argv: Sequence[str]) -> None:
 # --- what the interpreter does -----------------------------------------------------------------
 
 
-def run_job(job: ProcessJob, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
+def run_job(job: ProcessSpec, *, torchrun: Callable[[], NoReturn] | None = None) -> None:
     """Run `job`'s command line as the interpreter would, to its end; `torchrun` if it is that."""
     python = parse_python_command(job.argv)
     assert python is not None, "the server refuses other ones"
@@ -191,7 +191,7 @@ def _begin(python: PythonCommand) -> None:
     importlib.invalidate_caches()
 
 
-def end_process(code: int) -> NoReturn:
+def exit_without_teardown(code: int) -> NoReturn:
     """End as the interpreter does, except for taking apart what torch imported, which takes 0.2 to
     0.35 s.
 
@@ -277,7 +277,7 @@ def run_torchrun(server: ForkServer) -> NoReturn:
         trace = trace.tb_next if trace else None
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
-    end_process(code if isinstance(code, int) else int(code is not None))
+    exit_without_teardown(code if isinstance(code, int) else int(code is not None))
 
 
 def _replace_popen(server: ForkServer) -> None:

@@ -36,7 +36,7 @@ from keepstep.warm.client import (
     parse_python_command,
     socket_pair,
 )
-from keepstep.warm.process import ProcessJob
+from keepstep.warm.process import ProcessSpec
 
 # torch._dynamo: a process's first optimizer imports it, which takes longer than importing torch
 _MODULES: Final = (
@@ -124,7 +124,7 @@ def _other_threads() -> list[str]:
 
 def serve_forks(
     connection: socket.socket, environment: Mapping[str, str], known: Stamps
-) -> ProcessJob:
+) -> ProcessSpec:
     """Fork for each request. Returns in each new process, with its job; never returns in the
     server.
 
@@ -145,15 +145,15 @@ def serve_forks(
             _send(connection, {"cold": reason})
 
 
-def _receive(connection: socket.socket) -> ProcessJob | None:
+def _receive(connection: socket.socket) -> ProcessSpec | None:
     try:
         data, files, _, _ = socket.recv_fds(connection, LARGEST_BYTES, 3)
     except OSError:
         return None
-    return ProcessJob(**json.loads(data), files=tuple(files)) if data else None
+    return ProcessSpec(**json.loads(data), files=tuple(files)) if data else None
 
 
-def _in_the_way(job: ProcessJob, environment: Mapping[str, str], known: Stamps) -> str:
+def _in_the_way(job: ProcessSpec, environment: Mapping[str, str], known: Stamps) -> str:
     if parse_python_command(job.argv) is None:
         return "only exec can start this command"
     if names := late_differences(environment, job.environment):
@@ -167,8 +167,8 @@ def _in_the_way(job: ProcessJob, environment: Mapping[str, str], known: Stamps) 
 
 
 def _fork(
-    connection: socket.socket, job: ProcessJob, set_by_imports: Mapping[str, str]
-) -> ProcessJob | None:
+    connection: socket.socket, job: ProcessSpec, set_by_imports: Mapping[str, str]
+) -> ProcessSpec | None:
     """The job in the new process; None in the server."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -195,10 +195,12 @@ def _fork(
     return None
 
 
-def _begin(server: socket.socket, job: ProcessJob, set_by_imports: Mapping[str, str]) -> ProcessJob:
+def _begin(
+    server: socket.socket, job: ProcessSpec, set_by_imports: Mapping[str, str]
+) -> ProcessSpec:
     try:
         job.environment.update({**set_by_imports, **job.environment})
-        process.become_job(job)
+        process.apply_exec_attributes(job)
         server.send(str(os.getpid()).encode())
         message = server.recv(len(GO))
     except BaseException as error:
@@ -232,7 +234,7 @@ def main() -> None:
         os._exit(0)
     _send(connection, {"pid": os.getpid()})
     job = serve_forks(connection, environment, module_stamps())
-    while (python := parse_python_command(job.argv)) is not None and python.torchrun:
+    while (python := parse_python_command(job.argv)) is not None and python.is_torchrun:
         # its workers come from a server of its own, forked while it has one thread
         ours, theirs = socket_pair()
         pid = os.fork()
@@ -260,5 +262,5 @@ def run_server() -> None:
             trace = trace.tb_next  # a frame of keepstep.warm, which the user does not know
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
-            process.end_process(-signal.SIGINT)
+            process.exit_without_teardown(-signal.SIGINT)
         sys.exit(1)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields
 from keepstep.core.commit_rule import RanksReport
 from keepstep.core.history import Badput, Goodput
 from keepstep.core.ledger import Reported
-from keepstep.core.shard import StepShards
+from keepstep.core.shard import ShardsOfStep
 from keepstep.core.suspicion import Failure
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.run_reports import SaveOverhead
-from keepstep.wire.status import TierProgress, VolumeUsage
+from keepstep.wire.status import RemoteTierProgress, VolumeUsage
 
 AUDIENCE = "reports.keepstep.dev"
 """Audience of the projected service-account token that a sidecar shows."""
@@ -44,11 +44,11 @@ class ReportedRanks(RanksReport):
     staged: StepId | None = None
 
     @property
-    def facts(self) -> object:
+    def grouping_key(self) -> object:
         """What ranks must have in common to be reported together."""
-        return self.world, self.alive, self.staged, super().facts
+        return self.world, self.alive, self.staged, super().grouping_key
 
-    def shards(self, *tiers: Tier) -> tuple[StepShards, ...]:
+    def shards(self, *tiers: Tier) -> tuple[ShardsOfStep, ...]:
         """All shards that are listed under these tiers; without arguments, under any."""
         named = tiers or tuple(self.tiers)
         return tuple(
@@ -102,7 +102,7 @@ class ReportedGoodput:
     badput: Badput
 
     @classmethod
-    def of(cls, goodput: Goodput, history_id: str) -> ReportedGoodput:
+    def from_goodput(cls, goodput: Goodput, history_id: str) -> ReportedGoodput:
         counts = {
             attribute.name: getattr(goodput, attribute.name)
             for attribute in fields(cls)
@@ -155,7 +155,7 @@ class Report:
     volumes: tuple[ReportedVolume, ...] = ()
     warnings: tuple[str, ...] = ()
     peer_address: str = ""
-    tiers: dict[Tier, TierProgress] = field(default_factory=dict)
+    tiers: dict[Tier, RemoteTierProgress] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     goodput: ReportedGoodput | None = None
     peers_version: str = ""
@@ -163,11 +163,11 @@ class Report:
     refused: str = ""
 
     @property
-    def named(self) -> int:
+    def reported_ranks(self) -> int:
         """The ranks that it tells of, as a bitmap."""
         return functools.reduce(operator.or_, (rank.bits for rank in self.ranks), 0)
 
-    def as_reported(self, node_rank: int, *, ordered: int) -> Reported:
+    def to_ledger_event(self, node_rank: int, *, ordered: int) -> Reported:
         """The ledger's event. `ordered`: a number that grows over all sidecars of this node rank,
         because a restarted sidecar starts its `sequence` again."""
         return Reported(
@@ -267,7 +267,7 @@ class IssuedCertificate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pins:
+class PinnedSteps:
     """The steps that a person pinned. `version` grows with each change; the highest one counts."""
 
     version: int = 0
@@ -285,7 +285,7 @@ class MemberReport:
     nodes: int
     report: Report
     heard: int = 0
-    pins: Pins = field(default_factory=Pins)
+    pins: PinnedSteps = field(default_factory=PinnedSteps)
     pod: str = ""
     node: str = ""
     leaving: bool = False
@@ -305,4 +305,4 @@ class LeaderReply:
     epoch: EpochId | None = None
     answers: int = 0
     closing: bool = False
-    pins: Pins = field(default_factory=Pins)
+    pins: PinnedSteps = field(default_factory=PinnedSteps)

@@ -122,7 +122,7 @@ class ReportedDrive:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreFrom:
+class RestoreFromState:
     """The state of `LeaderAnswer.restore_from`. `asked`: its value when it was last read. `run`:
     the run that it names, if that is another one. `step`: the step that it means; '' while none is
     found. `epoch`: the epoch that began from `step`; '' if none has. `since`: the number of the
@@ -147,7 +147,7 @@ class LeaderRecord:
     goodput: RunGoodput | None = None
     holders: tuple[NodeHoldings, ...] = ()
     drives: tuple[ReportedDrive, ...] = ()
-    restore_from: RestoreFrom | None = None
+    restore_from: RestoreFromState | None = None
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def _cut(node: NodeReport) -> NodeReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunMember:
+class MemberPod:
     """A pod of the run that exists and has a node. `pod`: its UID. `address`: its IP, '' while it
     has none. `domain`: the value of the policy's topologyKey on its node. `leaving`: it is being
     deleted. `over`: its containers do not run again."""
@@ -411,7 +411,7 @@ class LeaderAnswer:
     """
 
     interval_s: float = 30.0
-    members: tuple[RunMember, ...] = ()
+    members: tuple[MemberPod, ...] = ()
     complete: bool = False
     lost_nodes: tuple[str, ...] = ()
     policy: RunPolicy | None = None

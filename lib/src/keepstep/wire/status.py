@@ -76,7 +76,7 @@ class VolumeStatus(VolumeUsage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierProgress:
+class RemoteTierProgress:
     """The progress of a tier beyond this pod. `where`: where it is. Counters since the sidecar
     started, in shards and bytes.
 
@@ -94,8 +94,8 @@ class TierProgress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierStatus(TierProgress):
-    """As `TierProgress`, with the time that sending took and what was fetched from the tier.
+class TierStatus(RemoteTierProgress):
+    """As `RemoteTierProgress`, with the time that sending took and what was fetched from the tier.
     `shared_bytes`: of the copies that this machine keeps for other pods, the bytes that take no
     space of their own because this machine's own shards contain them."""
 
@@ -122,14 +122,14 @@ class StepStatus:
     proven: bool = False
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def holding_ranks(self) -> tuple[int, ...]:
         """The ranks whose image is on at least one tier, ascending."""
         return tuple(sorted({rank for ranks in self.ranks.values() for rank in ranks}))
 
     @property
     def whole(self) -> bool:
         """Whether the step is committed, or an image of each of its ranks is known here."""
-        return self.committed or len(self.held) == self.world
+        return self.committed or len(self.holding_ranks) == self.world
 
 
 @dataclass(frozen=True, kw_only=True)

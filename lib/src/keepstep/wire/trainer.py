@@ -105,12 +105,12 @@ class LeaseRequest(Message):
 
 
 class LeaseGranted(Message):
-    """First line of the lease stream (JSON lines; each later line is a `LeaseNews`).
+    """First line of the lease stream (JSON lines; each later line is a `LeaseStreamEvent`).
 
     `held`: those slots of `LeaseRequest.holding` that the trainer may still fill. `archive`: steps
     also go to an archive. `huge_pages_dir`: a directory on huge pages in which slots may be; '':
     there is none. `stage_every`: see `SlotGranted`. `stage_trials`: some steps are left out to
-    learn what a save costs (`core.staging`).
+    learn what a save costs (`core.staging_interval`).
     """
 
     lease: str
@@ -122,7 +122,7 @@ class LeaseGranted(Message):
     archive: bool = False
 
 
-class LeaseNews(Message):
+class LeaseStreamEvent(Message):
     """A later line of the lease stream. `warning`: for this rank's log; '': the line is a ping."""
 
     warning: str = ""
@@ -221,7 +221,7 @@ class SkippedRequest(UnderLease):
     unkeepable: bool = False
 
 
-class FailedRequest(UnderLease):
+class ScriptFailedRequest(UnderLease):
     """POST /v1/failed: the script itself failed when it had reached step `id`. The failure is
     recorded durably before the answer."""
 
@@ -244,14 +244,14 @@ class UncaughtRequest(Message):
     repeats: bool = False
 
 
-class RefusedRequest(UnderLease):
+class VoteRefusedRequest(UnderLease):
     """POST /v1/refused: the ranks found steps, but their vote refused to go on or to begin
     again. `reason`: the text of its error."""
 
     reason: str
 
 
-class ReleaseRequest(UnderLease):
+class ReleaseSlotsRequest(UnderLease):
     """POST /v1/release: this trainer no longer writes into any slot. Its process may live on."""
 
 
@@ -265,7 +265,7 @@ class CandidatesRequest(UnderLease):
     timeout_s: float = 60.0
 
 
-class OpenStepRequest(UnderLease):
+class RestoreStepRequest(UnderLease):
     """POST /v1/restore: bring this step's image into a slot and verify it.
 
     `bad`: path of a slot that an earlier answer named and that failed its verification; '': none.
@@ -310,7 +310,7 @@ class SourcesRequest(UnderLease):
     every: bool = False
 
 
-class Source(Message):
+class ImageSource(Message):
     """The sealed image of `rank`, one of the ranks that saved the step (not of those that run now).
     The base to which the image of rank r of n refers has the number n + r, here and in the
     requests for headers and chunks.
@@ -337,7 +337,7 @@ class Sources(Message):
 
     id: StepId
     world: int
-    sources: tuple[Source, ...] = ()
+    sources: tuple[ImageSource, ...] = ()
     left_out: tuple[int, ...] = ()
 
 
@@ -354,14 +354,14 @@ class Headers(Message):
     headers: tuple[str, ...] = ()
 
 
-class WindowRequest(UnderLease):
+class ChunkBufferRequest(UnderLease):
     """POST /v1/window: shared memory through which verified chunks come. A lease has at most one
     window, until `RestoredRequest` or the end of the lease."""
 
     frames: int = 6
 
 
-class Window(Message):
+class SharedChunkBuffer(Message):
     """A file in shared memory with `frames` frames of `frame_bytes` bytes. A frame holds one
     chunk."""
 
@@ -370,7 +370,7 @@ class Window(Message):
     frame_bytes: int
 
 
-class Chunk(Message):
+class ChunkReadRequest(Message):
     """Put chunk number `chunk` (of `CHUNK_BYTES`) of the saved rank `rank` into frame `frame`."""
 
     rank: int
@@ -396,12 +396,12 @@ class ChunksRequest(UnderLease):
     """
 
     id: StepId
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkReadRequest, ...]
     timeout_s: float = 600.0
     announced: tuple[ChunkRun, ...] | None = None
 
 
-class Chunks(Message):
+class ChunksReady(Message):
     """All requested chunks are in their frames. `tier`: the farthest tier that was read."""
 
     tier: Tier = Tier.MEMORY
@@ -446,7 +446,7 @@ class Flushed(Message):
     reason: str = ""
 
 
-class StopRequest(Message):
+class StopSidecarRequest(Message):
     """POST /v1/stop: end the sidecar. `drain`: finish writes first. `forget`: free the memory; with
     `drain`, not where a step lies in it that no volume has taken."""
 
@@ -455,7 +455,7 @@ class StopRequest(Message):
     timeout_s: float = 60.0
 
 
-class OwnerRequest(Message):
+class RegisterOwnerRequest(Message):
     """POST /v1/owner: while the process `pid` (on the sidecar's machine) lives, the sidecar does
     not end by itself, no matter how long no trainer connects."""
 
@@ -470,7 +470,7 @@ class PinRequest(Message):
     pinned: bool = True
 
 
-class Pinned(Message):
+class PinnedStepsReply(Message):
     """All pinned steps, oldest first."""
 
     steps: tuple[StepId, ...] = ()

@@ -11,22 +11,18 @@ from typing import Any, Final
 import click
 
 from keepstep_operator import __version__, log
-from keepstep_operator.admission.checkpoint_run import ExistingRuns
+from keepstep_operator.admission.checkpoint_run_reader import ExistingRunReader
 from keepstep_operator.admission.metrics import AdmissionMetrics
 from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
-from keepstep_operator.admission.policies import Policies
-from keepstep_operator.admission.server import (
-    TIMEOUT_S,
-    Admission,
-    deadline_of,
-)
+from keepstep_operator.admission.policy_lookup import Policies
+from keepstep_operator.admission.server import TIMEOUT_S, Admission, deadline_of
 from keepstep_operator.injection import InjectionDefaults
 from keepstep_operator.kube.access import find_access
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.log import info
 from keepstep_operator.names import ADMISSION_PORT
 from keepstep_operator.serving import metrics_application, serve_application, until_signal
-from keepstep_operator.settings import (
+from keepstep_operator.shared_options import (
     host_path_option,
     log_level_option,
     metrics_port_option,
@@ -34,7 +30,7 @@ from keepstep_operator.settings import (
     option,
     port_option,
 )
-from keepstep_operator.tls_reload import ServerTls, mounted_pair
+from keepstep_operator.tls_reload import ServerTls, read_mounted_pair
 
 _DRAIN_S: Final = 5.0
 _READ_S: Final = 1.5
@@ -61,7 +57,7 @@ class AdmissionSettings:
         """Where reviews are taken now; '' while that is unknown."""
         return _text(self.tls_dir / "path")
 
-    def defaults(self) -> InjectionDefaults | None:
+    def injection_defaults(self) -> InjectionDefaults | None:
         """The settings for each pod; None while the reports CA is unknown."""
         if not (reports_ca := _text(self.reports_ca)):
             return None
@@ -142,14 +138,14 @@ def admission(**options: Any) -> None:
 
 async def serve(settings: AdmissionSettings) -> None:
     """Serve until SIGTERM, and then until all reviews under way are answered."""
-    tls, metrics = ServerTls(lambda: mounted_pair(settings.tls_dir)), AdmissionMetrics()
+    tls, metrics = ServerTls(lambda: read_mounted_pair(settings.tls_dir)), AdmissionMetrics()
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(KubeClient(await find_access(), request_s=_READ_S))
         server = Admission(
             policies=Policies(client),
-            records=ExistingRuns(client),
+            records=ExistingRunReader(client),
             rooms=NamespaceLimitsReader(client),
-            defaults=settings.defaults,
+            defaults=settings.injection_defaults,
             metrics=metrics,
             deadline_s=deadline_of(settings.timeout_s),
             path=settings.path,
@@ -160,7 +156,8 @@ async def serve(settings: AdmissionSettings) -> None:
         def ready() -> str:
             if ending.is_set():
                 return "ending"
-            return "" if settings.defaults() else "the CA of the reports API is not known yet"
+            known = settings.injection_defaults()
+            return "" if known else "the CA of the reports API is not known yet"
 
         reloading = asyncio.create_task(tls.keep_fresh())
         async with (

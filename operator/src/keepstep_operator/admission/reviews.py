@@ -12,7 +12,7 @@ from jsonpatch import make_patch
 
 from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.pod import Pod, PodError, injected_of, parse_pod
+from keepstep_operator.api.pod import Pod, PodRefusedError, injected_of, parse_pod
 from keepstep_operator.api.policy import Policy
 from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.injection import (
@@ -34,7 +34,7 @@ class ReviewError(UsageError):
     """The request is not an AdmissionReview v1 of a pod."""
 
 
-class ReviewResult(str, enum.Enum):
+class InjectionResult(str, enum.Enum):
     """The result, for the counter: the sidecar was injected, was not wanted or not possible, or we
     failed."""
 
@@ -53,7 +53,7 @@ class Review:
     body: Body
 
     @property
-    def about(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """The fields for log lines, bounded: the pod is not checked yet."""
         pod = self.pod
         name = pod.name or (self.body.get("metadata") or {}).get("generateName", "")
@@ -69,7 +69,7 @@ class ReviewDecision:
     """The decision about a pod. `reason` is one word. `message` is for people; '' if all is
     well."""
 
-    result: ReviewResult
+    result: InjectionResult
     reason: str
     patch: tuple[Body, ...] = ()
     message: str = ""
@@ -105,11 +105,11 @@ def decide_review(
     `room`: what the rules of its namespace leave."""
     try:
         pod = inject(review.body, policy, defaults, near=near, room=room)
-    except (PodError, PolicyError) as error:
+    except (PodRefusedError, PolicyError) as error:
         return skip_injection(review, reason=error.reason, message=str(error))
     injected = injected_of(parse_pod(pod))
     return ReviewDecision(
-        result=ReviewResult.INJECTED,
+        result=InjectionResult.INJECTED,
         reason="Injected",
         patch=tuple(make_patch(review.body, pod)),
         warnings=injected.warnings if injected else (),
@@ -117,7 +117,7 @@ def decide_review(
 
 
 def skip_injection(
-    review: Review, *, reason: str, message: str, result: ReviewResult = ReviewResult.SKIPPED
+    review: Review, *, reason: str, message: str, result: InjectionResult = InjectionResult.SKIPPED
 ) -> ReviewDecision:
     """Let the pod pass without a sidecar; it carries the reason."""
     pod = annotate_skip(review.body, reason=reason, message=message)
@@ -132,7 +132,7 @@ def skip_injection(
 
 def pass_pod(reason: str) -> ReviewDecision:
     """Let the pod pass unchanged."""
-    return ReviewDecision(result=ReviewResult.SKIPPED, reason=reason)
+    return ReviewDecision(result=InjectionResult.SKIPPED, reason=reason)
 
 
 def review_answer(uid: str, verdict: ReviewDecision) -> bytes:

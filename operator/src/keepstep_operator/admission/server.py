@@ -18,15 +18,15 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from keepstep_operator.admission.checkpoint_run import ExistingRun, ExistingRuns
+from keepstep_operator.admission.checkpoint_run_reader import ExistingRun, ExistingRunReader
 from keepstep_operator.admission.metrics import AdmissionMetrics
 from keepstep_operator.admission.namespace_limits import NamespaceLimitsReader
-from keepstep_operator.admission.policies import Policies, PolicyAbsent
+from keepstep_operator.admission.policy_lookup import Policies, PolicyAbsent
 from keepstep_operator.admission.reviews import (
+    InjectionResult,
     Review,
     ReviewDecision,
     ReviewError,
-    ReviewResult,
     decide_review,
     parse_review,
     pass_pod,
@@ -34,7 +34,7 @@ from keepstep_operator.admission.reviews import (
     skip_injection,
 )
 from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.pod import Placement, PodError, placement
+from keepstep_operator.api.pod import Placement, PodRefusedError, parse_run_and_node_rank
 from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.injection import InjectionDefaults, is_injected
 from keepstep_operator.kube.errors import KubeError, Unavailable
@@ -60,7 +60,7 @@ class Admission:
     known. `path`: where reviews are taken; '' for nowhere yet."""
 
     policies: Policies
-    records: ExistingRuns
+    records: ExistingRunReader
     rooms: NamespaceLimitsReader
     defaults: Callable[[], InjectionDefaults | None]
     metrics: AdmissionMetrics
@@ -84,9 +84,9 @@ class Admission:
         except KubeError as error:
             reason, message = "Unavailable", str(error)
         except Exception as error:
-            crash("admission.review_crashed", **review.about)
+            crash("admission.review_crashed", **review.log_fields)
             reason, message = "Internal", f"{type(error).__name__}: {error}"
-        return skip_injection(review, reason=reason, message=message, result=ReviewResult.FAILED)
+        return skip_injection(review, reason=reason, message=message, result=InjectionResult.FAILED)
 
     async def _decided(self, review: Review) -> ReviewDecision:
         """The decision, however often the API server has to be asked."""
@@ -107,7 +107,7 @@ class Admission:
                 reason="NotReady",
                 message="keepstep's admission does not know the reports CA yet; is"
                 " `keepstep-operator certificates` running?",
-                result=ReviewResult.FAILED,
+                result=InjectionResult.FAILED,
             )
         place = _place(review)
         record = await self._recorded(review, place)
@@ -120,8 +120,8 @@ class Admission:
         except PolicyError as error:
             return skip_injection(review, reason=error.reason, message=f"policy {name}: {error}")
         kept = policy.host_paths or policy.peers is not None
-        near = record.near(place.node_rank) if place is not None and kept else ()
-        defaults = defaults.with_sidecar(record.image, record.version)
+        near = record.list_preferred_nodes(place.node_rank) if place is not None and kept else ()
+        defaults = defaults.with_sidecar_image(record.image, record.version)
         room = await self.rooms.of(review.pod.namespace)
         return decide_review(review, policy, defaults, near=near, room=room)
 
@@ -168,8 +168,8 @@ async def _ends(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _place(review: Review) -> Placement | None:
     try:
-        return placement(review.pod)
-    except PodError:  # `decide_review` reports it
+        return parse_run_and_node_rank(review.pod)
+    except PodRefusedError:  # `decide_review` reports it
         return None
 
 
@@ -184,5 +184,5 @@ def _log_verdict(review: Review, verdict: ReviewDecision, seconds: float) -> Non
         reason=verdict.reason,
         message=cut_text(verdict.message or "; ".join(verdict.warnings)),
         duration_ms=round(seconds * 1000, 1),
-        **review.about,
+        **review.log_fields,
     )

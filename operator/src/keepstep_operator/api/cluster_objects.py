@@ -36,7 +36,7 @@ class Job:
     for a pod without an owner, its own root, that is not created yet.
 
     The patterns, and the bounds of CheckpointRun.status.job, are checked only where msgspec decodes
-    a job (`job_of`).
+    a job (`build_job`).
     """
 
     api_version: Annotated[str, _form(r"([a-z0-9][-a-z0-9.]{0,252}/)?[a-z0-9]{1,62}")]
@@ -45,7 +45,7 @@ class Job:
     uid: Annotated[str, _form(r"[-.:_A-Za-z0-9]{0,63}")] = ""
 
 
-def job_of(**fields: object) -> Job | None:
+def build_job(**fields: object) -> Job | None:
     """The job with these fields, which others wrote; None if no object can have them."""
     try:
         return msgspec.convert(fields, Job)
@@ -94,7 +94,7 @@ class PodRecord:
         return self.phase in ("Succeeded", "Failed")
 
     @property
-    def stays(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it has the sidecar, and is neither over nor being deleted: it holds its place."""
         return self.injected and not self.over and not self.deleting
 

@@ -117,6 +117,6 @@ def kind_of(api_version: str, kind: str) -> JobKind | None:
     return _BY_NAME.get((group, kind)) if _VERSION.fullmatch(version) else None
 
 
-def is_name(text: str) -> bool:
+def is_object_name(text: str) -> bool:
     """Whether an object can have this name."""
     return _NAME.fullmatch(text) is not None

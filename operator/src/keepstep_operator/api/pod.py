@@ -3,7 +3,7 @@
 Admission sees a pod before it has a uid (and, with a generateName, before it has a name); reconcile
 sees it later. Both must come to the same answers. So everything here depends only on what a pod has
 from its creation: labels, annotations, owner, containers. After injection, the labels that
-admission wrote count (`placement_of`). Pure.
+admission wrote count (`parse_run_placement`). Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from keepstep.errors import UsageError
 from keepstep_operator import names
-from keepstep_operator.api.cluster_objects import Job, job_of
+from keepstep_operator.api.cluster_objects import Job, build_job
 from keepstep_operator.api.job_kinds import JobKind, RankSource, kind_of
 from keepstep_operator.object_body import Body
 
@@ -53,7 +53,7 @@ _HEX_OF_UID = 8
 _DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 
 
-class PodError(UsageError):
+class PodRefusedError(UsageError):
     """A pod that cannot be part of a run. `reason` is one word; the message says what to change."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -170,18 +170,18 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
     )
 
 
-def root_of(pod: Pod) -> Job:
+def find_root_job(pod: Pod) -> Job:
     """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by the pod's labels, else its
     controller, else the pod itself."""
     name, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
     if name and uid:
         version = "jobset.x-k8s.io/v1alpha2"
-        if job := job_of(api_version=version, kind="JobSet", name=name, uid=uid):
+        if job := build_job(api_version=version, kind="JobSet", name=name, uid=uid):
             return job
     if pod.owner is not None and (name := pod.labels.get(LWS_NAME_LABEL)):
         # it has many StatefulSets, and no label has its uid
         version = "leaderworkerset.x-k8s.io/v1"
-        if job := job_of(api_version=version, kind="LeaderWorkerSet", name=name):
+        if job := build_job(api_version=version, kind="LeaderWorkerSet", name=name):
             return job
     return pod.owner or Job(api_version="v1", kind="Pod", name=pod.name, uid=pod.uid)
 
@@ -189,13 +189,13 @@ def root_of(pod: Pod) -> Job:
 def run_key(pod: Pod) -> str:
     """The run's name, a DNS label: from the label keepstep.dev/run, else from the root job.
 
-    Raises PodError if neither gives one.
+    Raises PodRefusedError if neither gives one.
     """
     if (label := pod.labels.get(names.RUN_LABEL)) is not None:
         return _checked(label, f"label {names.RUN_LABEL}")
-    root = root_of(pod)
+    root = find_root_job(pod)
     if root.kind == "LeaderWorkerSet" and not root.uid:
-        raise PodError(
+        raise PodRefusedError(
             "NoRun",
             "the pods of a LeaderWorkerSet belong to several StatefulSets, so nothing tells which"
             f" run they are; give them the label {names.RUN_LABEL} in both templates",
@@ -203,7 +203,7 @@ def run_key(pod: Pod) -> str:
     if root.kind != "Pod":
         return _key_of_job(root)
     if not pod.name:
-        raise PodError(
+        raise PodRefusedError(
             "NoRun",
             "the pod has neither an owner nor a name of its own, so nothing tells which run it goes"
             f" on with; give it the label {names.RUN_LABEL}",
@@ -212,21 +212,21 @@ def run_key(pod: Pod) -> str:
 
 
 def node_rank(pod: Pod) -> int:
-    """The pod's place in its run, constant over restarts. Raises PodError if nothing tells it."""
+    """The pod's place in its run, constant over restarts. Raises PodRefusedError if unknown."""
     if (text := asked_node_rank(pod)) is not None:
         if (asked := _index(text)) is None:
-            raise PodError(
+            raise PodRefusedError(
                 "BadNodeRank", f"label {names.NODE_RANK_LABEL} is {text!r}, which is no number"
             )
         return asked
-    root = root_of(pod)
+    root = find_root_job(pod)
     kind = kind_of(root.api_version, root.kind)
     of_a_set = kind is not None and kind.rank is RankSource.JOBSET
     if not of_a_set and (completion := _indexed(pod, COMPLETION_INDEX)) is not None:
         return completion
     index = _index_by(pod, kind) if kind is not None else None
     if index is None:
-        raise PodError("UnknownJobKind", _no_rank_source(root))
+        raise PodRefusedError("UnknownJobKind", _no_rank_source(root))
     return index
 
 
@@ -267,7 +267,7 @@ def _grouped(pod: Pod) -> int | None:
 def is_queued_by_template(pod: Pod) -> bool:
     """Whether Kueue admitted the pod's job by its template, and so does not see what we add to
     pods."""
-    root = root_of(pod)
+    root = find_root_job(pod)
     kind = kind_of(root.api_version, root.kind)
     labelled = any(name.startswith(_KUEUE) for name in pod.labels)
     return labelled and (kind.templated if kind is not None else root.kind != "Pod")
@@ -298,27 +298,27 @@ def _indexed(pod: Pod, name: str) -> int | None:
 
 def training_container(pod: Pod) -> Container:
     """The container that trains: the annotated one, else the one that the kind of job names, else
-    the first. Raises PodError if the annotated one does not exist, or none does."""
+    the first. Raises PodRefusedError if the annotated one does not exist, or none does."""
     by_name = {container.name: container for container in pod.containers}
     if (name := pod.annotations.get(names.CONTAINER_ANNOTATION)) is not None:
         if name not in by_name:
-            raise PodError(
+            raise PodRefusedError(
                 "NoContainer",
                 f"annotation {names.CONTAINER_ANNOTATION} names {name!r}; the pod has"
                 f" {', '.join(by_name)}",
             )
         return by_name[name]
     if not pod.containers:
-        raise PodError("NoContainer", "the pod has no container that could train")
+        raise PodRefusedError("NoContainer", "the pod has no container that could train")
     return by_name.get(_usual_container(pod), pod.containers[0])
 
 
-def placement(pod: Pod) -> Placement:
-    """Run key and node rank from what a pod has at its creation. Raises PodError."""
+def parse_run_and_node_rank(pod: Pod) -> Placement:
+    """Run key and node rank from what a pod has at its creation. Raises PodRefusedError."""
     return Placement(run_key=run_key(pod), node_rank=node_rank(pod))
 
 
-def placement_of(pod: Pod) -> Placement | None:
+def parse_run_placement(pod: Pod) -> Placement | None:
     """Run key and node rank as admission wrote them; None for a pod that was not injected, and for
     labels that admission would not write."""
     key = pod.labels.get(names.RUN_KEY_LABEL)
@@ -342,7 +342,7 @@ def controller_of(references: list[Body]) -> Job | None:
     """The object's owner that is its controller; None if there is none, or if it is not valid."""
     for reference in references:
         if reference.get("controller"):
-            return job_of(
+            return build_job(
                 api_version=reference.get("apiVersion"),
                 kind=reference.get("kind"),
                 name=reference.get("name"),
@@ -362,7 +362,7 @@ def _container(body: Body) -> Container:
 def _usual_container(pod: Pod) -> str:
     if any(label in pod.labels for label in TRAINJOB_LABELS):
         return _TRAINJOB_CONTAINER
-    root = root_of(pod)
+    root = find_root_job(pod)
     kind = kind_of(root.api_version, root.kind)
     return kind.container if kind is not None else ""
 
@@ -374,7 +374,7 @@ def is_run_key(text: str) -> bool:
 
 def _checked(name: str, what: str) -> str:
     if not is_run_key(name):
-        raise PodError(
+        raise PodRefusedError(
             "NoRun",
             f"{what} is {name!r}, but a run's name has at most {_LONGEST_KEY} characters out of"
             f" a-z, 0-9 and '-'; set the label {names.RUN_LABEL} to such a name",
@@ -387,7 +387,7 @@ def _key_of_job(root: Job) -> str:
     The digits of the uid keep shortened names apart."""
     digits = root.uid.replace("-", "").lower()[:_HEX_OF_UID]
     if not digits.isalnum():
-        raise PodError("NoRun", f"the owner {root.kind} {root.name} has no uid")
+        raise PodRefusedError("NoRun", f"the owner {root.kind} {root.name} has no uid")
     name = root.name.lower().replace(".", "-")[: _LONGEST_KEY - _HEX_OF_UID - 1].rstrip("-")
     return f"{name}-{digits}"
 
@@ -398,7 +398,7 @@ def _written_rank(pod: Pod, label: str) -> int | None:
     an elastic job without a master; there the index in the label is unique."""
     try:
         literals = training_container(pod).literals
-    except PodError:
+    except PodRefusedError:
         literals = {}
     written = (_index(literals.get(name)) for name in ("RANK", "PET_NODE_RANK"))
     return next((index for index in (*written, _indexed(pod, label)) if index is not None), None)

@@ -47,7 +47,7 @@ class VolumeKind(enum.StrEnum):
     EPHEMERAL = "ephemeral"
 
 
-class Mode(str, enum.Enum):
+class IntervalMode(str, enum.Enum):
     """Which steps are staged, or become durable: as many as their cost allows, or every N-th."""
 
     AUTO = "Auto"
@@ -62,7 +62,7 @@ class Accounting(str, enum.Enum):
     CARVE_OUT = "CarveOut"
 
 
-class HugePages(str, enum.Enum):
+class SlotPageSize(str, enum.Enum):
     """The pages of slots: small ones, or huge pages of 2 MiB. A pod that requests more huge pages
     than any node has is never scheduled."""
 
@@ -141,7 +141,7 @@ class Policy:
     memory_limit_bytes: int
     volumes: tuple[PolicyVolume, ...]
     slots: int | None = None
-    huge_pages: HugePages = HugePages.NONE
+    huge_pages: SlotPageSize = SlotPageSize.NONE
     stage_every: int | None = 1
     persist_every: int | None = None
     drive_writes_per_day: str | None = None
@@ -166,7 +166,7 @@ class Policy:
     @property
     def huge_bytes(self) -> int:
         """The bytes of huge pages for each pod; 0 if the policy asks for none."""
-        if self.huge_pages is not HugePages.TWO_MIB:
+        if self.huge_pages is not SlotPageSize.TWO_MIB:
             return 0
         return -(-self.memory_limit_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
 
@@ -198,14 +198,14 @@ class Policy:
         return next(fit, None) if self.compile_cache_bytes else None
 
     @property
-    def begins_again(self) -> bool:
+    def starts_fresh_after_loss(self) -> bool:
         """Whether a run begins again when a part of every step is gone: only where each volume goes
         with its pod, so that nothing can come back."""
         fleeting = all(volume.source.kind is not VolumeKind.HOST_PATH for volume in self.volumes)
         return fleeting and self.on_loss is OnLoss.RESTART
 
     @property
-    def usable_bytes(self) -> int | None:
+    def volume_limit_bytes(self) -> int | None:
         """The limit for each volume: the smallest of all, since the sidecar has one setting for
         all. None: no limit."""
         return min(
@@ -232,7 +232,7 @@ def parse_policy(body: Body) -> Policy:
         memory_limit_bytes=memory.size("limit", reason="InvalidMemory"),
         volumes=volumes,
         slots=memory.optional_number("slots", least=1, most=16),
-        huge_pages=memory.choice("hugePages", HugePages.NONE),
+        huge_pages=memory.choice("hugePages", SlotPageSize.NONE),
         stage_every=stage_every,
         persist_every=_persist(persist, stage_every),
         drive_writes_per_day=_drive_writes_per_day(persist),
@@ -256,7 +256,7 @@ def parse_policy(body: Body) -> Policy:
     )
 
 
-def parse_snapshot(written: PolicyStatus | None, namespace: str) -> Policy | None:
+def parse_status_policy(written: PolicyStatus | None, namespace: str) -> Policy | None:
     """The policy in a run's status; None if there is none, or if a release with other rules wrote
     it. Its directories are not checked again: they were allowed when it was written."""
     if written is None:
@@ -307,7 +307,7 @@ def _compile_cache(fields: Fields) -> int:
 
 
 def _stage(fields: Fields) -> int | None:
-    if fields.choice("mode", Mode.FIXED) is Mode.FIXED:
+    if fields.choice("mode", IntervalMode.FIXED) is IntervalMode.FIXED:
         return fields.number("every", 1, least=1, most=1_000_000)
     if fields.value("every") is not None:
         raise fields.wrong("every", "has no effect with mode Auto; remove it")
@@ -315,7 +315,7 @@ def _stage(fields: Fields) -> int | None:
 
 
 def _persist(fields: Fields, stage_every: int | None) -> int | None:
-    if fields.choice("mode", Mode.AUTO) is Mode.AUTO:
+    if fields.choice("mode", IntervalMode.AUTO) is IntervalMode.AUTO:
         return None
     if fields.value("every") is None:
         raise PolicyError("persist.every", "mode Fixed needs a number of steps, like 100")
@@ -327,7 +327,7 @@ def _persist(fields: Fields, stage_every: int | None) -> int | None:
 
 def _drive_writes_per_day(fields: Fields) -> str | None:
     number = fields.optional_text("driveWritesPerDay", _WRITES_PER_DAY, 'a number like "0.3"')
-    if number is not None and fields.choice("mode", Mode.AUTO) is Mode.FIXED:
+    if number is not None and fields.choice("mode", IntervalMode.AUTO) is IntervalMode.FIXED:
         raise fields.wrong("driveWritesPerDay", "has no effect with mode Fixed; remove it")
     return number
 

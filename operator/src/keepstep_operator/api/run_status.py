@@ -16,12 +16,12 @@ from keepstep.wire.run_reports import (
     LeaderRecord,
     NodeHoldings,
     ReportedDrive,
-    RestoreFrom,
+    RestoreFromState,
     RunEvent,
     RunGoodput,
     SaveOverhead,
 )
-from keepstep_operator.printing import replace_unprintable
+from keepstep_operator.text_sanitizing import replace_unprintable
 
 MOST_WARNINGS = 10
 LONGEST_TEXT = 1000
@@ -56,14 +56,14 @@ class CommittedStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryStatus:
+class RankMemoryStatus:
     """The slots of a rank."""
 
     slots: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceStatus:
+class PodStepStatus:
     """One pod and the newest steps that all of its ranks hold."""
 
     node_rank: int
@@ -76,7 +76,7 @@ class PlaceStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartStatus:
+class SidecarVersionStatus:
     """The sidecar of the oldest pod. Pods that join the existing ones get it, and `policy`."""
 
     image: str
@@ -104,7 +104,7 @@ class RunStatus:
     job: JobStatus | None = None
     job_name: str = ""
     policy: PolicyStatus | None = None
-    start: StartStatus | None = None
+    start: SidecarVersionStatus | None = None
     sidecar_image: str = ""
     sidecar_version: str = ""
     library_version: str = ""
@@ -122,16 +122,16 @@ class RunStatus:
     survives_summary: str = ""
     protected: str = "Unknown"
     pinned: str = ""
-    memory: MemoryStatus | None = None
+    memory: RankMemoryStatus | None = None
     stall: SaveOverhead | None = None
     restarts: int = 0
     lost_steps: int = 0
     goodput: RunGoodput | None = None
     recent: tuple[RunEvent, ...] = ()
-    ranks: tuple[PlaceStatus, ...] = ()
+    ranks: tuple[PodStepStatus, ...] = ()
     holders: tuple[NodeHoldings, ...] = ()
     drives: tuple[ReportedDrive, ...] = ()
-    restore_from: RestoreFrom | None = None
+    restore_from: RestoreFromState | None = None
     warnings: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
 

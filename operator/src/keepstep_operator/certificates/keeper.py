@@ -21,7 +21,7 @@ from keepstep_operator.certificates.pki import (
     make_authority,
     make_server,
 )
-from keepstep_operator.certificates.ring import CertificateRing, RingMove, due_move
+from keepstep_operator.certificates.ring import CertificateRing, RingAction, due_move
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Conflict, NotFound, Rejected
 from keepstep_operator.kube.resources import SECRETS, WEBHOOKS, PatchType
@@ -75,7 +75,7 @@ class CertificateKeeper:
         if ring.used is not None:
             await self._publish(ring)
         move = due_move(ring, now=self.clock(), overlap=self.kept.overlap)
-        if move is not RingMove.NONE:
+        if move is not RingAction.NONE:
             info("certificate.rotated", secret=self.kept.secret, move=move.value)
             ring = self._moved(ring, move)
         new = rings.ring_secret(old, self.kept.secret, ring)
@@ -87,14 +87,14 @@ class CertificateKeeper:
         assert ring.used is not None
         return certificate_validity(ring.used.certificate)
 
-    def _moved(self, ring: CertificateRing, move: RingMove) -> CertificateRing:
+    def _moved(self, ring: CertificateRing, move: RingAction) -> CertificateRing:
         match move:
-            case RingMove.BEGIN:
+            case RingAction.BEGIN:
                 made, now = self._made(), self.clock()
                 return CertificateRing(used=made, previous=ring.bundle, since=now, path=ring.path)
-            case RingMove.ADD_NEXT:
+            case RingAction.ADD_NEXT:
                 return replace(ring, next=self._made(), asked=False)
-            case RingMove.PROMOTE:
+            case RingAction.PROMOTE:
                 used = ring.used.certificate if ring.used else b""
                 return CertificateRing(
                     used=ring.next, previous=used, since=self.clock(), path=ring.path

@@ -22,7 +22,7 @@ from keepstep_operator.serving import (
     serve_application,
     until_signal,
 )
-from keepstep_operator.settings import (
+from keepstep_operator.shared_options import (
     log_level_option,
     metrics_port_option,
     namespace_option,

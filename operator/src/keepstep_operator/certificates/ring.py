@@ -62,7 +62,7 @@ class CertificateRing:
         return b"".join(dict.fromkeys([*pairs, *split_bundle(self.previous)]))
 
 
-class RingMove(enum.Enum):
+class RingAction(enum.Enum):
     """What to do with a ring."""
 
     NONE = "none"
@@ -76,20 +76,22 @@ class RingMove(enum.Enum):
     """Nothing of the previous pair is in use any more."""
 
 
-def due_move(ring: CertificateRing, *, now: datetime, overlap: timedelta) -> RingMove:
+def due_move(ring: CertificateRing, *, now: datetime, overlap: timedelta) -> RingAction:
     """The one move that is due now."""
     successor = certificate_validity(ring.next.certificate) if ring.next is not None else None
     used = certificate_validity(ring.used.certificate) if ring.used is not None else None
     if used is None or now >= used.ends:
         return (
-            RingMove.PROMOTE if successor is not None and now < successor.ends else RingMove.BEGIN
+            RingAction.PROMOTE
+            if successor is not None and now < successor.ends
+            else RingAction.BEGIN
         )
     if successor is not None:
-        return RingMove.PROMOTE if now >= successor.begins + overlap else RingMove.NONE
+        return RingAction.PROMOTE if now >= successor.begins + overlap else RingAction.NONE
     if ring.previous:
         over = ring.since is None or now >= ring.since + overlap
-        return RingMove.DROP_PREVIOUS if over else RingMove.NONE
-    return RingMove.ADD_NEXT if ring.asked or used.is_due(now) else RingMove.NONE
+        return RingAction.DROP_PREVIOUS if over else RingAction.NONE
+    return RingAction.ADD_NEXT if ring.asked or used.is_due(now) else RingAction.NONE
 
 
 def read_ring(secret: Body | None) -> CertificateRing:

@@ -13,10 +13,10 @@ skip_annotation   what a pod without a sidecar carries instead
 """
 
 from keepstep_operator.injection.affinity import NearNode
+from keepstep_operator.injection.chart_defaults import InjectionDefaults
 from keepstep_operator.injection.inject import inject, is_injected
 from keepstep_operator.injection.namespace_limits import NamespaceLimits
-from keepstep_operator.injection.settings import InjectionDefaults
-from keepstep_operator.injection.skip_annotation import annotate_skip
+from keepstep_operator.injection.skip_reason import annotate_skip
 
 __all__ = [
     "InjectionDefaults",

@@ -15,19 +15,19 @@ from keepstep.wire import run_reports
 from keepstep_operator.api.leader_service import leader_address
 from keepstep_operator.api.pod import Placement
 from keepstep_operator.api.policy import Policy
+from keepstep_operator.injection.chart_defaults import InjectionDefaults
 from keepstep_operator.injection.namespace_limits import NamespaceLimits
 from keepstep_operator.injection.ports import Ports
+from keepstep_operator.injection.remote_tiers import Settings, environment_of, make_environment
 from keepstep_operator.injection.resources import SidecarCost, resources_of
-from keepstep_operator.injection.settings import InjectionDefaults
-from keepstep_operator.injection.tiers import Settings, environment_of, variables
 from keepstep_operator.injection.volumes import (
+    cache_arguments,
     compile_cache_mounts,
     host_mounts,
     memory_mounts,
-    mounts_of,
     paths_of,
-    prepared_cache,
     prepared_paths,
+    sidecar_mounts,
 )
 from keepstep_operator.names import (
     COMPILE_CACHE_PATH,
@@ -98,7 +98,7 @@ def sidecar_container(
         "imagePullPolicy": defaults.sidecar_pull_policy,
         "restartPolicy": "Always",
         "env": [
-            *variables(settings),
+            *make_environment(settings),
             *environment_of(policy, ports),
             {"name": NODE_ENV, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             {"name": POD_ENV, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
@@ -107,7 +107,7 @@ def sidecar_container(
         ],
         **({"ports": declared} if declared else {}),
         "resources": resources,
-        "volumeMounts": mounts_of(policy, placement),
+        "volumeMounts": sidecar_mounts(policy, placement),
         "lifecycle": {
             "postStart": {
                 "exec": {"command": [_PROGRAM, "probe", "--started", "--timeout", _START]}
@@ -146,10 +146,10 @@ def directories_container(
             _PROGRAM,
             "prepare",
             *prepared_paths(policy, placement),
-            *prepared_cache(policy, placement),
+            *cache_arguments(policy, placement),
         ],
         "resources": resources_of(
-            replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0).within(room)
+            replace(cost, memory_bytes=128 << 20, spare_bytes=0, huge_bytes=0).clamp_to_limits(room)
         ),
         "volumeMounts": host_mounts(policy),
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -220,12 +220,12 @@ def _settings(
         "KEEPSTEP_PERSIST_EVERY": policy.persist_every,
         "KEEPSTEP_DRIVE_WRITES_PER_DAY": policy.drive_writes_per_day,
         "KEEPSTEP_KEEP": policy.keep.last,
-        "KEEPSTEP_KEEP_EVERY": policy.keep.every,
-        "KEEPSTEP_CAPACITY": policy.usable_bytes,
+        "KEEPSTEP_KEEP_EVERY": policy.keep.kept_interval_text,
+        "KEEPSTEP_CAPACITY": policy.volume_limit_bytes,
         "KEEPSTEP_IO_THREADS": policy.io_threads,
         "KEEPSTEP_BYTES_PER_SECOND": policy.bytes_per_second,
         "KEEPSTEP_FLUSH_TIMEOUT": policy.flush_timeout_s,
-        "KEEPSTEP_ON_LOSS": "restart" if policy.begins_again else None,
+        "KEEPSTEP_ON_LOSS": "restart" if policy.starts_fresh_after_loss else None,
         "KEEPSTEP_REPORT_URL": f"{defaults.reports_url}{run_reports.PATH}",
         "KEEPSTEP_REPORT_CA": defaults.reports_ca,
         "KEEPSTEP_REPORT_CA_FILE": f"{TRUST_PATH}/ca.crt",

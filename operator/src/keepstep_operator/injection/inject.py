@@ -12,17 +12,18 @@ from keepstep_operator.api.pod import (
     Injected,
     Placement,
     Pod,
-    PodError,
+    PodRefusedError,
     asked_node_rank,
+    find_root_job,
     injected_of,
     parse_pod,
-    placement,
-    placement_of,
-    root_of,
+    parse_run_and_node_rank,
+    parse_run_placement,
     training_container,
 )
 from keepstep_operator.api.policy import Accounting, Policy, require_allowed
 from keepstep_operator.injection.affinity import NearNode, affinity_preferring
+from keepstep_operator.injection.chart_defaults import InjectionDefaults
 from keepstep_operator.injection.containers import (
     directories_container,
     sidecar_container,
@@ -36,8 +37,7 @@ from keepstep_operator.injection.resources import (
     cost_of,
     storage_limit,
 )
-from keepstep_operator.injection.settings import InjectionDefaults
-from keepstep_operator.injection.volumes import file_system_group, memory_mounts, volumes_of
+from keepstep_operator.injection.volumes import file_system_group, memory_mounts, pod_volumes
 from keepstep_operator.names import (
     COMPILE_CACHE_PATH,
     GROUP_ID,
@@ -76,8 +76,8 @@ def inject(
     """The pod with the sidecar and all that this needs; unchanged if it has the sidecar already.
 
     `pod` is not modified. `near`: nodes that hold shards for it. `room`: what its namespace's
-    LimitRanges and quotas leave. Raises PodError, or PolicyError if the policy uses a hostPath that
-    `defaults` do not allow.
+    LimitRanges and quotas leave. Raises PodRefusedError, or PolicyError if the policy uses a
+    hostPath that `defaults` do not allow.
     """
     parsed = parse_pod(pod, namespace=policy.namespace)
     if is_injected(parsed):
@@ -85,7 +85,7 @@ def inject(
     require_allowed(policy, defaults.host_paths)
     _require_free(pod, parsed, policy)
     if policy.host_paths and room.forbids_host_path(pod.get("spec") or {}):
-        raise PodError(
+        raise PodRefusedError(
             "PodSecurity",
             f"policy {policy.name} has a hostPath, and the namespace enforces Pod Security"
             f" {room.pod_security}, which admits none: use emptyDir or ephemeral, or have the"
@@ -103,7 +103,7 @@ def inject(
             pod=parsed,
             policy=asked,
             defaults=defaults,
-            place=placement(parsed),
+            place=parse_run_and_node_rank(parsed),
             container=container,
             cost=cost_of(asked, spec, _named(spec["containers"], container), room),
             ports=ports,
@@ -116,7 +116,7 @@ def inject(
             if not (objection := room.objection(spec, result["spec"])):
                 return result
         objections.append(objection)
-    raise PodError("NoRoom", f"{'; '.join(objections)}. {_MAKE_ROOM}")
+    raise PodRefusedError("NoRoom", f"{'; '.join(objections)}. {_MAKE_ROOM}")
 
 
 def _accountings(policy: Policy) -> Iterator[Policy]:
@@ -136,8 +136,8 @@ def is_injected(pod: Pod) -> bool:
     if not pod.has_sidecar or injected is None or injected.reason:
         return False
     try:
-        return placement_of(pod) == placement(pod)
-    except PodError:
+        return parse_run_placement(pod) == parse_run_and_node_rank(pod)
+    except PodRefusedError:
         return False
 
 
@@ -182,7 +182,7 @@ class _Injection:
             for container in spec["containers"]
         ]
         spec["securityContext"] = self._security(spec)
-        spec["volumes"] = [*(spec.get("volumes") or []), *volumes_of(self.policy)]
+        spec["volumes"] = [*(spec.get("volumes") or []), *pod_volumes(self.policy)]
         spec["terminationGracePeriodSeconds"] = self._grace_s(spec)
         apart = self.place.run_key if self.policy.peers is not None else ""
         if (affinity := affinity_preferring(spec, self.near, apart=apart)) is not None:
@@ -258,7 +258,7 @@ class _Injection:
             image=self.defaults.sidecar_image,
             version=self.defaults.version,
             container=self.container,
-            job=root_of(self.pod),
+            job=find_root_job(self.pod),
             warnings=tuple(self.warnings),
             ranked=asked_node_rank(self.pod) is not None,
         )
@@ -283,30 +283,32 @@ def _without_names(spec: Body) -> str:
 
 
 def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
-    """Raises PodError if the pod uses a name or path that we need, or cannot have the sidecar."""
+    """Raises PodRefusedError if the pod uses a name or path of ours, or cannot have the sidecar."""
     spec = body.get("spec") or {}
     if (spec.get("os") or {}).get("name") == "windows":
-        raise PodError("Windows", "keepstep needs Linux; remove the annotation from this pod")
+        raise PodRefusedError(
+            "Windows", "keepstep needs Linux; remove the annotation from this pod"
+        )
     if spec.get("resources"):
-        raise PodError(
+        raise PodRefusedError(
             "PodResources",
             "the pod sets spec.resources, which the sidecar would not fit into; set resources on"
             " its containers instead",
         )
     containers = {*(container.name for container in pod.containers), *pod.init_containers}
     volumes = {volume.get("name") for volume in spec.get("volumes") or []}
-    added = {volume["name"] for volume in volumes_of(policy)}
+    added = {volume["name"] for volume in pod_volumes(policy)}
     if taken := sorted({SIDECAR_CONTAINER, VOLUMES_CONTAINER} & containers) + sorted(
         added & volumes
     ):
-        raise PodError(
+        raise PodRefusedError(
             "Conflict",
             f"the pod template has a container or volume named {taken[0]}, which keepstep adds;"
             " remove it (was it copied from an injected pod?)",
         )
     for volume in spec.get("volumes") or [] if policy.huge_bytes else []:
         if (volume.get("emptyDir") or {}).get("medium") == "HugePages":
-            raise PodError(
+            raise PodRefusedError(
                 "Conflict",
                 f"volume {volume.get('name')} is of huge pages without a size, which kubelets mount"
                 " only in a pod that asks for one size; write medium: HugePages-2Mi, or another",
@@ -314,7 +316,7 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
     for container in (*(spec.get("containers") or []), *(spec.get("initContainers") or [])):
         for mount in container.get("volumeMounts") or []:
             if mount.get("name") in added:
-                raise PodError(
+                raise PodRefusedError(
                     "Conflict",
                     f"container {container.get('name')} mounts volume {mount['name']}, which is the"
                     " sidecar's own; remove that mount",
@@ -324,7 +326,7 @@ def _require_free(body: Body, pod: Pod, policy: Policy) -> None:
     ours += [COMPILE_CACHE_PATH] if policy.compile_cache_volume else []
     for mount in training.get("volumeMounts") or []:
         if any(map(PurePosixPath(mount.get("mountPath", "/")).is_relative_to, ours)):
-            raise PodError(
+            raise PodRefusedError(
                 "Conflict",
                 f"container {training['name']} mounts {mount['mountPath']}, where keepstep"
                 " mounts its own; mount it elsewhere",

@@ -76,10 +76,10 @@ class NamespaceLimits:
 
     # --- what a container may have -------------------------------------------------------
 
-    def least(self, resource: str) -> int:
+    def container_minimum(self, resource: str) -> int:
         return max((bounds.least.get(resource, 0) for bounds in self._of("Container")), default=0)
 
-    def most(self, resource: str) -> int | None:
+    def container_maximum(self, resource: str) -> int | None:
         return smallest(bounds.most.get(resource) for bounds in self._of("Container"))
 
     def ratio(self, resource: str) -> int | None:
@@ -188,7 +188,7 @@ def _written(resource: str, amount: int) -> str:
 # --- what a pod asks for -------------------------------------------------------------------------
 
 
-def amounts_of(spec: Body, kind: str) -> dict[str, int]:
+def sum_resources(spec: Body, kind: str) -> dict[str, int]:
     """The requests or limits of a pod as the scheduler and quotas count them, or what its claims
     ask for."""
     if kind == CLAIMS:
@@ -249,7 +249,7 @@ def _breach(rule: LimitRangeItem, ranges: tuple[LimitRangeItem, ...], spec: Body
             if breach := _broken(rule, "a claim", {"storage": size}, {"storage": size}):
                 return breach
     if rule.kind == "Pod":
-        return _broken(rule, "the pod", amounts_of(spec, REQUESTS), amounts_of(spec, LIMITS))
+        return _broken(rule, "the pod", sum_resources(spec, REQUESTS), sum_resources(spec, LIMITS))
     if rule.kind == "Container":
         for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
             requests, limits = _completed(container, ranges)
@@ -308,7 +308,9 @@ def _grown(quota: NamespaceQuota, before: Body, after: Body) -> str:
     if unnamed := _unnamed(quota, after):
         return f"ResourceQuota {quota.name} asks for {unnamed}"
     for kind, resource in quota.hard:
-        own, needs = (amounts_of(container, kind).get(resource, 0) for container in (before, after))
+        own, needs = (
+            sum_resources(container, kind).get(resource, 0) for container in (before, after)
+        )
         left = quota.hard[kind, resource] - quota.used.get((kind, resource), 0)
         if needs <= own or (kind == CLAIMS and needs <= left):
             continue

@@ -60,18 +60,20 @@ class SidecarCost:
     spare_bytes: int = 0
     huge_bytes: int = 0
 
-    def within(self, room: NamespaceLimits) -> SidecarCost:
+    def clamp_to_limits(self, room: NamespaceLimits) -> SidecarCost:
         """The cost as the namespace's LimitRanges let a container have it, as far as it can be
         changed: more of a request that is too small, less of a limit that is too large."""
-        cpu = _between(self.millicores, room.least("cpu"), room.most("cpu"))
+        cpu = _between(
+            self.millicores, room.container_minimum("cpu"), room.container_maximum("cpu")
+        )
         limit = self.cpu_limit
         if limit is not None and limit != self.millicores:
             ratio = room.ratio("cpu")
-            most = room.most("cpu"), None if ratio is None else cpu * ratio // 1000
+            most = room.container_maximum("cpu"), None if ratio is None else cpu * ratio // 1000
             limit = _between(limit, cpu, smallest(most))
         elif limit is not None:
             limit = cpu
-        memory = max(self.memory_bytes, room.least("memory"))
+        memory = max(self.memory_bytes, room.container_minimum("memory"))
         return replace(self, millicores=cpu, cpu_limit=limit, memory_bytes=memory)
 
 
@@ -92,7 +94,7 @@ _UNITS: Final = (
           limit=lambda cost: cost.millicores if cost.cpu_limit is None else cost.cpu_limit,
           parse=parse_millicores, format=format_millicores),
     _Unit(name="memory", cost=lambda cost: cost.memory_bytes, limit=lambda cost: cost.memory_bytes,
-          parse=parse_bytes, format=format_bytes),
+          parse=parse_bytes, format=format_bytes)
 )  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def cost_of(policy: Policy, spec: Body, training: Body, room: NamespaceLimits) -
         spare_bytes=spare,
         huge_bytes=policy.huge_bytes,
     )
-    cost = (_guaranteed(cost, training, carved) if guaranteed else cost).within(room)
+    cost = (_guaranteed(cost, training, carved) if guaranteed else cost).clamp_to_limits(room)
     return _carvable(cost, training) if carved and not guaranteed else cost
 
 

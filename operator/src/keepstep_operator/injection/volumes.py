@@ -7,13 +7,13 @@ from typing import Final
 
 from keepstep.compile_cache import POD_NAME
 from keepstep.wire.member_reports import AUDIENCE
-from keepstep_operator.api.pod import Placement, PodError
+from keepstep_operator.api.pod import Placement, PodRefusedError
 from keepstep_operator.api.policy import EmptyDir, Ephemeral, HostPath, Policy, PolicyVolume
 from keepstep_operator.api.quantities import format_bytes
-from keepstep_operator.injection.tiers import (
+from keepstep_operator.injection.remote_tiers import (
     HOST_ARCHIVE,
     HOST_ROOT,
-    shared_path,
+    find_host_archive_directory,
     tier_mounts,
     tier_volumes,
 )
@@ -44,14 +44,14 @@ _READABLE: Final = 0o444
 _OWNED_BY_FS_GROUP: Final = ("persistentVolumeClaim", "ephemeral", "csi")
 
 
-def volumes_of(policy: Policy) -> list[Body]:
+def pod_volumes(policy: Policy) -> list[Body]:
     """The volumes to add to `spec.volumes`."""
     local = ({"name": VOLUME_PREFIX + each.name, **_source(each)} for each in policy.volumes)
     trust = {"name": TRUST_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
     return [*_memory(policy), token_volume(TOKEN_VOLUME), trust, *local, *tier_volumes(policy)]
 
 
-def mounts_of(policy: Policy, placement: Placement) -> list[Body]:
+def sidecar_mounts(policy: Policy, placement: Placement) -> list[Body]:
     """The sidecar's mounts."""
     return [
         *memory_mounts(policy),
@@ -78,7 +78,7 @@ def compile_cache_mounts(policy: Policy, placement: Placement) -> list[Body]:
     return [{"name": name, "mountPath": COMPILE_CACHE_PATH, "subPath": path}]
 
 
-def prepared_cache(policy: Policy, placement: Placement) -> list[str]:
+def cache_arguments(policy: Policy, placement: Placement) -> list[str]:
     """The init container's arguments for this directory. Elsewhere than on a hostPath the kubelet
     makes it, and it goes with the pod."""
     volume = policy.compile_cache_volume
@@ -99,7 +99,7 @@ def host_mounts(policy: Policy) -> list[Body]:
         {"name": VOLUME_PREFIX + volume.name, "mountPath": f"{HOST_ROOT}/{volume.name}"}
         for volume in _on_host(policy)
     ]
-    if shared_path(policy) is None:
+    if find_host_archive_directory(policy) is None:
         return local
     return [*local, {"name": ARCHIVE_VOLUME, "mountPath": HOST_ARCHIVE}]
 
@@ -109,7 +109,7 @@ def prepared_paths(policy: Policy, placement: Placement) -> list[str]:
     namespace's in an archive that is a directory of the nodes."""
     below = _below(policy, placement)
     local = [f"{HOST_ROOT}/{volume.name}/{below}" for volume in _on_host(policy)]
-    shared = shared_path(policy)
+    shared = find_host_archive_directory(policy)
     return local if shared is None else [*local, shared]
 
 
@@ -117,7 +117,7 @@ def file_system_group(policy: Policy, spec: Body) -> int | None:
     """The fsGroup that the pod must get, since an ephemeral claim and huge pages would otherwise
     belong to root. None: do not change it.
 
-    Raises PodError if an fsGroup would change the owner of the user's own claims.
+    Raises PodRefusedError if an fsGroup would change the owner of the user's own claims.
     """
     ephemeral = any(isinstance(volume.source, Ephemeral) for volume in policy.volumes)
     if not ephemeral and not policy.huge_bytes:
@@ -126,7 +126,7 @@ def file_system_group(policy: Policy, spec: Body) -> int | None:
         return None
     for volume in spec.get("volumes") or []:
         if any(kind in volume for kind in _OWNED_BY_FS_GROUP):
-            raise PodError(
+            raise PodRefusedError(
                 "NoFsGroup",
                 f"the policy's {'ephemeral volume needs' if ephemeral else 'huge pages need'}"
                 " spec.securityContext.fsGroup, which would"

@@ -114,7 +114,7 @@ class KubeClient:
             if not query["continue"]:
                 return
 
-    async def names(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
+    async def list_metadata(self, resource: Resource, **where: Any) -> AsyncIterator[Body]:
         """As `list`, but of each object only the metadata in `_Metadata`."""
         async for body in self.list(resource, accept=_METADATA, decode=_names, **where):
             yield body

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job
-from keepstep_operator.api.job_kinds import is_name, kind_of
+from keepstep_operator.api.job_kinds import is_object_name, kind_of
 from keepstep_operator.object_body import Body
 
 Patch = Body | list[Body]
@@ -48,10 +48,10 @@ WEBHOOKS: Final = Resource(
 )
 
 
-def resource_of(job: Job) -> Resource | None:
+def find_job_resource(job: Job) -> Resource | None:
     """Where a job is served; None for an unknown kind or a name that no object can have."""
     kind = kind_of(job.api_version, job.kind)
-    if kind is None or not is_name(job.name):
+    if kind is None or not is_object_name(job.name):
         return None
     version = job.api_version.rpartition("/")[2]
     return Resource(group=kind.group, version=version, plural=kind.plural)

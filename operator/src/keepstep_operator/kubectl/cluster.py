@@ -48,7 +48,7 @@ class Cluster:
         path = f"/apis/{names.API_VERSION}/namespaces/{space}/checkpointruns/{_quoted(name)}"
         self._get(path, {})
 
-    def leaders(self, run: str) -> list[Body]:
+    def find_leader_pods(self, run: str) -> list[Body]:
         """The run's pods of node rank 0 with a sidecar, sorted by name."""
         labels = (
             f"{names.RUN_KEY_LABEL}={run},{names.NODE_RANK_LABEL}=0"

@@ -43,7 +43,7 @@ class ForwardedPage:
         return self._cluster.open_port(self.pod, self._port)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def hold_entry_token(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """A token that lets in one browser, once, and a function that blocks until the page has
         ended. The page does not end by itself while this context is open. Blocks. Raises
         ApiRefusal."""
@@ -96,7 +96,7 @@ async def serve(page: ForwardedPage, *, port: int, run: str, report: Callable[[s
     """Forward a port of this machine to the page until SIGINT or SIGTERM. `port` 0: any free one.
     Raises UsageError if it cannot have the port, ApiRefusal if there is no page."""
     ended = asyncio.Event()
-    with page.entered() as (token, until_end):
+    with page.hold_entry_token() as (token, until_end):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
         async with _forwarding(page, port, report) as bound:

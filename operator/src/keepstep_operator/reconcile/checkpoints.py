@@ -58,7 +58,7 @@ def tiers_of(checkpoint: KeptStep) -> Tiers:
     return tuple(map(str, checkpoint.tiers))
 
 
-def known_tiers(body: Body) -> Tiers:
+def parse_tiers(body: Body) -> Tiers:
     """The same, from an object as the API server has it."""
     return tuple(map(str, (body.get("status") or {}).get("tiers") or ()))
 

@@ -17,11 +17,11 @@ from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import PodRecord
 from keepstep_operator.api.quantities import format_bytes
 from keepstep_operator.api.run_status import cut_text
-from keepstep_operator.reconcile import messages
-from keepstep_operator.reconcile.leader_answer import ClusterFacts
-from keepstep_operator.reconcile.messages import and_more, few
+from keepstep_operator.reconcile import pod_texts
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
+from keepstep_operator.reconcile.pod_texts import and_more, few
 from keepstep_operator.reconcile.run import FINISHED, Run
-from keepstep_operator.reconcile.survival import Survives, survived_events
+from keepstep_operator.reconcile.survival import Survives, find_survivable_failures
 
 SILENT_S: Final = 90.0
 """The leader is silent after this time: three missed reports."""
@@ -133,7 +133,7 @@ def _finished(run: Run) -> ConditionState | None:
     if run.committed is None:
         return ConditionState("Unknown", FINISHED, f"{how}; no step of it was committed")
     message = f"{how}; its last committed step is {run.committed.step}"
-    if run.outlives_pod:
+    if run.volumes_outlive_pod:
         message += (
             ". It stays on the volumes of its nodes; a new job goes on from it when its pods carry"
             f" the label {names.RUN_LABEL}: {run.key.name}"
@@ -144,7 +144,7 @@ def _finished(run: Run) -> ConditionState | None:
 def _unheard(run: Run) -> ConditionState | None:
     if run.report is not None:
         return None
-    pods = list(run.members)
+    pods = list(run.job_pods)
     if not pods:
         return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     if all(not pod.injected for pod in pods):
@@ -162,14 +162,14 @@ def _unheard(run: Run) -> ConditionState | None:
 def _duplicate_node_rank(run: Run) -> ConditionState | None:
     """None if every pod that stays has its own node rank."""
     by_rank: dict[int, list[str]] = {}
-    for pod in run.members:
-        if pod.stays:
+    for pod in run.job_pods:
+        if pod.is_active:
             by_rank.setdefault(pod.node_rank, []).append(pod.name)
     twice = {rank: pods for rank, pods in by_rank.items() if len(pods) > 1}
     if not twice:
         return None
     rank = min(twice)
-    return ConditionState("True", DUPLICATE_NODE_RANK, messages.same_rank_text(rank, twice[rank]))
+    return ConditionState("True", DUPLICATE_NODE_RANK, pod_texts.same_rank_text(rank, twice[rank]))
 
 
 def pods_without_library(run: Run, now: float) -> list[str]:
@@ -179,21 +179,21 @@ def pods_without_library(run: Run, now: float) -> list[str]:
         return []
     return sorted(
         pod.name
-        for pod in run.members
-        if _trains(pod, now, messages.LIBRARY_S)
+        for pod in run.job_pods
+        if _trains(pod, now, pod_texts.LIBRARY_S)
         and is_in_spans(report.without_library, pod.node_rank)
     )
 
 
 def _trains(pod: PodRecord, now: float, for_s: float) -> bool:
-    return pod.stays and pod.training_since is not None and now - pod.training_since >= for_s
+    return pod.is_active and pod.training_since is not None and now - pod.training_since >= for_s
 
 
 def _without_library(run: Run, now: float) -> ConditionState | None:
     pods = pods_without_library(run, now)
     if not pods:
         return None
-    message = messages.without_library_text(pods[0]) + and_more(pods)
+    message = pod_texts.describe_missing_trainer(pods[0]) + and_more(pods)
     return ConditionState("False", "LibraryMissing", message)
 
 
@@ -205,7 +205,7 @@ def _silent(run: Run, now: float) -> ConditionState | None:
     leads = now - run.reported_at >= SILENT_S
     pods = sorted(
         pod.name
-        for pod in run.members
+        for pod in run.job_pods
         if _trains(pod, now, SILENT_S)
         and (pod.node_rank == 0 if leads else is_in_spans(report.missing, pod.node_rank))
     )
@@ -220,7 +220,7 @@ def _silent(run: Run, now: float) -> ConditionState | None:
     )
 
 
-def draining_nodes(run: Run, cluster: ClusterFacts) -> list[str]:
+def draining_sole_holders(run: Run, cluster: ClusterFacts) -> list[str]:
     """The cordoned nodes that hold the only copy of some part of the newest commit."""
     if run.report is None or run.finished_at is not None:
         return []
@@ -234,26 +234,29 @@ def _what_is_kept(run: Run, cluster: ClusterFacts) -> str:
         return "no report of the run has arrived yet"
     restart = report.safe.restart.step if report.safe.restart else 0
     sentences = [f"the restart of a container goes on from step {restart}", *_of_a_pod(run, report)]
-    outlived = survived_events(run)
+    outlived = find_survivable_failures(run)
     if Survives.JOB_RECREATE not in outlived and Survives.POD_RESTART in outlived:
         sentences.append(
             "a new job begins at step 0, unless its pods carry the label keepstep.dev/run"
         )
-    sentences += [messages.draining_text(node, None) for node in draining_nodes(run, cluster)]
+    sentences += [
+        pod_texts.cordoned_sole_copy_text(node, None)
+        for node in draining_sole_holders(run, cluster)
+    ]
     return "; ".join(sentences)
 
 
 def _of_a_pod(run: Run, report: RunReport) -> Iterator[str]:
     """What the loss of a pod or its node costs."""
     safe, committed = report.safe, report.committed
-    if run.outlives_pod and committed is not None:
+    if run.volumes_outlive_pod and committed is not None:
         yield f"a pod that comes back to its node goes on from step {committed.step} or newer"
     if safe.node is not None:
         where = " in the archive" if safe.node == safe.archived else ""
         yield f"the loss of a pod or its node goes back to step {safe.node.step}{where}"
-    elif run.outlives_pod and committed is None:
+    elif run.volumes_outlive_pod and committed is None:
         yield "nothing is committed yet: a pod that is deleted takes its part with it"
-    elif run.outlives_pod:
+    elif run.volumes_outlive_pod:
         yield "a node that is lost takes its part with it"
     elif safe.pod is not None:
         yield (
@@ -262,7 +265,7 @@ def _of_a_pod(run: Run, report: RunReport) -> Iterator[str]:
         )
     else:
         kinds = ", ".join(sorted({str(kind) for kind in run.volumes})) or "none"
-        again = run.policy is None or run.policy.begins_again or report.known <= 1
+        again = run.policy is None or run.policy.starts_fresh_after_loss or report.known <= 1
         then = "begins at step 0" if again else "waits for a person (onLoss: Wait)"
         yield (
             f"a pod that is deleted or moved takes its part with it, and the run then {then}"
@@ -276,12 +279,12 @@ def _of_a_pod(run: Run, report: RunReport) -> Iterator[str]:
 def _fully_injected(run: Run) -> ConditionState:
     if run.finished_at is not None:
         return _OVER
-    pods = [pod for pod in run.members if not pod.over]
+    pods = [pod for pod in run.job_pods if not pod.over]
     if not pods:
         return ConditionState("Unknown", "NoPods", "no pod of this run exists")
     without = sorted((pod for pod in pods if not pod.injected), key=lambda pod: pod.name)
     if without:
-        message = messages.not_injected_text(without[0]) + and_more([pod.name for pod in without])
+        message = pod_texts.not_injected_text(without[0]) + and_more([pod.name for pod in without])
         return ConditionState("False", "NotInjected", message)
     all_have = ConditionState("True", "AllInjected", f"all {len(pods)} pods have the sidecar")
     return _doubted(run, FULLY_INJECTED) or all_have
@@ -292,7 +295,7 @@ def _counted_by_queue(run: Run) -> ConditionState | None:
     policy = run.policy
     if policy is None or not policy.added_bytes:
         return None
-    if not any(pod.uncounted and pod.stays for pod in run.members):
+    if not any(pod.uncounted and pod.is_active for pod in run.job_pods):
         return None
     message = (
         f"Kueue admitted the job by its template; policy {policy.name} (accounting: Add) adds"
@@ -327,7 +330,7 @@ def _replicated(run: Run) -> ConditionState | None:
         return None
     if (early := _early(run)) is not None:
         return early
-    nodes = {pod.node for pod in run.members if not pod.over}
+    nodes = {pod.node for pod in run.job_pods if not pod.over}
     if len(nodes) == 1 and (node := next(iter(nodes))):
         message = (
             f"all pods are on node {node}: a copy needs another node. Spread the pods of the job"

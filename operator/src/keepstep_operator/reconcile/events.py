@@ -13,13 +13,13 @@ from keepstep_operator import names
 from keepstep_operator.api.cluster_objects import Job, PolicyRecord, RunKey
 from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.object_body import Body
-from keepstep_operator.reconcile import messages
+from keepstep_operator.reconcile import pod_texts
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.conditions import (
     current_advisories,
-    draining_nodes,
+    draining_sole_holders,
     pods_without_library,
 )
-from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.render import pods_of_other_jobs
 from keepstep_operator.reconcile.run import FINISHED, Run
 
@@ -74,23 +74,23 @@ def change_events(before: Run, after: Run) -> Iterator[KubernetesEvent]:
     yield from _of_sidecars(before, after)
     for pod in pods_of_other_jobs(after):
         if pod.job not in before.rivals:
-            message = messages.other_job_text(pod, after.job, after.key)
+            message = pod_texts.other_job_text(pod, after.job, after.key)
             yield KubernetesEvent("RunTaken", message, topic=str(pod.job), about=pod.job)
 
 
-def standing_events(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[KubernetesEvent]:
+def recurring_events(run: Run, cluster: ClusterFacts, *, now: float) -> Iterator[KubernetesEvent]:
     """What holds now and is told again after its period, as long as it does: the API server keeps
     an Event for an hour only."""
-    for pod in run.members:
+    for pod in run.job_pods:
         if not pod.injected and not pod.over:
-            message = messages.not_injected_text(pod)
+            message = pod_texts.not_injected_text(pod)
             yield KubernetesEvent("NotInjected", message, topic=pod.uid, period_s=_HOUR_S / 2)
     for name in pods_without_library(run, now):
-        message = messages.without_library_text(name)
+        message = pod_texts.describe_missing_trainer(name)
         yield KubernetesEvent("LibraryMissing", message, topic=name, period_s=_HOUR_S)
     step = run.committed.step if run.committed is not None else None
-    for node in draining_nodes(run, cluster):
-        message = messages.draining_text(node, step)
+    for node in draining_sole_holders(run, cluster):
+        message = pod_texts.cordoned_sole_copy_text(node, step)
         yield KubernetesEvent("NodeDraining", message, topic=node, period_s=_HOUR_S)
 
 
@@ -111,7 +111,7 @@ def _topic(text: str) -> str:
     return re.sub(r"\b[0-9a-f.-]*\d[0-9a-f.-]*\b", "#", text)
 
 
-def policy_event(policy: PolicyRecord) -> KubernetesEvent | None:
+def policy_rejected_event(policy: PolicyRecord) -> KubernetesEvent | None:
     """The event on a policy that is not accepted; None if it is."""
     if policy.problem is None:
         return None

@@ -25,7 +25,7 @@ from keepstep_operator.reconcile.reports_api import ReportsApi
 from keepstep_operator.reconcile.run_registry import RunRegistry
 from keepstep_operator.reconcile.writers import ObjectWriter
 from keepstep_operator.serving import metrics_application, serve_application, until_signal
-from keepstep_operator.settings import (
+from keepstep_operator.shared_options import (
     host_path_option,
     log_level_option,
     metrics_port_option,
@@ -101,37 +101,34 @@ class Parts:
         self.registry = RunRegistry(clock=time.time)
         self.metrics = ReconcileMetrics(self.registry.runs)
         self.writer = ObjectWriter(self.registry, client, metrics=self.metrics)
-        self.registry.mark, self.registry.emit = self.writer.mark, self.writer.emit
+        self.registry.mark, self.registry.emit = self.writer.mark_run_changed, self.writer.emit
         self.rounds = PeriodicChecks(
-            self.registry,
-            client,
-            namespace=settings.namespace,
-            agents=bool(settings.host_paths),
+            self.registry, client, namespace=settings.namespace, agents=bool(settings.host_paths)
         )
         self.reports = ReportsApi(
             self.registry,
             client,
             metrics=self.metrics,
-            ready=self.ready,
+            ready=self.why_not_ready,
             signing=signing,
             namespace=settings.namespace,
         )
 
-    def ready(self) -> str:
+    def why_not_ready(self) -> str:
         """Why no report can be taken in yet; '' if reports can."""
         return "" if self.registry.cluster.complete else "the API server has not listed all runs"
 
     async def work_until_ending(self) -> None:
         """Work until `ending`, or until kopf ends: it takes SIGTERM and SIGINT."""
         ending = asyncio.create_task(self.ending.wait())
-        loading = asyncio.create_task(self.rounds.load())
+        loading = asyncio.create_task(self.rounds.load_runs_and_pods())
         await _first(loading, ending)
         if self.ending.is_set():
             loading.cancel()
             return
         background = (
-            self.rounds.check(),
-            self.rounds.tick(),
+            self.rounds.run_check_loop(),
+            self.rounds.run_lateness_loop(),
             self.writer.run(),
             self.writer.write_events(),
             self.writer.write_checkpoints(),
@@ -168,7 +165,7 @@ async def serve(settings: ReconcileSettings) -> None:
     """Run until SIGTERM."""
     signing = PeerCertificates(settings.peer_ca_dir)
     name = f"{settings.reports_service}.{settings.namespace}.svc"
-    tls = ServerTls(signing.serving_certificate(name, f"{name}.cluster.local"))
+    tls = ServerTls(signing.issue_reports_api_certificate(name, f"{name}.cluster.local"))
     async with KubeClient(await find_access()) as client:
         parts = Parts(client, settings, signing)
         reloading = asyncio.create_task(tls.keep_fresh())
@@ -176,7 +173,8 @@ async def serve(settings: ReconcileSettings) -> None:
         ended.add_done_callback(lambda task: parts.ending.set())
         async with (
             serve_application(
-                metrics_application(parts.metrics.registry, parts.ready), port=settings.metrics_port
+                metrics_application(parts.metrics.registry, parts.why_not_ready),
+                port=settings.metrics_port,
             ) as metrics_port,
             serve_application(
                 parts.reports.application(), port=settings.port, ssl_context=tls.context

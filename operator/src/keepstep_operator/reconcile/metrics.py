@@ -50,7 +50,7 @@ def _committed_at(run: Run) -> float | None:
 
 RUNS: Final = (
     RunMetric(
-        "keepstep_run_pods", "Pods that ask for keepstep", lambda run: float(len([*run.members]))
+        "keepstep_run_pods", "Pods that ask for keepstep", lambda run: float(len([*run.job_pods]))
     ),
     RunMetric(
         "keepstep_run_ranks", "Ranks of the run", _reported(lambda report: report.world or None)

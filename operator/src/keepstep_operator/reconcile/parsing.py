@@ -21,20 +21,20 @@ from keepstep_operator.api.fields import PolicyError
 from keepstep_operator.api.pod import (
     Injected,
     Pod,
-    PodError,
+    PodRefusedError,
+    find_root_job,
     injected_of,
     is_queued_by_template,
     parse_pod,
-    placement,
-    placement_of,
-    root_of,
+    parse_run_and_node_rank,
+    parse_run_placement,
     training_container,
 )
 from keepstep_operator.api.policy import (
     Policy,
     VolumeKind,
     parse_policy,
-    parse_snapshot,
+    parse_status_policy,
     require_allowed,
 )
 from keepstep_operator.api.run_status import MOST_WARNINGS, RunStatus, cut_text, read_status
@@ -68,12 +68,12 @@ def parse_pod_record(body: Body) -> PodRecord | None:
     This includes pods without a sidecar. Their run is the one that admission would have named.
     """
     pod = parse_pod(body)
-    injected = pod.has_sidecar and placement_of(pod) is not None
+    injected = pod.has_sidecar and parse_run_placement(pod) is not None
     if not injected and pod.policy is None:
         return None
     try:
-        place = placement_of(pod) or placement(pod)
-    except PodError:
+        place = parse_run_placement(pod) or parse_run_and_node_rank(pod)
+    except PodRefusedError:
         return None
     annotation = injected_of(pod) or Injected(policy=pod.policy or "")
     metadata, status = body.get("metadata") or {}, body.get("status") or {}
@@ -102,12 +102,12 @@ def parse_pod_record(body: Body) -> PodRecord | None:
         sidecar_version=_shared(annotation.version),
         labelled=names.RUN_LABEL in pod.labels,
         uncounted=is_queued_by_template(pod),
-        job=annotation.job or root_of(pod),
+        job=annotation.job or find_root_job(pod),
         deleting=pod.deleting,
     )
 
 
-def parse_agent(body: Body) -> AgentRecord:
+def parse_agent_pod(body: Body) -> AgentRecord:
     """The agent's pod on a node. It serves while it is ready and stays."""
     metadata, status = body.get("metadata") or {}, body.get("status") or {}
     ready = any(
@@ -134,7 +134,7 @@ def _training_name(pod: Pod, injected: Injected) -> str:
         return injected.container
     try:
         return training_container(pod).name
-    except PodError:
+    except PodRefusedError:
         return ""
 
 
@@ -228,7 +228,7 @@ def parse_run_object(body: Body, *, with_status: bool = True) -> RunObject:
         restore_from=restore_from if isinstance(restore_from, str) else "",
         paused=spec.get("paused") is True,
         fresh_start=str((metadata.get("annotations") or {}).get(names.FRESH_START_ANNOTATION, "")),
-        policy=parse_snapshot(status.policy, namespace),
+        policy=parse_status_policy(status.policy, namespace),
         status=status,
     )
 

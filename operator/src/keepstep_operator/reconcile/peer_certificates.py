@@ -26,7 +26,7 @@ from keepstep_operator.certificates.pki import (
 )
 from keepstep_operator.log import info
 from keepstep_operator.reconcile.token_auth import RequestRefused
-from keepstep_operator.tls_reload import Shown, mounted_pair
+from keepstep_operator.tls_reload import Shown, read_mounted_pair
 
 LIFE: Final = timedelta(hours=24)
 LARGEST_REQUEST: Final = 16_384
@@ -60,7 +60,7 @@ class PeerCertificates:
         info("certificate.signed", identity=uri)
         return IssuedCertificate(certificate=signed.decode(), authorities=bundle)
 
-    def serving_certificate(self, *names: str) -> Callable[[], Shown]:
+    def issue_reports_api_certificate(self, *names: str) -> Callable[[], Shown]:
         """What the reports API shows, for these DNS names: it is signed anew with each authority,
         and when two thirds of its life are over."""
         signed: dict[bytes, Shown] = {}
@@ -79,7 +79,7 @@ class PeerCertificates:
     def _authority(self) -> KeyPair:
         """Raises OSError if there is none, or if one of its files was replaced and the other not
         yet: what is signed by half of each, nobody accepts."""
-        certificate, key = mounted_pair(self._directory)
+        certificate, key = read_mounted_pair(self._directory)
         authority = KeyPair(certificate=certificate, key=key)
         if not is_matching_pair(authority):
             raise OSError(f"certificate and key in {self._directory} do not fit together")
@@ -95,13 +95,13 @@ def _needed() -> Iterator[None]:
         raise RequestRefused(503, "no-authority", f"no authority for peers yet: {error}") from error
 
 
-def of_pod(pod: PodRecord) -> str:
+def pod_identity(pod: PodRecord) -> str:
     """The identity of a pod's place that sidecars check:
     `keepstep://<namespace>/<run>/<node rank>`."""
     names = quote(pod.namespace, safe=""), quote(pod.run.name, safe="")
     return f"keepstep://{names[0]}/{names[1]}/{pod.node_rank}"
 
 
-def of_agent(agent: AgentRecord) -> str:
+def agent_identity(agent: AgentRecord) -> str:
     """The identity of the agent of a node, which no pod of a run can have."""
     return f"keepstep://{AGENTS}/{quote(agent.node, safe='')}/0"

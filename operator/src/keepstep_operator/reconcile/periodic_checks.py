@@ -16,15 +16,21 @@ from keepstep_operator.kube.errors import KubeError, NotFound
 from keepstep_operator.kube.resources import PODS, RUNS
 from keepstep_operator.log import crash, warn
 from keepstep_operator.object_body import Body
-from keepstep_operator.reconcile.events import standing_events
-from keepstep_operator.reconcile.jobs import read_job_owner, read_job_state
+from keepstep_operator.reconcile.events import recurring_events
+from keepstep_operator.reconcile.job_lookup import read_job_state, read_parent_of_job
 from keepstep_operator.reconcile.parsing import (
     asks_for_keepstep,
-    parse_agent,
+    parse_agent_pod,
     parse_pod_record,
     parse_run_object,
 )
-from keepstep_operator.reconcile.run import Run, asks_job, is_expired, job_answered, owner_found
+from keepstep_operator.reconcile.run import (
+    Run,
+    is_expired,
+    job_answered,
+    needs_job_check,
+    owner_found,
+)
 from keepstep_operator.reconcile.run_registry import RunRegistry
 
 _UNINJECTED: Final = (
@@ -58,7 +64,7 @@ class PeriodicChecks:
         self._uninjected: set[str] = set()
         self._asked: dict[RunKey, float] = {}
 
-    async def load(self) -> None:
+    async def load_runs_and_pods(self) -> None:
         """Take in all runs and pods that exist, however long the API server is away: then nothing
         is taken for gone that kopf has not shown yet."""
         while not self._registry.cluster.complete:
@@ -73,7 +79,7 @@ class PeriodicChecks:
                 self._registry.pod_seen(pod)
         self._registry.cluster = replace(self._registry.cluster, complete=True)
 
-    async def check(self) -> None:
+    async def run_check_loop(self) -> None:
         """Look at what has no watch each `CHECK_S`, and at all names each `SWEEP_S`; for ever."""
         swept = self._registry.clock()
         while True:
@@ -85,13 +91,13 @@ class PeriodicChecks:
                 await self._tried(self._sweep, "what vanished")
             await asyncio.sleep(CHECK_S)
 
-    async def tick(self) -> None:
+    async def run_lateness_loop(self) -> None:
         """Mark the runs whose leader is late each `TICK_S`, and ask about jobs; for ever."""
         registry = self._registry
         while True:
             await asyncio.sleep(TICK_S)
             for run in [*registry.runs.values()]:
-                for event in standing_events(run, registry.cluster, now=registry.clock()):
+                for event in recurring_events(run, registry.cluster, now=registry.clock()):
                     registry.emit(run, event)
                 late = registry.clock() - run.reported_at > LATE_S
                 if late and run.finished_at is None:
@@ -111,11 +117,11 @@ class PeriodicChecks:
     async def _sweep(self) -> None:
         """Forget what vanished while kopf listed anew, as that gives no event."""
         registry = self._registry
-        pods_before = {*registry.pods}
+        pods_before = {*registry.pod_uids}
         runs_before = {key for key, run in registry.runs.items() if run.object is not None}
-        listed = self._client.names(PODS, labels=names.INJECTED_LABEL)
+        listed = self._client.list_metadata(PODS, labels=names.INJECTED_LABEL)
         pods = {pod["metadata"]["uid"] async for pod in listed}
-        found = [run["metadata"] async for run in self._client.names(RUNS)]
+        found = [run["metadata"] async for run in self._client.list_metadata(RUNS)]
         runs = {RunKey(run["namespace"], run["name"]) for run in found}
         for uid in pods_before - pods - self._uninjected:
             registry.pod_gone(uid)
@@ -127,7 +133,7 @@ class PeriodicChecks:
         answer. Only metadata is listed, so that the pods of others take no memory."""
         found: dict[str, Body] = {}
         for labels in _UNINJECTED:
-            async for name in self._client.names(PODS, labels=labels, fields=_LIVING):
+            async for name in self._client.list_metadata(PODS, labels=labels, fields=_LIVING):
                 if asks_for_keepstep(name):
                     found[name["metadata"]["uid"]] = name["metadata"]
         for uid in self._uninjected - set(found):
@@ -150,7 +156,7 @@ class PeriodicChecks:
         """The agents of nodes. Only the chart makes pods in their namespace."""
         labels = names.AGENT_LABEL
         listed = self._client.list(PODS, namespace=self._namespace, labels=labels)
-        records = [parse_agent(body) async for body in listed]
+        records = [parse_agent_pod(body) async for body in listed]
         agents = {record.node: record.address for record in records if record.node}
         self._registry.cluster = replace(self._registry.cluster, agents=agents)
 
@@ -160,12 +166,12 @@ class PeriodicChecks:
         """Find out what made the pods' job, whether the job is over, and whether the run's object
         has been there for long enough."""
         registry, now = self._registry, self._registry.clock()
-        if run.is_empty or now - self._asked.get(run.key, 0.0) < JOB_S:
+        if run.has_no_objects or now - self._asked.get(run.key, 0.0) < JOB_S:
             return
         if not run.owner_known and (job := run.job_of_pods) is not None:
-            owner = await read_job_owner(self._client, job, run.key.namespace)
+            owner = await read_parent_of_job(self._client, job, run.key.namespace)
             registry.change(run.key, partial(owner_found, job=job, owner=owner))
-        elif asks_job(run) and (job := run.job) is not None:
+        elif needs_job_check(run) and (job := run.job) is not None:
             self._asked[run.key] = now
             state = await read_job_state(self._client, job, run.key.namespace)
             registry.change(run.key, lambda run: job_answered(run, state, at=registry.clock()))

@@ -17,26 +17,26 @@ from keepstep_operator.api.run_status import (
     MOST_WARNINGS,
     Condition,
     JobStatus,
-    MemoryStatus,
-    PlaceStatus,
+    PodStepStatus,
     PolicyStatus,
+    RankMemoryStatus,
     RunStatus,
-    StartStatus,
+    SidecarVersionStatus,
     cut_text,
     read_status,
 )
 from keepstep_operator.object_body import Body
-from keepstep_operator.reconcile import messages
+from keepstep_operator.reconcile import pod_texts
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.conditions import (
     ARCHIVED,
     PROTECTED,
     ConditionState,
     condition_states,
-    draining_nodes,
+    draining_sole_holders,
 )
-from keepstep_operator.reconcile.leader_answer import ClusterFacts
 from keepstep_operator.reconcile.run import FINISHED, Run
-from keepstep_operator.reconcile.survival import survived_events
+from keepstep_operator.reconcile.survival import find_survivable_failures
 
 ACCEPTED: Final = "Accepted"
 _NODES_NAMED: Final = 5
@@ -56,12 +56,12 @@ def render_status(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
         job_name=run.job.name if run.job is not None else "",
         policy=_policy(run.policy),
         start=_start(run),
-        sidecar_image=max((pod.sidecar_image for pod in run.members), default=""),
+        sidecar_image=max((pod.sidecar_image for pod in run.job_pods), default=""),
         nodes=_pods(run),
         nodes_summary=_nodes(run),
         committed=run.committed,
         protected=found[PROTECTED].status,
-        memory=MemoryStatus(slots=slots) if slots is not None else None,
+        memory=RankMemoryStatus(slots=slots) if slots is not None else None,
         recent=run.recent,
         warnings=_warnings(run, cluster),
         conditions=_conditions(run, found, now),
@@ -70,7 +70,7 @@ def render_status(run: Run, cluster: ClusterFacts, *, now: float) -> RunStatus:
 
 
 def _with_report(status: RunStatus, run: Run, report: RunReport) -> RunStatus:
-    record, outlived = run.record, [failure.value for failure in survived_events(run)]
+    record, outlived = run.record, [failure.value for failure in find_survivable_failures(run)]
     epoch = str(report.epochs[0].id) if report.epochs else record.counted
     pods = run.pods
     return replace(
@@ -92,7 +92,7 @@ def _with_report(status: RunStatus, run: Run, report: RunReport) -> RunStatus:
         lost_steps=record.lost_steps,
         goodput=record.goodput,
         ranks=tuple(
-            PlaceStatus(
+            PodStepStatus(
                 node_rank=node.node_rank,
                 node=node.node,
                 pod=pods[node.pod].name if node.pod in pods else "",
@@ -126,22 +126,22 @@ def _policy(policy: Policy | None) -> PolicyStatus | None:
     return PolicyStatus(name=policy.name, generation=policy.generation, spec=policy.spec)
 
 
-def _start(run: Run) -> StartStatus | None:
+def _start(run: Run) -> SidecarVersionStatus | None:
     """The sidecar that the run's oldest staying pod started with. None if no pod stays: the next
     one then starts with the sidecar that is current then."""
-    staying = (pod for pod in run.members if pod.stays)
+    staying = (pod for pod in run.job_pods if pod.is_active)
     first = min(staying, key=lambda pod: (pod.created_at, pod.name), default=None)
     if first is None:
         return None
-    return StartStatus(image=first.sidecar_image, version=first.sidecar_version)
+    return SidecarVersionStatus(image=first.sidecar_image, version=first.sidecar_version)
 
 
 def _pods(run: Run) -> int:
-    return sum(not pod.over for pod in run.members) or len([*run.members])
+    return sum(not pod.over for pod in run.job_pods) or len([*run.job_pods])
 
 
 def _nodes(run: Run) -> str:
-    nodes = sorted({pod.node for pod in run.members if pod.node})
+    nodes = sorted({pod.node for pod in run.job_pods if pod.node})
     more = len(nodes) - _NODES_NAMED
     return ",".join(nodes[:_NODES_NAMED]) + (f",+{more}" if more > 0 else "")
 
@@ -193,20 +193,23 @@ def _all_warnings(run: Run, cluster: ClusterFacts) -> Iterator[str]:
         yield from _of_policy(run.policy, run.policy_now)
     if report is not None and report.fresh:
         warning = f"epoch {cut_text(report.fresh, longest=40)} began at step 0 beside older steps."
-        yield f"{warning} {messages.acknowledge_text(run.key)}"
+        yield f"{warning} {pod_texts.explain_set_aside_steps(run.key)}"
     if run.earlier and not over:
         yield (
             f"an earlier job of this name was run {run.earlier}; its steps are kept, but this"
             f" job does not go on from them. To do so, make it with the label {names.RUN_LABEL}:"
             f" {run.earlier} on its pods"
         )
-    yield from (messages.other_job_text(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
+    yield from (pod_texts.other_job_text(pod, run.job, run.key) for pod in pods_of_other_jobs(run))
     yield from (alarm.text for alarm in (report.alarms if report is not None else ()))
-    for pod in sorted(run.members, key=lambda pod: pod.name):
+    for pod in sorted(run.job_pods, key=lambda pod: pod.name):
         if pod.trouble and pod.injected:
             yield f"pod {pod.name}: {pod.trouble}"
     step = run.committed.step if run.committed is not None else None
-    yield from (messages.draining_text(node, step) for node in draining_nodes(run, cluster))
+    yield from (
+        pod_texts.cordoned_sole_copy_text(node, step)
+        for node in draining_sole_holders(run, cluster)
+    )
     for text, pods in sorted(_of_pods(run).items()):
         more = len(pods) - 1
         yield f"{text} (pod {min(pods)}{f' and {more} more' if more else ''})"
@@ -214,7 +217,7 @@ def _all_warnings(run: Run, cluster: ClusterFacts) -> Iterator[str]:
 
 def pods_of_other_jobs(run: Run) -> list[PodRecord]:
     """The pods of other jobs with the run's label."""
-    pods = (pod for pod in run.pods.values() if pod.job in run.rivals and pod.stays)
+    pods = (pod for pod in run.pods.values() if pod.job in run.rivals and pod.is_active)
     return sorted(pods, key=lambda pod: pod.uid)
 
 
@@ -243,8 +246,8 @@ def _of_pods(run: Run) -> dict[str, list[str]]:
         for text in texts:
             found.setdefault(cut_text(text, longest=_TEXT), []).append(pod.name)
 
-    for pod in run.members:
-        add(pod.warnings if pod.stays else (), pod)
+    for pod in run.job_pods:
+        add(pod.warnings if pod.is_active else (), pod)
     for node in run.report.nodes if run.report is not None else ():
         if node.pod in run.pods:
             add(node.warnings, run.pods[node.pod])

@@ -27,8 +27,12 @@ from keepstep_operator.kube.resources import PODS
 from keepstep_operator.log import crash, warn
 from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
-from keepstep_operator.reconcile.parsing import parse_agent, parse_pod_record
-from keepstep_operator.reconcile.peer_certificates import PeerCertificates, of_agent, of_pod
+from keepstep_operator.reconcile.parsing import parse_agent_pod, parse_pod_record
+from keepstep_operator.reconcile.peer_certificates import (
+    PeerCertificates,
+    agent_identity,
+    pod_identity,
+)
 from keepstep_operator.reconcile.run_registry import RunRegistry
 from keepstep_operator.reconcile.token_auth import RequestRefused, TokenAuth, TokenPod
 from keepstep_operator.serving import Ready, health_routes
@@ -83,7 +87,7 @@ class ReportsApi:
             )
         self._lately[pod.uid] = True
         report = check_bounds(_decode_report(await _body(request)))
-        answer = self._registry.reported(pod, report, authorities=self._signing.authorities)
+        answer = self._registry.handle_report(pod, report, authorities=self._signing.authorities)
         if answer is None:
             message = f"pod {pod.name} does not lead its run: node rank 0 does, its oldest pod"
             raise RequestRefused(409, "not-the-leader", message)
@@ -93,11 +97,11 @@ class ReportsApi:
     async def _sign(self, request: web.Request) -> web.Response:
         """Sign a certificate for a sidecar, or for the agent of a node."""
         identity = await self._identity(request)
-        pod = self._registry.pod(identity.pod_uid)
+        pod = self._registry.find_pod_by_uid(identity.pod_uid)
         if pod is None and identity.namespace == self._namespace:
-            uri = of_agent(await self._agent(identity))
+            uri = agent_identity(await self._agent(identity))
         else:
-            uri = of_pod(await self._pod(identity))
+            uri = pod_identity(await self._pod(identity))
         return _json(self._signing.issue_certificate(uri, _decode_request(await _body(request))))
 
     # --- who asks ----------------------------------------------------------------------------
@@ -110,7 +114,7 @@ class ReportsApi:
 
     async def _pod(self, identity: TokenPod) -> PodRecord:
         """The pod of this token, by our own record. Raises RequestRefused."""
-        pod = self._registry.pod(identity.pod_uid)
+        pod = self._registry.find_pod_by_uid(identity.pod_uid)
         if pod is None:  # a sidecar may be faster than the watch
             pod = parse_pod_record(await self._resolve(identity))
             if pod is not None:
@@ -132,7 +136,7 @@ class ReportsApi:
             raise RequestRefused(
                 403, "not-injected", f"pod {identity.pod_name} is no agent of a node"
             )
-        return parse_agent(body)
+        return parse_agent_pod(body)
 
     async def _resolve(self, identity: TokenPod) -> Body:
         try:

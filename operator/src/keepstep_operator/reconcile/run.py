@@ -29,7 +29,7 @@ from keepstep_operator.api.cluster_objects import (
     PolicyRecord,
     RunKey,
     RunObject,
-    job_of,
+    build_job,
 )
 from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.policy import Policy, VolumeKind
@@ -77,17 +77,17 @@ class Run:
     earlier: str = ""
 
     @property
-    def members(self) -> Iterator[PodRecord]:
+    def job_pods(self) -> Iterator[PodRecord]:
         """The pods of the job that has the run."""
         return (pod for pod in self.pods.values() if pod.job not in self.rivals)
 
     @property
-    def is_empty(self) -> bool:
+    def has_no_objects(self) -> bool:
         """Whether neither the CheckpointRun nor any pod exists."""
         return self.object is None and not self.pods
 
     @property
-    def outlives_pod(self) -> bool:
+    def volumes_outlive_pod(self) -> bool:
         """Whether all volumes of a pod outlive it. All must, since its ranks are spread over
         them."""
         return bool(self.volumes) and all(kind is VolumeKind.HOST_PATH for kind in self.volumes)
@@ -97,7 +97,7 @@ class Run:
         """How long the CheckpointRun stays after the end of its job."""
         return self.policy.run_ttl_s if self.policy else _DEFAULT_TTL_S
 
-    def resumes(self, now: float) -> bool:
+    def prefers_earlier_status(self, now: float) -> bool:
         """Whether the status of an earlier process is still better than what this one knows: the
         leader reports within half a minute."""
         if self.report is not None or self.finished_at is not None:
@@ -133,10 +133,10 @@ def _rivals(run: Run, pod: PodRecord) -> frozenset[Job]:
     """The rivals when this pod is there. If a member of another job has the pod's place, the job
     that is on record keeps the run, else the one with the older pod: a process that starts sees
     them in any order."""
-    if not pod.labelled or not pod.stays or pod.job is None or pod.job in run.rivals:
+    if not pod.labelled or not pod.is_active or pod.job is None or pod.job in run.rivals:
         return run.rivals
     others = (
-        member for member in run.members if member.stays and member.job not in (pod.job, None)
+        member for member in run.job_pods if member.is_active and member.job not in (pod.job, None)
     )
     member = next((record for record in others if record.node_rank == pod.node_rank), None)
     if member is None or member.job is None:
@@ -154,10 +154,10 @@ def _belonging(run: Run) -> Run:
     """The pods' job, as long as a member of it stays; else that of the oldest member. What made it
     is to be looked up where jobs of its kind can have an owner; until then, a known job of the same
     name is kept."""
-    members = [pod for pod in run.members if pod.job is not None]
-    if not members or run.job_of_pods in {pod.job for pod in members if pod.stays}:
+    members = [pod for pod in run.job_pods if pod.job is not None]
+    if not members or run.job_of_pods in {pod.job for pod in members if pod.is_active}:
         return run
-    job = min(members, key=lambda pod: (not pod.stays, pod.created_at, pod.uid)).job
+    job = min(members, key=lambda pod: (not pod.is_active, pod.created_at, pod.uid)).job
     if job is None or job == run.job_of_pods:
         return run
     kind = kind_of(job.api_version, job.kind)
@@ -192,7 +192,7 @@ def job_answered(run: Run, state: JobState, *, at: float) -> Run:
     the run goes on with it."""
     if state is JobState.ACTIVE:
         return run
-    if run.rivals and not any(pod.stays for pod in run.members):
+    if run.rivals and not any(pod.is_active for pod in run.job_pods):
         return _reviewed(_adopting(_belonging(replace(run, rivals=frozenset()))), at)
     if run.idle_since is None:
         return run
@@ -203,9 +203,9 @@ def job_answered(run: Run, state: JobState, *, at: float) -> Run:
     return run
 
 
-def asks_job(run: Run) -> bool:
+def needs_job_check(run: Run) -> bool:
     """Whether it is to be found out if the job is over."""
-    waits = run.rivals and not any(pod.stays for pod in run.members)
+    waits = run.rivals and not any(pod.is_active for pod in run.job_pods)
     idle = run.idle_since is not None and run.finished_at is None
     return run.job is not None and bool(idle or waits)
 
@@ -274,20 +274,20 @@ def _adopting(run: Run) -> Run:
 
 def _made_with(run: Run, policy: str) -> int:
     """The newest generation of this policy that a member was created with; 0: none names it."""
-    pods = (pod for pod in run.members if pod.policy == policy)
+    pods = (pod for pod in run.job_pods if pod.policy == policy)
     return max((pod.policy_generation for pod in pods), default=0)
 
 
 def policy_name(run: Run) -> str:
     """The policy that the newest member names, else the one that the run goes by."""
-    named = [pod for pod in run.members if pod.policy]
+    named = [pod for pod in run.job_pods if pod.policy]
     if named:
         return max(named, key=lambda pod: (pod.created_at, pod.uid)).policy
     return run.policy.name if run.policy is not None else ""
 
 
 def _job_of(status: RunStatus) -> Job | None:
-    return job_of(**asdict(status.job)) if status.job is not None else None
+    return build_job(**asdict(status.job)) if status.job is not None else None
 
 
 def _finished_at(status: RunStatus) -> float | None:
@@ -299,7 +299,7 @@ def _finished_at(status: RunStatus) -> float | None:
 # --- reports -------------------------------------------------------------------------------------
 
 
-def reported(run: Run, report: RunReport, *, at: float) -> Run:
+def apply_report(run: Run, report: RunReport, *, at: float) -> Run:
     """The leader reports. A report that was overtaken changes nothing. The first report of a leader
     has no record: its answer gives it the one that is kept."""
     known = run.report

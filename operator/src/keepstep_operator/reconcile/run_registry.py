@@ -20,8 +20,8 @@ from keepstep_operator.api.cluster_objects import (
 )
 from keepstep_operator.api.run_status import RunStatus
 from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.events import KubernetesEvent, change_events, policy_event
-from keepstep_operator.reconcile.leader_answer import ClusterFacts, leader_answer, leader_pod
+from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer, leader_pod
+from keepstep_operator.reconcile.events import KubernetesEvent, change_events, policy_rejected_event
 from keepstep_operator.reconcile.run import Run
 
 LEAST_S: Final = 5.0
@@ -43,7 +43,7 @@ class RunRegistry:
         self._policies: dict[tuple[str, str], PolicyRecord] = {}
 
     @property
-    def pace_s(self) -> float:
+    def report_interval_s(self) -> float:
         """How often each run reports, and is written when only its numbers changed: more seldom,
         the more runs there are."""
         return min(LONGEST_S, max(LEAST_S, len(self.runs) * _EACH_S))
@@ -55,7 +55,7 @@ class RunRegistry:
         after = step(before)
         if after is before:
             return
-        if after.is_empty:
+        if after.has_no_objects:
             self.runs.pop(key, None)
             self.mark(key)
             return
@@ -67,11 +67,11 @@ class RunRegistry:
     # --- pods --------------------------------------------------------------------------------
 
     @property
-    def pods(self) -> Iterable[str]:
+    def pod_uids(self) -> Iterable[str]:
         """The UIDs of all pods that are known."""
         return self._run_of_pod.keys()
 
-    def pod(self, uid: str) -> PodRecord | None:
+    def find_pod_by_uid(self, uid: str) -> PodRecord | None:
         """The pod with this UID, if it asked for keepstep and still exists."""
         run = self.runs.get(self._run_of_pod.get(uid) or RunKey("", ""))
         return run.pods.get(uid) if run is not None else None
@@ -120,7 +120,7 @@ class RunRegistry:
         accepted."""
         self._policies[policy.namespace, policy.name] = policy
         self._policy_changed(policy.namespace)
-        return policy_event(policy)
+        return policy_rejected_event(policy)
 
     def policy_gone(self, namespace: str, name: str) -> None:
         """A CheckpointPolicy was deleted. The runs that go by it keep doing so."""
@@ -158,7 +158,7 @@ class RunRegistry:
 
     # --- reports -----------------------------------------------------------------------------
 
-    def reported(
+    def handle_report(
         self, pod: PodRecord, report: RunReport, *, authorities: str
     ) -> LeaderAnswer | None:
         """Take in the report of the leader of this pod's run; returns the answer. None: this pod
@@ -167,7 +167,10 @@ class RunRegistry:
         leads = leader_pod(run) if run is not None else None
         if leads is None or leads.uid != pod.uid:
             return None
-        self.change(pod.run, lambda run: transitions.reported(run, report, at=self.clock()))
+        self.change(pod.run, lambda run: transitions.apply_report(run, report, at=self.clock()))
         return leader_answer(
-            self.runs[pod.run], self.cluster, interval_s=self.pace_s, authorities=authorities
+            self.runs[pod.run],
+            self.cluster,
+            interval_s=self.report_interval_s,
+            authorities=authorities,
         )

@@ -22,14 +22,14 @@ class Survives(str, enum.Enum):
     JOB_RECREATE = "JobRecreate"
 
 
-def survived_events(run: Run) -> tuple[Survives, ...]:
+def find_survivable_failures(run: Run) -> tuple[Survives, ...]:
     """The events that the run would survive now. What survives the loss of a node also survives the
     loss of a pod. A new job replaces all pods at once, so copies on peers do not survive it if they
     lie on volumes that are lost with their pod."""
     if run.report is None:
         return ()
     safe, committed = run.report.safe, run.report.committed is not None
-    on_nodes = committed and run.outlives_pod
+    on_nodes = committed and run.volumes_outlive_pod
     held = {
         Survives.CONTAINER_RESTART: committed or safe.restart is not None,
         Survives.POD_RESTART: on_nodes or safe.node is not None or safe.pod is not None,

@@ -1,9 +1,9 @@
 """Writes what runs show: statuses, Checkpoint objects, Services and Events.
 
 A run that is marked is rendered, and written if that differs from what was written. A change that a
-person waits for is written at once, numbers alone each `RunRegistry.pace_s`. One write replaces the
-whole status (a JSON patch), so a lost write is made good by the next. What fails is tried again
-with the next report, or round.
+person waits for is written at once, numbers alone each `RunRegistry.report_interval_s`. One write
+replaces the whole status (a JSON patch), so a lost write is made good by the next. What fails is
+tried again with the next report, or round.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Written:
 
 
 class ObjectWriter:
-    """Writes the runs that are `mark`ed, and the events that are given to `emit`."""
+    """Writes the runs that are `mark_run_changed`ed, and the events that are given to `emit`."""
 
     def __init__(
         self, registry: RunRegistry, client: KubeClient, *, metrics: ReconcileMetrics
@@ -87,12 +87,12 @@ class ObjectWriter:
         self._events: asyncio.Queue[tuple[Run, KubernetesEvent]] = asyncio.Queue(_MOST_EVENTS)
         self._emitted: TTLCache[tuple[object, ...], float] = TTLCache(_MOST_EMITTED, 3600.0)
 
-    def mark(self, key: RunKey) -> None:
+    def mark_run_changed(self, key: RunKey) -> None:
         """The run may have changed."""
         self._due.add(key)
         self._bell.set()
 
-    def shown(self, key: RunKey, status: Mapping[str, Any]) -> None:
+    def record_observed_status(self, key: RunKey, status: Mapping[str, Any]) -> None:
         """The status that the object has, as a watch shows it."""
         if (written := self._written.get(key)) is not None:
             written.shown = _digest(status)
@@ -125,13 +125,13 @@ class ObjectWriter:
 
     async def _write(self, run: Run, written: _Written) -> None:
         now = self._registry.clock()
-        if run.resumes(now):
+        if run.prefers_earlier_status(now):
             return
         status = render_status(run, self._registry.cluster, now=now)
         overwritten = written.shown != written.stored and now - written.at >= _REPAIR_S
         changed = status != run.status or run.object is None or overwritten
         quiet = not overwritten and run.object is not None and _same(status, run.status)
-        if changed and not (quiet and now - written.at < self._registry.pace_s):
+        if changed and not (quiet and now - written.at < self._registry.report_interval_s):
             stored = await self._write_status(run, status_json(status))
             written.stored = written.shown = _digest(stored)
             written.at = now
@@ -249,7 +249,7 @@ class ObjectWriter:
         labels = f"{names.RUN_KEY_LABEL}={key.name},{checkpoints.MANAGED_BY}={checkpoints.MANAGER}"
         listed = self._client.list(CHECKPOINTS, namespace=key.namespace, labels=labels)
         return {
-            str(body["metadata"]["name"]): checkpoints.known_tiers(body) async for body in listed
+            str(body["metadata"]["name"]): checkpoints.parse_tiers(body) async for body in listed
         }
 
     async def _show_tiers(self, run: Run, checkpoint: KeptStep, now: float) -> None:

@@ -84,7 +84,7 @@ def _unused(namespace: OpenDirectory, name: str, latest: float) -> Iterator[None
     """Hold every lock that a sidecar would hold, `<node rank>/<run>/.lock`, and that of the run's
     directory, which `directories.prepare` takes for a pod that starts. Raises StorageError."""
     with contextlib.ExitStack() as held:
-        run = namespace.inside(name)
+        run = namespace.open_subdirectory(name)
         if not _locked(held, os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=run.fd)):
             raise StillUsedError(f"{run.path}: a pod starts there; nothing was removed")
         for rank in run.names():
@@ -107,7 +107,7 @@ def _check_lock(held: contextlib.ExitStack, directory: OpenDirectory) -> None:
     """Take the directory's lock. A sidecar makes its lock before any other file. So a directory
     that is not empty and has no lock counts as used."""
     try:
-        fd = directory.open(LOCK, os.O_RDWR)
+        fd = directory.open_file(LOCK, os.O_RDWR)
     except FileNotFoundError:
         free = not directory.names()
     else:
@@ -150,7 +150,7 @@ def _not_a_run(run: OpenDirectory, why: str) -> StorageError:
 def _place(parent: OpenDirectory, name: str) -> OpenDirectory | None:
     """Open a directory in a directory. None for anything else, links included."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return parent.inside(name)
+        return parent.open_subdirectory(name)
     return None
 
 

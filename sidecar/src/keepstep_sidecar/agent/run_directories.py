@@ -38,7 +38,7 @@ def prepare_directory(directory: Path, *, uid: int = USER_ID, gid: int = GROUP_I
     Raises StorageError, also when a part of the path below the mount is a link or not a directory.
     """
     directory = Path(os.path.abspath(directory))
-    start = mount_of(directory)
+    start = find_outermost_mount(directory)
     while not _prepared(start, directory, uid=uid, gid=gid):
         pass
 
@@ -48,14 +48,14 @@ def prepare_cache(directory: Path, *, limit_bytes: int) -> None:
     than `limit_bytes` are removed. Raises StorageError."""
     prepare_directory(directory)
     try:
-        place = OpenDirectory.opened(directory)
+        place = OpenDirectory.open_path(directory)
         for name in _directories(place):
             compile_cache.clear_if_over_limit(place, name, limit_bytes=limit_bytes)
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror}") from error
 
 
-def mount_of(directory: Path) -> Path:
+def find_outermost_mount(directory: Path) -> Path:
     """The first mount point on the way to `directory` after `/`: others make no links above it.
 
     The last mount point would not do, because a link could choose it.
@@ -71,7 +71,7 @@ def _prepared(start: Path, directory: Path, *, uid: int, gid: int) -> bool:
     or has set the directory aside before it.
     """
     try:
-        above = found = OpenDirectory.opened(start)
+        above = found = OpenDirectory.open_path(start)
     except OSError as error:
         raise StorageError(f"{directory}: cannot open {start}: {error.strerror}") from error
     names = directory.relative_to(start).parts
@@ -97,7 +97,7 @@ def _enter(parent: OpenDirectory, name: str, directory: Path, *, gid: int) -> Op
     """Open `name` in the open directory `parent`; make it if need be."""
     try:
         made = parent.make(name, _PASSAGE_MODE)
-        found = parent.inside(name)
+        found = parent.open_subdirectory(name)
         if made:
             os.fchown(found.fd, -1, gid)
             os.fchmod(found.fd, _PASSAGE_MODE)  # independent of the umask
@@ -151,7 +151,7 @@ def find_namespaces(tops: Sequence[Path]) -> Iterator[tuple[OpenDirectory, list[
     directories lie in each."""
     for top in tops:
         with contextlib.suppress(OSError):  # not there (yet)
-            yield from _places(OpenDirectory.opened(top))
+            yield from _places(OpenDirectory.open_path(top))
 
 
 def _places(root: OpenDirectory) -> Iterator[tuple[OpenDirectory, list[str]]]:
@@ -161,7 +161,7 @@ def _places(root: OpenDirectory) -> Iterator[tuple[OpenDirectory, list[str]]]:
             return
         way = waiting.popleft()
         try:
-            place = root.inside(*way)
+            place = root.open_subdirectory(*way)
             inner = list(_directories(place))
             runs = [name for name in inner if way and _is_run(place, name)]
         except OSError:  # removed meanwhile, or not ours to read
@@ -184,15 +184,17 @@ def _is_run(namespace: OpenDirectory, name: str) -> bool:
     sidecar, or with the sidecar's own of the same name."""
     if not all(map(DNS_LABEL.fullmatch, (namespace.path.name, name))):
         return False
-    run = namespace.inside(name)
+    run = namespace.open_subdirectory(name)
     ranks = [
-        run.inside(directory) for directory in _directories(run) if NODE_RANK.fullmatch(directory)
+        run.open_subdirectory(directory)
+        for directory in _directories(run)
+        if NODE_RANK.fullmatch(directory)
     ]
     return any(os.fstat(rank.fd).st_uid == USER_ID or name in rank.names() for rank in ranks)
 
 
-def volumes_of_run(run: OpenDirectory) -> Iterator[OpenDirectory]:
+def list_sidecar_directories(run: OpenDirectory) -> Iterator[OpenDirectory]:
     """The directories of a run's sidecars, one for each node rank that was here."""
     for rank in filter(NODE_RANK.fullmatch, run.names()):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            yield run.inside(rank, run.path.name)
+            yield run.open_subdirectory(rank, run.path.name)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError
-from keepstep_sidecar import connections, log
+from keepstep_sidecar import log, unauthenticated_connections
 from keepstep_sidecar.agent import run_directories
-from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import OperatorAccess
 from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers.peer import kept_copies
 from keepstep_sidecar.tiers.peer.handlers import RequestBuffers, ServerContext
@@ -37,7 +37,7 @@ class LeftShardsServer:
         self._tops = tops
         self._buffers, self._large = RequestBuffers(), threading.BoundedSemaphore(1)
 
-    def of(self, sender: PodIdentity) -> ServerContext:
+    def find_context_for_client(self, sender: PodIdentity) -> ServerContext:
         """What is served to this client. Raises StorageError if there is nothing: then a drive may
         be missing, and an empty listing would say that there is none."""
         run = sender.run
@@ -53,25 +53,25 @@ class LeftShardsServer:
     def _volumes(self, namespace: str, run: str) -> Iterator[Volume]:
         for place, runs in run_directories.find_namespaces(self._tops):
             if place.path.name == namespace and run in runs:
-                for left in run_directories.volumes_of_run(place.inside(run)):
+                for left in run_directories.list_sidecar_directories(place.open_subdirectory(run)):
                     yield _read_only(left, run)
                     if kept_copies.DIRECTORY in left.names():
-                        yield _read_only(left.inside(kept_copies.DIRECTORY), run)
+                        yield _read_only(left.open_subdirectory(kept_copies.DIRECTORY), run)
 
 
 def _read_only(directory: OpenDirectory, run: str) -> Volume:
     return Volume(directory, run=run, read_only=_WHY)
 
 
-def serve(listen: str, reporting: Reporting, tops: Sequence[Path]) -> None:
+def serve(listen: str, reporting: OperatorAccess, tops: Sequence[Path]) -> None:
     """Serve until SIGTERM. Raises KeepstepError when it cannot begin."""
     log.configure("agent")
-    connections.raise_descriptor_limit()
+    unauthenticated_connections.raise_descriptor_limit()
     asyncio.run(_serve(listen, IssuedCredentials(reporting), LeftShardsServer(tops)))
 
 
 async def _serve(listen: str, credentials: IssuedCredentials, left: LeftShardsServer) -> None:
-    server, ended = Server(listen, credentials, left.of), asyncio.Event()
+    server, ended = Server(listen, credentials, left.find_context_for_client), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     server.start()

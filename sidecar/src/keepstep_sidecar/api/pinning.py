@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from keepstep.steps import StepId
-from keepstep.wire.trainer import Pinned, PinRequest
+from keepstep.wire.trainer import PinnedStepsReply, PinRequest
 from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 
 _SHARED_S = 8.0
 """How long the leader may take to say that it has the pins."""
@@ -24,14 +24,14 @@ class PinHandlers:
     share: Callable[[frozenset[StepId]], None]
     operator: bool
 
-    async def pin(self, request: PinRequest) -> Pinned:
+    async def pin(self, request: PinRequest) -> PinnedStepsReply:
         """Pin or unpin a step. Raises SidecarError `pins`."""
         node, step_id = self.node_host.node, request.id
         if self.operator:
             raise refusal_error(
                 "pins", "the operator says what is pinned: spec.pins of the CheckpointRun"
             )
-        known = {*self.node_host.local_shards.shards, *self.node_host.remotes.ids}
+        known = {*self.node_host.local_shards.shards, *self.node_host.remotes.step_ids}
         if request.pinned and step_id not in known:
             raise refusal_error("pins", f"step {step_id} is not here, and in no archive")
         now = (
@@ -43,4 +43,4 @@ class PinHandlers:
         if not await self.changes.until(lambda: node.last_reply.pinned == now, timeout_s=_SHARED_S):
             raise refusal_error("pins", "the leader of the run does not answer; try again")
         await self.node_host.notes.take(at_once=True)
-        return Pinned(steps=tuple(sorted(now)))
+        return PinnedStepsReply(steps=tuple(sorted(now)))

@@ -9,22 +9,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from keepstep.core.history import EventKind
-from keepstep.core.vote import Candidates, Ready, VoteFacts, Wait, vote_readiness
+from keepstep.core.restore_vote import Candidates, Ready, VoteFacts, Wait, vote_readiness
 from keepstep.steps import IN_POD, StepId
 from keepstep.wire.member_reports import ReportedRestore
 from keepstep.wire.trainer import (
     CandidatesRequest,
-    FailedRequest,
     OpenedStep,
-    OpenStepRequest,
-    RefusedRequest,
     RestoredRequest,
+    RestoreStepRequest,
+    ScriptFailedRequest,
+    VoteRefusedRequest,
 )
 from keepstep_sidecar.api.saving import SaveHandlers
-from keepstep_sidecar.commit.leader_notes import ReportingState
+from keepstep_sidecar.commit.leader_state_record import ReportingState
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.log import info, warn
 
 _RESTORES_KEPT = 16
@@ -34,7 +34,7 @@ _ASK_AGAIN_S = 0.5
 
 
 @dataclass(eq=False)
-class Votes:
+class VoteScheduler:
     """Lets a rank vote when it is time. `view`: returns what is known now for the vote of a rank.
     `waits`: for each waiting rank, why it may not vote yet."""
 
@@ -43,7 +43,7 @@ class Votes:
     changes: ChangeNotifier
     waits: dict[int, str] = field(default_factory=dict)
 
-    async def ready(self, rank: int, *, timeout_s: float) -> None:
+    async def await_readiness(self, rank: int, *, timeout_s: float) -> None:
         """Return when the rank may vote, or after `timeout_s`."""
         began = time.monotonic()
         ends = began + timeout_s
@@ -89,26 +89,29 @@ class RestoreHandlers:
         saving = self.saving
         self.leases, self.slots, self.node_host = saving.leases, saving.slots, saving.node_host
         self.restorer, self.history, self.changes = saving.restorer, saving.history, saving.changes
-        self.votes = Votes(self._vote_view, self.remote_tiers.scan, self.changes)
+        self.votes = VoteScheduler(self._vote_view, self.remote_tiers.scan, self.changes)
         self._local_shards = self.node_host.local_shards
 
     def _vote_view(self, rank: int) -> VoteFacts:
-        held = any(candidate.tier in IN_POD for candidate in self.restorer.held(rank).values())
-        return self.remote_tiers.view(held=held, replied_at=self.leader.tried_at)
+        held = any(
+            candidate.tier in IN_POD
+            for candidate in self.restorer.list_own_candidates(rank).values()
+        )
+        return self.remote_tiers.get_vote_facts(held=held, replied_at=self.leader.tried_at)
 
     async def candidates(self, request: CandidatesRequest) -> Candidates:
         """What the rank could restore. Raises SidecarError `starting` when the scan is not done,
         `run-taken` when another run of this name trains."""
         lease = self.leases.require_lease(request.lease)
-        await self.votes.ready(lease.rank, timeout_s=request.timeout_s)
+        await self.votes.await_readiness(lease.rank, timeout_s=request.timeout_s)
         if not self._local_shards.scanned:
             raise refusal_error("starting", "the volumes are still being scanned; ask again")
-        if contested := self.node_host.remotes.contested:
+        if contested := self.node_host.remotes.name_conflict_message:
             warn("run.name_conflict", rank=lease.rank, reason=contested)
             raise refusal_error("run-taken", contested)
         return self.restorer.candidates(lease)
 
-    async def open(self, request: OpenStepRequest) -> OpenedStep:
+    async def load_step_into_slot(self, request: RestoreStepRequest) -> OpenedStep:
         """Bring a step into a slot, verified; see `Restorer.open`."""
         lease = self.leases.require_lease(request.lease)
         return await self.restorer.open(
@@ -119,7 +122,9 @@ class RestoreHandlers:
         """All ranks agreed on this epoch. It is durably recorded on return."""
         lease = self.leases.require_lease(request.lease)
         lost = self._lost_steps(lease.rank, request.epoch.parent)
-        self.saving.plan_persists(all_present=True)  # it has voted, and so has every rank here
+        self.saving.update_served_ranks(
+            all_present=True
+        )  # it has voted, and so has every rank here
         await self.node_host.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
         self.saving.unequal_steps.epoch_began(request.epoch.id, time.monotonic())
@@ -128,7 +133,7 @@ class RestoreHandlers:
         self.saving.restarts.restored(
             lease.rank, seconds=request.seconds, epoch=request.epoch, tier=request.tier
         )
-        self.restorer.release(lease.rank)
+        self.restorer.release_opened_image(lease.rank)
         self.refusals, self.refused = {}, ""
         info(
             "restore.finished" if request.epoch.parent else "restore.nothing_found",
@@ -140,7 +145,7 @@ class RestoreHandlers:
         )
         self.changes.ring()
 
-    async def on_vote_refused(self, request: RefusedRequest) -> None:
+    async def record_refused_vote(self, request: VoteRefusedRequest) -> None:
         """The vote refused, and the trainer ends."""
         rank = self.leases.require_lease(request.lease).rank
         self.refusals[rank] = self.refusals.get(rank, 0) + 1
@@ -148,7 +153,7 @@ class RestoreHandlers:
         warn("restore.refused", rank=rank, refusals=self.refusals[rank], reason=request.reason)
         self.changes.ring()
 
-    async def failed(self, request: FailedRequest) -> None:
+    async def failed(self, request: ScriptFailedRequest) -> None:
         """The script failed by itself. The failure is durably recorded on return, if any volume can
         be written."""
         lease = self.leases.require_lease(request.lease)
@@ -160,7 +165,7 @@ class RestoreHandlers:
     def _note(self, rank: int, request: RestoredRequest, lost: int) -> None:
         noted = ReportedRestore(
             rank=rank,
-            epoch=self.node_host.epochs.named(request.epoch),
+            epoch=self.node_host.epochs.add_fork_origin(request.epoch),
             tier=request.tier,
             seconds=request.seconds,
             at=time.time(),
@@ -175,7 +180,10 @@ class RestoreHandlers:
 
     def _lost_steps(self, rank: int, parent: StepId | None) -> int:
         """How many steps the rank had staged here after the step that it goes on from."""
-        known = {*self.slots.rank(rank).sealed(), self.saving.of(rank).staged}
+        known = {
+            *self.slots.rank(rank).list_sealed_steps(),
+            self.saving.get_rank_counters(rank).staged,
+        }
         known |= {step_id for step_id, held in self._local_shards.shards.items() if rank in held}
         if parent is None:
             return 0

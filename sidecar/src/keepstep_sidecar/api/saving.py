@@ -18,8 +18,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 
 from keepstep.core.history import EventKind
 from keepstep.core.node import Flush, ImagesSettled, Overwritten, RanksServed, Sealed, TrainerDied
-from keepstep.core.schedule import UnequalSteps
-from keepstep.core.staging import StageInterval
+from keepstep.core.schedule import RankStepComparison
+from keepstep.core.staging_interval import StageIntervalChooser
 from keepstep.errors import NoMemoryError, SidecarError
 from keepstep.steps import State, StepId, Tier
 from keepstep.wire.status import Uncaught
@@ -30,7 +30,7 @@ from keepstep.wire.trainer import (
     LayoutRequest,
     LeaseGranted,
     LeaseRequest,
-    ReleaseRequest,
+    ReleaseSlotsRequest,
     SkippedRequest,
     SlotGranted,
     SlotRequest,
@@ -44,15 +44,15 @@ from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.history import MachineHistory, RestartTimer
 from keepstep_sidecar.leases import (
     Lease,
     Leases,
     check_protocol,
     check_rank,
+    infer_served_rank_count,
     parse_layout,
-    served_rank_count,
 )
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_allocator import SLOTS, SlotAllocator
@@ -81,13 +81,13 @@ class SaveHandlers:
     refused: dict[int, str] = field(default_factory=dict)
     changed_at: float = field(default_factory=time.monotonic)
     _last: dict[int, Lease] = field(default_factory=dict)
-    unequal_steps: UnequalSteps = field(default_factory=UnequalSteps)
+    unequal_steps: RankStepComparison = field(default_factory=RankStepComparison)
     unequal: str = ""
     leased_at: float | None = None
     uncaught: Uncaught | None = None
 
     def __post_init__(self) -> None:
-        self._stage = StageInterval(durable_every=self.config.durable_step_divisor)
+        self._stage = StageIntervalChooser(durable_every=self.config.durable_step_divisor)
         self._node, self._epochs = self.node_host.node, self.node_host.epochs
         self._copies, self._local_shards = self.node_host.copies, self.node_host.local_shards
         self.restarts = RestartTimer(self.history)
@@ -96,7 +96,7 @@ class SaveHandlers:
     def stage_every(self) -> int:
         """Steps from one staged step to the next. With a single slot it is those from one durable
         step to the next: the drives of all machines then choose from the same grid."""
-        steps = self._stage.steps if self.config.stages_by_cost else self.config.stage_base
+        steps = self._stage.steps if self.config.stages_by_cost else self.config.base_stage_interval
         if self._node.has_single_slot:
             durable_every = self._node.planner.grid.newest_interval
             steps = max(steps, math.gcd(durable_every, *self.config.milestones))
@@ -115,12 +115,14 @@ class SaveHandlers:
             raise
         self.refused.pop(request.rank, None)
         self.library, self.changed_at = request.library, time.monotonic()
-        ranks_here = served_rank_count(request, environment=os.environ, alone=self.config.alone)
+        ranks_here = infer_served_rank_count(
+            request, environment=os.environ, alone=self.config.alone
+        )
         request = replace(request, local_world=ranks_here)
         lease = await self.leases.take(request, peer_pid=peer_pid)
-        self.unequal_steps.joined(lease.rank, time.monotonic())
+        self.unequal_steps.note_trainer_joined(lease.rank, time.monotonic())
         self.leased_at = time.time()
-        self._stage.joined()
+        self._stage.reset_costs()
         self.restarts.connected(lease.rank, lease.attempt, age_s=request.age_s)
         try:
             held = await self._settle(lease)
@@ -139,7 +141,7 @@ class SaveHandlers:
             run=self.config.run,
             huge_pages_dir=str(self.slots.directories.huge or ""),
             stage_every=self.stage_every,
-            stage_trials=self.config.stages_by_cost and self._stage.can_leave_out_half,
+            stage_trials=self.config.stages_by_cost and self._stage.can_stage_every_second_step,
             held=held,
             archive=self.config.archive is not None,
         )
@@ -168,21 +170,21 @@ class SaveHandlers:
         held = self.slots.settle(
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
-        self.plan_persists()
+        self.update_served_ranks()
         self.node_host.feed(ImagesSettled(lease.rank))
         self.changes.ring()
         return held
 
-    async def ended(self, lease: Lease, *, released: bool = False) -> None:
+    async def end_trainer_lease(self, lease: Lease, *, released: bool = False) -> None:
         """A trainer's connection or process is gone; `released`: it said goodbye before."""
         if not self.leases.end(lease):
             return
         self.changed_at = time.monotonic()
         self.restarts.ended(lease.rank, lease.attempt, released=released)
-        self.unequal_steps.left(lease.rank, closed=released)
+        self.unequal_steps.record_trainer_exit(lease.rank, closed=released)
         self.compare_steps()
         info("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
-        self.restorer.release(lease.rank)
+        self.restorer.release_opened_image(lease.rank)
         self.node_host.feed(TrainerDied(lease.rank))
         if await self.leases.is_certainly_dead(lease) and self._last.get(lease.rank) is lease:
             self._take_back(lease.rank)
@@ -190,19 +192,19 @@ class SaveHandlers:
             self.node_host.feed(TrainerDied(lease.rank))
 
     def _take_back(self, rank: int) -> None:
-        kept = self.slots.reclaim_slot(rank)
+        kept = self.slots.free_unfinished_slot(rank)
         if kept is not None and not self._node.is_dead(kept):
             self.node_host.feed(Sealed(rank, kept))
         self.changes.ring()
 
-    def plan_persists(self, *, all_present: bool = False) -> None:
+    def update_served_ranks(self, *, all_present: bool = False) -> None:
         """Tell the node which ranks are served here: those with a trainer, and those with slots,
         unless they moved to another machine. `all_present`: see `_see_moved`."""
         self._see_moved(all_present=all_present)
         ranks = {rank for rank, slots in self.slots.ranks.items() if slots.slot_sets}
         ranks -= self.slots.moved
         ranks |= {rank for rank in self._last if self.leases.of(rank)}
-        ranks |= self.unequal_steps.closed  # without it no step of this epoch will be whole
+        ranks |= self.unequal_steps.released_ranks  # without it no step of this epoch will be whole
         worlds = [lease.world for lease in self._last.values() if not lease.ended]
         fewest = min(
             (rank.current.target for rank in self.slots.ranks.values() if rank.current),
@@ -222,7 +224,7 @@ class SaveHandlers:
         leased = {rank: self.leases.of(rank) for rank in self.leases.ranks}
         most = max((lease.request.local_world for lease in leased.values() if lease), default=0)
         if all_present or 0 < most <= len(leased):
-            self.slots.moved = frozenset({*self.slots.ranks, *self._copies.ranks()})
+            self.slots.moved = frozenset({*self.slots.ranks, *self._copies.list_ranks_ever_held()})
         self.slots.moved -= leased.keys()
 
     # --- layout ------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class SaveHandlers:
             )
         base = parse_layout(request.base) if request.base else None
         if layout.is_base or (
-            base and (base.number, base.world) != (lease.rank + lease.world, lease.world)
+            base and (base.image_index, base.world) != (lease.rank + lease.world, lease.world)
         ):
             raise refusal_error("bad-image", f"no base of rank {lease.rank} of {lease.world}")
         slots = self.slots.rank(lease.rank)
@@ -250,9 +252,9 @@ class SaveHandlers:
         filling = slots.filling()
         if filling is not None and filling.slot_set is not slot_set and not request.filling:
             self._take_back(lease.rank)
-        lacking = slots.bases.use_base(base, request.base_step)
+        lacking = slots.bases.set_base_layout(base, request.base_step)
         try:
-            slots.warning = self.allocator.fit(slots, slot_set, lease)
+            slots.warning = self.allocator.set_slot_count(slots, slot_set, lease)
         except NoMemoryError as error:
             slots.warning = str(error)
             self.changes.ring()
@@ -263,7 +265,7 @@ class SaveHandlers:
             slots.current.target = slots.current.count  # no trainer fills more of these
         slots.slot_sets[layout.id] = slots.current = slot_set
         self.allocator.fill(slot_set)
-        self.plan_persists()
+        self.update_served_ranks()
         return LayoutAccepted(
             layout=layout.id,
             slots=slot_set.target,
@@ -304,12 +306,12 @@ class SaveHandlers:
             return SlotGranted(slot=None)
         if filling is not None and filling.slot_set is not slot_set:
             self._take_back(slots.rank)  # a slot of the former layout: the trainer has moved on
-        base = slots.bases.granted()
+        base = slots.bases.find_current_base_file()
         if base is None and slots.bases.current is not None:
             return SlotGranted(slot=None)  # it is being made
         changes = self.config.stages_by_cost or self._node.has_single_slot
         stage_every = self.stage_every if changes else 0
-        assigned = slot_set.assigned() or slot_set.assign()
+        assigned = slot_set.find_assigned_slot() or slot_set.assign()
         if assigned is None:
             if slot_set.needs_last_slot:
                 self.allocator.make_last(slot_set)
@@ -322,7 +324,9 @@ class SaveHandlers:
             path=str(file.path),
             generation=assigned.generation,
             others=tuple(
-                str(slot_file.path) for _, slot_file in slot_set.present() if slot_file is not file
+                str(slot_file.path)
+                for _, slot_file in slot_set.iterate_files_without_orphans()
+                if slot_file is not file
             ),
             base="" if base is None else str(base.path),
             stage_every=stage_every,
@@ -349,7 +353,7 @@ class SaveHandlers:
         return self._next(slots)
 
     def _choose_interval(self, lease: Lease, cost: float) -> None:
-        if self._stage.measured(lease.rank, cost, ranks=len(self.leases.ranks)):
+        if self._stage.record_rank_cost(lease.rank, cost, ranks=len(self.leases.ranks)):
             steps = self._stage.steps
             info("stage.interval_changed", steps=steps, rank=lease.rank, cost=round(cost, 4))
             self.changes.ring()
@@ -357,21 +361,24 @@ class SaveHandlers:
     def _filled(self, slots: RankSlots, request: StagedRequest, step_id: StepId) -> PooledSlot:
         if (slot := slots.named(request.slot)) is None:
             raise refusal_error("stale-slot", f"{request.slot} is not a slot of rank {slots.rank}")
-        if not (slot.used(request.generation) and (slot.assigned or slot.live == step_id)):
+        if not (
+            slot.is_current_generation(request.generation)
+            and (slot.assigned or slot.restorable_step == step_id)
+        ):
             raise refusal_error("stale-slot", f"{request.slot} was given to another lease since")
         control = slot.file.control()
-        if control is None or control.id != step_id or control.run != self.config.run:
+        if control is None or control.step_id != step_id or control.run != self.config.run:
             raise refusal_error(
                 "bad-image", f"{request.slot} does not seal step {step_id} of this run"
             )
-        if not slots.refer_to_base(slot, control):
+        if not slots.register_base_reference(slot, control):
             raise refusal_error("bad-image", f"the base that step {step_id} refers to is not here")
         return slot
 
     def _seal(self, slots: RankSlots, request: StagedRequest, slot: PooledSlot) -> None:
         step_id = StepId(request.epoch.id, request.step)
         slot.seal(step_id)
-        counters = self.of(slots.rank)
+        counters = self.get_rank_counters(slots.rank)
         counters.saves += 1
         counters.blocked_s += request.blocked_s
         counters.copy_s += request.copy_s
@@ -384,10 +391,10 @@ class SaveHandlers:
         self.node_host.feed(Sealed(slots.rank, step_id))
         self.unequal_steps.staged(slots.rank, step_id, time.monotonic())
         self.compare_steps()
-        self.slots.unlink(slots.free_bases())
+        self.slots.unlink(slots.free_unused_bases())
         if self.slots.holds_old_layouts(slots):
             alive = [rank for rank in self.slots.ranks if self.leases.of(rank)]
-            common, moved = self._node.common(), self.slots.moved
+            common, moved = self._node.find_newest_common_step(), self.slots.moved
             if self.slots.drop_old_layouts(common, alive=alive) and moved:
                 self._grow()
         self.changes.ring()
@@ -399,34 +406,34 @@ class SaveHandlers:
             if lease is None or current is None:
                 continue
             if current.target < self.allocator.target_slots(lease):
-                slots.warning = self.allocator.fit(slots, current, lease)
+                slots.warning = self.allocator.set_slot_count(slots, current, lease)
                 self.allocator.fill(current)
-        self.plan_persists()
+        self.update_served_ranks()
 
     def discard(self, request: DiscardSlotRequest) -> SlotGranted:
         """The image is not valid, so its slot is free. Returns the next slot, as `staged` does."""
         lease = self.leases.require_lease(request.lease)
         slots = self.slots.rank(lease.rank)
         slot = slots.named(request.slot)
-        if slot is not None and slot.assigned and slot.used(request.generation):
-            slot.file.erase()
-            slot.release()
-            counters = self.of(lease.rank)
+        if slot is not None and slot.assigned and slot.is_current_generation(request.generation):
+            slot.file.invalidate_image()
+            slot.finish_filling()
+            counters = self.get_rank_counters(lease.rank)
             counters.discarded += 1
             counters.lose(request.step, request.reason)
-            self.unequal_steps.lost(lease.rank, request.step, time.monotonic())
-            self.history.lost(
+            self.unequal_steps.record_unstaged_steps(lease.rank, request.step, time.monotonic())
+            self.history.record_lost_saves(
                 EventKind.DISCARDED, rank=lease.rank, step=request.step, reason=request.reason
             )
             warn("step.discarded", rank=lease.rank, step=request.step, reason=request.reason)
             self.changes.ring()
         return self._next(slots)
 
-    async def release(self, request: ReleaseRequest) -> None:
+    async def release(self, request: ReleaseSlotsRequest) -> None:
         """The trainer says goodbye. A slot that it was given still holds what it held before."""
         lease = self.leases.require_lease(request.lease)
         lease.died = True
-        await self.ended(lease, released=True)
+        await self.end_trainer_lease(lease, released=True)
 
     def warning(self, request: WarningRequest) -> None:
         """A trainer has something to tell the run's user."""
@@ -447,13 +454,15 @@ class SaveHandlers:
     def skipped(self, request: SkippedRequest) -> None:
         """Record saves that could not be staged."""
         lease = self.leases.require_lease(request.lease)
-        counters = self.of(lease.rank)
+        counters = self.get_rank_counters(lease.rank)
         counters.lose(request.step, request.reason, unkeepable=request.unkeepable)
         reasons = counters.skipped
         reasons[request.reason] = reasons.get(request.reason, 0) + request.count
-        self.unequal_steps.lost(lease.rank, request.step, time.monotonic(), count=request.count)
+        self.unequal_steps.record_unstaged_steps(
+            lease.rank, request.step, time.monotonic(), count=request.count
+        )
         self._node.missed(request.step)
-        self.history.lost(
+        self.history.record_lost_saves(
             EventKind.SKIPPED,
             rank=lease.rank,
             step=request.step,
@@ -461,7 +470,7 @@ class SaveHandlers:
             count=request.count,
         )
 
-    def unkept(self) -> list[str]:
+    def list_unstaged_warnings(self) -> list[str]:
         """Warnings about trainers of which no step is staged although they save."""
         lost = {
             rank: counter.unkept for rank, counter in self.counters.items() if self.leases.of(rank)
@@ -482,7 +491,7 @@ class SaveHandlers:
                 warn("save.ranks_diverged", reason=text)
             self.changes.ring()
 
-    def of(self, rank: int) -> SaveCounters:
+    def get_rank_counters(self, rank: int) -> SaveCounters:
         """A rank's counters."""
         return self.counters.setdefault(rank, SaveCounters())
 
@@ -559,7 +568,7 @@ class StepLongPoll:
         reached = self._predicate(lease, request)
         if request.flush and not reached():
             self.node_host.feed(Flush({request.id}))
-        counters = self.saving.of(lease.rank)
+        counters = self.saving.get_rank_counters(lease.rank)
 
         def settled() -> bool:
             # A step that could not be written is not tried again. Only a later step can help.
@@ -570,7 +579,7 @@ class StepLongPoll:
         with self._counted(request.state):
             await self.changes.until(settled, timeout_s=request.timeout_s)
         if reached() and request.state == State.ARCHIVED:
-            self._remotes.request(request.id)
+            self._remotes.request_archiving(request.id)
             return await self._archived(request.id, deadline - time.monotonic())
         if reached():
             return Waited(reached=True)
@@ -623,7 +632,7 @@ class StepLongPoll:
         if state is State.STAGED:
             return lambda: self._staged(rank, step_id)
         if state is State.DURABLE:
-            return lambda: self._local_shards.was_durable(rank, step_id)
+            return lambda: self._local_shards.has_been_durable(rank, step_id)
         if state is State.ARCHIVED and not self._remotes.has_tier(Tier.ARCHIVE):
             raise refusal_error(
                 "bad-request", "this sidecar has no archive; start it with --archive"
@@ -632,16 +641,20 @@ class StepLongPoll:
 
     def _overtaken(self, rank: int, step_id: StepId) -> bool:
         """Whether the step is neither in memory nor on a volume, and never will be."""
-        newest = self.saving.of(rank).staged
+        newest = self.saving.get_rank_counters(rank).staged
         later = newest is not None and newest.epoch == step_id.epoch and newest > step_id
-        gone = later and not self._staged(rank, step_id) and not self._node.busy(step_id)
-        return gone and not self._local_shards.was_durable(rank, step_id)
+        gone = (
+            later
+            and not self._staged(rank, step_id)
+            and not self._node.is_step_being_written(step_id)
+        )
+        return gone and not self._local_shards.has_been_durable(rank, step_id)
 
     def _staged(self, rank: int, step_id: StepId) -> bool:
         return (
-            self.saving.of(rank).staged == step_id
+            self.saving.get_rank_counters(rank).staged == step_id
             or self.slots.rank(rank).find(step_id) is not None
-            or self._local_shards.holds(rank, step_id) is not None
+            or self._local_shards.find_durable_shard(rank, step_id) is not None
         )
 
     def _missing(self, step_id: StepId) -> str:
@@ -652,14 +665,14 @@ class StepLongPoll:
             return self.saving.unequal
         unstaged: list[int] = []
         unwritten: list[int] = []
-        for rank in sorted(self.slots.here()):
-            if self._local_shards.holds(rank, step_id) is None:
+        for rank in sorted(self.slots.list_current_rank_slots()):
+            if self._local_shards.find_durable_shard(rank, step_id) is None:
                 (unwritten if self._staged(rank, step_id) else unstaged).append(rank)
         if unstaged:
             return f"step {step_id} was not staged, or not kept, by ranks {unstaged}"
         if unwritten:
             return f"step {step_id} is staged, but not yet durable for ranks {unwritten}"
-        if self.node_host.silent:
+        if self.node_host.is_leader_silent:
             return (
                 f"step {step_id} is durable here; the leader, which knows the other machines,"
                 " is silent"
@@ -677,7 +690,7 @@ class StepLongPoll:
             )
         return max(filter(self.node_host.was_committed, steps), default=None)
 
-    async def flush(self, *, timeout_s: float) -> Flushed:
+    async def persist_newest_steps(self, *, timeout_s: float) -> Flushed:
         """Make the newest two steps that all ranks here hold durable. Best effort, in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         if not await self.changes.until(lambda: self._local_shards.scanned, timeout_s=timeout_s):
@@ -686,18 +699,20 @@ class StepLongPoll:
             if not slots.settled and self.leases.of(rank) is None:
                 slots.settled = True  # its trainer never came back: the images are final
                 self.node_host.feed(ImagesSettled(rank))
-        self.saving.plan_persists()
+        self.saving.update_served_ranks()
         self.node_host.feed(Flush(newest=_NEWEST))
-        steps = self._node.kept_by_all()[-_NEWEST:]
+        steps = self._node.list_steps_held_by_local_ranks()[-_NEWEST:]
         left_s = deadline - asyncio.get_running_loop().time()
-        await self.changes.until(lambda: self.node_host.idle, timeout_s=left_s)
-        here, holds = self.slots.here(), self._local_shards.holds
+        await self.changes.until(lambda: self.node_host.has_no_pending_writes, timeout_s=left_s)
+        here, holds = self.slots.list_current_rank_slots(), self._local_shards.find_durable_shard
         durable = tuple(
             step_id for step_id in steps if all(holds(rank, step_id) is not None for rank in here)
         )
         missing = [step_id for step_id in steps if step_id not in durable]
         return Flushed(steps=durable, reason=self._missing(missing[-1]) if missing else "")
 
-    async def drain(self, *, timeout_s: float) -> bool:
+    async def wait_for_writes(self, *, timeout_s: float) -> bool:
         """Wait until nothing is being written. Returns False when the time is up."""
-        return await self.changes.until(lambda: self.node_host.idle, timeout_s=timeout_s)
+        return await self.changes.until(
+            lambda: self.node_host.has_no_pending_writes, timeout_s=timeout_s
+        )

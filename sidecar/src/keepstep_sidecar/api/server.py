@@ -25,16 +25,16 @@ import msgspec
 from aiohttp import web
 
 from keepstep.errors import KeepstepError
-from keepstep.wire.trainer import LeaseNews, LeaseRequest, Problem
-from keepstep_sidecar import connections
-from keepstep_sidecar.api.lifecycle import SidecarService
+from keepstep.wire.trainer import LeaseRequest, LeaseStreamEvent, Problem
+from keepstep_sidecar import unauthenticated_connections
+from keepstep_sidecar.api.sidecar_service import SidecarService
 from keepstep_sidecar.api.status import collect_status, troubles
 from keepstep_sidecar.concurrency import Tasks
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.errors import problem_of, refusal_error
+from keepstep_sidecar.error_responses import problem_of, refusal_error
 from keepstep_sidecar.leases import Lease
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.memory.slot_directories import DirectoryLock, free_name
+from keepstep_sidecar.memory.slot_directories import DirectoryLock, clear_path
 
 # --- routes ----------------------------------------------------------------------------------
 
@@ -66,17 +66,17 @@ def application(service: SidecarService, tasks: Tasks) -> web.Application:
             _post("/v1/failed", service.restoring.failed),
             _post("/v1/warning", service.saving.warning),
             _post("/v1/uncaught", service.saving.on_uncaught_error),
-            _post("/v1/refused", service.restoring.on_vote_refused),
+            _post("/v1/refused", service.restoring.record_refused_vote),
             _post("/v1/candidates", service.restoring.candidates),
-            _post("/v1/restore", service.restoring.open),
+            _post("/v1/restore", service.restoring.load_step_into_slot),
             _post("/v1/restored", service.restoring.restored),
-            _post("/v1/sources", service.image_sources.sources),
+            _post("/v1/sources", service.image_sources.list_rank_sources),
             _post("/v1/headers", service.image_sources.headers),
             _post("/v1/window", service.chunk_buffers.make_window),
-            _post("/v1/chunks", service.chunk_buffers.chunks),
+            _post("/v1/chunks", service.chunk_buffers.fetch_chunks),
             _post("/v1/wait", service.step_waits.wait),
-            _post("/v1/flush", service.leave),
-            _post("/v1/owner", service.own),
+            _post("/v1/flush", service.flush_for_shutdown),
+            _post("/v1/owner", service.register_owner),
             _post("/v1/pin", service.pinning.pin),
             _post("/v1/stop", service.stop),
             web.get("/v1/status", routes.status),
@@ -153,7 +153,7 @@ class _Routes:
             await response.write(msgspec.json.encode(granted) + b"\n")
             while not self._over(lease):
                 warning = service.saving.unequal
-                news = LeaseNews(warning="" if warning == lease.warned else warning)
+                news = LeaseStreamEvent(warning="" if warning == lease.warned else warning)
                 lease.warned = warning
                 await response.write(msgspec.json.encode(news) + b"\n")
                 await service.changes.until(
@@ -163,7 +163,9 @@ class _Routes:
         except ConnectionResetError:
             info("trainer.connection_lost", level=logging.DEBUG, rank=lease.rank)
         finally:
-            self._tasks.spawn(service.saving.ended(lease), f"lease of rank {lease.rank} ended")
+            self._tasks.spawn(
+                service.saving.end_trainer_lease(lease), f"lease of rank {lease.rank} ended"
+            )
         return response
 
     def _over(self, lease: Lease) -> bool:
@@ -239,7 +241,7 @@ class _Door:
         """Listen under a new socket file. Open connections stay as they are. Raises OSError."""
         if self._site is not None:
             await self._site.stop()
-        free_name(self._path)
+        clear_path(self._path)
         self._site = web.UnixSite(self._runner, str(self._path))
         await self._site.start()
         with contextlib.suppress(FileNotFoundError):  # removed at once: it will be made again
@@ -274,7 +276,7 @@ async def _watch(service: SidecarService, lock: DirectoryLock, door: _Door) -> N
             trouble = str(error)
 
 
-async def listen(service: SidecarService, tasks: Tasks, lock: DirectoryLock) -> None:
+async def serve_until_stopped(service: SidecarService, tasks: Tasks, lock: DirectoryLock) -> None:
     """Serve the socket (and metrics over TCP) until the service ends."""
     runner, public = (
         web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
@@ -288,7 +290,7 @@ async def listen(service: SidecarService, tasks: Tasks, lock: DirectoryLock) -> 
     _offer_page(service.config, tasks)
     door = _Door(runner, service.config.socket)
     await door.open()
-    tasks.keep(functools.partial(_watch, service, lock, door), "watch memory")
+    tasks.spawn_with_retries(functools.partial(_watch, service, lock, door), "watch memory")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: tasks.spawn(service.terminate(), "terminate"))
@@ -309,8 +311,8 @@ async def _serve_metrics(
     while listening is None:
         await asyncio.sleep(_LISTEN_AGAIN_S)
         listening = _listening(port, service)
-    strangers: connections.UnauthenticatedConnections[asyncio.Transport] = (
-        connections.UnauthenticatedConnections(
+    strangers: unauthenticated_connections.UnauthenticatedConnections[asyncio.Transport] = (
+        unauthenticated_connections.UnauthenticatedConnections(
             lambda transport: transport.abort(),
             most=_MOST_SCRAPES,
             most_each=_MOST_SCRAPES // 2,
@@ -318,13 +320,13 @@ async def _serve_metrics(
         )
     )
     assert runner.server is not None
-    await connections.serve_connections(runner.server, listening, strangers)
+    await unauthenticated_connections.serve_connections(runner.server, listening, strangers)
 
 
 def _listening(port: int, service: SidecarService) -> socket.socket | None:
     """A socket that listens on the port; None if it cannot be opened, which the warnings say."""
     try:
-        listening = connections.listen_on_all(port)
+        listening = unauthenticated_connections.listen_on_all(port)
     except OSError as error:
         if not service.no_metrics:
             warn("metrics.port_unavailable", port=port, error=str(error))
@@ -355,7 +357,7 @@ def _offer_page(config: Config, tasks: Tasks) -> None:
     except OSError as error:
         warn("page.port_unavailable", port=config.ui_port, error=str(error))
         return
-    tasks.keep(functools.partial(_serve_page, listening, config), "serve page")
+    tasks.spawn_with_retries(functools.partial(_serve_page, listening, config), "serve page")
 
 
 async def _serve_page(listening: socket.socket, config: Config) -> None:

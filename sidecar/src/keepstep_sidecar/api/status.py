@@ -17,8 +17,8 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.status import RankStatus, SlotStatus, Status, StepStatus, VolumeStatus
 from keepstep.wire.trainer import PROTOCOL
 from keepstep_sidecar import __version__
-from keepstep_sidecar.api.lifecycle import SidecarService
-from keepstep_sidecar.concurrency import run_detached
+from keepstep_sidecar.api.sidecar_service import SidecarService
+from keepstep_sidecar.concurrency import run_on_detached_thread
 from keepstep_sidecar.config.settings import format_size
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_directories import huge_pages_advice
@@ -31,10 +31,10 @@ async def collect_status(service: SidecarService) -> Status:
     """The current state. Asks the volumes for their space, so it may take a few milliseconds."""
     volumes = await volume_status(service)
     node_host = service.node_host
-    node, ledger, totals = node_host.node, node_host.read_ledger(), node_host.images.totals
-    pacing, doubt = node.pacing, node_host.restart.doubt()
+    node, ledger, totals = node_host.node, node_host.get_current_ledger(), node_host.images.totals
+    pacing, doubt = node.pacing, node_host.restart.get_suspect_steps()
     marks = {
-        Tier.MEMORY: newest_step(ledger.watermark(Tier.MEMORY), node.last_reply.memory),
+        Tier.MEMORY: choose_newest_step(ledger.watermark(Tier.MEMORY), node.last_reply.memory),
         Tier.LOCAL: node.last_commit(),
         **{tier: ledger.watermark(tier) for tier in node_host.remotes.tiers},
     }
@@ -59,8 +59,8 @@ async def collect_status(service: SidecarService) -> Status:
         persist_interval=pacing.interval if pacing else None,
         persist_measured=pacing.measured if pacing else None,
         stage_every=service.saving.stage_every,
-        persisted=node.counts.persisted,
-        persist_skipped=node.counts.skipped + node.counts.abandoned,
+        persisted=node.persist_counts.persisted,
+        persist_skipped=node.persist_counts.skipped + node.persist_counts.abandoned,
         persist_seconds=totals.seconds,
         persist_bytes=totals.bytes,
         evicted=node_host.directories.evicted,
@@ -75,7 +75,7 @@ async def collect_status(service: SidecarService) -> Status:
             for step_id in sorted(node_host.copies.ids(), reverse=True)
         ),
         scanned=node_host.local_shards.scanned,
-        survives=survivable_losses(marks),
+        survives=list_survivable_events(marks),
         warnings=current_warnings(service),
         leased_at=service.saving.leased_at,
         uncaught=service.saving.uncaught,
@@ -90,15 +90,15 @@ _KEEP_S = 2.0
 _HANGS_S = 30.0
 
 
-async def note_warnings(service: SidecarService) -> None:
+async def record_warnings_in_history(service: SidecarService) -> None:
     """Record in the history when warnings appear and disappear. Runs until cancelled."""
     while True:
         await asyncio.sleep(_KEEP_S)
         service.saving.compare_steps()
-        service.history.warn(current_warnings(service))
+        service.history.record_warning_changes(current_warnings(service))
 
 
-async def keep_history(service: SidecarService) -> None:
+async def persist_history(service: SidecarService) -> None:
     """Write the history to its file, where there is one, so that it outlives this process. Runs
     until cancelled.
 
@@ -108,23 +108,23 @@ async def keep_history(service: SidecarService) -> None:
     history, file = service.history, service.history_file
     while file.path is not None:
         if not await history.changes.until(
-            lambda: history.has_since(file.written), timeout_s=3600.0
+            lambda: history.has_events_after(file.written), timeout_s=3600.0
         ):
             continue
         await asyncio.sleep(_KEEP_S)
-        append = functools.partial(file.append, history.since(0), history.before)
-        writing = run_detached(append, "history")
+        append = functools.partial(file.append, history.list_events_after(0), history.before)
+        writing = run_on_detached_thread(append, "history")
         if not (await asyncio.wait({writing}, timeout=_HANGS_S))[0]:
             warn("history.write_stalled", path=str(file.path), reason="its volume does not answer")
         await writing
 
 
-def survivable_losses(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
+def list_survivable_events(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
     """What the run would survive now, apart from losing steps. `marks`: watermarks. Pure.
 
     One machine without another tier never survives its own loss.
     """
-    beyond = newest_step(*(step_id for tier, step_id in marks.items() if not tier.in_pod))
+    beyond = choose_newest_step(*(step_id for tier, step_id in marks.items() if not tier.in_pod))
     local = marks.get(Tier.LOCAL) or beyond
     outlived = {
         "ContainerRestart": marks.get(Tier.MEMORY) or local,
@@ -134,7 +134,7 @@ def survivable_losses(marks: Mapping[Tier, StepId | None]) -> tuple[str, ...]:
     return tuple(name for name, step_id in outlived.items() if step_id is not None)
 
 
-def newest_step(*ids: StepId | None) -> StepId | None:
+def choose_newest_step(*ids: StepId | None) -> StepId | None:
     """The newest of the steps that are not None; None if there is none."""
     return max((step_id for step_id in ids if step_id is not None), default=None)
 
@@ -153,7 +153,7 @@ def _volume(volume: Volume, service: SidecarService) -> VolumeStatus:
     used, free, quarantined = 0, 0, 0
     with contextlib.suppress(StorageError):
         used, free = volume.used_bytes(), volume.free_bytes()
-        quarantined = volume.quarantined()
+        quarantined = volume.count_quarantined_files()
     return VolumeStatus(
         path=str(volume.root),
         engine=f"{volume.engine}{reason}",
@@ -167,13 +167,13 @@ def _volume(volume: Volume, service: SidecarService) -> VolumeStatus:
 
 def _rank(service: SidecarService, slots: RankSlots) -> RankStatus:
     lease = service.leases.of(slots.rank)
-    counters = service.saving.of(slots.rank)
+    counters = service.saving.get_rank_counters(slots.rank)
     return RankStatus(
         rank=slots.rank,
         world=slots.world,
         alive=lease is not None,
         pid=lease.request.pid if lease else 0,
-        staged=counters.staged or max(slots.sealed(), default=None),
+        staged=counters.staged or max(slots.list_sealed_steps(), default=None),
         durable=max(
             (
                 step_id
@@ -205,19 +205,19 @@ def _slots(slot_set: SlotSet) -> list[SlotStatus]:
             id=table[index].id if table[index].state is SlotState.SEALED else None,
             pinned=table[index].pinned,
         )
-        for index, file in slot_set.present()
+        for index, file in slot_set.iterate_files_without_orphans()
     ]
 
 
 def _step(service: SidecarService, step_id: StepId, doubt: SuspectSteps) -> StepStatus:
     node_host, published = service.node_host, service.local_shards.published
-    memory, remotes = service.slots.images(step_id), node_host.remotes
+    memory, remotes = service.slots.find_slots_by_rank(step_id), node_host.remotes
     shards = [*(slot.shard for slot in memory.values())]
     shards += [shard for _, shard in node_host.copies.copies_at_rest(step_id)]
     held: dict[Tier, set[int]] = {tier: set() for tier in (Tier.MEMORY, Tier.LOCAL, *remotes.tiers)}
     held[Tier.MEMORY].update(memory)
-    held[Tier.LOCAL].update(service.local_shards.of(step_id))
-    for rank, places in remotes.of(step_id).items():
+    held[Tier.LOCAL].update(service.local_shards.get_durable_shards(step_id))
+    for rank, places in remotes.find_copies_by_rank(step_id).items():
         for place in places:
             held[place.tier].add(rank)
     return StepStatus(
@@ -249,7 +249,7 @@ def speed_hints(service: SidecarService) -> tuple[str, ...]:
     current = [rank.current for rank in service.slots.ranks.values() if rank.current]
     lacking = sum(
         slot_set.layout.size_bytes
-        * (slot_set.target - sum(file.huge for _, file in slot_set.present()))
+        * (slot_set.target - sum(file.huge for _, file in slot_set.iterate_files_without_orphans()))
         for slot_set in current
         if slot_set.layout.size_bytes % HUGE_PAGE_BYTES == 0
     )
@@ -275,8 +275,8 @@ def current_warnings(service: SidecarService) -> tuple[str, ...]:
     found += [node_host.restart.suspicion_text(), *node.alarms, service.saving.unequal]
     found += [volume.failed for volume in service.volumes.volumes]
     found += service.saving.refused.values()
-    found += service.saving.unkept()
-    found += service.leases.warnings
+    found += service.saving.list_unstaged_warnings()
+    found += service.leases.trainer_warnings
     found += [
         f"{status.where}: {status.trouble}"
         for status in service.remote_tiers.statuses().values()

@@ -16,10 +16,10 @@ from keepstep.wire.status import HistoryPage, Status
 from keepstep.wire.trainer import (
     Flushed,
     FlushRequest,
-    OwnerRequest,
-    Pinned,
+    PinnedStepsReply,
     PinRequest,
-    StopRequest,
+    RegisterOwnerRequest,
+    StopSidecarRequest,
 )
 
 T = TypeVar("T")
@@ -50,14 +50,14 @@ def ask_flush(path: Path, *, timeout_s: float) -> Flushed | None:
     return _call(path, "/v1/flush", FlushRequest(timeout_s=timeout_s), Flushed, timeout_s)
 
 
-def name_owner(path: Path, pid: int) -> None:
+def register_owner_process(path: Path, pid: int) -> None:
     """Tell the sidecar not to end by itself while process `pid` lives. Raises SidecarError."""
-    _call(path, "/v1/owner", OwnerRequest(pid=pid), dict)
+    _call(path, "/v1/owner", RegisterOwnerRequest(pid=pid), dict)
 
 
-def ask_pin(path: Path, step_id: StepId, *, pinned: bool) -> Pinned | None:
+def ask_pin(path: Path, step_id: StepId, *, pinned: bool) -> PinnedStepsReply | None:
     """Pin or unpin a step; None when no process listens. Raises SidecarError."""
-    return _call(path, "/v1/pin", PinRequest(id=step_id, pinned=pinned), Pinned)
+    return _call(path, "/v1/pin", PinRequest(id=step_id, pinned=pinned), PinnedStepsReply)
 
 
 def ask_stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) -> bool:
@@ -67,7 +67,7 @@ def ask_stop(path: Path, *, forget: bool, timeout_s: float, drain: bool = True) 
     Returns False when no process listens. The sidecar may end a moment after its answer. Raises
     SidecarError.
     """
-    request = StopRequest(drain=drain, forget=forget, timeout_s=timeout_s)
+    request = StopSidecarRequest(drain=drain, forget=forget, timeout_s=timeout_s)
     return _call(path, "/v1/stop", request, dict, timeout_s) is not None
 
 

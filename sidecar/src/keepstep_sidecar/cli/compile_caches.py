@@ -40,7 +40,7 @@ def cache_variables(
 
     Raises OSError, and StorageError that says why none can be kept.
     """
-    home = OpenDirectory.opened(kept.home)
+    home = OpenDirectory.open_path(kept.home)
     if compile_cache.has_chosen_cache(environment):
         return {}
     if limit_bytes == 0:
@@ -59,7 +59,7 @@ def cache_variables(
 def remove_caches(kept: RunDir) -> None:
     """Remove the caches of a run that holds no step any more. Raises StorageError."""
     try:
-        OpenDirectory.opened(kept.home).remove(_NAME)
+        OpenDirectory.open_path(kept.home).remove(_NAME)
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror}; remove it by hand") from error
 
@@ -67,8 +67,8 @@ def remove_caches(kept: RunDir) -> None:
 def _place(home: OpenDirectory) -> tuple[OpenDirectory, str]:
     """The directory of the caches, and a name in it that is unique to this machine's copy."""
     home.make(_NAME, 0o700)
-    place = home.inside(_NAME)
-    fd = place.open(_MADE, os.O_RDONLY | os.O_CREAT, 0o600)
+    place = home.open_subdirectory(_NAME)
+    fd = place.open_file(_MADE, os.O_RDONLY | os.O_CREAT, 0o600)
     try:
         made = os.fstat(fd)
     finally:

@@ -24,7 +24,7 @@ from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.volume.run_tree import RunTree
 
 if TYPE_CHECKING:
-    from keepstep_sidecar.volume.run_file import RunRecord
+    from keepstep_sidecar.volume.run_record import RunRecord
     from keepstep_sidecar.volume.run_tree import LocalShard, RefusedFile, VolumeScan
 
 
@@ -44,7 +44,7 @@ def step_document(step: StepStatus | None) -> dict[str, object] | None:
         "epoch": step.id.epoch,
         "step": step.id.step,
         "world": step.world,
-        "ranks": step.held,
+        "ranks": step.holding_ranks,
         "bytes": step.bytes,
         "tiers": list(step.ranks),
         "ranks_by_tier": {str(tier): ranks for tier, ranks in step.ranks.items()},
@@ -65,16 +65,18 @@ class RunHoldings:
     problems: tuple[str, ...] = ()
 
     @property
-    def committed(self) -> StepStatus | None:
+    def newest_committed(self) -> StepStatus | None:
         """The newest committed step that is not dead."""
         alive = [step for step in self.steps if step.committed and not step.dead]
         return max(alive, key=lambda step: step.id, default=None)
 
     @property
-    def newest(self) -> StepStatus | None:
+    def newest_complete_step(self) -> StepStatus | None:
         """The newest step that is not dead and whose images of all ranks are in some tier."""
         whole = [
-            step for step in self.steps if step.held == tuple(range(step.world)) and not step.dead
+            step
+            for step in self.steps
+            if step.holding_ranks == tuple(range(step.world)) and not step.dead
         ]
         return max(whole, key=lambda step: step.id, default=None)
 
@@ -103,7 +105,7 @@ def holdings_on_volumes(kept: RunDir) -> RunHoldings:
     shards, problems = survey_volumes(kept)
     return RunHoldings(
         live=None,
-        steps=statuses_of_shards(shards, recorded_epochs(kept), recorded_failures(kept)),
+        steps=compute_step_statuses(shards, recorded_epochs(kept), recorded_failures(kept)),
         problems=tuple(str(problem.error) for problem in problems),
     )
 
@@ -112,16 +114,18 @@ def run_goodput(kept: RunDir, held: RunHoldings | None) -> Goodput | None:
     """The goodput of all lives of the run; without a sidecar, up to the last event that it wrote.
     None if nothing is known. Never raises."""
     return (
-        held.live.goodput if held is not None and held.live is not None else read_history(kept)[1]
+        held.live.goodput
+        if held is not None and held.live is not None
+        else read_stored_history(kept)[1]
     )
 
 
-def read_history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
+def read_stored_history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
     """The history that the last sidecar left, on the volume with the newest event, and its goodput;
     None if nothing is known. Never raises."""
     from keepstep_sidecar.volume.history_file import HistoryFile
 
-    files = [HistoryFile(RunTree(root).history, run=kept.run) for root in kept.roots]
+    files = [HistoryFile(RunTree(root).history, run=kept.name) for root in kept.roots]
     found = [file.read(now=time.time()) for file in files]
     known = [(events, before) for events, before in found if events]
     if not known:
@@ -133,33 +137,35 @@ def read_history(kept: RunDir) -> tuple[Sequence[HistoryEvent], Goodput | None]:
 def survey_volumes(kept: RunDir) -> tuple[tuple[LocalShard, ...], tuple[RefusedFile, ...]]:
     """Every shard on all volumes, and every file that was refused as a shard. Raises
     StorageError."""
-    scans = [_scan(root, kept.run) for root in kept.roots]
+    scans = [_scan(root, kept.name) for root in kept.roots]
     shards = tuple(shard for scan in scans for shard in scan.shards)
     return shards, tuple(problem for scan in scans for problem in scan.problems)
 
 
-def copies_on_volumes(kept: RunDir) -> tuple[LocalShard, ...]:
+def list_peer_copies_on_volumes(kept: RunDir) -> tuple[LocalShard, ...]:
     """The shards of other machines that the volumes hold as copies. Raises StorageError."""
     from keepstep_sidecar.tiers.peer.kept_copies import DIRECTORY
 
-    return tuple(shard for root in kept.roots for shard in _scan(root / DIRECTORY, kept.run).shards)
+    return tuple(
+        shard for root in kept.roots for shard in _scan(root / DIRECTORY, kept.name).shards
+    )
 
 
 def _scan(root: Path, run: str) -> VolumeScan:
     from keepstep_sidecar.volume import run_tree
 
     try:
-        return run_tree.scan_root(root, run=run)
+        return run_tree.scan_shards(root, run=run)
     except OSError as error:
         raise StorageError(f"cannot read {root}: {error}") from error
 
 
-def statuses_of_shards(
+def compute_step_statuses(
     shards: Iterable[LocalShard], epochs: Sequence[Epoch], failures: Iterable[StepId] = ()
 ) -> tuple[StepStatus, ...]:
     """The status of each step that has a shard in `shards`, ascending. `recorded_failures`: the
     steps at which the script failed by itself."""
-    from keepstep.core.commit_rule import StepStanding, trace_lineage
+    from keepstep.core.commit_rule import StepLiveness, trace_lineage
     from keepstep.core.suspicion import Failure, SuspectSteps
 
     by_step: defaultdict[StepId, list[LocalShard]] = defaultdict(list)
@@ -169,12 +175,14 @@ def statuses_of_shards(
         {epoch.id: epoch for epoch in epochs}, seen={step_id.epoch for step_id in by_step}
     )
     parents = {epoch.id: epoch.parent for epoch in epochs}
-    alive = {step_id for step_id in by_step if lineage.standing(step_id) is not StepStanding.DEAD}
+    alive = {step_id for step_id in by_step if lineage.standing(step_id) is not StepLiveness.DEAD}
 
     def is_live(step_id: StepId) -> bool:
-        return lineage.standing(step_id) is StepStanding.LIVE
+        return lineage.standing(step_id) is StepLiveness.LIVE
 
-    doubt = SuspectSteps.of((Failure.of(at, parents.get, is_live) for at in failures), alive)
+    doubt = SuspectSteps.from_failures(
+        (Failure.from_failed_step(at, parents.get, is_live) for at in failures), alive
+    )
     return tuple(
         replace(
             _of_found(step_id, found),
@@ -217,11 +225,11 @@ def recorded_failures(kept: RunDir) -> frozenset[StepId]:
 
 
 def _records(kept: RunDir) -> Iterator[RunRecord]:
-    from keepstep_sidecar.volume import run_file
+    from keepstep_sidecar.volume import run_record
 
     for root in kept.roots:
         with contextlib.suppress(KeepstepError, OSError):
-            yield run_file.load_run_record(RunTree(root).record, run=kept.run)
+            yield run_record.load_run_record(RunTree(root).record, run=kept.name)
 
 
 def choose_steps(held: Sequence[StepStatus], words: Iterable[str]) -> tuple[StepStatus, ...]:

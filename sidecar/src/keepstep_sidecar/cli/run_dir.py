@@ -82,12 +82,12 @@ class RunDir:
         the only volume is `directory`. Raises UsageError."""
         directory = Path(os.path.abspath(directory))
         placed = {"run": check_run_name(run), **_memory(directory, run)}
-        config = Config.of({"volumes": (directory,), **values, **placed})
+        config = Config.from_values({"volumes": (directory,), **values, **placed})
         check_apart((directory,), run, config.archive_config)
         return cls(home=directory / run, config=config)
 
     @property
-    def run(self) -> str:
+    def name(self) -> str:
         return self.config.run
 
     @property
@@ -113,17 +113,17 @@ class RunDir:
     @property
     def roots(self) -> tuple[Path, ...]:
         """The directories that hold shards, one on each volume."""
-        return tuple(volume / self.run for volume in self.config.volumes)
+        return tuple(volume / self.name for volume in self.config.volumes)
 
 
-def run_name(command: Sequence[str]) -> str:
+def derive_name_from_command(command: Sequence[str]) -> str:
     """The stem of the first *.py in `command`, or else of the program, as a safe name.
 
     Raises UsageError if no usable name is left.
     """
     script = next((word for word in command if _PYTHON_FILE.search(word)), command[0])
     stem = _PYTHON_FILE.sub("", os.path.basename(script))
-    name = steps.run_name(stem)
+    name = steps.sanitize_run_name(stem)
     if not _NAME.fullmatch(name):
         raise UsageError(f"no name for the run in {script!r}; give it one with --run NAME")
     return name
@@ -168,37 +168,37 @@ def make_memory(memory: Path) -> None:
         except OSError as error:
             raise UsageError(
                 f"no slots can be kept in shared memory ({_reason(error)}): mount a tmpfs on"
-                f" {SHARED_MEMORY} that user {user_name(os.geteuid())} may write to"
+                f" {SHARED_MEMORY} that user {find_user_name(os.geteuid())} may write to"
             ) from error
         found = directory.lstat()
         what = "directory" if stat.S_ISDIR(found.st_mode) else "file or link"
         if what != "directory" or found.st_uid != os.getuid():
             raise UsageError(
-                f"{directory} is a {what} of user {user_name(found.st_uid)}, and slots go there:"
-                " that user or root has to remove it"
+                f"{directory} is a {what} of user {find_user_name(found.st_uid)}, and slots go"
+                " there: that user or root has to remove it"
             )
         directory.chmod(0o700)
 
 
-def make_home(kept: RunDir) -> None:
+def create_run_directory(kept: RunDir) -> None:
     """Make the run's directory. Raises UsageError."""
     directory = kept.home.parent
     try:
-        check_own(OpenDirectory.opened(kept.home, make=True))
+        check_own(OpenDirectory.open_path(kept.home, make=True))
         if directory.name == ".keepstep":  # in the user's project: git must not commit gigabytes
-            _ignore(OpenDirectory.opened(Path(os.path.realpath(directory))))
+            _ignore(OpenDirectory.open_path(Path(os.path.realpath(directory))))
     except OSError as error:
         raise UsageError(
             f"cannot keep a run in {directory} ({_reason(error)}); choose --dir DIR"
         ) from error
     for root in kept.roots:
         with contextlib.suppress(OSError):  # the sidecar makes it, or says what is wrong with it
-            check_own(OpenDirectory.opened(root))
+            check_own(OpenDirectory.open_path(root))
 
 
 def _ignore(directory: OpenDirectory) -> None:
     with contextlib.suppress(FileExistsError):
-        fd = directory.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = directory.open_file(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with open(fd, "w") as file:
             file.write("*\n")
 
@@ -211,7 +211,7 @@ def check_own(directory: OpenDirectory) -> None:
     trust = f"choose another --dir, or set {SHARED}=1 if you trust them with your steps"
     if found.st_uid != os.geteuid():
         raise UsageError(
-            f"{path} belongs to user {user_name(found.st_uid)}: run this command as that user,"
+            f"{path} belongs to user {find_user_name(found.st_uid)}: run this command as that user,"
             f" {trust}"
         )
     if found.st_mode & stat.S_IWOTH:
@@ -220,7 +220,7 @@ def check_own(directory: OpenDirectory) -> None:
         )
 
 
-def user_name(uid: int) -> str:
+def find_user_name(uid: int) -> str:
     """The user's name, or the number if it has none."""
     with contextlib.suppress(KeyError):
         return pwd.getpwuid(uid).pw_name
@@ -245,14 +245,14 @@ class _Home:
 
 def save_record(kept: RunDir) -> None:
     """Write the record atomically. Raises OSError, UsageError."""
-    home = OpenDirectory.opened(kept.home)
+    home = OpenDirectory.open_path(kept.home)
     home.write(_RECORD, _text(kept, home), 0o644)
 
 
-def is_recorded(kept: RunDir) -> bool:
+def is_record_current(kept: RunDir) -> bool:
     """Whether `save_record` would write what stands there."""
     try:
-        home = OpenDirectory.opened(kept.home)
+        home = OpenDirectory.open_path(kept.home)
         return home.read(_RECORD, most_bytes=LARGEST_FILE_BYTES) == _text(kept, home)
     except (OSError, UsageError):
         return False
@@ -285,17 +285,17 @@ def load_record(directory: Path, run: str) -> RunDir:
     """
     home = Path(os.path.abspath(directory)) / run
     try:
-        data = OpenDirectory.opened(home).read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
+        data = OpenDirectory.open_path(home).read(_RECORD, most_bytes=LARGEST_FILE_BYTES)
         written = tomllib.loads(data.decode())
         origin = msgspec.convert(written.pop("home"), _Home)
         values = {
-            setting.field: setting.read(
+            setting.field: setting.validate_value(
                 written[setting.name], where=f"{home / _RECORD}: {setting.name}"
             )
             for setting in SETTINGS
             if setting.name in written and _is_data(setting)
         }
-        config = Config.of({**values, **_memory(_began_in(home, origin), run)})
+        config = Config.from_values({**values, **_memory(_began_in(home, origin), run)})
     except FileNotFoundError:
         raise UsageError(_unknown_run(directory, run)) from None
     except UsageError as error:
@@ -354,7 +354,7 @@ def runs_in(directory: Path) -> tuple[str, ...]:
     return tuple(sorted(record.parent.name for record in directory.glob(f"*/{_RECORD}")))
 
 
-def removed_runs(directory: Path, run: str | None) -> tuple[RunDir, ...]:
+def find_runs_without_record(directory: Path, run: str | None) -> tuple[RunDir, ...]:
     """Runs below `directory` (only `run`, if it is named) that have memory but no record."""
     found = []
     for file in (SHARED_MEMORY / f"keepstep-{os.getuid()}").glob("*/sidecar.json"):
@@ -385,7 +385,7 @@ def find_run_to_read(directory: Path, run: str | None) -> RunDir:
     """As `find_run`, for commands that change nothing: in the container of a pod's sidecar, which
     has no record, they show the pod's run. Raises UsageError."""
     pod = None if runs_in(directory) else _of_pod()
-    return pod if pod is not None and run in (None, pod.run) else find_run(directory, run)
+    return pod if pod is not None and run in (None, pod.name) else find_run(directory, run)
 
 
 def _of_pod() -> RunDir | None:
@@ -394,7 +394,7 @@ def _of_pod() -> RunDir | None:
     values = given_values()
     if not values.keys() >= {"run", "memory_dir", "volumes"}:
         return None
-    config = Config.of(values)
+    config = Config.from_values(values)
     return RunDir(home=config.volumes[0] / config.run, config=config)
 
 

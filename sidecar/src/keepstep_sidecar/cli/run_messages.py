@@ -19,17 +19,19 @@ def started_text(kept: RunDir, held: RunHoldings | None, *, adopted: bool) -> st
     """Where the run is kept, which steps will be kept, and from where it can go on."""
     volumes = " and ".join(str(root) for root in kept.roots)
     memory = "adopted the sidecar and its memory" if adopted else f"memory in {kept.memory}"
-    there = "" if held is None or held.newest is None else f"; {_goes_on(held)}"
-    return f"run {kept.run!r}: {_policy(kept.config)} in {volumes}; {memory}; log {kept.log}{there}"
+    there = "" if held is None or held.newest_complete_step is None else f"; {_goes_on(held)}"
+    return (
+        f"run {kept.name!r}: {_policy(kept.config)} in {volumes}; {memory}; log {kept.log}{there}"
+    )
 
 
 def _policy(config: Config) -> str:
-    staged = f"{interval_text(config.stage_base)} is staged"
+    staged = f"{interval_text(config.base_stage_interval)} is staged"
     if config.stages_by_cost:
         staged = "as many steps as cost 1 % of the training time are staged"
     persisted = "as many as pay off are made durable"
     if config.persist_every is not None:
-        persisted = f"{interval_text(config.persist_base)} is made durable"
+        persisted = f"{interval_text(config.persist_grid_interval)} is made durable"
     return f"{staged}, {persisted}, {_of_volumes(config.retention)} are kept"
 
 
@@ -58,7 +60,7 @@ def _goes_on(held: RunHoldings) -> str:
 
 
 def _newest(held: RunHoldings) -> str:
-    newest, committed = held.newest, held.committed
+    newest, committed = held.newest_complete_step, held.newest_committed
     if newest is None and has_seen_no_trainer(held):
         return f"the beginning: {_NO_TRAINER}"
     if newest is None:
@@ -80,7 +82,7 @@ def restarted_text(held: RunHoldings | None, *, code: int, attempt: int, restart
 def freed_memory_text(kept: RunDir) -> str:
     """Says that memory of an earlier run of this name was freed, because its directory is gone."""
     return (
-        f"run {kept.run!r} begins at step 0: its directory was removed, so what an earlier run of"
+        f"run {kept.name!r} begins at step 0: its directory was removed, so what an earlier run of"
         " that name had left in memory was freed"
     )
 
@@ -115,7 +117,7 @@ def has_seen_no_trainer(held: RunHoldings) -> bool:
     return held.live is not None and not held.live.ranks and not held.steps
 
 
-def step_without_progress(held: RunHoldings) -> StepId | None:
+def find_stuck_restart_step(held: RunHoldings) -> StepId | None:
     """The step that the newest life went on from, if it has saved no step since; else None."""
     live = held.live
     if live is None or live.epoch is None or live.epoch.parent is None:
@@ -135,7 +137,7 @@ def ended_text(
     complete: StepId | None = None,
 ) -> str:
     """How the command ended, the newest committed step, the goodput, and the memory that remains.
-    `unused`: no trainer ever connected. `complete`: see `step_without_progress`."""
+    `unused`: no trainer ever connected. `complete`: see `find_stuck_restart_step`."""
     parts = [f"the command {exit_text(code)}", _NO_TRAINER if unused else _committed(held)]
     if unused and code == 0:  # otherwise the failure is what matters
         parts.append(_HOW_TO_COME)
@@ -152,17 +154,17 @@ def ended_text(
 
 
 def _committed(held: RunHoldings | None) -> str:
-    step = None if held is None else held.committed
+    step = None if held is None else held.newest_committed
     if step is None or not step.path:
         return "no step is committed"
     return f"newest committed: step {step.id.step} of epoch {step.id.epoch.number} in {step.path}"
 
 
 def _remains(kept: RunDir, held: RunHoldings | None) -> str:
-    stop = shlex.join(["keepstep", "stop", "--dir", str(kept.home.parent), "--run", kept.run])
+    stop = shlex.join(["keepstep", "stop", "--dir", str(kept.home.parent), "--run", kept.name])
     if held is None or held.live is None:
         return f"the sidecar is down, its memory may remain in {kept.memory}: {stop}"
-    newest = held.newest
+    newest = held.newest_complete_step
     holds = "" if newest is None else f" with step {newest.id.step}"
     return (
         f"memory{holds} stays for {format_duration(kept.config.linger_s or 0.0)}:"

@@ -16,7 +16,7 @@ from keepstep_sidecar import __version__
 from keepstep_sidecar.cli.options import CommandGroup
 from keepstep_sidecar.cli.probe import probe
 from keepstep_sidecar.config.settings import Setting, size_option
-from keepstep_sidecar.config.sidecar import SETTINGS, Config, Reporting, setting_options
+from keepstep_sidecar.config.sidecar import SETTINGS, Config, OperatorAccess, setting_options
 
 
 class _Program(CommandGroup):
@@ -65,7 +65,7 @@ def serve(values: dict[str, Any]) -> None:
       keepstep-sidecar serve --run gpt --memory-dir /run/keepstep --volume /nvme0
       keepstep-sidecar serve --config keepstep.toml
     """
-    config = Config.of(values)
+    config = Config.from_values(values)
     from keepstep_sidecar import app
 
     try:
@@ -113,10 +113,10 @@ def page(values: dict[str, Any], fd: int) -> None:
 
     The sidecar starts it.
     """
-    from keepstep_sidecar.cli import output, run_pages
+    from keepstep_sidecar.cli import output, run_page_data
     from keepstep_sidecar.ui.server import serve_pod
 
-    read = run_pages.sidecar_reader(_socket(values))
+    read = run_page_data.sidecar_reader(_socket(values))
     asyncio.run(serve_pod(fd, values["run"], read=read, text=output.printable))
 
 
@@ -171,7 +171,7 @@ def agent_serve(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
     if missing := [f"--{name.replace('_', '-')}" for name in needed if name not in values]:
         raise click.UsageError(f"Missing {', '.join(missing)}.")
     authorities: Path = values["report_ca_file"]
-    reporting = Reporting(
+    reporting = OperatorAccess(
         url=values["report_url"],
         ca=authorities.read_text(),
         ca_file=authorities,

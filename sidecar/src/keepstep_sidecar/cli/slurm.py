@@ -12,7 +12,7 @@ from keepstep_sidecar.config.sidecar import PEER_PORT
 _TIMEOUT_S = 30.0
 
 
-def nodes_of_step(environment: Mapping[str, str]) -> dict[str, Any]:
+def read_node_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     """`nodes`, `node_rank` and `leader`, by field of a Config, in a step of several nodes; else
     empty. A batch script itself is no step. Raises UsageError if the leader's name is not known."""
     nodes = environment.get("SLURM_STEP_NUM_NODES", "1")

@@ -30,29 +30,29 @@ from keepstep.wire.trainer import SOCKET_ENV
 from keepstep_sidecar.cli import (
     calls,
     inventory,
-    launcher,
     output,
     run_messages,
+    sidecar_launcher,
     supervisor_state,
 )
 from keepstep_sidecar.cli.inventory import RunHoldings
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.cli.supervisor_state import (
     Action,
+    ActionWithoutData,
     AnnounceRestart,
     CommandEnded,
+    CommandProcessesEnded,
+    EndLeftoverProcesses,
     Event,
     Exit,
     Forward,
     SidecarEnded,
     Signalled,
-    StartCommand,
+    SimpleSupervisorEvent,
+    StartCommandAction,
     StartSidecar,
     Supervision,
-    SupervisorAction,
-    SupervisorNews,
-    Sweep,
-    Swept,
 )
 
 _NUMBERS: Final = re.compile(r"\d+")
@@ -115,7 +115,7 @@ class _StatusPoll:
             if held.live is None:
                 return
             self.unused = run_messages.has_seen_no_trainer(held)
-            self.complete = run_messages.step_without_progress(held)
+            self.complete = run_messages.find_stuck_restart_step(held)
             for warning in held.live.warnings:
                 self._repeat(f"warning: {warning}", after_s=_REPEAT_S)
             for tier, status in held.live.tiers.items() if ending else ():
@@ -159,7 +159,7 @@ class _Sidecar:
         """Start it now, if that is possible."""
         self.due, self.since = None, time.monotonic()
         try:
-            self.process = Process.of(launcher.launch_sidecar(self.kept))
+            self.process = Process.of(sidecar_launcher.launch_sidecar(self.kept))
         except (OSError, KeepstepError) as error:
             note(f"the sidecar cannot be started: {error}")
             self.process = None
@@ -175,7 +175,7 @@ class _Sidecar:
 
     def answers(self, process: Process) -> bool:
         """Wait until it answers. If it does not, it is killed: its death becomes the event."""
-        if launcher.wait_for_sidecar(self.kept, process):
+        if sidecar_launcher.wait_for_sidecar(self.kept, process):
             self.seen = True
             return True
         processes.send_signal(process.pid, signal.SIGKILL)
@@ -187,15 +187,15 @@ class _Sidecar:
         if self.process is None or not self.seen or not running:
             self._memory, self._gone_since = None, None
             return
-        memory, now = launcher.file_identity(self.kept.memory), time.monotonic()
+        memory, now = sidecar_launcher.file_identity(self.kept.memory), time.monotonic()
         if self._memory is not None and memory != self._memory:
             note(run_messages.removed_memory_text(self.kept))
         self._memory = memory
-        if launcher.file_identity(self.kept.socket) is not None:
+        if sidecar_launcher.file_identity(self.kept.socket) is not None:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
-        elif now - self._gone_since > launcher.UP_S:
+        elif now - self._gone_since > sidecar_launcher.UP_S:
             self._gone_since = None
             processes.send_signal(self.process.pid, signal.SIGKILL)  # its death becomes the event
 
@@ -272,7 +272,7 @@ class Supervisor:
             yield SidecarEnded(time.monotonic() - sidecar.since)
         while not self._events.empty():
             event = self._events.get()
-            if event is SupervisorNews.SIDECAR_UP and sidecar.process is None:
+            if event is SimpleSupervisorEvent.SIDECAR_UP and sidecar.process is None:
                 continue  # it has died
             yield event
         self._tick()
@@ -287,7 +287,7 @@ class Supervisor:
         if now - self._log_checked > _LOG_CHECK_S:
             self._log_checked = now
             with contextlib.suppress(OSError):  # it may grow until the next start, which says why
-                launcher.limit_log(self.kept.log)
+                sidecar_launcher.limit_log(self.kept.log)
         if (self._command_pid or self._ending) and self._view.due():
             probe = functools.partial(self._view, ending=self._ending)
             self._in_background("look for warnings", probe)
@@ -306,7 +306,7 @@ class Supervisor:
 
     def _await_sidecar(self, process: Process) -> None:
         def wait() -> Event | None:
-            return SupervisorNews.SIDECAR_UP if self._sidecar.answers(process) else None
+            return SimpleSupervisorEvent.SIDECAR_UP if self._sidecar.answers(process) else None
 
         self._in_background("wait for the sidecar", wait)
 
@@ -314,22 +314,22 @@ class Supervisor:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case StartCommand():
+            case StartCommandAction():
                 self._start_command(action.attempt)
             case Forward(number):
                 if self._command_pid:
                     processes.send_signal(self._command_pid, number)
-            case SupervisorAction.KILL_COMMAND:
+            case ActionWithoutData.KILL_COMMAND:
                 for process in self._descendants():
                     processes.send_signal(process.pid, signal.SIGKILL)
-            case Sweep(now=True):
+            case EndLeftoverProcesses(now=True):
                 self._hurry.set()
-            case Sweep():
+            case EndLeftoverProcesses():
                 self._hurry.clear()
                 self._in_background("sweep", self._end_leftovers)
             case StartSidecar(delay_s):
                 self._sidecar.start(delay_s)
-            case SupervisorAction.AWAIT_SIDECAR:
+            case ActionWithoutData.AWAIT_SIDECAR:
                 if self._sidecar.process is not None:  # else its death becomes the next event
                     self._await_sidecar(self._sidecar.process)
             case AnnounceRestart(attempt, code):
@@ -337,10 +337,10 @@ class Supervisor:
                 note(
                     run_messages.restarted_text(held, code=code, attempt=attempt, restarts=restarts)
                 )
-            case SupervisorAction.FLUSH:
+            case ActionWithoutData.FLUSH:
                 self._ending = True
                 self._in_background("flush", self._flush)
-            case SupervisorAction.CLOSE:
+            case ActionWithoutData.CLOSE:
                 self._ending = True
                 self._in_background("close", self._close)
             case Exit():
@@ -352,7 +352,7 @@ class Supervisor:
             adopted = self.adopted is not None
             note(run_messages.started_text(self.kept, self._held(), adopted=adopted))
         spawn = (
-            functools.partial(processes.spawn_command, self.path, tuple(self.command))
+            functools.partial(processes.start_child_process, self.path, tuple(self.command))
             if self.starter is None
             else self.starter.spawn
         )
@@ -362,7 +362,7 @@ class Supervisor:
             note(f"{self.command[0]}: {error.strerror}")
             self._events.put(CommandEnded(126))
         else:
-            launcher.note_command(self.kept, self._command_pid)
+            sidecar_launcher.record_command_pid(self.kept, self._command_pid)
 
     def _start_warm(self) -> None:
         """Prepare the fork server. The first start waits for it, because torchrun's workers come
@@ -371,8 +371,8 @@ class Supervisor:
             return
 
         def wait() -> Event:
-            starter.wait()
-            return SupervisorNews.WARMED
+            starter.wait_server_ready()
+            return SimpleSupervisorEvent.WARMED
 
         starter.prepare(self._environment)
         self._in_background("wait for the fork server", wait)
@@ -380,48 +380,50 @@ class Supervisor:
     def _descendants(self) -> tuple[Process, ...]:
         sidecar = self._sidecar.process
         spared = () if sidecar is None else (sidecar.pid,)
-        servers = () if self.starter is None else self.starter.pids
+        servers = () if self.starter is None else self.starter.server_pids
         return processes.descendants(os.getpid(), spare=(*spared, *servers))
 
-    def _end_leftovers(self) -> Swept:
+    def _end_leftovers(self) -> CommandProcessesEnded:
         """End what is left of the command, and judge whether its life is worth another one. A
         sidecar that does not say, or was started since, says nothing against it."""
         processes.end_processes(self._descendants, grace_s=_GRACE_S, hurry=self._hurry)
         try:
             live = calls.ask_status(self.kept.socket)
         except KeepstepError:
-            return Swept()
+            return CommandProcessesEnded()
         if live is None or live.started_at > self._life_since:
-            return Swept()
+            return CommandProcessesEnded()
         error = live.uncaught if live.uncaught and live.uncaught.at >= self._life_since else None
         if error is not None:
-            return Swept(repeats=error.reason if error.repeats else "")
-        return Swept(unleased=live.leased_at is None or live.leased_at < self._life_since)
+            return CommandProcessesEnded(repeats=error.reason if error.repeats else "")
+        return CommandProcessesEnded(
+            unleased=live.leased_at is None or live.leased_at < self._life_since
+        )
 
     def _flush(self) -> Event:
         try:
-            if launcher.wait_for_sidecar(self.kept, None, timeout_s=_GRACE_S):
-                calls.ask_flush(self.kept.socket, timeout_s=launcher.DRAIN_S)
+            if sidecar_launcher.wait_for_sidecar(self.kept, None, timeout_s=_GRACE_S):
+                calls.ask_flush(self.kept.socket, timeout_s=sidecar_launcher.DRAIN_S)
         except KeepstepError as error:
             _try_to_note(f"not flushed: {error}")
-        return SupervisorNews.FINISHED
+        return SimpleSupervisorEvent.FINISHED
 
     def _close(self) -> Event:
         try:
-            launcher.wait_for_sidecar(self.kept, None, timeout_s=_GRACE_S)
+            sidecar_launcher.wait_for_sidecar(self.kept, None, timeout_s=_GRACE_S)
             self._view.last()
-            self._closed = launcher.end_sidecar(self.kept) and not launcher.has_slots_left(
+            self._closed = sidecar_launcher.end_sidecar(
                 self.kept
-            )
+            ) and not sidecar_launcher.has_leftover_slots(self.kept)
         except KeepstepError as error:
             _try_to_note(f"not closed: {error}")
-        return SupervisorNews.FINISHED
+        return SimpleSupervisorEvent.FINISHED
 
     def _finish(self, action: Exit) -> None:
         self._exit = action.code
         if self._state.attempt == 0 and not self._sidecar.seen:
             if not action.interrupted:
-                tail = launcher.log_tail(self.kept.log)
+                tail = sidecar_launcher.log_tail(self.kept.log)
                 note(f"the sidecar does not start; the end of {self.kept.log}:\n{tail}")
             return
         if action.interrupted:

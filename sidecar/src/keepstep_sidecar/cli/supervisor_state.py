@@ -55,7 +55,7 @@ class SupervisorPhase(enum.Enum):
 # --- events ----------------------------------------------------------------------------------
 
 
-class SupervisorNews(enum.Enum):
+class SimpleSupervisorEvent(enum.Enum):
     """Events without data."""
 
     SIDECAR_UP = "the sidecar answers"
@@ -71,7 +71,7 @@ class CommandEnded:
 
 
 @dataclass(frozen=True)
-class Swept:
+class CommandProcessesEnded:
     """Nothing is left of the command. `repeats`: the error that ended it, if the next start must
     end in it, too; '' otherwise. `unleased`: no trainer took its rank, and no error that another
     start may avoid is known."""
@@ -97,13 +97,13 @@ class SidecarEnded:
     lived_s: float
 
 
-Event = SupervisorNews | CommandEnded | Swept | Signalled | SidecarEnded
+Event = SimpleSupervisorEvent | CommandEnded | CommandProcessesEnded | Signalled | SidecarEnded
 
 
 # --- actions ---------------------------------------------------------------------------------
 
 
-class SupervisorAction(enum.Enum):
+class ActionWithoutData(enum.Enum):
     """Actions without data."""
 
     KILL_COMMAND = "SIGKILL to the command and to everything that it started"
@@ -113,7 +113,7 @@ class SupervisorAction(enum.Enum):
 
 
 @dataclass(frozen=True)
-class StartCommand:
+class StartCommandAction:
     """Start the command. `attempt` counts from 0."""
 
     attempt: int
@@ -127,7 +127,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class EndLeftoverProcesses:
     """End the processes that the command left behind: SIGTERM, then SIGKILL. `now`: SIGKILL at
     once."""
 
@@ -159,7 +159,15 @@ class Exit:
     repeats: str = ""
 
 
-Action = SupervisorAction | StartCommand | Forward | Sweep | StartSidecar | AnnounceRestart | Exit
+Action = (
+    ActionWithoutData
+    | StartCommandAction
+    | Forward
+    | EndLeftoverProcesses
+    | StartSidecar
+    | AnnounceRestart
+    | Exit
+)
 
 
 # --- the machine -----------------------------------------------------------------------------
@@ -188,17 +196,19 @@ class Supervision:
         effect, because signals and deaths race with each other."""
         if isinstance(event, Signalled):
             return self._signalled(event)
-        if event is SupervisorNews.SIDECAR_UP:
+        if event is SimpleSupervisorEvent.SIDECAR_UP:
             return replace(self, sidecar_up=True)._start()
-        if event is SupervisorNews.WARMED:
+        if event is SimpleSupervisorEvent.WARMED:
             return replace(self, warming=False)._start()
         if isinstance(event, SidecarEnded):
             return self._sidecar_ended(event)
         if isinstance(event, CommandEnded) and self.phase is SupervisorPhase.RUNNING:
-            return replace(self, phase=SupervisorPhase.SWEEPING, code=event.code), (Sweep(),)
-        if isinstance(event, Swept) and self.phase is SupervisorPhase.SWEEPING:
+            return replace(self, phase=SupervisorPhase.SWEEPING, code=event.code), (
+                EndLeftoverProcesses(),
+            )
+        if isinstance(event, CommandProcessesEnded) and self.phase is SupervisorPhase.SWEEPING:
             return self._swept(event)
-        if event is SupervisorNews.FINISHED and self.phase in (
+        if event is SimpleSupervisorEvent.FINISHED and self.phase in (
             SupervisorPhase.FLUSHING,
             SupervisorPhase.CLOSING,
         ):
@@ -207,22 +217,22 @@ class Supervision:
             )
         return self, ()
 
-    def _swept(self, event: Swept) -> tuple[Supervision, tuple[Action, ...]]:
+    def _swept(self, event: CommandProcessesEnded) -> tuple[Supervision, tuple[Action, ...]]:
         if self.code == 0:
-            return replace(self, phase=SupervisorPhase.CLOSING), (SupervisorAction.CLOSE,)
+            return replace(self, phase=SupervisorPhase.CLOSING), (ActionWithoutData.CLOSE,)
         if self.stopping or self.attempt >= self.restarts:
-            return replace(self, phase=SupervisorPhase.FLUSHING), (SupervisorAction.FLUSH,)
+            return replace(self, phase=SupervisorPhase.FLUSHING), (ActionWithoutData.FLUSH,)
         unleased = self.code if event.unleased and self.code < _OF_SIGNALS else None
         if repeats := event.repeats or self._of_two_lives(unleased):
             return replace(self, phase=SupervisorPhase.FLUSHING, repeats=repeats), (
-                SupervisorAction.FLUSH,
+                ActionWithoutData.FLUSH,
             )
         attempt = self.attempt + 1
         announce = AnnounceRestart(attempt, self.code)
         waiting = replace(self, phase=SupervisorPhase.WAITING, attempt=attempt, unleased=unleased)
         # What killed the command may have killed the sidecar, too, and the event of its death may
         # come later. Only an answer proves that a restore will find the sidecar.
-        return waiting, (announce, SupervisorAction.AWAIT_SIDECAR) if self.sidecar_up else (
+        return waiting, (announce, ActionWithoutData.AWAIT_SIDECAR) if self.sidecar_up else (
             announce,
         )
 
@@ -237,12 +247,12 @@ class Supervision:
         after = replace(self, interrupts=interrupts, stopping=stopping)
         if self.phase is SupervisorPhase.RUNNING:
             if event.number is signal.SIGINT and interrupts > 1:
-                return after, (SupervisorAction.KILL_COMMAND,)
+                return after, (ActionWithoutData.KILL_COMMAND,)
             return after, () if event.delivered else (Forward(event.number),)
         if event.number not in STOP_SIGNALS:
             return after, ()
         if self.phase is SupervisorPhase.SWEEPING:
-            return after, (Sweep(now=True),) if interrupts > 1 else ()
+            return after, (EndLeftoverProcesses(now=True),) if interrupts > 1 else ()
         if self.phase is SupervisorPhase.WAITING:
             return after._give_up_waiting(event.number)
         if self.phase in (SupervisorPhase.FLUSHING, SupervisorPhase.CLOSING):
@@ -253,12 +263,12 @@ class Supervision:
         if self.attempt == 0:  # the command never ran: keep what earlier lives left in memory
             after = replace(self, phase=SupervisorPhase.ENDED, code=128 + number)
             return after, (Exit(after.code, interrupted=True),)
-        return replace(self, phase=SupervisorPhase.FLUSHING), (SupervisorAction.FLUSH,)
+        return replace(self, phase=SupervisorPhase.FLUSHING), (ActionWithoutData.FLUSH,)
 
     def _start(self) -> tuple[Supervision, tuple[Action, ...]]:
         """Start the command if it waits and nothing is missing any more."""
         if self.phase is SupervisorPhase.WAITING and self.sidecar_up and not self.warming:
-            return replace(self, phase=SupervisorPhase.RUNNING), (StartCommand(self.attempt),)
+            return replace(self, phase=SupervisorPhase.RUNNING), (StartCommandAction(self.attempt),)
         return self, ()
 
     def _sidecar_ended(self, event: SidecarEnded) -> tuple[Supervision, tuple[Action, ...]]:

@@ -12,19 +12,19 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from keepstep.core.commit_rule import StepStanding
+from keepstep.core.commit_rule import StepLiveness
 from keepstep.core.ledger import RestorePlan
 from keepstep.core.node import Node
-from keepstep.core.shard import Shard, StepShards
+from keepstep.core.shard import Shard, ShardsOfStep
 from keepstep.core.suspicion import KEPT, WITHIN, Failure, SuspectSteps, newest_failures
 from keepstep.errors import StorageError
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import ReportReply
-from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
+from keepstep_sidecar.commit.reachable_copies import LocalShards, ReachableCopies, RemoteInventory
 from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.log import warn
 
-Row = TypeVar("Row", Shard, StepShards)
+Row = TypeVar("Row", Shard, ShardsOfStep)
 
 
 @dataclass(eq=False)
@@ -42,19 +42,19 @@ class RunLineage:
     def __post_init__(self) -> None:
         self._ancestor = self.remotes.ancestor
 
-    def own(self, *begun: Epoch) -> tuple[Epoch, ...]:
+    def collect_own_epochs(self, *begun: Epoch) -> tuple[Epoch, ...]:
         """All epochs that are certainly this run's own: those recorded here, told by the run's
         other pods, or in `begun`. Includes their ancestors, whichever source knows them."""
-        own = (*self.remotes.epochs_in(Tier.PEER), *self.local.record.epochs, *begun)
-        return ancestors_of(own, self.node.ledger.epochs)
+        own = (*self.remotes.list_epochs_on_tier(Tier.PEER), *self.local.run_record.epochs, *begun)
+        return collect_epoch_ancestors(own, self.node.ledger.epochs)
 
     def unrecorded_epochs(self, epoch: Epoch) -> tuple[Epoch, ...]:
         """All epochs to be recorded before this one begins; none if the volumes have them.
 
         What the ledger knows does not count: other pods told of epochs that lie only in memory.
         """
-        own = self.own(epoch)
-        return () if set(own) <= set(self.local.record.epochs) else own
+        own = self.collect_own_epochs(epoch)
+        return () if set(own) <= set(self.local.run_record.epochs) else own
 
     def note_living_epoch(self, epoch: Epoch) -> None:
         """A live trainer works in this epoch (it restored before this sidecar started)."""
@@ -63,21 +63,26 @@ class RunLineage:
 
     # --- another run of this name ------------------------------------------------------------
 
-    def life(self) -> Epoch | None:
+    def find_training_epoch(self) -> Epoch | None:
         """The epoch in which a trainer of this machine trains now."""
         return self.current if self.training() else None
 
-    def strangers(self, epochs: Iterable[Epoch]) -> frozenset[EpochId]:
+    def find_foreign_epochs(self, epochs: Iterable[Epoch]) -> frozenset[EpochId]:
         """The epochs that another run of this name began: those on record, and of `epochs` those
         that are newer than the one in which a trainer lives here, and that no part of this run
         knows; with all that go on from them."""
-        life, epochs = self.life(), tuple(epochs)
+        life, epochs = self.find_training_epoch(), tuple(epochs)
         view, known = self.node.leader_view, set[EpochId]()
         if not view.alone:  # else the leader only says what was seen here
             steps = (view.commit, view.last_reply.plan, *view.last_reply.commits)
             known = {step_id.epoch for step_id in steps if step_id is not None}
-        known |= {epoch.id for epoch in (self.own() if life is None else self.own(life))}
-        found = set(self.local.record.strangers - known)
+        known |= {
+            epoch.id
+            for epoch in (
+                self.collect_own_epochs() if life is None else self.collect_own_epochs(life)
+            )
+        }
+        found = set(self.local.run_record.strangers - known)
         if life is not None:
             found |= {epoch.id for epoch in epochs if epoch.id.number >= life.id.number} - known
         for epoch in sorted(epochs, key=lambda epoch: epoch.id):
@@ -85,9 +90,9 @@ class RunLineage:
                 found.add(epoch.id)
         return frozenset(found)
 
-    async def meet(self, strangers: frozenset[EpochId]) -> None:
+    async def record_foreign_epochs(self, strangers: frozenset[EpochId]) -> None:
         """Record these, so that no later life of this run goes on from a step of theirs."""
-        if strangers <= self.local.record.strangers:
+        if strangers <= self.local.run_record.strangers:
             return
         try:
             await self.local.update_run_record(
@@ -96,39 +101,42 @@ class RunLineage:
         except StorageError as error:
             warn("record.epochs_not_written", error=str(error))
 
-    def outgrown(self) -> bool:
+    def has_own_commit(self) -> bool:
         """Whether the run has a commit of its own."""
         return self._newest() is not None
 
     def _newest(self) -> StepId | None:
         return max(
-            (step_id for step_id in self.node.commits() if not self.foreign(step_id)), default=None
+            (step_id for step_id in self.node.commits() if not self.is_foreign(step_id)),
+            default=None,
         )
 
-    def foreign(self, step_id: StepId) -> bool:
+    def is_foreign(self, step_id: StepId) -> bool:
         """Whether this step belongs to the other run."""
         if self._ancestor is None:
             return False
         return step_id in self._ancestor.ids or any(
-            epoch.parent == step_id for epoch in self.own() if epoch.origin
+            epoch.parent == step_id for epoch in self.collect_own_epochs() if epoch.origin
         )
 
-    def may_write(self, step_id: StepId) -> bool:
+    def may_persist_step(self, step_id: StepId) -> bool:
         """Whether an image in memory may be written to the drives. It must certainly belong to this
         run: a new sidecar may find the other run's step in a slot before it knows whose it is."""
         if self._ancestor is None:
             return True
-        return not self.foreign(step_id) and any(epoch.id == step_id.epoch for epoch in self.own())
+        return not self.is_foreign(step_id) and any(
+            epoch.id == step_id.epoch for epoch in self.collect_own_epochs()
+        )
 
     def without_foreign(self, held: Iterable[Row]) -> tuple[Row, ...]:
         """`held` without the other run's steps: what may be reported as this run's own."""
-        return tuple(group for group in held if not self.foreign(group.step_id))
+        return tuple(group for group in held if not self.is_foreign(group.step_id))
 
     def must_hide(self, step_id: StepId, *, in_doubt: bool) -> bool:
         """Whether this step must not be offered. `in_doubt`: what this run has is not certain."""
-        return self.foreign(step_id) and (in_doubt or self.outgrown())
+        return self.is_foreign(step_id) and (in_doubt or self.has_own_commit())
 
-    def refusal(self) -> str:
+    def explain_fork_refusal(self) -> str:
         """Why the run cannot begin although no step was found; '' when the run is not a fork."""
         if self._ancestor is None:
             return ""
@@ -142,9 +150,9 @@ class RunLineage:
             " name to fork again"
         )
 
-    def named(self, epoch: Epoch) -> Epoch:
+    def add_fork_origin(self, epoch: Epoch) -> Epoch:
         """`epoch`, with the other run as its origin if its parent belongs to that run."""
-        if self._ancestor is None or epoch.parent is None or not self.foreign(epoch.parent):
+        if self._ancestor is None or epoch.parent is None or not self.is_foreign(epoch.parent):
             return epoch
         return replace(epoch, origin=self._ancestor.ancestor)
 
@@ -156,7 +164,7 @@ class RunLineage:
 # line goes on record.
 
 
-def ancestors_of(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
+def collect_epoch_ancestors(own: Iterable[Epoch], known: Iterable[Epoch]) -> tuple[Epoch, ...]:
     """The epochs `own` and their ancestors, as far as `known` contains them; oldest first. The line
     of a fork ends where it left the other run."""
     by_id = {epoch.id: epoch for epoch in known}
@@ -221,7 +229,7 @@ class Rollback:
         )
         return None if done else request
 
-    def step_asked_for(self, parent: StepId | None, asked: int | None) -> StepId | None:
+    def find_script_requested_step(self, parent: StepId | None, asked: int | None) -> StepId | None:
         """The step to keep once an epoch goes on from `parent`, where the script asked for the step
         of number `asked`. A person may have named another one: then the script's is kept, too."""
         if asked is None:
@@ -252,7 +260,7 @@ class Rollback:
 
 
 @dataclass(eq=False)
-class RestartStep:
+class RestartStepPredictor:
     """Says which step this machine expects. The trainers' own vote decides."""
 
     node: Node
@@ -262,7 +270,7 @@ class RestartStep:
     _reported: tuple[Failure, ...] = ()
 
     def __post_init__(self) -> None:
-        self._noted = frozenset(sorted(self.local.record.failures)[-KEPT:])
+        self._noted = frozenset(sorted(self.local.run_record.failures)[-KEPT:])
 
     # --- failures ----------------------------------------------------------------------------
 
@@ -277,38 +285,38 @@ class RestartStep:
         except StorageError as error:
             warn("record.failure_not_written", step=str(at), error=str(error))
 
-    def learn(self, reported: Iterable[Failure]) -> None:
+    def add_failures(self, reported: Iterable[Failure]) -> None:
         """Add the failures that the leader knows from all machines. They stay known here even if
         the leader forgets them."""
         self._reported = newest_failures((*self._reported, *reported))
 
-    def known_failures(self) -> tuple[Failure, ...]:
+    def list_all_known_failures(self) -> tuple[Failure, ...]:
         """All known failures, each with the steps that it casts doubt on."""
         ledger = self.node.ledger
 
         def alive(step_id: StepId) -> bool:
-            return ledger.lineage.standing(step_id) is StepStanding.LIVE
+            return ledger.lineage.standing(step_id) is StepLiveness.LIVE
 
         reported = (
             Failure(at=failure.at, after=tuple(filter(alive, failure.after)))
             for failure in self._reported
         )
-        noted = (Failure.of(at, ledger.parent, alive) for at in self._noted)
+        noted = (Failure.from_failed_step(at, ledger.find_parent_step, alive) for at in self._noted)
         return tuple(failure for failure in newest_failures((*reported, *noted)) if failure.after)
 
     @property
-    def trusted(self) -> frozenset[StepId]:
+    def pinned_steps(self) -> frozenset[StepId]:
         """Steps that a person has pinned, as far as this machine was told."""
         return self.node.last_reply.pinned
 
-    def doubt(self) -> SuspectSteps:
+    def get_suspect_steps(self) -> SuspectSteps:
         """Which steps are suspect and which are proven, as far as this machine knows."""
         kept = {step_id for step_id in self.copies.ids() if not self.node.is_dead(step_id)}
-        return SuspectSteps.of(self.known_failures(), kept, self.trusted)
+        return SuspectSteps.from_failures(self.list_all_known_failures(), kept, self.pinned_steps)
 
     def suspicion_text(self) -> str:
         """A message: which steps a restore passes over, and why; '' when none is suspect."""
-        if not (self._noted or self._reported) or (since := self.doubt().since) is None:
+        if not (self._noted or self._reported) or (since := self.get_suspect_steps().since) is None:
             return ""
         back = self._instead()
         return (
@@ -322,23 +330,23 @@ class RestartStep:
         """The step to go back to instead, if the newest whole step is suspect; else None."""
         if not (self._noted or self._reported):
             return None
-        whole = self.node.ledger.whole()
-        left = self.doubt().restorable(whole)
+        whole = self.node.ledger.list_reachable_steps()
+        left = self.get_suspect_steps().restorable(whole)
         return max(left) if len(left) < len(whole) else None
 
     # --- the step ----------------------------------------------------------------------------
 
-    def pinned(self) -> frozenset[StepId] | None:
+    def get_pinned_steps(self) -> frozenset[StepId] | None:
         """Steps that no tier may delete; None until the leader has named them."""
         if not self.node.leader_view.pins_known:
             return None
-        return self.trusted.union(filter(self.rollback.names, self.copies.ids()))
+        return self.pinned_steps.union(filter(self.rollback.names, self.copies.ids()))
 
     def rollback_target(self) -> StepId | None:
         """The step that a person wants to go back to, if this machine knows it."""
         ledger = self.node.ledger
-        held = [step_id for step_id in self.copies.ids() if ledger.lineage.restorable(step_id)]
-        return self.rollback.resolve(ledger.whole(), held)
+        held = [step_id for step_id in self.copies.ids() if ledger.lineage.is_restorable(step_id)]
+        return self.rollback.resolve(ledger.list_reachable_steps(), held)
 
     def plan(self) -> RestorePlan | None:
         """The step that would be restored now and its tiers; None if that is unknown."""
@@ -349,10 +357,10 @@ class RestartStep:
         # A step that is whole only by twins does not tell what ranks elsewhere could restore.
         if beyond is not None and (complete is None or complete < beyond.id):
             return beyond
-        if not ledger.whole():
+        if not ledger.list_reachable_steps():
             return None
         # This machine can never tell what a rank holds that has nothing here.
-        found = ledger.plan(self.copies.ranks())
+        found = ledger.plan(self.copies.list_ranks_ever_held())
         return found if isinstance(found, RestorePlan) else None
 
     def _plan_beyond(self) -> RestorePlan | None:
@@ -364,18 +372,22 @@ class RestartStep:
         have it too.
         """
         plan = self.node.last_reply.plan
-        restorable = plan is not None and self.node.ledger.lineage.restorable(plan)
+        restorable = plan is not None and self.node.ledger.lineage.is_restorable(plan)
         if plan is not None and restorable and (found := self._plan_of(plan)) is not None:
             return found
         if (step_id := self.node.last_commit()) is None:
             return None
         newest_in_memory = self.copies.newest_in_memory
-        ranks = [rank for rank in self.copies.ranks() if step_id >= newest_in_memory(rank, step_id)]
+        ranks = [
+            rank
+            for rank in self.copies.list_ranks_ever_held()
+            if step_id >= newest_in_memory(rank, step_id)
+        ]
         return self._plan_of(step_id, ranks)
 
     def _plan_of(self, step_id: StepId, ranks: Iterable[int] | None = None) -> RestorePlan | None:
         """A plan of this step for those of `ranks` (None: all here) that hold it; None if none
         do."""
-        asked = self.copies.ranks() if ranks is None else ranks
+        asked = self.copies.list_ranks_ever_held() if ranks is None else ranks
         tiers = {rank: tier for rank in asked if (tier := self.copies.nearest_tier(step_id, rank))}
         return RestorePlan(step_id, tiers) if tiers else None

@@ -2,8 +2,9 @@
 
 Its duties as a host (docs/protocol.md): list what this machine holds whenever that changes, record
 an epoch durably before the ledger hears of it, and do what the node says. A commit is a property of
-storage. Nothing here makes a commit; `publish` only shows it to stock readers. In a run of several
-machines, none sees a complete step. The leader tells each which steps are committed (`LastReply`).
+storage. Nothing here makes a commit; `publish_step` only shows it to stock readers. In a run of
+several machines, none sees a complete step. The leader tells each which steps are committed
+(`LastReply`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
-from keepstep.core.commit_rule import reports_of_ranks
+from keepstep.core.commit_rule import combine_rank_reports
 from keepstep.core.history import EventKind
-from keepstep.core.ledger import Alarm, Committed, EpochStarted, Ledger, Reported
+from keepstep.core.ledger import Alarm, EpochStarted, Ledger, Reported, StepCommittedOnTier
 from keepstep.core.node import (
     Event,
     Flush,
@@ -32,14 +33,14 @@ from keepstep.core.node import (
     WriteEnded,
 )
 from keepstep.core.retention import Retention
-from keepstep.core.schedule import Pacing, PersistInterval, StepGrid, Write
+from keepstep.core.schedule import PersistCostMeasurements, PersistInterval, StepGrid, Write
 from keepstep.errors import KeepstepError, NoSpaceError, UsageError
 from keepstep.image import ControlPage
 from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier
 from keepstep.wire.member_reports import ReportReply
-from keepstep_sidecar.commit.inventory import LocalShards, ReachableCopies, RemoteInventory
-from keepstep_sidecar.commit.leader_notes import LeaderNotes
-from keepstep_sidecar.commit.lineage import RestartStep, Rollback, RunLineage
+from keepstep_sidecar.commit.leader_state_record import LeaderReplyRecorder
+from keepstep_sidecar.commit.lineage import RestartStepPredictor, Rollback, RunLineage
+from keepstep_sidecar.commit.reachable_copies import LocalShards, ReachableCopies, RemoteInventory
 from keepstep_sidecar.concurrency import ChangeNotifier, OnThread
 from keepstep_sidecar.config.sidecar import RollbackRequest
 from keepstep_sidecar.history import MachineHistory
@@ -48,13 +49,13 @@ from keepstep_sidecar.memory.slot_pool import PooledSlot, SlotPool
 from keepstep_sidecar.tiers.remote_tier import LocalInventory, RunFacts
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.run_tree import LocalShard
-from keepstep_sidecar.volume.volume import CUT_OFF, SealedImage, VolumeSet, WrittenShard
+from keepstep_sidecar.volume.volume import CUT_OFF, SealedMemoryImage, VolumeSet, WrittenShard
 
 # --- steps on the volumes --------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class StepDirectories:
+class StepDirectoryActions:
     """`must_stay`: whether a step is in use now. `choose`: the steps that go to make room.
     `surplus`: those that the policy does not keep. `keep`: what it keeps, for people. `retired`:
     how many steps were deleted since the start. `evicted`: those of them that the policy keeps, and
@@ -81,7 +82,7 @@ class StepDirectories:
                 if isinstance(action, Publish):
                     await self._publish(action.id)
             # Before any deletion: the same reply that tells of a commit may retire the step.
-            self.remotes.wake()
+            self.remotes.notify_local_change()
             for action in here:
                 if isinstance(action, Retire) and not self.must_stay(action.id):
                     await self._retire(action.id)
@@ -93,13 +94,13 @@ class StepDirectories:
         `retired`: the count of retired steps when the failed write began. If the count is higher
         now, there may be room again.
         """
-        if await self.remotes.make_room(size_bytes):
+        if await self.remotes.delete_kept_copies(size_bytes):
             return True
         async with self._turn:
             if self.retired != retired:
                 return True
-            missing = size_bytes - await self.local.blocking(self.local.volumes.free_bytes)
-            doomed = list(self.choose(VolumeFull(missing, self.local.sizes)))
+            missing = size_bytes - await self.local.blocking(self.local.volumes.find_max_free_bytes)
+            doomed = list(self.choose(VolumeFull(missing, self.local.bytes_by_step)))
             surplus = self.surplus()
             early = [step_id for step_id in doomed if step_id not in surplus]
             for step_id in early:
@@ -115,7 +116,7 @@ class StepDirectories:
 
     async def _publish(self, step_id: StepId) -> None:
         try:
-            published = await self.local.publish(step_id)
+            published = await self.local.publish_step(step_id)
         except KeepstepError as error:
             warn("step.publish_failed", step=str(step_id), error=str(error))
             return
@@ -124,9 +125,9 @@ class StepDirectories:
             self.changes.ring()
 
     async def _retire(self, step_id: StepId) -> None:
-        self.remotes.wake()
+        self.remotes.notify_local_change()
         try:
-            freed = await self.local.retire(step_id)
+            freed = await self.local.delete_step(step_id)
         except KeepstepError as error:
             warn("step.delete_failed", step=str(step_id), error=str(error))
             return
@@ -157,7 +158,7 @@ class ImageWriter:
 
     slots: SlotPool
     local: LocalShards
-    directories: StepDirectories
+    directories: StepDirectoryActions
     _: KW_ONLY
     writers: Sequence[Executor]
     totals: WriteTotals = field(default_factory=WriteTotals)
@@ -181,7 +182,7 @@ class ImageWriter:
             control = None if slot is None else slot.file.control()
             if slot is not None and slot.file.is_cut_off:
                 raise UsageError(CUT_OFF)
-            if slot is None or control is None or control.id != write.id:
+            if slot is None or control is None or control.step_id != write.id:
                 return None
             base = self._base_of(slot, control)
             written = await self._write_with_room(slot, control, base)
@@ -197,18 +198,18 @@ class ImageWriter:
             self.trouble, self.failed = str(error), write.id
         return None
 
-    def _base_of(self, slot: PooledSlot, control: ControlPage) -> SealedImage | None:
+    def _base_of(self, slot: PooledSlot, control: ControlPage) -> SealedMemoryImage | None:
         """The base of an image, which stays as long as the image does. Raises UsageError."""
         if control.base is None:
             return None
         found = self.slots.rank(control.rank).bases.find(control.base)
         sealed = None if found is None else found.file.control()
         if found is None or sealed is None or found.file.is_cut_off:
-            raise UsageError(f"the base of step {control.id} in memory is damaged")
-        return SealedImage(view=found.file.view, layout=found.layout, control=sealed)
+            raise UsageError(f"the base of step {control.step_id} in memory is damaged")
+        return SealedMemoryImage(view=found.file.view, layout=found.layout, control=sealed)
 
     async def _write_with_room(
-        self, slot: PooledSlot, control: ControlPage, base: SealedImage | None
+        self, slot: PooledSlot, control: ControlPage, base: SealedMemoryImage | None
     ) -> WrittenShard:
         volumes = self.local.volumes
         write = functools.partial(volumes.write, slot.file.view, slot.layout, control, base=base)
@@ -263,7 +264,7 @@ class NodeHost:
         spawn: Spawn,
         keep: Retention,
         grid: StepGrid,
-        pacing: Pacing | None = None,
+        pacing: PersistCostMeasurements | None = None,
         alone: bool = False,
         rollback_request: RollbackRequest | None = None,
         history: MachineHistory | None = None,
@@ -275,7 +276,7 @@ class NodeHost:
         self.local_shards = local = LocalShards(volumes, OnThread(names))
         self.copies = ReachableCopies(local, slots, remotes)
         self.rollback = Rollback(
-            rollback_request, lambda: local.record.epochs, asked=local.record.asked
+            rollback_request, lambda: local.run_record.epochs, asked=local.run_record.asked
         )
         self.node = Node(
             slots.ranks,
@@ -285,15 +286,17 @@ class NodeHost:
             alone=alone,
             began=time.monotonic(),
             pacing=pacing,
-            epochs=lambda: self.epochs.own(),
-            in_use=lambda step_id: self.rollback.names(step_id) or remotes.in_use(step_id),
-            may_write=lambda step_id: self.epochs.may_write(step_id),
+            epochs=lambda: self.epochs.collect_own_epochs(),
+            in_use=lambda step_id: (
+                self.rollback.names(step_id) or remotes.is_step_being_sent(step_id)
+            ),
+            may_write=lambda step_id: self.epochs.may_persist_step(step_id),
         )
         self.epochs = RunLineage(self.node, remotes, local)
-        self.restart = RestartStep(self.node, self.copies, self.rollback, local)
-        self.notes = LeaderNotes(self.node.leader_view, local)
+        self.restart = RestartStepPredictor(self.node, self.copies, self.rollback, local)
+        self.notes = LeaderReplyRecorder(self.node.leader_view, local)
         self._history = history or MachineHistory()
-        self.directories = StepDirectories(
+        self.directories = StepDirectoryActions(
             local,
             remotes,
             must_stay=self.node.must_stay,
@@ -311,20 +314,20 @@ class NodeHost:
         self.feed(Scanned(in_doubt=True))
 
     @property
-    def idle(self) -> bool:
+    def has_no_pending_writes(self) -> bool:
         """Whether no sealed image is being written, and what was written is committed where
         possible."""
-        return self.images.idle and self.node.idle
+        return self.images.idle and self.node.has_no_pending_writes
 
     @property
-    def silent(self) -> bool:
+    def is_leader_silent(self) -> bool:
         """Whether the run's leader has not answered for too long."""
-        return self.node.leader_view.silent(time.monotonic())
+        return self.node.leader_view.is_silent(time.monotonic())
 
     @property
     def leader_answers(self) -> bool:
         """Whether the run's leader answers. It will then say when it has heard of all machines."""
-        return self.node.leader_view.replied_at is not None and not self.silent
+        return self.node.leader_view.replied_at is not None and not self.is_leader_silent
 
     # --- events in, actions out --------------------------------------------------------------
 
@@ -338,11 +341,13 @@ class NodeHost:
                     self._spawn(self._write(action), f"write {action.id} {action.rank}")
                 case Alarm():
                     _log(action)
-                case Committed(tier=Tier.LOCAL):
+                case StepCommittedOnTier(tier=Tier.LOCAL):
                     # Seldom: the lines that matter must not scroll out of the log.
-                    if (left_out := self._seldom.due("step.committed")) is not None:
+                    if (
+                        left_out := self._seldom.suppressed_count_if_due("step.committed")
+                    ) is not None:
                         info("step.committed", step=str(action.id), left_out=left_out)
-                case Committed():
+                case StepCommittedOnTier():
                     pass
                 case PersistInterval():
                     info("persist.interval_changed", steps=action.steps, limited_by=action.limit)
@@ -351,21 +356,21 @@ class NodeHost:
                     left.append(action)
         return left
 
-    def alarm(self, alarm: Alarm) -> None:
+    def record_leader_alarm(self, alarm: Alarm) -> None:
         """The leader's ledger has raised an alarm."""
-        if self.node.alarm(alarm):
+        if self.node.record_alarm(alarm):
             _log(alarm)
 
-    async def refresh(self) -> None:
+    async def report_holdings_to_node(self) -> None:
         """Tell the node what this machine holds, and do what it then says."""
-        await self.directories.apply_actions(self.feed(self.copies.here()))
+        await self.directories.apply_actions(self.feed(self.copies.report_all_ranks()))
 
-    def read_ledger(self) -> Ledger:
+    def get_current_ledger(self) -> Ledger:
         """The ledger with the newest list, to be queried. Actions that the node asks for are left
         for later."""
         if self.copies.is_remote_report_stale:  # `refresh_remotes` is about to tell it anyway
             self.feed(self.copies.report_of_remotes())
-        self.feed(self.copies.here())
+        self.feed(self.copies.report_all_ranks())
         return self.node.ledger
 
     async def delete_deferred_steps(self) -> None:
@@ -374,10 +379,10 @@ class NodeHost:
         while True:
             await asyncio.sleep(_SWEEP_S)
             if not all(map(self.node.must_stay, self.node.deferred)):
-                await self.refresh()
+                await self.report_holdings_to_node()
 
     def _least_valuable(self, full: VolumeFull) -> list[StepId]:
-        self.read_ledger()
+        self.get_current_ledger()
         return [action.id for action in self.feed(full)]
 
     async def _write(self, write: Write) -> None:
@@ -398,7 +403,7 @@ class NodeHost:
             self.feed(ended)
             self._changes.ring()
             if written is not None:
-                await self.refresh()
+                await self.report_holdings_to_node()
         finally:
             self.images.running.discard(write)
             self._changes.ring()
@@ -406,18 +411,18 @@ class NodeHost:
     def wrote(self, shard: LocalShard) -> None:
         """Record a durable shard. `refresh` then acts on it."""
         self.local_shards.add(shard)
-        self.remotes.wake()
+        self.remotes.notify_local_change()
         self._changes.ring()
 
     # --- what is there -----------------------------------------------------------------------
 
-    async def scan(self) -> None:
+    async def scan_volumes(self) -> None:
         """Scan the volumes. Afterwards the ledger knows the result."""
         drive_bytes = await self.local_shards.scan()
         self.feed(Scanned(in_doubt=self.local_shards.in_doubt, drive_bytes=drive_bytes or None))
-        for epoch in self.local_shards.record.epochs:
+        for epoch in self.local_shards.run_record.epochs:
             self.feed(EpochStarted(epoch))
-        await self.refresh()
+        await self.report_holdings_to_node()
         self._changes.ring()
 
     async def refresh_remotes(self, *, refresh: bool = False) -> None:
@@ -439,20 +444,22 @@ class NodeHost:
         rank, step_id = source.shard.rank, step_id or source.shard.step_id
         if source.tier is not Tier.LOCAL:
             self.remotes.reject_copy(source, error, step_id=step_id)
-            self.feed(Reported(ranks=reports_of_ranks({rank: self.remotes.report(rank)})))
+            self.feed(
+                Reported(ranks=combine_rank_reports({rank: self.remotes.build_rank_report(rank)}))
+            )
             self._changes.ring()
-        elif self.local_shards.holds(rank, step_id) is not None:
-            self.local_shards.lose(rank, step_id)  # unless the scan finds it sound
-            await self.scan()
+        elif self.local_shards.find_durable_shard(rank, step_id) is not None:
+            self.local_shards.mark_shard_lost(rank, step_id)  # unless the scan finds it sound
+            await self.scan_volumes()
 
     async def apply_reply(self, reply: ReportReply) -> None:
         """Apply the leader's answer: publish commits, and delete steps that nobody needs."""
         view = self.node.leader_view
         before = (view.commit, view.last_reply.plan)
         self.rollback.apply_reply(reply)
-        self.restart.learn(reply.failures)
+        self.restart.add_failures(reply.failures)
         if reply.archive is not None:  # before the same reply retires it
-            self.remotes.request(reply.archive)
+            self.remotes.request_archiving(reply.archive)
         actions = self.feed(
             LastReply(
                 commit=reply.committed.get(str(Tier.LOCAL)),
@@ -481,15 +488,20 @@ class NodeHost:
         await asyncio.shield(starting)
 
     async def _start_epoch(self, epoch: Epoch, asked: int | None) -> None:
-        epoch, change_record = self.epochs.named(epoch), self.local_shards.update_run_record
+        epoch, change_record = (
+            self.epochs.add_fork_origin(epoch),
+            self.local_shards.update_run_record,
+        )
         # First of all, because the epoch makes newer commits, for which this step would go.
-        if (kept := self.rollback.step_asked_for(epoch.parent, asked)) != self.rollback.asked:
+        if (
+            kept := self.rollback.find_script_requested_step(epoch.parent, asked)
+        ) != self.rollback.asked:
             await change_record(lambda record: replace(record, asked=kept))
             self.rollback.asked = kept
         if kept is not None:
             self.feed(Flush({kept}))  # it may be in memory alone
         if unrecorded := self.epochs.unrecorded_epochs(epoch):
-            await change_record(lambda record: record.with_epochs(*unrecorded))
+            await change_record(lambda record: record.with_added_epochs(*unrecorded))
         self.epochs.current = epoch
         self.rollback.epoch_began(epoch)
         await self.directories.apply_actions(self.feed(EpochStarted(epoch)))
@@ -500,22 +512,22 @@ class NodeHost:
     def was_committed(self, step_id: StepId) -> bool:
         """Whether this very step is committed, and published if this machine holds it; or was,
         until it expired."""
-        if self.local_shards.was_published(step_id):
+        if self.local_shards.has_been_published(step_id):
             return True
         known = (self.node.leader_view.commit, *self.node.last_reply.commits)
         return step_id not in self.local_shards.shards and step_id in known
 
-    def facts(self, changed: Callable[[], None]) -> RunFacts:
+    def make_run_facts(self, changed: Callable[[], None]) -> RunFacts:
         """What remote tiers ask. `changed`: to be called when they have something new."""
         view = self.node.leader_view
         return RunFacts(
             local=self._local_inventory,
-            pinned=self.restart.pinned,
+            pinned=self.restart.get_pinned_steps,
             commit=lambda: view.commit,
-            outgrown=self.epochs.outgrown,
-            life=self.epochs.life,
-            strangers=self.epochs.strangers,
-            meet=self.epochs.meet,
+            outgrown=self.epochs.has_own_commit,
+            life=self.epochs.find_training_epoch,
+            strangers=self.epochs.find_foreign_epochs,
+            meet=self.epochs.record_foreign_epochs,
             changed=changed,
         )
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from keepstep.core.restore_vote import NEVER, VoteFacts
 from keepstep.core.shard import Shard
-from keepstep.core.vote import NEVER, VoteFacts
 from keepstep.steps import StepId, Tier
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.commit.node_host import NodeHost
@@ -54,21 +54,23 @@ class RemoteTiers:
     def start(self, tasks: Tasks, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`on_scan`: called once all remote tiers were asked for the first time."""
         facts = replace(
-            self.node_host.facts(lambda: tasks.spawn(self.scan(), "look at what is new")),
+            self.node_host.make_run_facts(lambda: tasks.spawn(self.scan(), "look at what is new")),
             operated=self.operated,
             leads=self.leads,
         )
         for remote_tier in self.remote_tiers:
-            remote_tier.begin(facts)
-            tasks.keep(remote_tier.run, f"remote tier {remote_tier.tier}")
+            remote_tier.set_run_facts(facts)
+            tasks.spawn_with_retries(remote_tier.run, f"remote tier {remote_tier.tier}")
         if self.remote_tiers:
-            tasks.keep(functools.partial(self._watch, on_scan), "look at remote tiers")
+            tasks.spawn_with_retries(
+                functools.partial(self._watch, on_scan), "look at remote tiers"
+            )
 
     async def _watch(self, on_scan: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.scan()
         await on_scan()
         while True:
-            await asyncio.sleep(_RETRY_S if self._remotes.unknown else _SCAN_EVERY_S)
+            await asyncio.sleep(_RETRY_S if self._remotes.unknown_reason else _SCAN_EVERY_S)
             await self.scan()
 
     async def scan(self, *, refresh: bool = False) -> None:
@@ -83,7 +85,7 @@ class RemoteTiers:
             self._meeting -= 1
             self.changes.ring()
 
-    def view(self, *, held: bool, replied_at: float) -> VoteFacts:
+    def get_vote_facts(self, *, held: bool, replied_at: float) -> VoteFacts:
         """The facts that decide whether a rank may vote; `held`, `replied_at`: as in
         `VoteFacts`."""
         peers, others = self._remotes.peers, bool(self._listed and any(self._listed[:2]))
@@ -95,12 +97,12 @@ class RemoteTiers:
             held=held,
             led=self.node_host.leader_answers,
             named_at=self._listed_at,
-            introduced=peers is None or peers.introduced,
+            introduced=peers is None or peers.knows_all_peers,
             awaits=self.awaits if peers is not None else "",
             pods_unasked=self._meeting > 0,
-            known=bool(self._remotes.ids),
-            unknown=self._remotes.unknown,
-            contested=self._remotes.contested,
+            known=bool(self._remotes.step_ids),
+            unknown=self._remotes.unknown_reason,
+            contested=self._remotes.name_conflict_message,
             uncertified=peers is not None and others and not self.address,
         )
 
@@ -171,9 +173,9 @@ class RemoteTiers:
                 found[tier.tier] = replace(own, trouble=f"{status.where}: {status.trouble}")
         return found
 
-    def kept(self) -> tuple[Shard, ...]:
+    def list_copies_for_others(self) -> tuple[Shard, ...]:
         """Copies that this pod keeps for other pods."""
-        return () if self._remotes.peers is None else self._remotes.peers.kept()
+        return () if self._remotes.peers is None else self._remotes.peers.list_copies_for_peers()
 
     @property
     def address(self) -> str:

@@ -135,7 +135,7 @@ class Setting:
     def required(self) -> bool:
         return self.default is REQUIRED
 
-    def read(self, value: object, *, where: str) -> Any:
+    def validate_value(self, value: object, *, where: str) -> Any:
         """The checked value. Raises UsageError that names `where` the value stands."""
         try:
             if not self.several:
@@ -194,7 +194,7 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def integer(least: int, most: int | None = None) -> SettingKind:
+def integer_kind(least: int, most: int | None = None) -> SettingKind:
     """A kind for whole numbers, such as steps, slots or threads."""
     allowed = f"a whole number of at least {least}" + (f", at most {most}" if most else "")
 
@@ -214,7 +214,7 @@ AUTO: Final = "auto"
 
 def _whole_or_auto(value: object) -> int | str:
     try:
-        return AUTO if value == AUTO else int(integer(1).parse(value))
+        return AUTO if value == AUTO else int(integer_kind(1).parse(value))
     except ValueError as error:
         raise ValueError(f"{error}, nor {AUTO}") from None
 
@@ -229,7 +229,7 @@ def _positive(value: object) -> float:
     return number
 
 
-def choice(kinds: type[enum.Enum]) -> SettingKind:
+def enum_kind(kinds: type[enum.Enum]) -> SettingKind:
     """A kind for the values of an enum."""
     values = [str(kind.value) for kind in kinds]
 
@@ -328,7 +328,7 @@ class _Option(click.Option):
                 where = f"{ctx.meta[FILE]}: {self._setting.name}"
             case _:
                 where = self._setting.flag
-        read = self._setting.read(value, where=where)
+        read = self._setting.validate_value(value, where=where)
         if read is not None:
             ctx.ensure_object(dict)[self._setting.field] = read
         return read

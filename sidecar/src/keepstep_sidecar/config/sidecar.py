@@ -43,8 +43,8 @@ from keepstep_sidecar.config.settings import (
     WHOLE_OR_AUTO,
     Command,
     Setting,
-    choice,
-    integer,
+    enum_kind,
+    integer_kind,
     parse_duration,
     read_file,
     setting,
@@ -62,10 +62,10 @@ _OBJECT_STORES = SCHEMES[:3]
 class ArchiveConfig:
     """`url`: `s3://bucket/prefix`, `gs://...`, `az://container/prefix`, `file:///dir` or a path.
 
-    `every`: steps that are multiples of it are sent (see `base`). `endpoint` and `region`: of an S3
-    store that is not Amazon's. Credentials are never configured here. They come from the
-    environment, in the variables of each store (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS,
-    AZURE_STORAGE_ACCOUNT_KEY), or from the machine's own identity.
+    `every`: steps that are multiples of it are sent (see `step_interval`). `endpoint` and
+    `region`: of an S3 store that is not Amazon's. Credentials are never configured here. They come
+    from the environment, in the variables of each store (AWS_ACCESS_KEY_ID,
+    GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY), or from the machine's own identity.
     """
 
     url: str
@@ -113,7 +113,7 @@ class ArchiveConfig:
         """What all names in the bucket begin with, without leading and trailing slashes."""
         return urlsplit(self.url).path.strip("/")
 
-    def base(self, persist_base: int) -> int:
+    def step_interval(self, persist_base: int) -> int:
         """Multiples of this many steps are sent: `every`, rounded up to the grid of durable
         steps."""
         return round_up_to_grid(self.every, persist_base)
@@ -182,7 +182,7 @@ class Fork:
     number: int | None = None
     id: StepId | None = None
 
-    def chosen(
+    def filter_matching_steps(
         self, archived: Iterable[StepId], alive: Collection[StepId], epochs: Iterable[Epoch]
     ) -> list[StepId]:
         """Which of the other run's archived steps may be the chosen one. `alive`: steps that no
@@ -303,7 +303,7 @@ def _identity(path: Path) -> tuple[int | str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reporting:
+class OperatorAccess:
     """How an operator is reached: it signs, and the run's leader reports to it.
 
     `ca`: PEM text, the only trusted authorities until the operator names others. Those are kept in
@@ -344,14 +344,14 @@ class Reporting:
                 return self.ca_file.read_text()
         return self.ca
 
-    def trust(self) -> ssl.SSLContext:
+    def make_ssl_context(self) -> ssl.SSLContext:
         """A context that trusts these authorities and no others. Raises UsageError."""
         try:
             return trusting_context(self.authorities())
         except UsageError:  # a partial file: its node lost power
             return trusting_context(self.ca)
 
-    def learn(self, authorities: str) -> None:
+    def trust_authorities(self, authorities: str) -> None:
         """Trust these authorities from now on, in place of all others. Raises UsageError, or
         OSError when they could not be stored."""
         trusting_context(authorities)
@@ -385,7 +385,7 @@ class Config:
         several=True,
     )
     slots: int | None = setting(
-        integer(1), None,
+        integer_kind(1), None,
         "Images of each rank in memory.  [default: as many as a restart needs to find a common step"
         " there: 3 if all ranks are on this machine, else 4; the last of them is made when a write"
         " takes longer than a step]  1: only durable steps are staged, and a restart goes back to"
@@ -408,14 +408,14 @@ class Config:
         "Stage every Nth step in memory; auto: as many as cost 1 % of the training time.",
     )
     persist_every: int | None = setting(
-        integer(1), None,
+        integer_kind(1), None,
         "Make every Nth step durable.  [default: as many as drives, failures and lost time allow]",
     )
     drive_writes_per_day: float | None = setting(
         POSITIVE, None,
         "Without --persist-every: how often a day the drives may be written in full, like 0.3.",
     )
-    keep: int = setting(integer(1), 2, "Newest committed steps that stay on the volumes.")
+    keep: int = setting(integer_kind(1), 2, "Newest committed steps that stay on the volumes.")
     keep_every: str | None = setting(
         SPAN, None, "Keep every Kth step there, too, or the first of every DURATION, like 6h."
     )
@@ -427,8 +427,8 @@ class Config:
         "Where steps outlive every machine: s3://bucket/prefix, gs://..., az://... or a directory"
         " that others see, too. Credentials come from the environment.",
     )
-    archive_every: int = setting(integer(1), 1000, "Archive every Nth step.")
-    archive_keep: int = setting(integer(1), 3, "Newest steps that stay in the archive.")
+    archive_every: int = setting(integer_kind(1), 1000, "Archive every Nth step.")
+    archive_keep: int = setting(integer_kind(1), 3, "Newest steps that stay in the archive.")
     archive_keep_every: str | None = setting(
         SPAN, None, "Keep every Kth step, too, or the first of every DURATION, like 6h."
     )
@@ -437,10 +437,10 @@ class Config:
     )
     archive_region: str | None = setting(TEXT, None, "Region of the S3 store.")
     nodes: int = setting(
-        integer(1), 1, "How many machines the run has; under srun, as many as the step has."
+        integer_kind(1), 1, "How many machines the run has; under srun, as many as the step has."
     )
     node_rank: int = setting(
-        integer(0), 0, "Number of this machine, from 0; under srun, as Slurm counts."
+        integer_kind(0), 0, "Number of this machine, from 0; under srun, as Slurm counts."
     )
     leader: str | None = setting(
         ADDRESS, None,
@@ -466,19 +466,21 @@ class Config:
         ADDRESS, None, "Where they find it, if that is elsewhere."
     )
     peer_replicas: int = setting(
-        integer(0), 1, "Copies of each shard on other machines, where no operator chooses them."
+        integer_kind(0), 1, "Copies of each shard on other machines, if no operator chooses them."
     )
     peer_bytes_per_second: int | None = setting(
         RATE, None, "Limit of all copies that are sent, like 500Mi."
     )
-    io_threads: int = setting(integer(1), IO_THREADS, "Chunks under way at a time at each volume.")
+    io_threads: int = setting(
+        integer_kind(1), IO_THREADS, "Chunks under way at a time at each volume."
+    )
     bytes_per_second: int | None = setting(RATE, None, "Limit of all writes together, like 500Mi.")
     flush_timeout_s: float = setting(DURATION, 25.0, "How long a flush may take.")
     linger_s: float | None = setting(
         DURATION, None, "How long memory stays when no trainer is there, like 15m."
     )
     owner_pid: int | None = setting(
-        integer(1), None, "While this process lives, --linger does not count.", for_run=False
+        integer_kind(1), None, "While this process lives, --linger does not count.", for_run=False
     )
     pod: str = setting(TEXT, "", "UID of this pod.", for_run=False)
     node: str = setting(TEXT, "", "Name of the node that this pod is on.", for_run=False)
@@ -502,22 +504,23 @@ class Config:
         " goes on from these.",
     )
     restore_since: int = setting(
-        integer(0), 0,
+        integer_kind(0), 0,
         "The newest epoch when --restore-from was asked for.",
         for_run=False,
         hidden=True,
     )
     on_loss: OnLoss = setting(
-        choice(OnLoss), OnLoss.WAIT,
+        enum_kind(OnLoss), OnLoss.WAIT,
         "What to do when a part of every step is lost: wait for it, or begin again, because what a"
         " pod kept here goes with that pod for good.",
         for_run=False,
     )
     metrics_port: int | None = setting(
-        integer(1, 65535), None, "TCP port of /metrics and /healthz.  [default: the socket only]"
+        integer_kind(1, 65535), None,
+        "TCP port of /metrics and /healthz.  [default: the socket only]",
     )
     ui_port: int | None = setting(
-        integer(1, 65535), None,
+        integer_kind(1, 65535), None,
         "TCP port on 127.0.0.1 of the run's page, for `kubectl keepstep ui`; KEEPSTEP_UI_SECRET"
         " must be set.",
         for_run=False,
@@ -525,7 +528,7 @@ class Config:
     # fmt: on
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Config:
+    def from_values(cls, values: Mapping[str, Any]) -> Config:
         """A configuration from values by field, as `given_values` returns them. Raises
         UsageError."""
         for entry in SETTINGS:
@@ -580,19 +583,19 @@ class Config:
         return self.memory_dir / "sidecar.sock"
 
     @property
-    def persist_base(self) -> int:
+    def persist_grid_interval(self) -> int:
         """A step is persisted every this many steps, or less often if no interval was chosen. Only
         staged steps can be persisted, so the persist grid is a multiple of the stage grid."""
-        return round_up_to_grid(self.persist_every or 1, self.stage_base)
+        return round_up_to_grid(self.persist_every or 1, self.base_stage_interval)
 
     @property
-    def stage_base(self) -> int:
+    def base_stage_interval(self) -> int:
         """Steps from one staged step to the next, or more if a save's cost decides."""
         return 1 if isinstance(self.stage_every, str) else self.stage_every
 
     @property
     def stages_by_cost(self) -> bool:
-        """Whether a save's cost decides which steps are staged (`core.staging`)."""
+        """Whether a save's cost decides which steps are staged (`core.staging_interval`)."""
         return self.stage_every == AUTO
 
     @property
@@ -601,7 +604,9 @@ class Config:
         kept. Empty where a person chose which steps become durable."""
         if self.persist_every is not None:
             return frozenset()
-        archived = self.archive_config and self.archive_config.base(self.persist_base)
+        archived = self.archive_config and self.archive_config.step_interval(
+            self.persist_grid_interval
+        )
         return frozenset(steps for steps in (archived, self.retention.every_steps) if steps)
 
     @property
@@ -643,13 +648,13 @@ class Config:
         )
 
     @cached_property
-    def reporting(self) -> Reporting | None:
+    def reporting(self) -> OperatorAccess | None:
         """Where to report; None without an operator."""
         if self.report_url is None:
             return None
         if self.report_ca is None or self.report_token_file is None:
             raise UsageError("--report-url needs --report-ca and --report-token-file")
-        return Reporting(
+        return OperatorAccess(
             url=self.report_url,
             ca=self.report_ca,
             token_file=self.report_token_file,
@@ -657,7 +662,7 @@ class Config:
         )
 
     @property
-    def way_out(self) -> str:
+    def fresh_start_command(self) -> str:
         """The command by which a person has this run begin again at step 0."""
         if self.report_url is None:
             return "`keepstep run --run NAME -- ...` with a new name; the steps of this run stay"

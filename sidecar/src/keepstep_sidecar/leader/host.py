@@ -72,7 +72,7 @@ class Host:
             self._soon()
         return reply
 
-    def receive_frame(self, member: MemberConnection, frame: bytes) -> None:
+    def receive_member_frame(self, member: MemberConnection, frame: bytes) -> None:
         """A frame of a member."""
         before = self._pending.pop(member, None)
         if before is None or self._take_in(member, before):
@@ -85,7 +85,7 @@ class Host:
             member_report = _decode(frame)
             if member.node_rank == OWN:
                 # this sidecar itself, which looks who is at its address
-                self.leader.meet(member_report)
+                self.leader.reject_duplicate_leader(member_report)
                 return True
             report = member_report.report
             address = _reachable(report.peer_address, member.address)
@@ -106,7 +106,7 @@ class Host:
         return True
 
     def _settle(self) -> None:
-        for alarm in self.leader.settle(at=time.time()):
+        for alarm in self.leader.draw_conclusions(at=time.time()):
             self.alarmed(alarm)
 
     def _refuse(self, member: MemberConnection, reason: str) -> None:
@@ -117,7 +117,7 @@ class Host:
         member.refuse(reason)
         self._changes.ring()
 
-    def gone(self, member: MemberConnection) -> None:
+    def handle_disconnect(self, member: MemberConnection) -> None:
         """A connection has ended."""
         if (frame := self._pending.pop(member, None)) is not None:
             self._take_in(member, frame)
@@ -130,13 +130,13 @@ class Host:
 
     def answered(self, answer: LeaderAnswer) -> None:
         """The operator has answered a report of the run."""
-        self.leader.answered(answer, at=time.time())
+        self.leader.handle_operator_answer(answer, at=time.time())
         self._settle()
         self._soon()
 
-    def follow(self) -> None:
+    def run_periodic_checks(self) -> None:
         """Called every second or so: what becomes true by waiting."""
-        changed = self.leader.follow(at=time.time())
+        changed = self.leader.advance_clock(at=time.time())
         self._settle()
         if changed:
             self._soon()
@@ -165,7 +165,7 @@ class Host:
 
     def _publish(self) -> None:
         began, patient, self._patient = time.monotonic(), self._patient, True
-        for rank in self.leader.waiting(patient=patient):
+        for rank in self.leader.list_members_with_news(patient=patient):
             member, reply = self._members.get(rank), self.leader.news(rank)
             if reply is None:
                 continue
@@ -186,12 +186,12 @@ class Host:
         self._answers, self._patient = None, False
         self._soon()
 
-    async def finish(self, *, timeout_s: float) -> None:
+    async def wait_for_members(self, *, timeout_s: float) -> None:
         """Return when all members have acted on what the leader knows, or after `timeout_s`."""
         self._take_pending()
         self.leader.closing, self._patient = True, False
         self._publish()
-        await self._changes.until(self.leader.has_all_reports, timeout_s=timeout_s)
+        await self._changes.until(self.leader.have_members_acknowledged_end, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Stop sending replies."""
@@ -201,7 +201,7 @@ class Host:
 
     def warnings(self) -> Iterator[str]:
         """What a person has to mend."""
-        now, missing = time.monotonic(), self.leader.missing()
+        now, missing = time.monotonic(), self.leader.list_unconnected_node_ranks()
         self._missing = {rank: self._missing.get(rank, now) for rank in missing}
         if long := [rank for rank, since in self._missing.items() if now - since >= _ABSENT_S]:
             names = ", ".join(map(str, long))

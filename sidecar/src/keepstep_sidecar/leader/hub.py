@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from keepstep_sidecar.log import RareWarning
-from keepstep_sidecar.tiers.peer.frames import LIMITS, ConnectionLimits, FrameKind, Frames
+from keepstep_sidecar.tiers.peer.member_frames import LIMITS, ConnectionTimeouts, FrameKind, Frames
 from keepstep_sidecar.tiers.peer.tls import PodIdentity, explain_tls_error
 
 HELLO_BYTES: Final = 16
@@ -51,7 +51,7 @@ class MemberConnection:
 
     @property
     def quiet_s(self) -> float:
-        """For how long nothing was heard. Beyond `ConnectionLimits.keep_alive_s` it is likely
+        """For how long nothing was heard. Beyond `ConnectionTimeouts.keep_alive_s` it is likely
         lost."""
         return self._frames.quiet_s
 
@@ -92,7 +92,7 @@ class Hub:
         gone: Callable[[MemberConnection], None],
         *,
         nodes: int = _MOST_NODES,
-        limits: ConnectionLimits = LIMITS,
+        limits: ConnectionTimeouts = LIMITS,
     ) -> None:
         """`nodes`: how many the run has, at most."""
         self.take, self.limits = take, limits

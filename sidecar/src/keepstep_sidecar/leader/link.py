@@ -18,15 +18,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 from keepstep.errors import KeepstepError, StorageError
-from keepstep_sidecar.concurrency import run_detached
+from keepstep_sidecar.concurrency import run_on_detached_thread
 from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.leader.hub import HELLO_BYTES
 from keepstep_sidecar.log import info, warn
-from keepstep_sidecar.tiers.peer.frames import LIMITS, ConnectionLimits, FrameKind, Frames
+from keepstep_sidecar.tiers.peer.member_frames import LIMITS, ConnectionTimeouts, FrameKind, Frames
 from keepstep_sidecar.tiers.peer.tls import (
     MEMBERSHIP,
-    Credentials,
     Tls,
+    TlsContextSource,
     explain_tls_error,
     identity_of_peer,
 )
@@ -50,12 +50,12 @@ class LeaderConnection:
     def __init__(
         self,
         address: str,
-        credentials: Credentials,
+        credentials: TlsContextSource,
         *,
         take: Callable[[bytes], None],
         changed: Callable[[], None],
         connect_s: float = CONNECT_S,
-        limits: ConnectionLimits = LIMITS,
+        limits: ConnectionTimeouts = LIMITS,
     ) -> None:
         """`address`: `host:port`. Raises UsageError. `connect_s`: the longest time that each part
         of connecting takes."""
@@ -157,7 +157,9 @@ class LeaderConnection:
             return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
 
         try:
-            found = await self._in_time(run_detached(resolve, "resolve"), "no name server answers")
+            found = await self._in_time(
+                run_on_detached_thread(resolve, "resolve"), "no name server answers"
+            )
         except (OSError, UnicodeError) as error:
             raise StorageError(
                 f"the name does not resolve (yet): {explain_tls_error(error)}"

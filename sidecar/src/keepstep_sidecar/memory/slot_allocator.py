@@ -22,7 +22,7 @@ from keepstep.errors import NoMemoryError
 from keepstep.image import Layout
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.leases import Lease, Leases, serves_all_ranks
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_directories import open_rank_directory
@@ -89,7 +89,7 @@ class SlotAllocator:
         slot_set.postponed = False
         self.fill(slot_set)
 
-    def settle(self, file: SlotFile) -> None:
+    def queue_adopted_slot(self, file: SlotFile) -> None:
         """Map and lock an adopted slot, after all other orders."""
         self._queue.put_nowait((1 << 30, next(self._numbers), file))
 
@@ -100,7 +100,7 @@ class SlotAllocator:
             try:
                 if isinstance(order, SlotFile):
                     loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._executor, order.settle)
+                    await loop.run_in_executor(self._executor, order.map_and_lock_pages)
                 else:
                     await self._make(order)
             except Exception:
@@ -154,7 +154,7 @@ class SlotAllocator:
                 return await self._create_in(huge, slot_set, first=_FIRST_HUGE)
             except (NoMemoryError, OSError) as error:  # others were faster, or a limit is lower
                 info("slot.small_pages_used", rank=rank, error=str(error))
-                self.pool.directories.require_small(size_bytes)
+                self.pool.directories.check_room_on_small_pages(size_bytes)
         return await self._create_in(small, slot_set, first=0)
 
     async def _create_in(self, directory: Path, slot_set: SlotSet, *, first: int) -> SlotFile:
@@ -192,7 +192,7 @@ class SlotAllocator:
             SLOTS_ON_ONE_MACHINE if lease is not None and serves_all_ranks(lease.request) else SLOTS
         )
 
-    def fit(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
+    def set_slot_count(self, slots: RankSlots, slot_set: SlotSet, lease: Lease) -> str:
         """Set the number of slots; fewer than configured as long as images of ranks that are gone
         take the memory. If need be, slots of older layouts are given up. If no person chose their
         number, the last one is postponed: the others suffice while the drive writes an image within
@@ -207,20 +207,22 @@ class SlotAllocator:
         total_bytes = self._total_bytes(size_bytes)
 
         def affordable(beside: list[SlotSet]) -> int:
-            taken_bytes = sum(slot_set.size_bytes for slot_set in beside) + slots.bases.size_bytes
+            taken_bytes = (
+                sum(slot_set.target_size_bytes for slot_set in beside) + slots.bases.size_bytes
+            )
             left = self._share_bytes(lease, total_bytes) - taken_bytes
             return max(0, min(target, left // size_bytes))
 
         count = affordable(others)
-        newest = max(slots.sealed(), default=None)
+        newest = max(slots.list_sealed_steps(), default=None)
         least = min(LEAST_SLOTS, target)
         for keep, enough in ((2, target), (1, least), (0, least)):
             if count >= enough:
                 continue
             for other in others:
-                if keep or newest not in other.table.sealed():
+                if keep or newest not in other.table.list_sealed_steps():
                     self.pool.unlink(other.give_up_slots(keep=keep))
-            self.pool.unlink(slots.free_bases())
+            self.pool.unlink(slots.free_unused_bases())
             if lease.training or keep == _KEPT_OF_GONE:
                 self._give_up_gone(lease, keep=keep)
             count = affordable(others)
@@ -272,7 +274,7 @@ class SlotAllocator:
             slot_set.target += 1
             self.fill(slot_set)
 
-    async def base_slot(self, slots: RankSlots, layout: Layout) -> PooledSlot:
+    async def allocate_base_slot(self, slots: RankSlots, layout: Layout) -> PooledSlot:
         """A new slot to read a base of this layout into. Raises NoMemoryError."""
         size_bytes = layout.size_bytes
         slot_set = slots.bases.sets.setdefault(layout.id, SlotSet(layout))
@@ -285,7 +287,7 @@ class SlotAllocator:
 
         def reserved() -> bool:
             nonlocal index
-            index = slot_set.table.reserve_slot()
+            index = slot_set.table.reserve_slot_for_load()
             return index is not None or bool(slot_set.failure)
 
         await self.changes.until(reserved, timeout_s=600.0)
@@ -298,9 +300,11 @@ class SlotAllocator:
         size_bytes = slot_set.layout.size_bytes
         total_bytes = self._total_bytes(size_bytes)
         if lease is None:  # it is unknown which trainers come, if any: only see whether images fit
-            others = self.pool.made_bytes - sum(len(file.view) for _, file in slot_set.present())
+            others = self.pool.made_bytes - sum(
+                len(file.view) for _, file in slot_set.iterate_files_without_orphans()
+            )
             return min(self.target_slots(lease), (total_bytes - others) // size_bytes)
-        taken = slots.taken_bytes - slot_set.size_bytes
+        taken = slots.reserved_bytes - slot_set.target_size_bytes
 
         def affordable(lease: Lease) -> int:
             left = self._share_bytes(lease, total_bytes) - taken
@@ -312,12 +316,15 @@ class SlotAllocator:
 
     def _give_up_gone(self, lease: Lease, *, keep: int) -> None:
         """Free slots of ranks that train here no more, without the newest `keep` images of each."""
-        for slot_set in self.pool.gone_sets(lease.world):
+        for slot_set in self.pool.list_departed_slot_sets(lease.world):
             self.pool.unlink(slot_set.give_up_slots(keep=keep))
 
     def _share_bytes(self, lease: Lease, total_bytes: int) -> int:
         """What each rank may take. It is fixed, so that the first rank leaves room for the last."""
-        gone = sum(slot_set.size_bytes for slot_set in self.pool.gone_sets(lease.world))
+        gone = sum(
+            slot_set.target_size_bytes
+            for slot_set in self.pool.list_departed_slot_sets(lease.world)
+        )
         return max(0, total_bytes - gone) // _ranks(lease)
 
     def _total_bytes(self, slot_bytes: int) -> int:

@@ -70,7 +70,7 @@ class SlotDirectories:
     def roots(self) -> tuple[Path, ...]:
         return (self.small,) if self.huge is None else (self.small, self.huge)
 
-    def of(self, rank: int) -> tuple[Path, ...]:
+    def list_rank_directories(self, rank: int) -> tuple[Path, ...]:
         """The directories of a rank's slots."""
         return tuple(rank_directory(root, rank) for root in self.roots)
 
@@ -95,9 +95,12 @@ class SlotDirectories:
             with contextlib.suppress(FileNotFoundError):
                 yield from rank_directories(root).items()
 
-    def lacks(self, rank: int) -> bool:
+    def is_directory_missing(self, rank: int) -> bool:
         """Whether a directory of this rank was removed."""
-        return not all(os.path.isdir(path) and not os.path.islink(path) for path in self.of(rank))
+        return not all(
+            os.path.isdir(path) and not os.path.islink(path)
+            for path in self.list_rank_directories(rank)
+        )
 
     def remove(self, rank: int) -> None:
         """Remove the directories of a rank that has no slots."""
@@ -127,7 +130,7 @@ class SlotDirectories:
         """Memory for more slots of this size, in bytes."""
         return self._small_bytes() + self._huge_for(size_bytes) * size_bytes
 
-    def require_small(self, size_bytes: int) -> None:
+    def check_room_on_small_pages(self, size_bytes: int) -> None:
         """Raises NoMemoryError when a slot that was to get huge pages does not fit on small
         ones."""
         if (free := self._small_bytes()) < size_bytes:
@@ -283,7 +286,7 @@ def make_rank_directory(directory: Path) -> None:
         os.fchmod(fd, _DIRECTORY_MODE)  # refused if another user's sidecar made it
 
 
-def free_name(path: Path, *, keep_own: bool = False) -> None:
+def clear_path(path: Path, *, keep_own: bool = False) -> None:
     """Free a name in the memory directory. `keep_own`: leave a file that we made ourselves.
 
     Of a link, only the name is removed. A directory is renamed. Raises OSError.
@@ -339,7 +342,7 @@ class DirectoryLock:
             self._check_owner()
             self._own(self._directory / "sidecar.pid")
             self._describe(self._directory / "sidecar.json")
-            free_name(self._config.socket)
+            clear_path(self._config.socket)
         except OSError as error:
             text = f"cannot use the memory directory {self._directory}: {error}"
             raise UsageError(text) from error
@@ -355,12 +358,12 @@ class DirectoryLock:
     @property
     def held(self) -> bool:
         """Whether this process holds the lock, so that no other sidecar can take it."""
-        return self._lock is not None and self._lock.held
+        return self._lock is not None and self._lock.is_file_in_place
 
     def _own(self, path: Path) -> None:
         if self.held:
             return
-        free_name(path, keep_own=True)
+        clear_path(path, keep_own=True)
         try:
             taken = FileLock(path)
         except StorageError as error:
@@ -372,10 +375,10 @@ class DirectoryLock:
     def _describe(self, path: Path) -> None:
         about = {"config": asdict(self._config), "pid": os.getpid(), "started_at": time.time()}
         unfinished = path.with_name(f".{path.name}.new")
-        free_name(unfinished)
+        clear_path(unfinished)
         with os.fdopen(os.open(unfinished, _CREATE, 0o660), "w") as file:
             json.dump(about, file, default=str, indent=1)
-        free_name(path, keep_own=True)
+        clear_path(path, keep_own=True)
         unfinished.replace(path)
 
     def release_and_clean_up(self) -> None:

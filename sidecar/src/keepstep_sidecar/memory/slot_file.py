@@ -95,7 +95,7 @@ class SlotFile:
                 else:
                     slot.close()
                 raise
-        slot.lock()
+        slot.lock_pages_in_memory()
         return slot
 
     @classmethod
@@ -131,7 +131,7 @@ class SlotFile:
             warn("slot.seal_invalid", path=str(self.path), error=repr(error))
             return None
 
-    def erase(self) -> None:
+    def invalidate_image(self) -> None:
         """Zero the control page, so that this slot holds no image."""
         with contextlib.suppress(OSError):  # the slot was given up meanwhile
             self._write(bytes(PAGE_BYTES), self.layout.control_begin)
@@ -150,7 +150,7 @@ class SlotFile:
         finally:
             os.close(source)
 
-    def lacks(self) -> str:
+    def describe_damage(self) -> str:
         """What others took from this file: "its name" or "a part of its bytes"; '' when it is
         whole.
 
@@ -178,31 +178,31 @@ class SlotFile:
 
     def damage_text(self, step_id: StepId, *, run: str) -> str:
         """Why a trainer cannot restore from the image `step_id` in this slot; '' when it can."""
-        if lacks := self.lacks():
+        if lacks := self.describe_damage():
             return f"the slot has lost {lacks}"
         control = self.control()
         if control is None:
             return "it has no valid seal any more"
-        if (control.id, control.run, control.layout) != (step_id, run, self.layout.id):
-            return f"its seal is that of step {control.id}"
+        if (control.step_id, control.run, control.layout) != (step_id, run, self.layout.id):
+            return f"its seal is that of step {control.step_id}"
         header = self.layout.header
         with contextlib.suppress(OSError):
             if os.pread(self._fd, len(header), 0) == header:
                 return ""
         return "its header is damaged"
 
-    def settle(self) -> None:
+    def map_and_lock_pages(self) -> None:
         """Map and lock an adopted slot's pages, so that restore and persist cause no page
         faults."""
         try:
             # A separate view keeps the mapping while this thread works on it.
             with self.view[:] as view:
                 populate_pages(view, threading.Event())
-                self.lock()
+                self.lock_pages_in_memory()
         except (ValueError, OSError):
             return  # unlinked meanwhile, and its view released; or truncated
 
-    def lock(self) -> None:
+    def lock_pages_in_memory(self) -> None:
         """Keep the pages out of swap if RLIMIT_MEMLOCK allows it. Sets `locked`."""
         if self.huge:
             return
@@ -256,7 +256,7 @@ def slot_number(name: str) -> int | None:
     return int(match[1]) if (match := _NAME.fullmatch(name)) else None
 
 
-def is_unfinished(name: str) -> bool:
+def is_unfinished_slot_name(name: str) -> bool:
     """Whether this is the name of a slot that is being made."""
     return name.endswith(_UNFINISHED) and slot_number(name.removesuffix(_UNFINISHED)) is not None
 

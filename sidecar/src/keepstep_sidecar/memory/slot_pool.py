@@ -20,7 +20,7 @@ from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.steps import StepId, Tier
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_directories import SlotDirectories, open_rank_directory
-from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished, slot_number
+from keepstep_sidecar.memory.slot_file import SlotFile, is_unfinished_slot_name, slot_number
 
 
 @dataclass
@@ -46,7 +46,7 @@ class RankSlots:
 
     def find(self, step_id: StepId) -> PooledSlot | None:
         """The slot with this sealed, live image; None if there is none."""
-        return self._first(lambda slot_set: slot_set.table.holds(step_id))
+        return self._first(lambda slot_set: slot_set.table.find_slot(step_id))
 
     def named(self, name: str) -> PooledSlot | None:
         """The slot with this name; None if there is none."""
@@ -54,24 +54,28 @@ class RankSlots:
 
     def filling(self) -> PooledSlot | None:
         """The slot that the trainer fills now; None if there is none."""
-        return self._first(lambda slot_set: slot_set.table.assigned)
+        return self._first(lambda slot_set: slot_set.table.assigned_slot_index)
 
     def _first(self, where: Callable[[SlotSet], int | None]) -> PooledSlot | None:
         found = ((slot_set, where(slot_set)) for slot_set in self.slot_sets.values())
         return next((PooledSlot(at, index) for at, index in found if index is not None), None)
 
-    def sealed(self) -> list[StepId]:
+    def list_sealed_steps(self) -> list[StepId]:
         """Live images of all slot sets, oldest first."""
         return sorted(
-            {step_id for slot_set in self.slot_sets.values() for step_id in slot_set.table.sealed()}
+            {
+                step_id
+                for slot_set in self.slot_sets.values()
+                for step_id in slot_set.table.list_sealed_steps()
+            }
         )
 
     @property
-    def taken_bytes(self) -> int:
-        sizes = (slot_set.size_bytes for slot_set in self.slot_sets.values())
+    def reserved_bytes(self) -> int:
+        sizes = (slot_set.target_size_bytes for slot_set in self.slot_sets.values())
         return sum(sizes) + self.bases.size_bytes
 
-    def refer_to_base(self, slot: PooledSlot, control: ControlPage) -> bool:
+    def register_base_reference(self, slot: PooledSlot, control: ControlPage) -> bool:
         """The image in this slot is sealed with `control`. False if the base that it refers to is
         not here."""
         if control.base is not None and self.bases.find(control.base) is None:
@@ -79,7 +83,7 @@ class RankSlots:
         slot.slot_set.uses[slot.index] = replace(slot.slot_set.uses[slot.index], base=control.base)
         return True
 
-    def free_bases(self) -> list[SlotFile]:
+    def free_unused_bases(self) -> list[SlotFile]:
         """Give up the bases to which no image refers any more, but not the one to which the
         trainer's next image will. Returns their files."""
         return self.bases.give_up_besides(
@@ -114,7 +118,7 @@ class SlotPool:
         """The slot with this image; None if there is none."""
         return self.ranks[rank].find(step_id) if rank in self.ranks else None
 
-    def images(self, step_id: StepId) -> dict[int, PooledSlot]:
+    def find_slots_by_rank(self, step_id: StepId) -> dict[int, PooledSlot]:
         """By rank, the slots with an image of this step."""
         return {rank: at for rank, slots in self.ranks.items() if (at := slots.find(step_id))}
 
@@ -123,14 +127,14 @@ class SlotPool:
         """Bytes that all slots take now."""
         return sum(len(file.view) for file in self.files())
 
-    def gone_sets(self, world: int) -> list[SlotSet]:
+    def list_departed_slot_sets(self, world: int) -> list[SlotSet]:
         """The slot sets of ranks that a world of this size does not have, or that moved to another
         machine. They are not free before the first images of those that train here."""
         found = self.ranks.items()
         gone = (slots for rank, slots in found if rank >= world or rank in self.moved)
         return [other for slots in gone for other in slots.slot_sets.values()]
 
-    def here(self) -> dict[int, RankSlots]:
+    def list_current_rank_slots(self) -> dict[int, RankSlots]:
         """Ranks with slots, without ranks that the current, smaller world does not have, and
         without those that moved to another machine."""
         return {
@@ -144,7 +148,7 @@ class SlotPool:
     def files(self) -> Iterator[SlotFile]:
         for slots in self.ranks.values():
             for slot_set in (*slots.slot_sets.values(), *slots.bases.sets.values()):
-                yield from slot_set.all()
+                yield from slot_set.iter_files()
 
     # --- start and end -----------------------------------------------------------------------
 
@@ -159,7 +163,7 @@ class SlotPool:
             try:
                 with open_rank_directory(directory) as fd:
                     names = sorted(os.listdir(fd))
-                    for name in filter(is_unfinished, names):
+                    for name in filter(is_unfinished_slot_name, names):
                         _remove(name, fd)
             except OSError as error:  # a trainer made the directory for itself
                 warn("slot.unreadable", rank=rank, path=str(directory), error=str(error))
@@ -169,7 +173,7 @@ class SlotPool:
             # bases first: an image is adopted with its base
             for file in sorted(filter(None, found), key=lambda file: not file.layout.is_base):
                 self._adopt(slots, file)
-            self.unlink(slots.free_bases())
+            self.unlink(slots.free_unused_bases())
 
     def _mapped(self, slots: RankSlots, path: Path) -> SlotFile | None:
         try:
@@ -188,7 +192,7 @@ class SlotPool:
     def _adopt(self, slots: RankSlots, file: SlotFile) -> None:
         layout, control = file.layout, file.control()
         if control is not None and (control.run != self._run or control.layout != layout.id):
-            file.erase()
+            file.invalidate_image()
             control = None
         if layout.is_base:
             if not slots.bases.adopt(file, control):
@@ -196,12 +200,12 @@ class SlotPool:
             return
         if control is not None and control.base and slots.bases.find(control.base) is None:
             warn("slot.file_discarded", rank=slots.rank, slot=file.name, reason="its base is gone")
-            file.erase()
+            file.invalidate_image()
             control = None
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slot_set.adopt(file, control)
         slots.world = layout.world
-        info("slot.adopted", rank=slots.rank, slot=file.name, step=control and str(control.id))
+        info("slot.adopted", rank=slots.rank, slot=file.name, step=control and str(control.step_id))
 
     def settle(self, rank: int, *, holding: tuple[str, ...], trusted: bool) -> tuple[str, ...]:
         """The rank's trainer says which slots it fills. Returns the slots with which it may go on.
@@ -223,7 +227,7 @@ class SlotPool:
     def _hold(self, slots: RankSlots, name: str) -> bool:
         if (already := slots.filling()) is not None:
             return already.file.name == name
-        return any(slot_set.hold(name) for slot_set in slots.slot_sets.values())
+        return any(slot_set.restore_assignment(name) for slot_set in slots.slot_sets.values())
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -248,11 +252,11 @@ class SlotPool:
             warn(
                 "slot.image_refused", rank=rank, step=str(step_id), path=str(file.path), reason=why
             )
-            if not (file.lacks() and slot.slot_set.lose(slot.index)):
-                slot.slot_set.table.forget(lambda sealed: sealed == step_id)
+            if not (file.describe_damage() and slot.slot_set.discard_slot(slot.index)):
+                slot.slot_set.table.mark_dead_images(lambda sealed: sealed == step_id)
         return None
 
-    def base_of(self, slot: PooledSlot) -> PooledSlot | None:
+    def find_base_slot(self, slot: PooledSlot) -> PooledSlot | None:
         """The slot with the base to which the image in `slot` refers; None if it has none."""
         return None if slot.base is None else self.rank(slot.layout.rank).bases.find(slot.base)
 
@@ -260,7 +264,7 @@ class SlotPool:
         """Why the base of this image cannot be used; '' when it can, or there is none."""
         if (ref := slot.base) is None:
             return ""
-        if (base := self.base_of(slot)) is None:
+        if (base := self.find_base_slot(slot)) is None:
             return "its base is gone"
         rejected = "a trainer could not use it" if str(base.file.path) in bad else ""
         why = rejected or base.file.damage_text(ref.step, run=self._run)
@@ -272,18 +276,18 @@ class SlotPool:
         return [
             slots
             for slots in self.ranks.values()
-            if self.directories.lacks(slots.rank)
+            if self.directories.is_directory_missing(slots.rank)
             or any(
                 self._lacks(file)
                 for each in (*slots.slot_sets.values(), *slots.bases.sets.values())
-                for file in each.all()
+                for file in each.iter_files()
             )
         ]
 
     def _lacks(self, file: SlotFile) -> str:
         """What the file lost by others' doing, or "trainers that see it"; '' when nothing."""
         unseen = file.huge and self.directories.huge is None
-        return "trainers that see it" if unseen else file.lacks()
+        return "trainers that see it" if unseen else file.describe_damage()
 
     def drop_damaged(self, slots: RankSlots, *, cut_off_only: bool = False) -> None:
         """Drop the slots that others damaged, except slots that are still being read.
@@ -299,17 +303,19 @@ class SlotPool:
             return True
 
         for slot_set in slots.slot_sets.values():
-            for index in [index for index, file in slot_set.present() if lost(file)]:
-                slot_set.lose(index)
+            for index in [
+                index for index, file in slot_set.iterate_files_without_orphans() if lost(file)
+            ]:
+                slot_set.discard_slot(index)
             for file in slot_set.drop_orphans(lost):
                 file.unlink()
         for lost_step in slots.bases.drop(lost):
             for slot_set in slots.slot_sets.values():
-                slot_set.forget_base(lost_step)
+                slot_set.discard_images_of_base(lost_step)
 
     # --- changes -----------------------------------------------------------------------------
 
-    def reclaim_slot(self, rank: int) -> StepId | None:
+    def free_unfinished_slot(self, rank: int) -> StepId | None:
         """The trainer has died, so free its unfinished slot. Returns the step in it, if sealed.
 
         The trainer may have died between seal and report, or before it zeroed the slot.
@@ -318,12 +324,16 @@ class SlotPool:
         if (filling := slots.filling()) is None:
             return None
         control = filling.file.control()
-        keep = control.id if control is not None and control.run == self._run else None
-        if control is not None and keep is not None and not slots.refer_to_base(filling, control):
+        keep = control.step_id if control is not None and control.run == self._run else None
+        if (
+            control is not None
+            and keep is not None
+            and not slots.register_base_reference(filling, control)
+        ):
             keep = None
         if keep is None:
-            filling.file.erase()
-        filling.release(keep=keep)
+            filling.file.invalidate_image()
+        filling.finish_filling(keep=keep)
         return keep
 
     def holds_old_layouts(self, slots: RankSlots) -> bool:
@@ -341,10 +351,10 @@ class SlotPool:
         freed = False
         if common is None:
             return freed
-        running = {*self.here(), *alive}
+        running = {*self.list_current_rank_slots(), *alive}
         for rank, slots in self.ranks.items():
             for key, slot_set in list(slots.slot_sets.items()):
-                newest = max(slot_set.table.sealed(), default=None)
+                newest = max(slot_set.table.list_sealed_steps(), default=None)
                 # A straggler of a rank that is gone may still fill its slot. It then writes to
                 # memory that nothing reads.
                 states = {SlotState.LOADING} | ({SlotState.ASSIGNED} if rank in running else set())
@@ -358,7 +368,7 @@ class SlotPool:
                     slot_set.target = 0
                     self.unlink([*slot_set.files, *slot_set.drop_orphans()])
                     freed = True
-            self.unlink(slots.free_bases())
+            self.unlink(slots.free_unused_bases())
         return freed
 
     def unlink(self, files: list[SlotFile]) -> None:
@@ -367,7 +377,7 @@ class SlotPool:
             info("slot.removed", level=logging.DEBUG, slot=file.name)
             file.unlink()
 
-    def forget_all(self) -> None:
+    def free_all_slots(self) -> None:
         """Free all memory: the run has ended."""
         for slots in self.ranks.values():
             for slot_set in slots.slot_sets.values():
@@ -433,24 +443,24 @@ class PooledSlot:
     @property
     def shard(self) -> Shard:
         """The shard that its image is. Only for a slot that holds one."""
-        assert self.live is not None
+        assert self.restorable_step is not None
         return Shard(
-            step_id=self.live,
+            step_id=self.restorable_step,
             rank=self.layout.rank,
             world=self.layout.world,
             size_bytes=self.layout.size_bytes,
-            alike=self.layout.alike,
+            alike=self.layout.identical_ranks,
         )
 
     @property
-    def tier(self) -> Tier:
+    def source_tier(self) -> Tier:
         """Where its image came from."""
         return self.slot_set.uses[self.index].tier
 
     @property
-    def live(self) -> StepId | None:
+    def restorable_step(self) -> StepId | None:
         """The step that can be restored from this slot now; None if there is none."""
-        return self.slot_set.table.slots[self.index].live
+        return self.slot_set.table.slots[self.index].restorable_step
 
     @property
     def base(self) -> BaseRef | None:
@@ -460,9 +470,9 @@ class PooledSlot:
     @property
     def assigned(self) -> bool:
         """Whether the trainer fills this slot."""
-        return self.slot_set.table.assigned == self.index
+        return self.slot_set.table.assigned_slot_index == self.index
 
-    def used(self, generation: int) -> bool:
+    def is_current_generation(self, generation: int) -> bool:
         """Whether `generation` is the slot's newest use."""
         return self.slot_set.uses[self.index].generation in (None, generation)
 
@@ -472,7 +482,7 @@ class PooledSlot:
         uses[self.index] = replace(uses[self.index], tier=tier)
         self.slot_set.table.seal(self.index, step_id)
 
-    def release(self, *, keep: StepId | None = None) -> None:
+    def finish_filling(self, *, keep: StepId | None = None) -> None:
         """The slot is no longer filled; see `SlotTable.release`."""
         self.slot_set.table.release(self.index, keep=keep)
 
@@ -514,7 +524,7 @@ class SlotSet:
             self.orphans[file.name] = file
         else:
             index = self.add(file)
-            self.table.adopt(index, control.id)
+            self.table.adopt(index, control.step_id)
             self.uses[index] = Assignment(base=control.base)
 
     def admit_orphans(self) -> None:
@@ -537,7 +547,7 @@ class SlotSet:
         self.table.remove(index)
         return self.files[index]
 
-    def lose(self, index: int) -> bool:
+    def discard_slot(self, index: int) -> bool:
         """Give up a slot that lost its name or bytes. Returns False while the slot is being read or
         loaded; the caller tries again later."""
         slot = self.table.slots[index]
@@ -547,21 +557,21 @@ class SlotSet:
         self.files[index].unlink()
         return True
 
-    def forget_base(self, step: StepId) -> None:
+    def discard_images_of_base(self, step: StepId) -> None:
         """Images that refer to the base of this step are no candidates any more."""
         uses = zip(self.table.slots, self.uses, strict=True)
-        lost = {slot.live for slot, use in uses if use.base and use.base.step == step}
-        self.table.forget(lost.__contains__)
+        lost = {slot.restorable_step for slot, use in uses if use.base and use.base.step == step}
+        self.table.mark_dead_images(lost.__contains__)
 
     def give_up_slots(self, *, keep: int) -> list[SlotFile]:
         """Give up all slots except those with the newest `keep` images and those in use.
 
         Returns their files. Their indices are never used again.
         """
-        sealed = self.table.sealed()
+        sealed = self.table.list_sealed_steps()
         expendable = sealed[:-keep] if keep else sealed
         given_up = self.drop_orphans()
-        while (index := self.table.reserve_slot(expendable)) is not None:
+        while (index := self.table.reserve_slot_for_load(expendable)) is not None:
             self.table.remove(index)
             given_up.append(self.files[index])
         self.target = len(self._there())
@@ -588,13 +598,13 @@ class SlotSet:
         ranks of other machines might find no step in common, even while the last slot waits."""
         return 2 if self.count < (self.target if self.shared_run else self.needed_count) else 0
 
-    def assigned(self) -> AssignedSlot | None:
+    def find_assigned_slot(self) -> AssignedSlot | None:
         """The slot that is being filled, as `assign` returned it; None if there is none."""
-        if (index := self.table.assigned) is None:
+        if (index := self.table.assigned_slot_index) is None:
             return None
         return AssignedSlot(index, self.uses[index].generation or 0, None)
 
-    def hold(self, name: str) -> bool:
+    def restore_assignment(self, name: str) -> bool:
         """A live trainer has been filling this slot since before the sidecar started. Returns False
         if the slot is not in this slot set, if its former image is being read because no trainer
         had claimed the slot, or if the trainer fills another slot.
@@ -607,11 +617,11 @@ class SlotSet:
             index = found
         else:
             return False
-        assigned = self.table.assigned
+        assigned = self.table.assigned_slot_index
         if self.table.slots[index].pinned or assigned not in (None, index):
             return False
         if assigned is None:
-            self.table.hold(index)
+            self.table.restore_assignment(index)
             self.uses[index] = Assignment(None, base=self.uses[index].base)
         return True
 
@@ -629,7 +639,7 @@ class SlotSet:
         return self.target - self.postponed
 
     @property
-    def size_bytes(self) -> int:
+    def target_size_bytes(self) -> int:
         """Bytes that this slot set takes once all its slots are made."""
         return max(self.target, self.count) * self.layout.size_bytes
 
@@ -643,13 +653,13 @@ class SlotSet:
         slots = enumerate(self.table.slots)
         return [index for index, slot in slots if slot.state is not SlotState.REMOVED]
 
-    def present(self) -> Iterator[tuple[int, SlotFile]]:
+    def iterate_files_without_orphans(self) -> Iterator[tuple[int, SlotFile]]:
         """(index, file) of all slots without orphans."""
         return ((index, self.files[index]) for index in self._there())
 
-    def all(self) -> Iterator[SlotFile]:
+    def iter_files(self) -> Iterator[SlotFile]:
         """The files of all slots, orphans included."""
-        yield from (file for _, file in self.present())
+        yield from (file for _, file in self.iterate_files_without_orphans())
         yield from self.orphans.values()
 
 
@@ -671,37 +681,37 @@ class BaseSlots:
     @property
     def size_bytes(self) -> int:
         """Bytes that they take once all wanted ones are made."""
-        return sum(slot_set.size_bytes for slot_set in self.sets.values())
+        return sum(slot_set.target_size_bytes for slot_set in self.sets.values())
 
-    def use_base(self, layout: Layout | None, step: StepId | None) -> SlotSet | None:
+    def set_base_layout(self, layout: Layout | None, step: StepId | None) -> SlotSet | None:
         """From now on the trainer's images refer to a base of this layout, or to none. `step`: the
         one that it has filled. Returns the set in which a slot must be made, if one must."""
         self.current, self.step = None, None
         if layout is None:
             return None
         slot_set = self.current = self.sets.setdefault(layout.id, SlotSet(layout))
-        if step is not None and slot_set.table.holds(step) is not None:
+        if step is not None and slot_set.table.find_slot(step) is not None:
             self.step = step
         elif self._empty(slot_set) is None:
             slot_set.target, slot_set.failure = slot_set.count + 1, ""
             return slot_set
         return None
 
-    def granted(self) -> SlotFile | None:
+    def find_current_base_file(self) -> SlotFile | None:
         """The file of the base to which the trainer's next image refers; None while it is made."""
         if self.current is None:
             return None
         empty, step = self._empty(self.current), self.step
-        index = empty if step is None else self.current.table.holds(step)
+        index = empty if step is None else self.current.table.find_slot(step)
         return None if index is None else self.current.files[index]
 
     def find(self, ref: BaseRef) -> PooledSlot | None:
         """The slot with this base, which its trainer may just have sealed."""
         if (slot_set := self.sets.get(ref.layout)) is None:
             return None
-        if (index := slot_set.table.holds(ref.step)) is None:
+        if (index := slot_set.table.find_slot(ref.step)) is None:
             index = self._empty(slot_set)
-            if index is None or not ref.names(slot_set.files[index].control()):
+            if index is None or not ref.matches_control_page(slot_set.files[index].control()):
                 return None
             slot_set.table.adopt(index, ref.step)
             if slot_set is self.current:
@@ -722,9 +732,9 @@ class BaseSlots:
             kept.add((self.current.layout.id, self.step))
         given_up: list[SlotFile] = []
         for key, slot_set in list(self.sets.items()):
-            for index, file in list(slot_set.present()):
+            for index, file in list(slot_set.iterate_files_without_orphans()):
                 slot = slot_set.table.slots[index]
-                if slot.state is not SlotState.LOADING and (key, slot.live) not in kept:
+                if slot.state is not SlotState.LOADING and (key, slot.restorable_step) not in kept:
                     slot_set.table.remove(index)
                     given_up.append(file)
             if slot_set is not self.current:
@@ -737,9 +747,9 @@ class BaseSlots:
         """Give up the bases that `lost` selects. Returns the steps that first referred to them."""
         steps: list[StepId] = []
         for slot_set in self.sets.values():
-            for index, file in list(slot_set.present()):
+            for index, file in list(slot_set.iterate_files_without_orphans()):
                 if lost(file):
-                    steps += filter(None, [slot_set.table.slots[index].live])
+                    steps += filter(None, [slot_set.table.slots[index].restorable_step])
                     slot_set.table.remove(index)
                     file.unlink()
         return steps

@@ -11,7 +11,14 @@ import msgspec
 
 from keepstep.errors import UsageError
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.member_reports import LeaderReply, MemberReport, Peer, Pins, Report, ReportReply
+from keepstep.wire.member_reports import (
+    LeaderReply,
+    MemberReport,
+    Peer,
+    PinnedSteps,
+    Report,
+    ReportReply,
+)
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.leader.host import Host
 from keepstep_sidecar.log import RareWarning
@@ -76,21 +83,21 @@ class Channel:
         """Send a report, and return the answer. Raises ReportFailed."""
         raise NotImplementedError
 
-    def take(self, frame: bytes) -> None:
+    def handle_frame(self, frame: bytes) -> None:
         """A frame of the leader."""
         raise NotImplementedError
 
     @property
-    def asked(self) -> bool:
+    def is_report_due(self) -> bool:
         """Whether a report is wanted now. A leader that ends waits until it knows that its last
         reply was acted on, and a person waits until it knows the pins. A pod that leaves has no
         time to lose. A list of peers is repeated until the leader knows that it has arrived."""
         new = self._peers_version != self._sent_version
         return self._closing or self._pinned or new or self._leaves() != self._left
 
-    def pin(self, pinned: Collection[StepId]) -> None:
+    def set_pins(self, pinned: Collection[StepId]) -> None:
         """From now on these steps are pinned, once the leader has said so."""
-        self.pins = Pins(version=self.pins.version + 1, steps=tuple(sorted(pinned)))
+        self.pins = PinnedSteps(version=self.pins.version + 1, steps=tuple(sorted(pinned)))
         self._pinned = True
         self._changes.ring()
 
@@ -148,12 +155,12 @@ class OwnChannel(Channel):
         host.own = self.take_reply
 
     async def __aexit__(self, *_: object) -> None:
-        await self._host.finish(timeout_s=_LAST_WORD_S)
+        await self._host.wait_for_members(timeout_s=_LAST_WORD_S)
         await super().__aexit__()
         await self._last()
         self._host.close()
 
-    def take(self, frame: bytes) -> None:
+    def handle_frame(self, frame: bytes) -> None:
         """A frame of another leader: this one does not answer itself."""
 
     async def exchange(self, report: Report) -> ReportReply:
@@ -174,7 +181,7 @@ class LinkChannel(Channel):
         super().__init__(link, **options)
         self._leader, self.address = link, link.address
 
-    def take(self, frame: bytes) -> None:
+    def handle_frame(self, frame: bytes) -> None:
         """A frame of the leader."""
         try:
             self.take_reply(_decode(frame))

@@ -19,7 +19,7 @@ from keepstep.leader.leader import Leader
 from keepstep.leader.run_report import build_run_report, fit_to_size
 from keepstep.wire.run_reports import LeaderAnswer, RunReport
 from keepstep_sidecar.concurrency import ChangeNotifier
-from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import OperatorAccess
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import ReportFailed
 from keepstep_sidecar.report.reporter import Rhythm
@@ -44,7 +44,7 @@ class OperatorReporter:
 
     def __init__(
         self,
-        config: Reporting,
+        config: OperatorAccess,
         leader: Leader,
         changes: ChangeNotifier,
         *,
@@ -67,7 +67,7 @@ class OperatorReporter:
             await self._report()
             await self._until_due()
 
-    async def last(self) -> None:
+    async def report_shutdown(self) -> None:
         """Report the end of this sidecar, if the operator answers at all."""
         if not self._failures:
             try:
@@ -81,7 +81,7 @@ class OperatorReporter:
     async def _until_due(self) -> None:
         """Return when the operator's interval is over; sooner for what a person would act on."""
         chance, began, seen = random.random(), time.monotonic(), self._changes.count
-        pause_s = self._rhythm.silence_s(urgent=False, chance=chance)
+        pause_s = self._rhythm.max_report_interval_s(urgent=False, chance=chance)
         if self._failures:
             pause_s = self._rhythm.backoff_s(self._failures, broken=self._broken, chance=chance)
         while (left_s := began + pause_s - time.monotonic()) > 0:
@@ -130,7 +130,7 @@ class OperatorReporter:
         self._logged.clear()
         self._sent = self._news(report)
         self._sequence += 1
-        self._rhythm = Rhythm.of(answer.interval_s, _LEAST_GAP_S)
+        self._rhythm = Rhythm.clamped_to_bounds(answer.interval_s, _LEAST_GAP_S)
         self._answered(answer)
 
     def _failed(self, failure: ReportFailed) -> None:
@@ -150,7 +150,7 @@ class OperatorReporter:
         except UsageError as error:
             raise ReportFailed("token", str(error)) from error
         try:
-            trust = await asyncio.to_thread(self._config.trust)
+            trust = await asyncio.to_thread(self._config.make_ssl_context)
         except UsageError as error:
             raise ReportFailed("authorities", str(error)) from error
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}

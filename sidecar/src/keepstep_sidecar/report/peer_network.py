@@ -16,11 +16,11 @@ from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.operator_reporter import OperatorReporter
 from keepstep_sidecar.tiers.peer.secret import SecretCredentials, read_secret
 from keepstep_sidecar.tiers.peer.tier import PeerTier
-from keepstep_sidecar.tiers.peer.tls import Credentials, IssuedCredentials
+from keepstep_sidecar.tiers.peer.tls import IssuedCredentials, TlsContextSource
 from keepstep_sidecar.volume.volume import VolumeSet
 
 
-class PeerNetwork:
+class PeerConnectionFactory:
     """The other machines of the run, as this one reaches them. `host`: that of the leader, if it is
     here. Raises UsageError."""
 
@@ -28,7 +28,7 @@ class PeerNetwork:
         self._config = config
         self._reporting = config.reporting
         self._issued: IssuedCredentials | None = None
-        self._credentials: Credentials
+        self._credentials: TlsContextSource
         if self._reporting is not None:
             self._credentials = self._issued = IssuedCredentials(self._reporting)
             self._authorities = self._reporting.authorities()
@@ -37,11 +37,15 @@ class PeerNetwork:
             self._credentials = SecretCredentials(secret, config.run, config.node_rank)
         self._hub: Hub | None = None
         if host is not None:
-            self._hub = Hub(host.receive_frame, host.gone, nodes=host.leader.nodes or MOST_NODES)
+            self._hub = Hub(
+                host.receive_member_frame,
+                host.handle_disconnect,
+                nodes=host.leader.nodes or MOST_NODES,
+            )
         self._refused: Callable[[], Iterable[str]] = tuple
         self._link: LeaderConnection | None = None
 
-    def peers(self, volumes: VolumeSet) -> PeerTier:
+    def build_peer_tier(self, volumes: VolumeSet) -> PeerTier:
         """The peer tier of this machine. It serves the leader's members, too."""
         config = self._config
         assert config.peer_settings is not None, "Config checks that"
@@ -69,10 +73,14 @@ class PeerNetwork:
         if self._reporting is None:
             return None
         return OperatorReporter(
-            self._reporting, host.leader, changes, answered=host.answered, follow=host.follow
+            self._reporting,
+            host.leader,
+            changes,
+            answered=host.answered,
+            follow=host.run_periodic_checks,
         )
 
-    async def learn(self, authorities: str) -> None:
+    async def trust_authorities(self, authorities: str) -> None:
         """Trust these authorities of the operator from now on, in place of those known so far. A
         new authority signs only a day after it was announced, and the key of an old one may be in
         other hands."""
@@ -80,7 +88,7 @@ class PeerNetwork:
             return
         self._authorities = authorities
         try:
-            await asyncio.to_thread(self._reporting.learn, authorities)
+            await asyncio.to_thread(self._reporting.trust_authorities, authorities)
         except (UsageError, OSError) as error:
             warn("certificate.authorities_update_failed", error=str(error))
         else:

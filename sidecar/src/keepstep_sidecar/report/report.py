@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from keepstep.core.commit_rule import RankReport, ReportedTier, merge_equal_reports
-from keepstep.core.shard import Ranks, Shard, StepShards
-from keepstep.steps import IN_POD, Answer, Epoch, StepId, Tier
+from keepstep.core.shard import Ranks, Shard, ShardsOfStep
+from keepstep.steps import IN_POD, Epoch, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import (
     Report,
     ReportedGoodput,
@@ -20,14 +20,14 @@ from keepstep.wire.member_reports import (
     ReportedVolume,
 )
 from keepstep.wire.run_reports import SaveOverhead
-from keepstep.wire.status import TierProgress, VolumeStatus, VolumeUsage
+from keepstep.wire.status import RemoteTierProgress, VolumeStatus, VolumeUsage
 from keepstep_sidecar import __version__
 from keepstep_sidecar.api import status as shown_status
-from keepstep_sidecar.api.lifecycle import SidecarService
+from keepstep_sidecar.api.sidecar_service import SidecarService
 from keepstep_sidecar.history import MachineHistory
 from keepstep_sidecar.volume.volume import Volume
 
-_NOTHING = dict.fromkeys(IN_POD, ReportedTier.of(()))
+_NOTHING = dict.fromkeys(IN_POD, ReportedTier.from_shards(()))
 _RESTART_S = 120.0
 """A trainer that takes longer to come back will find the leader's plan anyway."""
 _WARNINGS = 10
@@ -40,12 +40,15 @@ def is_urgent(service: SidecarService) -> bool:
     to vote, or if a rank that holds something has just lost its trainer and will restore what all
     ranks have."""
     recent = time.monotonic() - service.saving.changed_at < _RESTART_S
-    restoring = any(service.leases.restores(rank) for rank in service.node_host.copies.ranks())
+    restoring = any(
+        service.leases.is_rank_awaiting_restore(rank)
+        for rank in service.node_host.copies.list_ranks_ever_held()
+    )
     awaited = service.step_waits.awaited > 0 or bool(service.restoring.votes.waits)
     return awaited or bool(service.remote_tiers.awaits) or (recent and restoring)
 
 
-def build_report(
+def build_member_report(
     service: SidecarService, volumes: tuple[VolumeStatus, ...], *, sequence: int
 ) -> Report:
     """The whole report, with an entry for each rank. `volumes`: measured just before, because that
@@ -69,10 +72,10 @@ def build_report(
         ),
         peer_address=service.remote_tiers.address,
         tiers={
-            tier: TierProgress(**_part_of(status, TierProgress))
+            tier: RemoteTierProgress(**_part_of(status, RemoteTierProgress))
             for tier, status in service.remote_tiers.statuses().items()
         },
-        failures=node_host.restart.known_failures(),
+        failures=node_host.restart.list_all_known_failures(),
         goodput=_goodput(service.history),
         refusals=max(service.restoring.refusals.values(), default=0),
         refused=service.restoring.refused[:_REFUSED_CHARACTERS],
@@ -81,11 +84,14 @@ def build_report(
 
 def _goodput(history: MachineHistory) -> ReportedGoodput | None:
     goodput = history.goodput()
-    return None if goodput is None else ReportedGoodput.of(goodput, history.id)
+    return None if goodput is None else ReportedGoodput.from_goodput(goodput, history.id)
 
 
 def _stall(service: SidecarService) -> SaveOverhead:
-    counted = [service.saving.of(rank) for rank in service.node_host.copies.ranks()]
+    counted = [
+        service.saving.get_rank_counters(rank)
+        for rank in service.node_host.copies.list_ranks_ever_held()
+    ]
     return SaveOverhead(
         skipped=sum(sum(counts.skipped.values()) for counts in counted),
         discarded=sum(counts.discarded for counts in counted),
@@ -109,16 +115,18 @@ def _ranks(service: SidecarService) -> tuple[ReportedRanks, ...]:
     """The ranks of this pod, and those of other pods of which it knows something. A rank that moved
     to another pod is the latter as soon as nothing of it is left here."""
     kept: dict[int, list[Shard]] = {}
-    for shard in service.remote_tiers.kept():
+    for shard in service.remote_tiers.list_copies_for_others():
         kept.setdefault(shard.rank, []).append(shard)
-    here = [rank for rank in service.node_host.copies.ranks() if not _left(service, rank)]
+    here = [
+        rank for rank in service.node_host.copies.list_ranks_ever_held() if not _left(service, rank)
+    ]
     own = (_rank(service, rank, kept.get(rank, ())) for rank in here)
     return (*own, *reports_of_others(service, kept, here=set(here)))
 
 
 def _left(service: SidecarService, rank: int) -> bool:
     held = service.node_host.copies.of_rank(rank)
-    nothing = not held[Tier.MEMORY].shards and held[Tier.LOCAL].answer is Answer.NONE
+    nothing = not held[Tier.MEMORY].shards and held[Tier.LOCAL].answer is TierAnswer.NONE
     return rank in service.slots.moved and nothing
 
 
@@ -127,9 +135,9 @@ def _rank(service: SidecarService, rank: int, kept: Collection[Shard]) -> Report
     it before."""
     return ReportedRanks(
         ranks=Ranks.of((rank,)),
-        world=service.node_host.copies.world(rank),
+        world=service.node_host.copies.world_size_of_rank(rank),
         alive=service.leases.of(rank) is not None,
-        staged=service.saving.of(rank).staged,
+        staged=service.saving.get_rank_counters(rank).staged,
         tiers=_tiers(_own(service, rank), kept),
     )
 
@@ -145,7 +153,7 @@ def _tiers(held: RankReport, kept: Collection[Shard]) -> dict[Tier, ReportedTier
 
 
 def _found(shards: Mapping[Tier, Sequence[Shard]]) -> dict[Tier, ReportedTier]:
-    return {tier: ReportedTier.of(found) for tier, found in shards.items() if found}
+    return {tier: ReportedTier.from_shards(found) for tier, found in shards.items() if found}
 
 
 def _own(service: SidecarService, rank: int) -> RankReport:
@@ -154,7 +162,9 @@ def _own(service: SidecarService, rank: int) -> RankReport:
     for tier, held in service.node_host.copies.of_rank(rank).items():
         shards = service.node_host.epochs.without_foreign(held.shards)
         emptied = bool(held.shards) and not shards
-        found[tier] = replace(held, shards=shards, answer=Answer.NONE if emptied else held.answer)
+        found[tier] = replace(
+            held, shards=shards, answer=TierAnswer.NONE if emptied else held.answer
+        )
     return found
 
 
@@ -190,11 +200,11 @@ def reports_of_others(
     archived = _archived(service)
     ranks = sorted({*kept, *archived}.difference(here))
     return tuple(
-        report_of_other(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks
+        report_other_pods_rank(rank, kept.get(rank, ()), archived.get(rank, ())) for rank in ranks
     )
 
 
-def report_of_other(
+def report_other_pods_rank(
     rank: int, kept: Collection[Shard], archived: Sequence[Shard] = ()
 ) -> ReportedRanks:
     """A rank of another pod, of which this pod knows some shard."""
@@ -213,11 +223,11 @@ def _archived(service: SidecarService) -> dict[int, list[Shard]]:
     if Tier.ARCHIVE not in node_host.remotes.tiers:
         return shards
     left = _MOST_COPIES
-    for step_id in sorted(node_host.remotes.complete, reverse=True)[:_MOST_STEPS]:
+    for step_id in sorted(node_host.remotes.complete_steps, reverse=True)[:_MOST_STEPS]:
         if _speaks_for_all(service, step_id):
-            if (left := left - len(node_host.remotes.of(step_id))) < 0:
+            if (left := left - len(node_host.remotes.find_copies_by_rank(step_id))) < 0:
                 break
-            for rank, places in node_host.remotes.of(step_id).items():
+            for rank, places in node_host.remotes.find_copies_by_rank(step_id).items():
                 found = [source.shard for source in places if source.tier is Tier.ARCHIVE]
                 shards.setdefault(rank, []).extend(node_host.epochs.without_foreign(found[:1]))
     return {rank: found for rank, found in shards.items() if found}
@@ -225,7 +235,9 @@ def _archived(service: SidecarService) -> dict[int, list[Shard]]:
 
 def _speaks_for_all(service: SidecarService, step_id: StepId) -> bool:
     world = service.node_host.copies.world_of(step_id)
-    return world is not None and not {0, world - 1}.isdisjoint(service.node_host.copies.ranks())
+    return world is not None and not {0, world - 1}.isdisjoint(
+        service.node_host.copies.list_ranks_ever_held()
+    )
 
 
 # --- changes --------------------------------------------------------------------------------------
@@ -235,7 +247,7 @@ def _speaks_for_all(service: SidecarService, step_id: StepId) -> bool:
 # cannot be told as a change is told whole.
 
 
-def report_changes(known: Report | None, now: Report) -> Report:
+def reduce_to_changes(known: Report | None, now: Report) -> Report:
     """`now`, reduced to what changed since `known`, which the leader answered. It is whole if
     `known` is None, or if something that `known` named is no longer there. Ranks of which it says
     the same have one entry together."""
@@ -307,7 +319,7 @@ def _moved(before: ReportedTier | None, now: ReportedTier) -> ReportedTier | Non
     )
 
 
-def report_news(report: Report) -> Report:
+def strip_volatile_fields(report: Report) -> Report:
     """The report without what changes all the time and can wait for the next report. If it equals
     the last one, there is no news."""
     steady = (replace(volume, used_bytes=0, free_bytes=0) for volume in report.volumes)
@@ -322,13 +334,14 @@ def report_news(report: Report) -> Report:
 
 
 def pressing_news(fresh_report: Report) -> Report:
-    """Of the `report_news` of a report, what other machines wait for: a commit needs the newest
-    step that each rank has written, not what memory and buddies hold, nor what is deleted."""
+    """Of the `strip_volatile_fields` of a report, what other machines wait for: a commit needs the
+    newest step that each rank has written, not what memory and buddies hold, nor what is
+    deleted."""
     return replace(
         fresh_report,
         ranks=tuple(map(_pressing, fresh_report.ranks)),
         tiers={
-            tier: TierProgress(where=progress.where, trouble=progress.trouble)
+            tier: RemoteTierProgress(where=progress.where, trouble=progress.trouble)
             for tier, progress in fresh_report.tiers.items()
         },
     )
@@ -344,5 +357,5 @@ def _pressing(report: ReportedRanks) -> ReportedRanks:
     return ReportedRanks(ranks=report.ranks, world=report.world, alive=report.alive, tiers=tiers)
 
 
-def _newest(shards: Sequence[StepShards]) -> tuple[StepShards, ...]:
+def _newest(shards: Sequence[ShardsOfStep]) -> tuple[ShardsOfStep, ...]:
     return (max(shards, key=lambda shard: shard.step_id),) if shards else ()

@@ -16,15 +16,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from keepstep.core.vote import NEVER
+from keepstep.core.restore_vote import NEVER
 from keepstep.errors import KeepstepError
 from keepstep.wire.member_reports import Report, ReportReply
 from keepstep.wire.status import VolumeStatus
-from keepstep_sidecar.commit.leader_notes import ReportingState
+from keepstep_sidecar.commit.leader_state_record import ReportingState
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.report.leader_channel import Channel, ReportFailed
-from keepstep_sidecar.report.report import pressing_news, report_changes, report_news
+from keepstep_sidecar.report.report import pressing_news, reduce_to_changes, strip_volatile_fields
 
 _log = logging.getLogger("keepstep.sidecar")
 
@@ -67,22 +67,22 @@ class Rhythm:
     waits: bool = False
 
     @classmethod
-    def of(cls, interval_s: float, least_gap_s: float) -> Rhythm:
+    def clamped_to_bounds(cls, interval_s: float, least_gap_s: float) -> Rhythm:
         """The rhythm that the other side wants, within bounds."""
         return cls(
             interval_s=_within(interval_s, _BOUNDS_INTERVAL_S),
             least_gap_s=_within(least_gap_s, _BOUNDS_GAP_S),
         )
 
-    def silence_s(self, *, urgent: bool, chance: float) -> float:
+    def max_report_interval_s(self, *, urgent: bool, chance: float) -> float:
         """The longest silence between reports. `chance` in 0..1 spreads the pods of a run."""
         silence_s = self.interval_s * (0.8 + 0.4 * chance)
         if urgent:
             silence_s = max(self.least_gap_s, _URGENT_S)
-        return min(silence_s, self.later_s) if self.waits else silence_s
+        return min(silence_s, self.max_deferral_s) if self.waits else silence_s
 
     @property
-    def later_s(self) -> float:
+    def max_deferral_s(self) -> float:
         """How long a change waits for a more pressing one."""
         return max(_LATER_S, 2 * self.least_gap_s)
 
@@ -126,7 +126,7 @@ class _Volumes:
         return self._found
 
 
-class Reporter:
+class LeaderReporter:
     """One task, `run`, does everything. It records in `leader` how reporting goes; `leader`
     also makes it send the last report and end."""
 
@@ -157,7 +157,7 @@ class Reporter:
         """The last report, if the leader said that it can go on from that one."""
 
     async def run(self) -> None:
-        """Report until `ReportingState.finish`."""
+        """Report until `ReportingState.send_last_report`."""
         self._leader.ended = False
         try:
             async with self._channel:
@@ -205,16 +205,21 @@ class Reporter:
 
     def _is_due(self, report: Report) -> bool:
         """Whether this report is worth sending now."""
-        if self._leader.finishing or self._failures or self._sent is None or self._channel.asked:
+        if (
+            self._leader.finishing
+            or self._failures
+            or self._sent is None
+            or self._channel.is_report_due
+        ):
             return True
-        changed = report_news(report)
+        changed = strip_volatile_fields(report)
         self._rhythm = replace(self._rhythm, waits=changed != self._sent)
         if self._rhythm.waits and pressing_news(changed) != pressing_news(self._sent):
             return True
         return self._since() >= self._silence_s(0.0)
 
     def _silence_s(self, chance: float) -> float:
-        return self._rhythm.silence_s(urgent=self._source.urgent(), chance=chance)
+        return self._rhythm.max_report_interval_s(urgent=self._source.urgent(), chance=chance)
 
     # --- what --------------------------------------------------------------------------------
 
@@ -238,7 +243,7 @@ class Reporter:
             return
         self._sequence += 1
         self._tried_at = time.monotonic()
-        changed, self._known = report_changes(self._known, report), None
+        changed, self._known = reduce_to_changes(self._known, report), None
         try:
             reply = await self._channel.exchange(changed)
         except ReportFailed as failure:
@@ -272,8 +277,8 @@ class Reporter:
         follows = reply.changes_since == report.sequence
         self._known = report if follows else None
         taken = follows or not changed.since
-        self._sent = report_news(report) if taken else None
-        self._rhythm = Rhythm.of(reply.interval_s, reply.least_gap_s)
+        self._sent = strip_volatile_fields(report) if taken else None
+        self._rhythm = Rhythm.clamped_to_bounds(reply.interval_s, reply.least_gap_s)
 
 
 def _within(value: float, bounds: tuple[float, float]) -> float:

@@ -24,14 +24,14 @@ from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
 from keepstep.wire.trainer import (
     RESTORE_TIMEOUT_ENV,
-    Chunk,
-    Chunks,
+    ChunkBufferRequest,
+    ChunkReadRequest,
+    ChunksReady,
     ChunksRequest,
-    Window,
-    WindowRequest,
+    SharedChunkBuffer,
 )
 from keepstep_sidecar.concurrency import gather_all
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_file import copy_bytes, populate_pages
 from keepstep_sidecar.restore.fetcher import Fetcher
@@ -77,7 +77,7 @@ class ChunkBuffer:
     def size_bytes(self) -> int:
         return self.frames * CHUNK_BYTES
 
-    def frame(self, number: int, size_bytes: int) -> memoryview:
+    def get_frame_view(self, number: int, size_bytes: int) -> memoryview:
         """The first `size_bytes` of a frame. Raises IndexError when there is no such frame."""
         if not 0 <= number < self.frames:
             raise IndexError(f"frame {number} of a window of {self.frames}")
@@ -113,7 +113,7 @@ class ChunkBuffers:
     def __post_init__(self) -> None:
         self.pool, self._shared_reads = self.fetcher.pool, SharedReads(self._read)
 
-    def start(self) -> None:
+    def remove_leftover_buffers(self) -> None:
         """Remove windows that an earlier sidecar left. Of a link, only the name is removed."""
         for path in self.memory_dir.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # a directory, which no sidecar made
@@ -121,7 +121,7 @@ class ChunkBuffers:
 
     # --- windows -----------------------------------------------------------------------------
 
-    async def make_window(self, request: WindowRequest) -> Window:
+    async def make_window(self, request: ChunkBufferRequest) -> SharedChunkBuffer:
         """Make a new window for this lease, in place of its former one. It has fewer frames when
         memory is short. Raises NoMemoryError, SidecarError `bad-request`."""
         lease = self.leases.require_lease(request.lease)
@@ -138,7 +138,7 @@ class ChunkBuffers:
             raise refusal_error("no-lease", "this lease has ended while its window was made")
         self.release(lease.rank)  # of a request that was sent twice
         self._buffers[lease.rank] = made
-        return Window(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
+        return SharedChunkBuffer(path=str(made.path), frames=made.frames, frame_bytes=CHUNK_BYTES)
 
     def _affordable(self, frames: int) -> int:
         if self.limit_bytes is None:
@@ -160,14 +160,14 @@ class ChunkBuffers:
         if window := self._buffers.pop(rank, None):
             window.close()
 
-    def stop(self) -> None:
+    def remove_all_buffers(self) -> None:
         """Remove all windows. For the end of the process."""
         for rank in list(self._buffers):
             self.release(rank)
 
     # --- chunks ------------------------------------------------------------------------------
 
-    async def chunks(self, request: ChunksRequest) -> Chunks:
+    async def fetch_chunks(self, request: ChunksRequest) -> ChunksReady:
         """Bring chunks into frames, each from the nearest place whose copy verifies.
 
         Raises SidecarError: `bad-request`, `not-verified` (with the last place's reason), `no-slot`
@@ -193,7 +193,7 @@ class ChunkBuffers:
         except (ImageError, StorageError) as error:
             raise refusal_error("not-verified", f"step {request.id}: {error}") from error
         farthest = max(tiers, key=NEAREST_FIRST.index, default=Tier.MEMORY)
-        return Chunks(tier=farthest)
+        return ChunksReady(tier=farthest)
 
     async def _fill(self, rank: int, request: ChunksRequest, window: ChunkBuffer) -> list[Tier]:
         saved = sorted({chunk.rank for chunk in request.chunks})
@@ -238,12 +238,12 @@ class ChunkBuffers:
             verified_chunks.fill_buffers(opened, frames)
 
         async def read(source: ShardSource) -> None:
-            await self.fetcher.read(source, fill)
+            await self.fetcher.run_with_source(source, fill)
 
-        return (await self.fetcher.ask(step_id, layout.number, read))[0].tier
+        return (await self.fetcher.ask_nearest_source(step_id, layout.image_index, read))[0].tier
 
 
-def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:
+def _check_frames(chunks: Sequence[ChunkReadRequest], window: ChunkBuffer) -> None:
     frames = [chunk.frame for chunk in chunks]
     if len(set(frames)) < len(frames) or any(not 0 <= frame < window.frames for frame in frames):
         raise refusal_error(
@@ -251,11 +251,11 @@ def _check_frames(chunks: Sequence[Chunk], window: ChunkBuffer) -> None:
         )
 
 
-def _frame(window: ChunkBuffer, chunk: Chunk, layout: Layout) -> memoryview:
+def _frame(window: ChunkBuffer, chunk: ChunkReadRequest, layout: Layout) -> memoryview:
     if not 0 <= chunk.chunk < layout.chunk_count:
         raise refusal_error(
             "bad-request",
             f"rank {chunk.rank} has chunks 0 to {layout.chunk_count - 1}, not {chunk.chunk}",
         )
     begin, end = chunk_bounds(layout, chunk.chunk)
-    return window.frame(chunk.frame, end - begin)
+    return window.get_frame_view(chunk.frame, end - begin)

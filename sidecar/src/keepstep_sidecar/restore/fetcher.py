@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
-from keepstep.core.node import Reading
+from keepstep.core.node import StepReadEvent
 from keepstep.errors import ForeignError, ImageError, KeepstepError, NoMemoryError, StorageError
 from keepstep.image import BaseRef, ControlPage, Layout
 from keepstep.image.control_page import Manifest
@@ -38,7 +38,7 @@ class Fetcher:
     def __post_init__(self) -> None:
         self._copies, self._remotes = self.node_host.copies, self.node_host.remotes
 
-    async def ask(
+    async def ask_nearest_source(
         self, step_id: StepId, saved: int, question: Callable[[ShardSource], Awaitable[T]]
     ) -> tuple[ShardSource, T]:
         """The first place that can answer, and its answer. A copy that fails is not asked again.
@@ -76,7 +76,9 @@ class Fetcher:
             ]
         return left[0] if left else None
 
-    async def read(self, source: ShardSource, work: Callable[[verified_chunks.OpenSource], T]) -> T:
+    async def run_with_source(
+        self, source: ShardSource, work: Callable[[verified_chunks.OpenSource], T]
+    ) -> T:
         """Run `work` on a thread, with the source open. Raises StorageError, ImageError."""
 
         def opened(cancel: ReadCancellation) -> T:
@@ -97,30 +99,30 @@ class Fetcher:
 
     async def manifest(self, source: ShardSource) -> Manifest:
         """The manifest, against which each chunk is verified."""
-        if (known := self._manifests.known(source)) is not None:
+        if (known := self._manifests.get_cached_manifest(source)) is not None:
             return known
-        return await self.read(source, lambda opened: opened.manifest)
+        return await self.run_with_source(source, lambda opened: opened.manifest)
 
     async def layout(self, step_id: StepId, saved: int) -> Layout:
-        """The layout of the saved rank's image, or of a base by its number. Raises as `ask`
-        does."""
+        """The layout of the saved rank's image, or of a base by its number. Raises as
+        `ask_nearest_source` does."""
         if (at := self._in_memory(step_id, saved)) is not None:
             return at.layout
-        return (await self.ask(step_id, saved, self.manifest))[1].layout
+        return (await self.ask_nearest_source(step_id, saved, self.manifest))[1].layout
 
     def _in_memory(self, step_id: StepId, number: int) -> PooledSlot | None:
         world = self._copies.world_of(step_id) or 0
         if not 0 < world <= number:
             return self.pool.find(number, step_id)
         at = self.pool.find(number - world, step_id)
-        return None if at is None else self.pool.base_of(at)
+        return None if at is None else self.pool.find_base_slot(at)
 
 
 # --- before a trainer asks -------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Prefetcher:
+class MemoryImageLoader:
     """Reads each image only once, even if several callers ask for it meanwhile."""
 
     pool: SlotPool
@@ -153,30 +155,30 @@ class Prefetcher:
 
     async def _bring(self, step_id: StepId, rank: int) -> None:
         if self.pool.rank(rank).find(step_id) is None:
-            await self.fetcher.ask(step_id, rank, self._load)
+            await self.fetcher.ask_nearest_source(step_id, rank, self._load)
 
     async def _load(self, source: ShardSource) -> None:
         slots = self.pool.rank(source.shard.rank)
         step_id, layout = source.shard.step_id, (await self.fetcher.manifest(source)).layout
         slot = await self._reserve(slots, layout, step_id)
-        while slot.file.lacks():  # removed by others meanwhile
-            slot.release()
-            slot.slot_set.lose(slot.index)
+        while slot.file.describe_damage():  # removed by others meanwhile
+            slot.finish_filling()
+            slot.slot_set.discard_slot(slot.index)
             slot = await self._reserve(slots, layout, step_id)
-        self.node_host.feed(Reading(step_id, begins=True))
+        self.node_host.feed(StepReadEvent(step_id, begins=True))
         started = time.monotonic()
         try:
             control = await self.fetcher.load(source, slot.file.view)
             if control.base is not None:
                 await self._load_base(slots, source, control.base)
         except BaseException:
-            slot.file.erase()
-            slot.release()
+            slot.file.invalidate_image()
+            slot.finish_filling()
             raise
         finally:
-            self.node_host.feed(Reading(step_id, begins=False))
-        slot.seal(control.id, tier=source.tier)
-        slots.refer_to_base(slot, control)
+            self.node_host.feed(StepReadEvent(step_id, begins=False))
+        slot.seal(control.step_id, tier=source.tier)
+        slots.register_base_reference(slot, control)
         info(
             "restore.shard_loaded",
             rank=source.shard.rank,
@@ -202,7 +204,7 @@ class Prefetcher:
         manifest = await self.fetcher.manifest(beside)
         if manifest.layout.id != ref.layout:
             raise ForeignError("another base than the step refers to", path=beside.where)
-        slot = await self.allocator.base_slot(slots, manifest.layout)
+        slot = await self.allocator.allocate_base_slot(slots, manifest.layout)
         try:
             await self.fetcher.load(beside, slot.file.view)
         except BaseException:
@@ -219,7 +221,7 @@ class Prefetcher:
 
         def reserved() -> bool:
             nonlocal index
-            index = slot_set.table.reserve_slot(self._expendable(slots))
+            index = slot_set.table.reserve_slot_for_load(self._expendable(slots))
             if index is None and not slot_set.failure:
                 self.allocator.order_restore_slot(slots, slot_set)
             hopeless = slot_set.target == 0 and self.leases.of(slots.rank) is None
@@ -248,13 +250,13 @@ class Prefetcher:
         If other ranks are on other machines, it is not known here what is whole. But once all ranks
         have agreed on a step, a newer step is not held by all.
         """
-        sealed = slots.sealed()
+        sealed = slots.list_sealed_steps()
         agreed = self.agreed.get(slots.rank)
         beyond = {step_id for step_id in sealed if agreed is not None and step_id > agreed}
-        ledger = self.node_host.read_ledger()
+        ledger = self.node_host.get_current_ledger()
         if (planned := self._restart.plan()) is None:
             return beyond
-        whole = set(ledger.whole())
+        whole = set(ledger.list_reachable_steps())
         unlike = {step_id for step_id in sealed if step_id not in whole and planned.id in whole}
         # The agreed step counts, not the plan: a prefetch may still wait for a slot.
         return ({step_id for step_id in sealed if step_id < planned.id} | unlike | beyond) - {

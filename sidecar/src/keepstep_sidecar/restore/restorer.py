@@ -11,17 +11,17 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from keepstep.core.vote import MOST_EPOCHS, Candidate, Candidates, Offer
+from keepstep.core.restore_vote import MOST_EPOCHS, Candidate, Candidates, Offer
 from keepstep.errors import ImageError, NoMemoryError, StorageError, few
-from keepstep.steps import Answer, StepId, Tier
+from keepstep.steps import StepId, Tier, TierAnswer
 from keepstep.wire.trainer import RESTORE_TIMEOUT_ENV, OpenedStep
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.leases import Lease, serves_all_ranks
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import PooledSlot, RankSlots
 from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
-from keepstep_sidecar.restore.fetcher import Prefetcher
-from keepstep_sidecar.restore.sources import ImageSources
+from keepstep_sidecar.restore.fetcher import MemoryImageLoader
+from keepstep_sidecar.restore.sources import ImageSourceHandlers
 from keepstep_sidecar.volume.volume import Volume
 
 
@@ -30,8 +30,8 @@ class Restorer:
     """Candidates, prefetch and the opening of images, for every rank of this machine.
     `fleeting`, `way_out`: see `Candidates`."""
 
-    prefetcher: Prefetcher
-    image_sources: ImageSources
+    prefetcher: MemoryImageLoader
+    image_sources: ImageSourceHandlers
     chunk_buffers: ChunkBuffers
     _: KW_ONLY
     fleeting: bool = False
@@ -57,14 +57,14 @@ class Restorer:
         steps, the answer is NONE. But if a step *was* committed and is no longer whole, the answer
         is UNKNOWN, so that the run does not silently start over.
         """
-        for step_id in self.pool.rank(lease.rank).sealed():
+        for step_id in self.pool.rank(lease.rank).list_sealed_steps():
             self.pool.find_verified(lease.rank, step_id)
-        ledger = self.node_host.read_ledger()
+        ledger = self.node_host.get_current_ledger()
         hidden = self._hidden()
-        offers = self._copies.offers(set(ledger.whole()) - hidden)
+        offers = self._copies.offers(set(ledger.list_reachable_steps()) - hidden)
         held = {
             step_id: candidate
-            for step_id, candidate in self.held(lease.rank).items()
+            for step_id, candidate in self.list_own_candidates(lease.rank).items()
             if step_id not in hidden
         }
         if serves_all_ranks(lease.request):
@@ -79,9 +79,11 @@ class Restorer:
         else:
             # what this sidecar can add to steps that only several sidecars together have
             left = self._copies.ids().difference(hidden, (offer.id for offer in offers))
-            parts = self._copies.parts(step_id for step_id in left if not ledger.is_dead(step_id))
+            parts = self._copies.list_partial_offers(
+                step_id for step_id in left if not ledger.is_dead(step_id)
+            )
         planned = self._restart.plan()
-        answer, reason = (Answer.STEPS, "")
+        answer, reason = (TierAnswer.STEPS, "")
         if not held and not offers:
             answer, reason = self._why_nothing(lease, parts)
         return Candidates(
@@ -91,9 +93,9 @@ class Restorer:
             plan=planned.id if planned else None,
             reason=reason,
             offers=offers,
-            failures=self._restart.known_failures(),
-            trusted=tuple(sorted(self._restart.trusted)),
-            never_whole=self._never_whole() if answer is Answer.NONE else "",
+            failures=self._restart.list_all_known_failures(),
+            trusted=tuple(sorted(self._restart.pinned_steps)),
+            never_whole=self._never_whole() if answer is TierAnswer.NONE else "",
             parts=parts,
             epochs=ledger.epochs[-MOST_EPOCHS:],
             fleeting=self.fleeting or self._rollback.gone_for_good,
@@ -134,7 +136,7 @@ class Restorer:
             return {}
         return {"wanted": str(request), "limit": self._restart.rollback_target(), "exact": True}
 
-    def held(self, rank: int) -> dict[StepId, Candidate]:
+    def list_own_candidates(self, rank: int) -> dict[StepId, Candidate]:
         """The rank's own images, each on its nearest tier, without dead steps."""
         slots = self.pool.rank(rank)
         dead, found = self._ledger.is_dead, {}
@@ -145,42 +147,44 @@ class Restorer:
 
     def _candidate(self, slots: RankSlots, step_id: StepId) -> Candidate | None:
         if (at := slots.find(step_id)) is not None:
-            return Candidate(id=step_id, tier=at.tier, world=at.layout.world)
+            return Candidate(id=step_id, tier=at.source_tier, world=at.layout.world)
         for origin in self._copies.sources_of_shard(step_id, slots.rank):
             return Candidate(id=step_id, tier=origin.tier, world=origin.shard.world)
         return None
 
-    def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[Answer, str]:
+    def _why_nothing(self, lease: Lease, parts: Collection[Offer]) -> tuple[TierAnswer, str]:
         if self._local_shards.unreadable:
-            return Answer.UNKNOWN, self._local_shards.unreadable
+            return TierAnswer.UNKNOWN, self._local_shards.unreadable
         if failed := self._failed():
-            return Answer.UNKNOWN, f"{failed[0].root}: {failed[0].failed}"
-        if self._remotes.unknown:
-            return Answer.UNKNOWN, self._remotes.unknown
-        if refusal := self._epochs.refusal():
-            return Answer.UNKNOWN, refusal
+            return TierAnswer.UNKNOWN, f"{failed[0].root}: {failed[0].failed}"
+        if self._remotes.unknown_reason:
+            return TierAnswer.UNKNOWN, self._remotes.unknown_reason
+        if refusal := self._epochs.explain_fork_refusal():
+            return TierAnswer.UNKNOWN, refusal
         if parts:
-            return Answer.STEPS, ""
-        kept = {step_id for step_id in self._remotes.complete if not self._ledger.is_dead(step_id)}
+            return TierAnswer.STEPS, ""
+        kept = {
+            step_id for step_id in self._remotes.complete_steps if not self._ledger.is_dead(step_id)
+        }
         if committed := self._local_shards.ever_published() | kept:
             newest = max(committed)
-            return Answer.UNKNOWN, (
+            return TierAnswer.UNKNOWN, (
                 f"step {newest} of {self._copies.world_of(newest)} ranks was committed, but it"
                 f" is not whole any more: {self._ledger.why_unusable(newest)}"
             )
         return self._of_other_worlds(lease)
 
-    def _of_other_worlds(self, lease: Lease) -> tuple[Answer, str]:
+    def _of_other_worlds(self, lease: Lease) -> tuple[TierAnswer, str]:
         """Steps that another number of ranks saved may be all that is left of a long run, committed
         or not. This rank must not claim that they were never kept."""
         copies, ledger = self._copies, self._ledger
         left = [step_id for step_id in copies.ids() if not ledger.is_dead(step_id)]
         others = [step_id for step_id in left if copies.world_of(step_id) != lease.world]
         if not others:
-            return Answer.NONE, ""
+            return TierAnswer.NONE, ""
         newest = max(others)
         saved = f"{copies.world_of(newest) or 'different numbers of'} ranks"
-        return Answer.UNKNOWN, (
+        return TierAnswer.UNKNOWN, (
             f"step {newest} was saved by {saved}, while {lease.world} are running, and it is not "
             f"whole: {ledger.why_unusable(newest)}"
         )
@@ -189,14 +193,14 @@ class Restorer:
 
     async def prefetch(self) -> None:
         """Bring the planned step into memory for every rank here that will restore it."""
-        self.node_host.read_ledger()
+        self.node_host.get_current_ledger()
         if (planned := self._restart.plan()) is None:
             return
-        here = set(self._copies.ranks()) - self.pool.moved
+        here = set(self._copies.list_ranks_ever_held()) - self.pool.moved
         async with asyncio.TaskGroup() as group:
             for rank, tier in planned.tiers.items():
                 own = rank in here and rank not in planned.by_twins
-                if own and tier is not Tier.MEMORY and self.leases.restores(rank):
+                if own and tier is not Tier.MEMORY and self.leases.is_rank_awaiting_restore(rank):
                     group.create_task(self._prefetch(planned.id, rank), name=f"prefetch {rank}")
 
     async def _prefetch(self, step_id: StepId, rank: int) -> None:
@@ -216,7 +220,7 @@ class Restorer:
         SidecarError: `unknown-step`, `not-verified` (the shard is quarantined: vote again),
         `no-slot`.
         """
-        self.release(lease.rank)
+        self.release_opened_image(lease.rank)
         slots = self.pool.rank(lease.rank)
         if self.pool.find_verified(lease.rank, step_id, bad={bad}) is None:
             self.prefetcher.agreed[lease.rank] = step_id
@@ -226,9 +230,11 @@ class Restorer:
         assert slot is not None, f"step {step_id} of rank {slots.rank} is gone"
         slot.pin()
         self._pins[lease.rank] = slot
-        base = self.pool.base_of(slot)
+        base = self.pool.find_base_slot(slot)
         return OpenedStep(
-            path=str(slot.file.path), tier=slot.tier, base=str(base.file.path) if base else ""
+            path=str(slot.file.path),
+            tier=slot.source_tier,
+            base=str(base.file.path) if base else "",
         )
 
     async def _fetch(self, lease: Lease, step_id: StepId, *, timeout_s: float) -> None:
@@ -251,7 +257,7 @@ class Restorer:
                 "no-slot", f"{text} in the training process's environment"
             ) from error
 
-    def release(self, rank: int) -> None:
+    def release_opened_image(self, rank: int) -> None:
         """The rank has copied the image that it opened, or has given up."""
         self.prefetcher.agreed.pop(rank, None)
         self.image_sources.release(rank)

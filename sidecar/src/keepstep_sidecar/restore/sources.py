@@ -15,15 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from keepstep.core.node import Reading
+from keepstep.core.node import StepReadEvent
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import Layout
 from keepstep.image.control_page import Manifest
 from keepstep.steps import NEAREST_FIRST, StepId, Tier
-from keepstep.wire.trainer import Headers, HeadersRequest, Source, Sources, SourcesRequest
+from keepstep.wire.trainer import Headers, HeadersRequest, ImageSource, Sources, SourcesRequest
 from keepstep_sidecar.commit.node_host import NodeHost
 from keepstep_sidecar.concurrency import gather_limited
-from keepstep_sidecar.errors import refusal_error
+from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.leases import Leases
 from keepstep_sidecar.memory.slot_pool import PooledSlot, SlotPool
 from keepstep_sidecar.restore.fetcher import Fetcher
@@ -42,7 +42,7 @@ class _Reading:
 
 
 @dataclass(eq=False)
-class ImageSources:
+class ImageSourceHandlers:
     """`/v1/sources` and `/v1/headers`."""
 
     pool: SlotPool
@@ -50,7 +50,7 @@ class ImageSources:
     leases: Leases
     fetcher: Fetcher
     _readings: dict[int, _Reading] = field(default_factory=dict)
-    _beyond_memory: dict[tuple[StepId, int], tuple[Source, ...]] = field(default_factory=dict)
+    _beyond_memory: dict[tuple[StepId, int], tuple[ImageSource, ...]] = field(default_factory=dict)
     _headers: dict[tuple[StepId, int], str] = field(default_factory=dict)
     """Headers, kept while a rank reads: all ranks of the node ask for the same ones."""
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,7 +60,7 @@ class ImageSources:
 
     # --- sources -----------------------------------------------------------------------------
 
-    async def sources(self, request: SourcesRequest) -> Sources:
+    async def list_rank_sources(self, request: SourcesRequest) -> Sources:
         """One source for each saved rank that has one, memory first. Of twins beyond this machine's
         memory only one is named: that saves a page and a header to read for each other node. This
         rank's own image is always among the sources.
@@ -74,7 +74,7 @@ class ImageSources:
                 "starting", "the volumes are still being scanned; ask for candidates first"
             )
         self.release(rank)  # from now on the rank reads this step, and no other
-        self.node_host.feed(Reading(step_id, begins=True))
+        self.node_host.feed(StepReadEvent(step_id, begins=True))
         reading = self._readings[rank] = _Reading(step_id)
         found = self._mapped(reading, step_id, bad=request.bad)
         async with self._asking:
@@ -93,7 +93,7 @@ class ImageSources:
 
     def _mapped(
         self, reading: _Reading, step_id: StepId, *, bad: Collection[str]
-    ) -> dict[int, Source]:
+    ) -> dict[int, ImageSource]:
         """Images in slots. They are pinned before anything else can run."""
         found = {}
         for saved in list(self.pool.ranks):
@@ -102,19 +102,19 @@ class ImageSources:
                 continue  # no image, or a straggler has begun to fill the slot
             slot.pin()
             reading.pins.append(slot)
-            found[saved] = Source(
+            found[saved] = ImageSource(
                 rank=saved,
-                tier=slot.tier,
+                tier=slot.source_tier,
                 bytes=slot.layout.size_bytes,
                 extras_bytes=control.extras_bytes,
                 path=str(slot.file.path),
                 twins=slot.layout.twins,
             )
-            if (base := self.pool.base_of(slot)) is not None:
-                number = base.layout.number
-                found[number] = Source(
+            if (base := self.pool.find_base_slot(slot)) is not None:
+                number = base.layout.image_index
+                found[number] = ImageSource(
                     rank=number,
-                    tier=base.tier,
+                    tier=base.source_tier,
                     bytes=base.layout.size_bytes,
                     extras_bytes=0,
                     path=str(base.file.path),
@@ -122,7 +122,7 @@ class ImageSources:
         return found
 
     async def _find_beyond(
-        self, found: dict[int, Source], step_id: StepId, *, own: int, every: bool
+        self, found: dict[int, ImageSource], step_id: StepId, *, own: int, every: bool
     ) -> tuple[int, ...]:
         """Add the sources that are needed besides `found`. If a copy turns out to be unusable, its
         twins are tried. Returns the ranks that were left out."""
@@ -149,17 +149,21 @@ class ImageSources:
             left = [rank for rank in left if rank not in tried]
         return tuple(sorted(left))
 
-    async def _remote_sources(self, step_id: StepId, saved: int) -> tuple[Source, ...]:
+    async def _remote_sources(self, step_id: StepId, saved: int) -> tuple[ImageSource, ...]:
         """The source at the nearest place that can show the shard's control page, and that of its
         base if it has one; else none."""
         if (known := self._beyond_memory.get((step_id, saved))) is not None:
             return known
         with suppress(ImageError, StorageError):
-            source, manifest = await self.fetcher.ask(step_id, saved, self.fetcher.manifest)
-            sources: tuple[Source, ...] = (await self._seen(step_id, saved, source, manifest),)
+            source, manifest = await self.fetcher.ask_nearest_source(
+                step_id, saved, self.fetcher.manifest
+            )
+            sources: tuple[ImageSource, ...] = (await self._seen(step_id, saved, source, manifest),)
             if manifest.control.base is not None:
                 number = saved + manifest.layout.world
-                at, base = await self.fetcher.ask(step_id, number, self.fetcher.manifest)
+                at, base = await self.fetcher.ask_nearest_source(
+                    step_id, number, self.fetcher.manifest
+                )
                 sources = (*sources, await self._seen(step_id, number, at, base))
             self._beyond_memory[step_id, saved] = sources
             return sources
@@ -167,9 +171,9 @@ class ImageSources:
 
     async def _seen(
         self, step_id: StepId, number: int, source: ShardSource, manifest: Manifest
-    ) -> Source:
+    ) -> ImageSource:
         self._headers[step_id, number] = await _packed(manifest.layout)
-        return Source(
+        return ImageSource(
             rank=number,
             tier=source.tier,
             bytes=source.shard.size_bytes,
@@ -201,7 +205,7 @@ class ImageSources:
             return
         for slot in reading.pins:
             slot.unpin()
-        self.node_host.feed(Reading(reading.id, begins=False))
+        self.node_host.feed(StepReadEvent(reading.id, begins=False))
         if not self._readings:
             self._beyond_memory.clear()
             self._headers.clear()

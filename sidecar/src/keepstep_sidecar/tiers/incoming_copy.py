@@ -26,7 +26,7 @@ from keepstep_sidecar.volume.files import (
     WRITER_NICENESS,
     DurableFile,
     Filesystem,
-    IoEngine,
+    IoMode,
     RateLimit,
     aligned_buffer,
     fault_point,
@@ -35,7 +35,7 @@ from keepstep_sidecar.volume.files import (
 _TAKE_S = 20.0
 
 
-class CopyBroken(Exception):
+class CopyFileError(Exception):
     """This copy's own file failed; `error` is the cause."""
 
     def __init__(self, error: OSError) -> None:
@@ -51,10 +51,10 @@ class IncomingCopy:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: IoEngine
+        self, path: Path, manifest: Manifest, *, filesystem: Filesystem, engine: IoMode
     ) -> None:
-        """Open or make the file, in its full size. `find_missing_chunks` finds out which chunks are
-        missing."""
+        """Open or make the file, in its full size. `scan_existing_chunks` finds out which chunks
+        are missing."""
         self.path = path
         self.manifest = manifest
         self._filesystem = filesystem
@@ -90,7 +90,7 @@ class IncomingCopy:
         with self._lock:
             return tuple(sorted(self._missing))
 
-    def find_missing_chunks(self) -> None:
+    def scan_existing_chunks(self) -> None:
         """Find out which chunks a predecessor has left. Reads the whole file, once. Other callers
         wait meanwhile; arriving chunks do not. Raises OSError, and StorageError as `write` does."""
         with self._inspecting:
@@ -102,15 +102,15 @@ class IncomingCopy:
             self._inspected = True
 
     def _inspect(self, chunk: int, view: memoryview) -> None:
-        begin, end = self.manifest.bounds(chunk)
+        begin, end = self.manifest.bounds_of_chunk(chunk)
         with view[: end - begin] as data, self._using() as fd:
             self._filesystem.read_into(fd, data, begin)
             with contextlib.suppress(DigestError):
-                self.manifest.check(chunk, data)
+                self.manifest.verify_chunk(chunk, data)
                 with self._lock:
                     self._missing.discard(chunk)
 
-    def take_from(self, other: OpenSource, fd: int, pace: RateLimit) -> None:
+    def reuse_matching_chunks(self, other: OpenSource, fd: int, pace: RateLimit) -> None:
         """Take the chunks that another image of this machine has too, as images of replicas do.
         `fd` is that image, open. Each chunk is read and verified, so a damaged chunk there does no
         harm here. Then the chunk shares the blocks that were read (`shared_bytes`), or is written
@@ -119,13 +119,15 @@ class IncomingCopy:
         This works from the end of the image, because missing chunks arrive from the beginning. It
         takes `_TAKE_S` seconds at most, because the sender asks again. It gives way to the
         training, and to all writes that share `pace`: chunks for which there was no time are sent.
-        Raises CopyBroken, and StorageError as `write` does.
+        Raises CopyFileError, and StorageError as `write` does.
         """
         ends = time.monotonic() + _TAKE_S
 
         def take(index: int) -> None:
-            begin, end = self.manifest.bounds(chunk := alike[index])
-            if time.monotonic() > ends or not pace.wait_last(end - begin, until=ends):
+            begin, end = self.manifest.bounds_of_chunk(chunk := alike[index])
+            if time.monotonic() > ends or not pace.wait_with_lowest_priority(
+                end - begin, until=ends
+            ):
                 return
             with view[: end - begin] as data, contextlib.suppress(DigestError):
                 for _, read in other.read([(chunk, data)]):
@@ -143,7 +145,7 @@ class IncomingCopy:
         """Let this chunk share the blocks of `other`. Returns False if it must be written instead:
         the file system cannot share blocks, or there is another obstacle, which a write reports
         better."""
-        begin, end = self.manifest.bounds(chunk)
+        begin, end = self.manifest.bounds_of_chunk(chunk)
         try:
             with self._using() as fd:
                 self._filesystem.clone_range(other, fd, begin, end - begin)
@@ -158,7 +160,7 @@ class IncomingCopy:
         try:
             self.write(chunk, data, whose=whose)
         except OSError as error:  # of this file, not of the one that is read
-            raise CopyBroken(error) from error
+            raise CopyFileError(error) from error
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[int]:
@@ -180,9 +182,9 @@ class IncomingCopy:
 
     def write(self, chunk: int, data: memoryview, *, whose: str) -> None:
         """Write a chunk to its place. `data` is page aligned. `whose`: the sender."""
-        self.manifest.check(chunk, data, path=f"{self.path} from {whose}")
+        self.manifest.verify_chunk(chunk, data, path=f"{self.path} from {whose}")
         with self._using():
-            self._file.write(data, self.manifest.bounds(chunk)[0])
+            self._file.write(data, self.manifest.bounds_of_chunk(chunk)[0])
         with self._lock:
             self._missing.discard(chunk)
 
@@ -192,7 +194,7 @@ class IncomingCopy:
             if self._missing:
                 raise FormatError(f"{len(self._missing)} chunks are missing", path=self.path)
             if not self._closed:
-                self._file.seal(self.manifest)
+                self._file.write_seal(self.manifest)
                 self._file.give_name()
                 fault_point("peer.done")
                 self._close()
@@ -218,9 +220,9 @@ class IncomingCopy:
 def _alike(chunk: int, first: Manifest, other: Manifest) -> bool:
     """Whether both images have the chunk alike in place, size and digest."""
     return (
-        chunk in other.chunks
-        and first.digest(chunk) == other.digest(chunk)
-        and first.bounds(chunk) == other.bounds(chunk)
+        chunk in other.chunk_indices
+        and first.get_chunk_digest(chunk) == other.get_chunk_digest(chunk)
+        and first.bounds_of_chunk(chunk) == other.bounds_of_chunk(chunk)
     )
 
 

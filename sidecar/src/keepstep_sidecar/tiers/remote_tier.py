@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.status import TierStatus as TierStatus
 from keepstep_sidecar.tiers.replicator import CopyTarget, DueShards, Replicator
 from keepstep_sidecar.tiers.source import ShardSource
@@ -32,9 +32,9 @@ class RemoteShard(Shard):
     key: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, shard: Shard, *, tier: Tier, key: Any = None) -> RemoteShard:
+    def from_shard(cls, shard: Shard, *, tier: Tier, key: Any = None) -> RemoteShard:
         """The same shard, as held there."""
-        return cls(**shard.facts, tier=tier, key=key)
+        return cls(**shard.base_fields, tier=tier, key=key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Inventory:
     a `step.json`). A remote tier without such knowledge leaves it empty.
     """
 
-    answer: Answer
+    answer: TierAnswer
     shards: tuple[RemoteShard, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     complete: frozenset[StepId] = frozenset()
@@ -119,7 +119,7 @@ class RemoteTier:
         self.facts = RunFacts()
         self.replicator = Replicator(self.tier, due, places, retry_s=retry_s)
 
-    def begin(self, facts: RunFacts) -> None:
+    def set_run_facts(self, facts: RunFacts) -> None:
         """Call this once, before anything else."""
         self.facts = facts
 
@@ -137,7 +137,7 @@ class RemoteTier:
         answer."""
         return True
 
-    def refuse(self, source: ShardSource, step_id: StepId) -> None:
+    def exclude_source(self, source: ShardSource, step_id: StepId) -> None:
         """This source of step `step_id`, or of its base, gave wrong bytes."""
 
     def status(self) -> TierStatus:

@@ -56,22 +56,22 @@ class CopyTarget(Protocol):
     fresh_s: float
     """For how many seconds a listing is good enough to send by."""
 
-    async def held(self, sent: Collection[Key]) -> set[Key]:
+    async def list_held_shards(self, sent: Collection[Key]) -> set[Key]:
         """The shards that are there. `sent`: those that were sent since the place was first
         asked."""
 
-    async def write(self, shard: LocalShard) -> int | None:
+    async def write_shard(self, shard: LocalShard) -> int | None:
         """Make the shard durable there. Returns the bytes sent, None when it was already there.
 
         Raises ShardGone, ShardUnreadable, ImageError or CopyRejected when sending the shard again
         would change nothing.
         """
 
-    async def settle(self, sent: Collection[LocalShard]) -> bool:
+    async def complete_and_prune_copies(self, sent: Collection[LocalShard]) -> bool:
         """Complete there what is whole, and delete what is no longer wanted. `sent`: all shards of
         a step that were just sent. Returns False to be called again soon."""
 
-    def finished(self, *, whole: bool) -> bool:
+    def has_copied_all(self, *, whole: bool) -> bool:
         """Whether nothing is left to complete; `whole` as in `RemoteTier.drain`."""
 
 
@@ -154,7 +154,7 @@ class Replicator:
 
     # --- asking ------------------------------------------------------------------------------
 
-    def in_use(self, step_id: StepId) -> bool:
+    def is_step_in_transfer(self, step_id: StepId) -> bool:
         """Whether the step is being sent somewhere or is among the next to be sent: it must not be
         retired then. A place that fails holds up no deletion."""
         return any(lane.is_needed(step_id) for lane in self._lanes.values())
@@ -184,7 +184,7 @@ class Replicator:
 
         def finished() -> bool:
             return not self._owed() and all(
-                lane.sending is None and lane.place.finished(whole=whole)
+                lane.sending is None and lane.place.has_copied_all(whole=whole)
                 for lane in self._lanes.values()
             )
 
@@ -292,13 +292,13 @@ class _Lane:
             await self._scan()
         self.sending = self._next()
         try:
-            return await self.place.settle(await self._send(self.sending))
+            return await self.place.complete_and_prune_copies(await self._send(self.sending))
         finally:
             self.sending = None
 
     async def _scan(self) -> None:
         began = time.monotonic()
-        self._there = await self.place.held(self._there)
+        self._there = await self.place.list_held_shards(self._there)
         self._listed_at = began
         self._replicator.compare_soon()
         here = set(_keys(self._replicator.due))
@@ -320,7 +320,7 @@ class _Lane:
     async def _send_shard(self, shard: LocalShard) -> None:
         key, began = (shard.step_id, shard.rank), time.monotonic()
         try:
-            sent_bytes = await self.place.write(shard)
+            sent_bytes = await self.place.write_shard(shard)
         except (ShardGone, ShardUnreadable, ImageError) as error:
             # Retired or damaged here, or another image has its place: sending it again changes
             # nothing.

@@ -16,7 +16,7 @@ from pathlib import Path
 from keepstep.core.shard import Shard
 from keepstep.errors import StorageError, TornError
 from keepstep.steps import Tier
-from keepstep_sidecar.volume.files import Filesystem, IoEngine, ShardFile, open_shard
+from keepstep_sidecar.volume.files import Filesystem, IoMode, ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import BAD_BLOCKS, LocalShard
 from keepstep_sidecar.volume.volume import VolumeSet
 
@@ -106,23 +106,23 @@ class FileSource(ShardSource):
 
 def local_source(volumes: VolumeSet, shard: LocalShard) -> FileSource:
     """A source for a shard on a volume of this machine. A shard that fails goes into quarantine."""
-    volume, base = volumes.volume_of(shard.path), shard.beside
+    volume, base = volumes.volume_of(shard.path), shard.base_shard
     return FileSource(
         shard=shard,
         tier=Tier.LOCAL,
         where=str(shard.path),
         run=volume.record.run,
-        open=lambda: volumes.opened(shard.path),
+        open=lambda: volumes.open_shard_file(shard.path),
         streams=volume.io_threads,
         beside=None if base is None else local_source(volumes, base),
     )
 
 
-def file_source(shard: LocalShard, *, run: str, engine: IoEngine = IoEngine.BUFFERED) -> FileSource:
+def file_source(shard: LocalShard, *, run: str, engine: IoMode = IoMode.BUFFERED) -> FileSource:
     """A source for a shard on a drive of this machine, for those who do not own the volume, or
     change nothing there. It is found where it lies when it is opened: its step may have been
     published or hidden since. Raises ShardGone, ShardUnreadable, StorageError."""
-    base = shard.beside
+    base = shard.base_shard
     return FileSource(
         shard=shard,
         tier=Tier.LOCAL,
@@ -134,7 +134,7 @@ def file_source(shard: LocalShard, *, run: str, engine: IoEngine = IoEngine.BUFF
 
 
 @contextmanager
-def _opened(path: Path, engine: IoEngine) -> Iterator[ShardFile]:
+def _opened(path: Path, engine: IoMode) -> Iterator[ShardFile]:
     step, above = path.parent, path.parent.parent
     root = above.parent if above.name == "pending" else above
     with ExitStack() as stack:
@@ -152,10 +152,10 @@ def _opened(path: Path, engine: IoEngine) -> Iterator[ShardFile]:
 
 
 @contextmanager
-def _file(path: Path, engine: IoEngine) -> Iterator[ShardFile]:
+def _file(path: Path, engine: IoMode) -> Iterator[ShardFile]:
     with ExitStack() as stack:
 
-        def enter(engine: IoEngine) -> ShardFile:
+        def enter(engine: IoMode) -> ShardFile:
             opened = open_shard(path, filesystem=Filesystem(), engine=engine)
             return stack.enter_context(opened)
 
@@ -164,5 +164,5 @@ def _file(path: Path, engine: IoEngine) -> Iterator[ShardFile]:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            file = enter(IoEngine.BUFFERED)  # a file system without O_DIRECT
+            file = enter(IoMode.BUFFERED)  # a file system without O_DIRECT
         yield file

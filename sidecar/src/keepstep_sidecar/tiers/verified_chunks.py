@@ -20,7 +20,7 @@ from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep_sidecar.concurrency import for_each_chunk, run_blocking
 from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
-from keepstep_sidecar.volume.files import aligned_buffer, fault_point, hashing_turn
+from keepstep_sidecar.volume.files import aligned_buffer, fault_point, make_hashing_semaphore
 
 T = TypeVar("T")
 
@@ -39,15 +39,15 @@ class OpenSource:
     source: ShardSource
     manifest: Manifest
     fetch: Read
-    turn: threading.Semaphore = field(default_factory=hashing_turn)
+    turn: threading.Semaphore = field(default_factory=make_hashing_semaphore)
 
     def read(self, chunks: ChunkViews) -> Iterator[tuple[int, memoryview]]:
         """Fill the buffers of consecutive chunks, and yield each once it is verified."""
-        begin = self.manifest.bounds(chunks[0][0])[0]
+        begin = self.manifest.bounds_of_chunk(chunks[0][0])[0]
         views = self.fetch(begin, [view for _, view in chunks])
         for (chunk, _), view in zip(chunks, views, strict=True):
             with self.turn:
-                self.manifest.check(chunk, view, path=self.source.where)
+                self.manifest.verify_chunk(chunk, view, path=self.source.where)
             yield chunk, view
 
 
@@ -58,12 +58,12 @@ class Manifests:
         self._known: dict[ShardSource, Manifest] = {}
         self._lock = threading.Lock()
 
-    def known(self, source: ShardSource) -> Manifest | None:
+    def get_cached_manifest(self, source: ShardSource) -> Manifest | None:
         """The manifest if it was read before; does not ask the source."""
         return self._known.get(source)
 
     def read(self, source: ShardSource, fetch: Read) -> Manifest:
-        if (manifest := self.known(source)) is None:
+        if (manifest := self.get_cached_manifest(source)) is None:
             manifest = Manifest.read(
                 lambda begin, end: _bytes(fetch, begin, end),
                 source.shard.size_bytes,
@@ -158,7 +158,7 @@ def _load(open_source: OpenSource, view: memoryview) -> ControlPage:
     layout, control = manifest.layout, manifest.control
     if len(view) != layout.size_bytes:
         raise UsageError(f"{source.where}: a slot of {len(view)} bytes, not {layout.size_bytes}")
-    pieces = [view[slice(*manifest.bounds(chunk))] for chunk in manifest.chunks]
+    pieces = [view[slice(*manifest.bounds_of_chunk(chunk))] for chunk in manifest.chunk_indices]
     try:
         fill_buffers(open_source, list(enumerate(pieces)))
     finally:
@@ -176,9 +176,9 @@ def _load(open_source: OpenSource, view: memoryview) -> ControlPage:
 
 def _check_sizes(manifest: Manifest, chunks: ChunkViews) -> None:
     for chunk, into in chunks:
-        if chunk not in manifest.chunks:
-            raise FormatError(f"chunk {chunk} of {len(manifest.chunks)}")
-        begin, end = manifest.bounds(chunk)
+        if chunk not in manifest.chunk_indices:
+            raise FormatError(f"chunk {chunk} of {len(manifest.chunk_indices)}")
+        begin, end = manifest.bounds_of_chunk(chunk)
         if len(into) != end - begin:
             raise UsageError(f"chunk {chunk}: a buffer of {len(into)} bytes, not {end - begin}")
 
@@ -218,7 +218,7 @@ def for_each_verified(
             return
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(aligned_buffer(CHUNK_BYTES))
-        begin, end = open_source.manifest.bounds(numbers[index])
+        begin, end = open_source.manifest.bounds_of_chunk(numbers[index])
         for chunk, data in open_source.read([(numbers[index], own.buffer[: end - begin])]):
             use(chunk, data)
 

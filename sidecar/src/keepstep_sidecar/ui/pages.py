@@ -102,7 +102,7 @@ class Pages:
                 tier for tier in NEAREST_FIRST if any(tier in step.ranks for step in view.steps)
             ],
             "restores": run_figures.shown_restores(view.events)[: -ROWS_SHOWN - 1 : -1],
-            "lost": run_figures.lost_steps(view.events)[: -ROWS_SHOWN - 1 : -1],
+            "lost": run_figures.lost_step_events(view.events)[: -ROWS_SHOWN - 1 : -1],
             "usual": run_figures.median_step_time(run_figures.step_times(view.events)),
         }
         names = ("state", "problems", *_TITLES)

@@ -43,7 +43,7 @@ class RunPage:
         return () if self.live is None else self.live.ranks
 
     @property
-    def drives(self) -> tuple[VolumeStatus, ...]:
+    def volume_statuses(self) -> tuple[VolumeStatus, ...]:
         return () if self.live is None else self.live.volumes
 
     @property
@@ -95,9 +95,9 @@ Line = tuple[list[float], list[float | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class ShownRestore:
-    """One rank that went on. `began`: the step from which (None: step 0). `lost_steps`: how many
-    steps were in memory after that one. `restart`: the cost of the interruption; None for a first
-    start, or until the first step after it."""
+    """One rank that went on. `began`: the step from which (None: step 0). `lost_step_events`: how
+    many steps were in memory after that one. `restart`: the cost of the interruption; None for a
+    first start, or until the first step after it."""
 
     event: HistoryEvent
     began: StepId | None
@@ -136,7 +136,7 @@ def _restart_of(rank: int | None, after: Iterable[HistoryEvent]) -> RestartCost 
     return None
 
 
-def lost_steps(events: Iterable[HistoryEvent]) -> list[HistoryEvent]:
+def lost_step_events(events: Iterable[HistoryEvent]) -> list[HistoryEvent]:
     """Steps that were due and are not held, oldest first."""
     return [
         event

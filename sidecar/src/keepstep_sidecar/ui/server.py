@@ -24,7 +24,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep_sidecar import connections
+from keepstep_sidecar import unauthenticated_connections
 from keepstep_sidecar.ui.pages import STATIC, Pages, Shown
 from keepstep_sidecar.ui.run_figures import RunPage
 
@@ -72,9 +72,9 @@ class PageAccess:
 
     def url(self, port: int) -> str:
         """A URL that lets in one browser, once."""
-        return f"http://{HOST}:{port}/?token={self.token()}"
+        return f"http://{HOST}:{port}/?token={self.issue_single_use_token()}"
 
-    def token(self) -> str:
+    def issue_single_use_token(self) -> str:
         """A token that lets in one browser, once."""
         self._tokens.append(token := secrets.token_urlsafe(32))
         return token
@@ -184,7 +184,9 @@ class RunBoard:
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._read_at: dict[str, float] = {}
 
-    async def fresh(self, only: str = "", *, timeout_s: float = 3.0) -> tuple[RunPage, ...]:
+    async def get_fresh_pages(
+        self, only: str = "", *, timeout_s: float = 3.0
+    ) -> tuple[RunPage, ...]:
         """All runs; those that were read some time ago, or `only` that one, are read again. A run
         that does not answer within `timeout_s` is as it was read last. Raises what listing the runs
         raises."""
@@ -269,8 +271,8 @@ async def serve_page(
     """Serve the page on `listening`, which is closed in the end. `names`, `read`: see `RunBoard`.
     `place`, `text`: see `Pages`."""
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="keepstep-ui-read")
-    strangers: connections.UnauthenticatedConnections[asyncio.Transport] = (
-        connections.UnauthenticatedConnections(
+    strangers: unauthenticated_connections.UnauthenticatedConnections[asyncio.Transport] = (
+        unauthenticated_connections.UnauthenticatedConnections(
             lambda transport: transport.abort(),
             most=_STRANGERS,
             most_each=_STRANGERS,
@@ -302,7 +304,7 @@ async def serve_page(
     await runner.setup()
     assert runner.server is not None
     accepting = asyncio.create_task(
-        connections.serve_connections(runner.server, listening, strangers),
+        unauthenticated_connections.serve_connections(runner.server, listening, strangers),
         name="accept connections",
     )
     try:
@@ -320,7 +322,7 @@ class _Routes:
         self._board, self._pages, self._access = board, pages, access
 
     async def index(self, request: web.Request) -> web.Response:
-        return _html(self._pages.index(await self._board.fresh()))
+        return _html(self._pages.index(await self._board.get_fresh_pages()))
 
     async def run(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -329,13 +331,13 @@ class _Routes:
         return _html(self._pages.run(view))
 
     async def _view(self, name: str) -> RunPage | None:
-        await self._board.fresh(name)
+        await self._board.get_fresh_pages(name)
         with contextlib.suppress(KeyError):
             return self._board.view(name)
         return None
 
     async def index_changes(self, _: web.Request) -> web.Response:
-        return _json(self._pages.index_sections(await self._board.fresh()))
+        return _json(self._pages.index_sections(await self._board.get_fresh_pages()))
 
     async def run_changes(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -348,7 +350,7 @@ class _Routes:
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         with contextlib.suppress(ConnectionResetError):
             await response.prepare(request)
-            await response.write(f"{self._access.token()}\n".encode())
+            await response.write(f"{self._access.issue_single_use_token()}\n".encode())
             while True:
                 await asyncio.sleep(_STILL_THERE_S)
                 await response.write(b"\n")

@@ -120,14 +120,14 @@ class Filesystem:
 
     _held: Mapping[Path, OpenDirectory] = {}
 
-    def hold(self, root: Path | OpenDirectory, *, make: bool = False) -> None:
+    def open_root(self, root: Path | OpenDirectory, *, make: bool = False) -> None:
         """Open the directory `root`, which must be no link. From now on every path below it is
         reached from there, whatever `root` names meanwhile. `make`: make it if it is missing."""
         if isinstance(root, Path):
-            root = OpenDirectory.opened(root, make=make)
+            root = OpenDirectory.open_path(root, make=make)
         self._held = {**self._held, root.path: root}
 
-    def release(self, root: Path) -> None:
+    def release_root(self, root: Path) -> None:
         """Hold the directory no longer, so that its drive can be unmounted."""
         self._held = {path: directory for path, directory in self._held.items() if path != root}
 
@@ -135,20 +135,22 @@ class Filesystem:
         """The directory that holds `path`, and its name there."""
         for root in path.parents:
             if root in self._held:
-                return self._held[root].inside(*path.relative_to(root).parts[:-1]), path.name
-        return OpenDirectory.opened(path.parent), path.name
+                return self._held[root].open_subdirectory(
+                    *path.relative_to(root).parts[:-1]
+                ), path.name
+        return OpenDirectory.open_path(path.parent), path.name
 
-    def directory(self, path: Path) -> OpenDirectory:
+    def open_directory(self, path: Path) -> OpenDirectory:
         """The directory `path`, open. Raises OSError for a link or a file."""
         if path in self._held:
             return self._held[path]
         above, name = self._at(path)
-        return above.inside(name)
+        return above.open_subdirectory(name)
 
     def names(self, path: Path) -> list[str]:
         """What the directory `path` holds, sorted; nothing if it is missing, a link or a file."""
         try:
-            return self.directory(path).names()
+            return self.open_directory(path).names()
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -176,16 +178,16 @@ class Filesystem:
         """All files below the directory `path`, at most eight levels deep (keepstep's own are
         three), and what they are; links are files."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for place, found in self.directory(path).walk(levels=8):
+            for place, found in self.open_directory(path).walk(levels=8):
                 yield path / place, found
 
     def open(self, path: Path, flags: int) -> int:
         """Open a regular file close-on-exec. One that is written to has this name alone. Owner and
         group may read a new file."""
         directory, name = self._at(path)
-        return directory.open(name, flags)
+        return directory.open_file(name, flags)
 
-    def close(self, fd: int) -> None:
+    def close_file(self, fd: int) -> None:
         os.close(fd)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
@@ -226,7 +228,7 @@ class Filesystem:
 
     def sync_directory(self, path: Path) -> None:
         """Return when the names in `path` are on the medium."""
-        self.directory(path).sync()
+        self.open_directory(path).sync()
 
     def make_directory(self, path: Path) -> bool:
         """Make a directory below an existing one. False if it already existed."""
@@ -265,7 +267,7 @@ class Filesystem:
         return status.f_bavail * status.f_frsize
 
 
-def is_alike(fd: int, other: int) -> bool:
+def has_same_attributes(fd: int, other: int) -> bool:
     """Whether two open files are of the same kind, owner, permissions and extended attributes
     (access lists are some of these)."""
     found, expected = os.fstat(fd), os.fstat(other)
@@ -356,7 +358,7 @@ _COPYING_THREADS = 4
 _CORES_PER_HASH = 4
 
 
-class IoEngine(StrEnum):
+class IoMode(StrEnum):
     """How a volume reads and writes its files."""
 
     DIRECT = "direct"
@@ -365,14 +367,14 @@ class IoEngine(StrEnum):
     @property
     def open_flags(self) -> int:
         """The flags to add to those of `open`."""
-        return os.O_DIRECT if self is IoEngine.DIRECT else 0
+        return os.O_DIRECT if self is IoMode.DIRECT else 0
 
-    def threads(self, threads: int) -> int:
+    def limit_threads(self, threads: int) -> int:
         """How many of `threads` are worth having."""
-        return threads if self is IoEngine.DIRECT else min(threads, _COPYING_THREADS)
+        return threads if self is IoMode.DIRECT else min(threads, _COPYING_THREADS)
 
 
-def probe_engine(filesystem: Filesystem, directory: Path) -> tuple[IoEngine, str]:
+def probe_engine(filesystem: Filesystem, directory: Path) -> tuple[IoMode, str]:
     """Write one page with O_DIRECT below `directory`. Returns the engine that works, and why.
 
     Raises OSError when nothing can be written there at all. A full disk is no error: what it holds
@@ -380,24 +382,24 @@ def probe_engine(filesystem: Filesystem, directory: Path) -> tuple[IoEngine, str
     """
     path = directory / f".probe-{os.getpid()}"
     try:
-        _write_page(filesystem, path, IoEngine.DIRECT)
+        _write_page(filesystem, path, IoMode.DIRECT)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return IoEngine.DIRECT, "O_DIRECT, not tried: the file system is full"
+            return IoMode.DIRECT, "O_DIRECT, not tried: the file system is full"
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        _write_page(filesystem, path, IoEngine.BUFFERED)
-        return IoEngine.BUFFERED, f"O_DIRECT refused: {error.strerror}"
-    return IoEngine.DIRECT, "O_DIRECT works"
+        _write_page(filesystem, path, IoMode.BUFFERED)
+        return IoMode.BUFFERED, f"O_DIRECT refused: {error.strerror}"
+    return IoMode.DIRECT, "O_DIRECT works"
 
 
-def _write_page(filesystem: Filesystem, path: Path, engine: IoEngine) -> None:
+def _write_page(filesystem: Filesystem, path: Path, engine: IoMode) -> None:
     fd = filesystem.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | engine.open_flags)
     try:
         with aligned_buffer(PAGE_BYTES) as buffer, memoryview(buffer) as page:
             filesystem.write(fd, page, 0)
     finally:
-        filesystem.close(fd)
+        filesystem.close_file(fd)
         filesystem.unlink(path)
 
 
@@ -406,7 +408,7 @@ def aligned_buffer(size_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, size_bytes)
 
 
-def hashing_turn() -> threading.Semaphore:
+def make_hashing_semaphore() -> threading.Semaphore:
     """To be held while a chunk is hashed; one for all threads of an image. Lets one of them hash at
     a time, or one for four cores."""
     return threading.Semaphore(max(1, (os.cpu_count() or 1) // _CORES_PER_HASH))
@@ -430,7 +432,7 @@ class RateLimit:
             self._next_at = at + size_bytes / limit
         time.sleep(max(0.0, at - time.monotonic()))
 
-    def wait_last(self, size_bytes: int, *, until: float) -> bool:
+    def wait_with_lowest_priority(self, size_bytes: int, *, until: float) -> bool:
         """Like `wait`, but behind all other users: nothing passes here while they use the whole
         rate. Returns False if the bytes may not pass by `until` (monotonic clock)."""
         while (limit := self._bytes_per_second) is not None and not self._lifted:
@@ -468,15 +470,15 @@ class ShardFile:
 
 
 @contextmanager
-def open_shard(path: Path, *, filesystem: Filesystem, engine: IoEngine) -> Iterator[ShardFile]:
+def open_shard(path: Path, *, filesystem: Filesystem, engine: IoMode) -> Iterator[ShardFile]:
     """Open a shard for reading, with the flags that `engine` needs. Raises OSError."""
     fd = filesystem.open(path, os.O_RDONLY | engine.open_flags)
     try:
         yield ShardFile(filesystem=filesystem, fd=fd)
-        if engine is IoEngine.BUFFERED:
+        if engine is IoMode.BUFFERED:
             forget_cache(fd)
     finally:
-        filesystem.close(fd)
+        filesystem.close_file(fd)
 
 
 # --- durable files ---------------------------------------------------------------------------
@@ -497,7 +499,7 @@ class DurableFile:
         *,
         filesystem: Filesystem,
         temporary: Path | None = None,
-        engine: IoEngine = IoEngine.BUFFERED,
+        engine: IoMode = IoMode.BUFFERED,
         flags: int = _CREATE,
         phase: str = "",
     ) -> None:
@@ -515,7 +517,7 @@ class DurableFile:
         if self._phase:
             fault_point(f"{self._phase}.{name}")
 
-    def reopen(self) -> None:
+    def switch_to_replaced_file(self) -> None:
         """Another file has got its hidden name: go on with that one."""
         self.close()
         self.fd = self.filesystem.open(self.temporary, os.O_WRONLY | self._engine.open_flags)
@@ -540,7 +542,7 @@ class DurableFile:
         threads: int,
     ) -> Manifest:
         """Write the image in the slot `view` with its digests, and seal it."""
-        digests, turn = [b""] * layout.chunk_count, hashing_turn()
+        digests, turn = [b""] * layout.chunk_count, make_hashing_semaphore()
 
         def write_chunk(index: int) -> None:
             begin, end = chunk_bounds(layout, index)
@@ -556,10 +558,10 @@ class DurableFile:
         manifest = Manifest(
             layout=layout, control=ControlPage.from_bytes(page), closing=table + page
         )
-        self.seal(manifest)
+        self.write_seal(manifest)
         return manifest
 
-    def seal(self, manifest: Manifest) -> None:
+    def write_seal(self, manifest: Manifest) -> None:
         """All chunks are written: write the digest table, and, once these are on the medium, the
         control page."""
         self._point("table")
@@ -581,11 +583,12 @@ class DurableFile:
         """Return when everything written is on the medium."""
         self._point("data-sync")
         self.filesystem.sync_data(self.fd)
-        if self._engine is IoEngine.BUFFERED:
+        if self._engine is IoMode.BUFFERED:
             forget_cache(self.fd)
 
     def give_name(self) -> None:
-        """Give it its path, durably, in place of what was there. Call it after `seal` or `flush`.
+        """Give it its path, durably, in place of what was there. Call it after `write_seal` or
+        `flush`.
 
         Where nothing was there, a name of which it is unknown whether it would survive a power cut
         is taken back: the caller will not count this file, so a scan must not either.
@@ -615,9 +618,9 @@ class DurableFile:
         """Close the descriptor. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            self.filesystem.close(fd)
+            self.filesystem.close_file(fd)
 
-    def drop(self) -> None:
+    def discard_unfinished(self) -> None:
         """Close it, and remove its hidden name if it still has that. Raises nothing: an error
         before is the one to report."""
         with contextlib.suppress(OSError):
@@ -636,4 +639,4 @@ def replace_file(path: Path, *, filesystem: Filesystem, phase: str = "") -> Iter
     try:
         yield file
     finally:
-        file.drop()
+        file.discard_unfinished()

@@ -115,7 +115,7 @@ class HistoryFile:
         if head.format_version > FORMAT_VERSION:
             raise VersionError(f"a history of format {head.format_version}, by a newer keepstep")
         if not _ID.fullmatch(head.id):
-            raise FormatError(f"not a history: its id is {strictjson.quote(head.id)}")
+            raise FormatError(f"not a history: its id is {strictjson.quote_text(head.id)}")
         if head.run != self._run:
             raise ForeignError(f"belongs to run {head.run[:80]!r}, not {self._run!r}")
         return head
@@ -138,7 +138,7 @@ class HistoryFile:
     def _append(self, path: Path, events: Sequence[HistoryEvent], before: HistoryTotals) -> None:
         fault_point("history.write")
         forgotten = events[0].sequence - 1 - self.written
-        directory = OpenDirectory.opened(path.parent)
+        directory = OpenDirectory.open_path(path.parent)
         if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
             info("history.shortened", path=str(path), events=forgotten)
         elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
@@ -160,7 +160,7 @@ def _plain_bytes(directory: OpenDirectory, name: str) -> int:
 
 
 def _write(directory: OpenDirectory, name: str, data: bytes) -> None:
-    fd = directory.open(name, _FLAGS)
+    fd = directory.open_file(name, _FLAGS)
     try:
         if os.write(fd, data) != len(data):
             raise StorageError(f"{directory.path / name}: the volume is full")

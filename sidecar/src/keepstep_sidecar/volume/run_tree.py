@@ -31,11 +31,11 @@ from itertools import count
 from pathlib import Path
 
 from keepstep.core.shard import MOST_RANKS, Shard
-from keepstep.directory import NoFileError
+from keepstep.directory import NotRegularFileError
 from keepstep.errors import ForeignError, FormatError, ImageError, TornError
 from keepstep.image import ControlPage
 from keepstep.image.control_page import Manifest
-from keepstep.steps import StepId, base_name, shard_name
+from keepstep.steps import StepId, make_base_file_name, shard_name
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.volume.files import (
     PAGE_BYTES,
@@ -43,7 +43,7 @@ from keepstep_sidecar.volume.files import (
     Filesystem,
     aligned_buffer,
     fault_point,
-    is_alike,
+    has_same_attributes,
     is_open_only_as,
 )
 
@@ -91,14 +91,14 @@ class ShardName:
         return cls(id=shard.step_id, rank=shard.rank, world=shard.world)
 
     @property
-    def base(self) -> ShardName:
+    def base_shard_name(self) -> ShardName:
         """The name of the base beside this shard."""
         return replace(self, is_base=True)
 
     @property
     def file(self) -> str:
         """The file name."""
-        return (base_name if self.is_base else shard_name)(self.rank, self.world)
+        return (make_base_file_name if self.is_base else shard_name)(self.rank, self.world)
 
 
 class RunTree:
@@ -174,17 +174,19 @@ class LocalShard(Shard):
     published: bool = field(default=False, compare=False)
 
     @classmethod
-    def of(cls, path: Path, manifest: Manifest, *, published: bool = False) -> LocalShard:
+    def from_manifest(
+        cls, path: Path, manifest: Manifest, *, published: bool = False
+    ) -> LocalShard:
         """A shard as the file itself describes it."""
-        return cls(**manifest.shard.facts, path=path, published=published)
+        return cls(**manifest.shard.base_fields, path=path, published=published)
 
     @property
-    def beside(self) -> LocalShard | None:
+    def base_shard(self) -> LocalShard | None:
         """Its base, which lies beside it; None if it is whole."""
         if self.base is None:
             return None
-        path = self.path.with_name(base_name(self.rank, self.world))
-        return LocalShard(**self.base.facts, path=path)
+        path = self.path.with_name(make_base_file_name(self.rank, self.world))
+        return LocalShard(**self.base.base_fields, path=path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,15 +213,15 @@ class VolumeScan:
     unread: Mapping[Path, str] = field(default_factory=dict)
 
 
-def scan_root(root: Path, *, run: str, filesystem: Filesystem | None = None) -> VolumeScan:
+def scan_shards(root: Path, *, run: str, filesystem: Filesystem | None = None) -> VolumeScan:
     """Look at every shard below `root` (`<dir>/<run>`). A missing root gives an empty scan.
 
     Raises OSError when the content cannot be determined: unknown is not the same as absent.
     """
     tree = RunTree(root.absolute())
-    filesystem = filesystem or filesystem_of(tree.root)
+    filesystem = filesystem or open_filesystem(tree.root)
     with contextlib.suppress(FileNotFoundError):
-        filesystem.directory(tree.root)  # raises if it is a file
+        filesystem.open_directory(tree.root)  # raises if it is a file
     shards: list[LocalShard] = []
     problems: list[RefusedFile] = []
     for directory in step_directories(tree, filesystem):
@@ -236,11 +238,11 @@ def scan_root(root: Path, *, run: str, filesystem: Filesystem | None = None) -> 
     return VolumeScan(shards=tuple(shards), problems=tuple(problems))
 
 
-def filesystem_of(root: Path) -> Filesystem:
+def open_filesystem(root: Path) -> Filesystem:
     """A file system that holds `root`, if that exists. Raises OSError if it is a link or a file."""
     filesystem = Filesystem()
     with contextlib.suppress(FileNotFoundError):
-        filesystem.hold(root)
+        filesystem.open_root(root)
     return filesystem
 
 
@@ -251,12 +253,12 @@ def step_directories(tree: RunTree, filesystem: Filesystem) -> Iterator[Path]:
     for parent in (tree.root, tree.pending):
         found = filesystem.lstat(parent)
         if found is not None and stat.S_ISLNK(found.st_mode):
-            filesystem.directory(parent)  # raises
+            filesystem.open_directory(parent)  # raises
         named = (parent / name for name in filesystem.names(parent) if is_step(name))
         yield from filter(filesystem.is_directory, named)
 
 
-def stranger_files(tree: RunTree, filesystem: Filesystem) -> list[Path]:
+def find_foreign_safetensors(tree: RunTree, filesystem: Filesystem) -> list[Path]:
     """`.safetensors` files in steps' directories that are not shards. The sidecar neither reads nor
     moves them. But a stock reader of the directory would take them for a part of the step."""
     found: list[Path] = []
@@ -280,8 +282,8 @@ def _checked(
     try:
         with open_shard_file(path, filesystem) as fd:
             manifest = read_manifest(fd, path, run=run)
-        check_base(path, manifest.control, filesystem)
-        return LocalShard.of(path, manifest, published=published)
+        check_base_beside_shard(path, manifest.control, filesystem)
+        return LocalShard.from_manifest(path, manifest, published=published)
     except ImageError as error:
         return RefusedFile(path=path, error=error)
     except FileNotFoundError:
@@ -303,7 +305,7 @@ def open_shard_file(path: Path, filesystem: Filesystem) -> Iterator[int]:
     regular file, OSError."""
     try:
         fd = filesystem.open(path, os.O_RDONLY)
-    except NoFileError:
+    except NotRegularFileError:
         raise FormatError("not a regular file", path=path) from None
     try:
         yield fd
@@ -333,12 +335,12 @@ def read_manifest(fd: int, path: Path, *, run: str) -> Manifest:
     return manifest
 
 
-def check_base(shard: Path, control: ControlPage, filesystem: Filesystem) -> None:
+def check_base_beside_shard(shard: Path, control: ControlPage, filesystem: Filesystem) -> None:
     """Check that what a shard refers to lies beside it. As of a shard, the bytes are not read.
     Raises ImageError, naming the shard; OSError."""
     if (ref := control.base) is None:
         return
-    path = shard.with_name(base_name(control.rank, control.world))
+    path = shard.with_name(make_base_file_name(control.rank, control.world))
     try:
         found = base_control(path, filesystem, size_bytes=ref.size_bytes)
     except FileNotFoundError:
@@ -347,7 +349,7 @@ def check_base(shard: Path, control: ControlPage, filesystem: Filesystem) -> Non
         ) from None
     except ImageError as error:
         raise type(error)(f"its base {path.name}: {error.reason}", path=shard) from None
-    if not ref.names(found) or found.run != control.run:
+    if not ref.matches_control_page(found) or found.run != control.run:
         raise ForeignError(f"{path.name} is not the base that it names", path=shard)
 
 
@@ -381,19 +383,19 @@ class RunDirectories:
 
     # --- looking -----------------------------------------------------------------------------
 
-    def find(self, step_id: StepId, shard: str) -> Path | None:
+    def find_shard_path(self, step_id: StepId, shard: str) -> Path | None:
         """The path of a shard, published or pending; None when it is neither."""
         places = (self.tree.published_step(step_id), self.tree.pending_step(step_id))
         found = (place / shard for place in places)
         return next(filter(self.filesystem.is_file, found), None)
 
-    def locate_file(self, path: Path) -> Path:
+    def find_current_path(self, path: Path) -> Path:
         """`path`, or the file's current path if its step was published or hidden meanwhile."""
         if self.filesystem.lstat(path) is not None or not is_step(path.parent.name):
             return path
-        return self.find(StepId.parse(path.parent.name), path.name) or path
+        return self.find_shard_path(StepId.parse(path.parent.name), path.name) or path
 
-    def published_paths(self, step_id: StepId) -> tuple[Path, ...]:
+    def published_paths_of_step(self, step_id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         names: set[str] = set()
         for place in (self.tree.published_step(step_id), self.tree.pending_step(step_id)):
@@ -409,7 +411,7 @@ class RunDirectories:
         files = {(info.st_dev, info.st_ino): info for path, info in found if path not in besides}
         return sum(map(_bytes, files.values()))
 
-    def disk_bytes(self, path: Path) -> int:
+    def count_allocated_bytes(self, path: Path) -> int:
         """Blocks of a file, or of all files in a directory, in bytes; 0 when it is gone, and for a
         file that has another name, whose blocks stay."""
         found = self.filesystem.lstat(path)
@@ -428,13 +430,13 @@ class RunDirectories:
         """What `directory` holds, sorted; nothing when it is missing, a link or a file."""
         return [directory / name for name in self.filesystem.names(directory)]
 
-    def quarantined(self) -> int:
+    def count_quarantined_files(self) -> int:
         """Number of files in quarantine."""
         return len(self.filesystem.names(self.tree.quarantine))
 
     # --- moving ------------------------------------------------------------------------------
 
-    def bases(self, name: str) -> Iterator[Path]:
+    def find_base_files(self, name: str) -> Iterator[Path]:
         """All files of this name in steps' directories, those of the newest step first."""
         places = sorted(
             step_directories(self.tree, self.filesystem),
@@ -448,10 +450,10 @@ class RunDirectories:
     def make_pending(self, step_id: StepId) -> Path:
         """Make the directory for a step's new shards. Its name survives a power cut."""
         for path in (self.tree.pending, self.tree.pending_step(step_id)):
-            self.make(path)
+            self.make_directory(path)
         return self.tree.pending_step(step_id)
 
-    def publish(self, step_id: StepId, elsewhere: Sequence[Path]) -> Path | None:
+    def publish_step(self, step_id: StepId, elsewhere: Sequence[Path]) -> Path | None:
         """Show a step to readers by one rename of its whole directory. Returns that directory, or
         None if there are no shards. `elsewhere`: shards on other volumes, shown as links."""
         pending, published = self.tree.pending_step(step_id), self.tree.published_step(step_id)
@@ -478,7 +480,7 @@ class RunDirectories:
         pending, published = self.tree.pending_step(step_id), self.tree.published_step(step_id)
         if not self.filesystem.is_directory(published):
             return
-        self.make(self.tree.pending)
+        self.make_directory(self.tree.pending)
         if self.filesystem.is_directory(pending):
             for path in self.entries(pending):
                 if is_base(path.name):  # to rename one name of a file to another does nothing
@@ -489,12 +491,12 @@ class RunDirectories:
             self.filesystem.remove_directory(pending)
         self._move(published, pending, "unpublish")
 
-    def retire(self, step_id: StepId) -> tuple[Path, ...]:
+    def delete_step(self, step_id: StepId) -> tuple[Path, ...]:
         """Take a step out of sight. Returns the directories that are left of it in `retired/`."""
         doomed = []
         for place in (self.tree.published_step(step_id), self.tree.pending_step(step_id)):
             if self.filesystem.is_directory(place):
-                self.make(self.tree.retired)
+                self.make_directory(self.tree.retired)
                 target = self._unused(self.tree.retired, place.name)
                 # Make the move durable before the first unlink: after a power cut, a directory that
                 # lost some of its shards must not come back.
@@ -502,36 +504,36 @@ class RunDirectories:
                 doomed.append(target)
         return tuple(doomed)
 
-    def delete(self, directory: Path) -> int:
+    def delete_retired_directory(self, directory: Path) -> int:
         """Delete a retired directory; of a link, only the name. Returns the bytes freed."""
         found = self.filesystem.lstat(directory)
         if found is not None and stat.S_ISLNK(found.st_mode):
             self.filesystem.unlink(directory)
             return 0
-        freed = self.disk_bytes(directory)
+        freed = self.count_allocated_bytes(directory)
         for path in self.entries(directory):
             fault_point("retire.unlink")
             if self.filesystem.is_directory(path):
-                self.filesystem.directory(directory).remove(path.name)
+                self.filesystem.open_directory(directory).remove(path.name)
             else:
                 self.filesystem.unlink(path)
         self.filesystem.remove_directory(directory)
         fault_point("retire.done")
         return freed
 
-    def discard(self, paths: Iterable[Path]) -> None:
+    def delete_files(self, paths: Iterable[Path]) -> None:
         """Delete these files. One that cannot be deleted stays and is logged."""
         for path in paths:
             with _explained(path), contextlib.suppress(FileNotFoundError):
                 self.filesystem.unlink(path)
 
-    def quarantine(self, path: Path, reason: str) -> Path:
+    def quarantine_file(self, path: Path, reason: str) -> Path:
         """Move one file to quarantine; hides its step if published. Returns the new path."""
         if self.tree.is_published(path):
             step_id = StepId.parse(path.parent.name)
             self.unpublish(step_id)
             path = self.tree.pending_step(step_id) / path.name
-        self.make(self.tree.quarantine)
+        self.make_directory(self.tree.quarantine)
         names = (quarantine_name(path, reason, number) for number in count(1))
         targets = (self.tree.quarantine / name for name in names)
         target = next(target for target in targets if self.filesystem.lstat(target) is None)
@@ -547,7 +549,7 @@ class RunDirectories:
         doomed = self.entries(self.tree.quarantine)
         if doomed:
             warn("quarantine.emptied", path=str(self.tree.quarantine), files=len(doomed))
-        self.discard(doomed)
+        self.delete_files(doomed)
         return bool(doomed)
 
     def _bound_quarantine(self, *, newest: Path) -> None:
@@ -555,12 +557,14 @@ class RunDirectories:
         newest one is kept: it holds bad blocks, or tells what went wrong."""
         found = self.filesystem.walk(self.tree.quarantine)
         there = {path: info for path, info in found if path != newest}
-        left_bytes = self.filesystem.size_bytes(self.tree.root) // 10 - self.disk_bytes(newest)
+        left_bytes = self.filesystem.size_bytes(self.tree.root) // 10 - self.count_allocated_bytes(
+            newest
+        )
         order = sorted(there, key=lambda path: there[path].st_ctime, reverse=True)
         for number, path in enumerate(order, start=2):
             left_bytes -= _bytes(there[path])
             if number > _QUARANTINED or left_bytes < 0:
-                self.discard([path])
+                self.delete_files([path])
 
     def remove_leftovers(self, *, keep: Collection[Path]) -> None:
         """Remove what dead writers left: temporary files except `keep`, retired steps, empty steps.
@@ -571,7 +575,7 @@ class RunDirectories:
         """
         for directory in self.entries(self.tree.retired):
             with _explained(directory):
-                self.delete(directory)
+                self.delete_retired_directory(directory)
         for directory in list(step_directories(self.tree, self.filesystem)):
             with _explained(directory):
                 self._sweep_step(directory, keep)
@@ -582,12 +586,12 @@ class RunDirectories:
                 with _explained(path):
                     self.filesystem.unlink(path)
         if not any(path.parent == directory for path in keep):
-            self.discard(self.bases_without_shard(directory))
+            self.delete_files(self.find_orphaned_base_files(directory))
         if not any(path.parent == directory for path in keep):
             with contextlib.suppress(OSError):  # not empty is the usual case
                 self.filesystem.remove_directory(directory)
 
-    def bases_without_shard(self, directory: Path) -> list[Path]:
+    def find_orphaned_base_files(self, directory: Path) -> list[Path]:
         """The bases of shards that are not there: whoever was to write these was killed, or they
         lie in quarantine."""
         names = self.filesystem.names(directory)
@@ -596,7 +600,7 @@ class RunDirectories:
 
     # --- parts -------------------------------------------------------------------------------
 
-    def make(self, path: Path) -> None:
+    def make_directory(self, path: Path) -> None:
         """Make one of the directories; a file or a link in its place is set aside."""
         found = self.filesystem.lstat(path)
         if found is not None and not stat.S_ISDIR(found.st_mode):
@@ -655,7 +659,7 @@ class SpareFiles:
 
     def disk_bytes(self) -> int:
         """Space that spare files take. It counts as free."""
-        return self._directories.disk_bytes(self._tree.spare)
+        return self._directories.count_allocated_bytes(self._tree.spare)
 
     def keep(self, retired: Sequence[Path]) -> int:
         """Keep the shards in these retired directories, in place of all that was kept before.
@@ -664,9 +668,9 @@ class SpareFiles:
         shards = [path for directory in retired for path in self._directories.shards_in(directory)]
         kept: dict[str, int] = {}
         with contextlib.suppress(OSError):  # what is not kept will be deleted, as without all this
-            self._directories.make(self._tree.spare)
+            self._directories.make_directory(self._tree.spare)
             for path in shards:
-                size_bytes = self._directories.disk_bytes(path)
+                size_bytes = self._directories.count_allocated_bytes(path)
                 if self._filesystem.free_bytes(self._tree.root) >= size_bytes:
                     self._filesystem.rename(path, self._tree.spare / path.name)
                     kept[path.name] = size_bytes
@@ -674,7 +678,7 @@ class SpareFiles:
             self._delete(besides=kept)
         return sum(kept.values())
 
-    def replace(self, new: DurableFile, *, size_bytes: int, claimed: Path) -> bool:
+    def reuse_spare_file(self, new: DurableFile, *, size_bytes: int, claimed: Path) -> bool:
         """Put the spare file of this shard in the place of the `new`, empty file. False if there is
         none, or if it must not be used. `claimed`: another temporary name.
 
@@ -687,7 +691,7 @@ class SpareFiles:
             if self._unsealed(claimed, new.fd, size_bytes):
                 self._filesystem.rename(claimed, new.temporary)
                 return True
-        self._directories.discard([claimed])
+        self._directories.delete_files([claimed])
         return False
 
     def _unsealed(self, path: Path, new: int, size_bytes: int) -> bool:
@@ -696,7 +700,7 @@ class SpareFiles:
             found = os.fstat(fd)
             if found.st_size != size_bytes or found.st_nlink > 1:
                 return False
-            if not (is_alike(fd, new) and is_open_only_as(fd)):
+            if not (has_same_attributes(fd, new) and is_open_only_as(fd)):
                 return False
             fault_point("spare.unseal")
             with aligned_buffer(PAGE_BYTES) as zeros, memoryview(zeros) as page:
@@ -705,13 +709,13 @@ class SpareFiles:
             self._filesystem.sync_data(fd)
             return True
         finally:
-            self._filesystem.close(fd)
+            self._filesystem.close_file(fd)
 
-    def drop(self) -> bool:
+    def delete_all(self) -> bool:
         """Delete all spare files. Returns whether there were any."""
         return self._delete(besides=())
 
     def _delete(self, *, besides: Collection[str]) -> bool:
         doomed = [p for p in self._directories.entries(self._tree.spare) if p.name not in besides]
-        self._directories.discard(doomed)
+        self._directories.delete_files(doomed)
         return bool(doomed)

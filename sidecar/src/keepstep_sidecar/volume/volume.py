@@ -8,20 +8,21 @@ dot is the fault point before the call that it names: each call is one that may 
   is on the medium.
 - `named`, `durable`: it lies in `pending/`; that name is on the medium, too.
 - `shown`, `published`: its step's directory is one that readers see; durably.
-- `retired`, `quarantined`: it is being deleted, or kept to be written over; it failed.
+- `retired`, `count_quarantined_files`: it is being deleted, or kept to be written over; it failed.
 
 `ImageFileWriter` moves a shard to `durable`, in the thread of whoever called. The volume does not
-decide which steps are committed or may be deleted: callers use `publish` and `retire`.
+decide which steps are committed or may be deleted: callers use `publish_step` and `delete_step`.
 
 What may never happen, and the test that would fail:
 
 - A torn shard has a seal, readers see part of a step, or a durable shard is lost:
-  `test_no_power_cut_breaks_a_promise`.
-- A sync could be left out: `test_each_sync_is_needed`.
+  `test_no_power_cut_breaks_a_guarantee`.
+- A sync could be left out: `test_omitting_any_sync_breaks_a_guarantee`.
 - A file that failed is written again: `test_an_io_error_quarantines_the_file_and_is_not_retried`.
 - A full drive keeps half a shard: `test_a_full_disk_leaves_nothing_behind`.
-- Two processes write to one directory: `test_a_second_owner_is_told_who_the_first_is`.
-- Another function moves it: `test_the_functions_that_the_table_of_a_shard_names_move_it_on`.
+- Two processes write to one directory:
+  `test_a_second_owner_of_a_volume_is_refused_with_the_pid_of_the_first`.
+- Another function moves it: `test_every_function_in_the_shard_state_table_causes_its_transition`.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from keepstep.errors import (
 )
 from keepstep.image import BaseRef, ControlPage, Layout, check_control
 from keepstep.image.control_page import Manifest
-from keepstep.steps import StepId, base_name, shard_name, transitions
+from keepstep.steps import StepId, make_base_file_name, parse_transition_table, shard_name
 from keepstep_sidecar.config.sidecar import IO_THREADS
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.volume import run_file
+from keepstep_sidecar.volume import run_record
 from keepstep_sidecar.volume.files import (
     FULL,
     DurableFile,
     Filesystem,
-    IoEngine,
+    IoMode,
     RateLimit,
     ShardFile,
     drive_id,
@@ -65,7 +66,7 @@ from keepstep_sidecar.volume.files import (
     open_shard,
     probe_engine,
 )
-from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.run_tree import (
     LocalShard,
     RefusedFile,
@@ -74,27 +75,27 @@ from keepstep_sidecar.volume.run_tree import (
     SpareFiles,
     VolumeScan,
     base_control,
-    check_base,
+    check_base_beside_shard,
+    find_foreign_safetensors,
     is_step,
     open_shard_file,
     read_manifest,
-    scan_root,
-    stranger_files,
+    scan_shards,
     temporary_name,
 )
 
 __all__ = ["UnreadShard", "Volume", "WrittenShard"]
 
-SHARD = transitions("""
+SHARD = parse_transition_table("""
 absent             | write.create         | hidden    | DurableFile.__init__
 hidden             | spare.unseal         | hidden    | SpareFiles._unsealed
 hidden             | spare.sync           | hidden    | SpareFiles._unsealed
 hidden             | write.allocate       | hidden    | DurableFile.allocate
 hidden             | write.data           | hidden    | DurableFile.write
-hidden             | write.table          | hidden    | DurableFile.seal
+hidden             | write.table          | hidden    | DurableFile.write_seal
 hidden             | write.data-sync      | flushed   | DurableFile.flush
-flushed            | write.control        | sealed    | DurableFile.seal
-sealed             | write.control-sync   | whole     | DurableFile.seal
+flushed            | write.control        | sealed    | DurableFile.write_seal
+sealed             | write.control-sync   | whole     | DurableFile.write_seal
 whole              | write.rename         | named     | DurableFile.give_name
 named              | write.directory-sync | durable   | DurableFile.give_name
 durable            | write.done           | durable   | ImageFileWriter.write
@@ -104,9 +105,9 @@ published          | unpublish.rename     | named     | RunDirectories._move
 named              | unpublish.sync       | durable   | RunDirectories._move
 durable, published | retire.rename        | retired   | RunDirectories._move
 retired            | retire.sync          | retired   | RunDirectories._move
-retired            | retire.unlink        | absent    | RunDirectories.delete
-absent             | retire.done          | absent    | RunDirectories.delete
-durable            | quarantine.rename    | quarantined | RunDirectories.quarantine
+retired            | retire.unlink        | absent    | RunDirectories.delete_retired_directory
+absent             | retire.done          | absent    | RunDirectories.delete_retired_directory
+durable            | quarantine.rename    | quarantined | RunDirectories.quarantine_file
 hidden, flushed, sealed, whole, named | the drive fails | quarantined | ImageFileWriter._give_up
 hidden, flushed, sealed, whole, named | no room              | absent    | ImageFileWriter._give_up
 hidden, flushed, sealed, whole | this process is killed | absent | RunDirectories.remove_leftovers
@@ -132,7 +133,7 @@ class WrittenShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SealedImage:
+class SealedMemoryImage:
     """A sealed image in memory. `view`: page aligned; it must not change while it is written."""
 
     view: memoryview
@@ -164,7 +165,7 @@ class Volume:
         io_threads: int = IO_THREADS,
         capacity_bytes: int | None = None,
         filesystem: Filesystem | None = None,
-        engine: IoEngine | None = None,
+        engine: IoMode | None = None,
         read_only: str = "",
     ) -> None:
         """Make and lock the directory, and find out which engine works (`engine` forces one). An
@@ -184,15 +185,15 @@ class Volume:
         self.drive_id = ""
         """As `drive_id` names it."""
         if read_only:
-            self.engine, self.engine_reason = IoEngine.BUFFERED, "read only"
+            self.engine, self.engine_reason = IoMode.BUFFERED, "read only"
             self.record = RunRecord(run=run)
             with contextlib.suppress(OSError, ImageError):
-                self.filesystem.hold(root)
-                self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
-                self.record = run_file.load_run_record(RunTree(self.root).record, run=run)
+                self.filesystem.open_root(root)
+                self.drive_id = drive_id(self.filesystem.open_directory(self.root).fd)
+                self.record = run_record.load_run_record(RunTree(self.root).record, run=run)
         else:
             self._take(run, engine)
-        self.io_threads = self.engine.threads(io_threads)
+        self.io_threads = self.engine.limit_threads(io_threads)
         self._writer = ImageFileWriter(
             directories=self._directories,
             spares=SpareFiles(self._directories),
@@ -202,14 +203,14 @@ class Volume:
             capacity_bytes=capacity_bytes,
         )
 
-    def _take(self, run: str, engine: IoEngine | None) -> None:
+    def _take(self, run: str, engine: IoMode | None) -> None:
         with self._translated(f"cannot use the volume {self.root}"):
-            self.filesystem.hold(self.root, make=True)
+            self.filesystem.open_root(self.root, make=True)
             self._ownership = FileLock(RunTree(self.root).lock)
             self._device = self.root.stat().st_dev
-            self.drive_id = drive_id(self.filesystem.directory(self.root).fd)
+            self.drive_id = drive_id(self.filesystem.open_directory(self.root).fd)
             try:
-                self.record = run_file.load_run_record(RunTree(self.root).record, run=run)
+                self.record = run_record.load_run_record(RunTree(self.root).record, run=run)
                 self.engine, self.engine_reason = (
                     (engine, "as configured")
                     if engine
@@ -227,7 +228,7 @@ class Volume:
         layout: Layout,
         control: ControlPage,
         *,
-        base: SealedImage | None = None,
+        base: SealedMemoryImage | None = None,
         pace: RateLimit | None = None,
     ) -> WrittenShard:
         """Make the sealed image in the slot `view` durable as `pending/<step>/<shard>`, with the
@@ -242,7 +243,7 @@ class Volume:
         if self._ownership is None:
             raise StorageError(self.read_only)
         try:
-            image = SealedImage(view=view, layout=layout, control=control)
+            image = SealedMemoryImage(view=view, layout=layout, control=control)
             written = self._writer.write(image, base, pace or RateLimit(None))
         except NoSpaceError:
             raise
@@ -255,14 +256,14 @@ class Volume:
     # --- reading -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def opened(self, path: Path) -> Iterator[ShardFile]:
+    def open_or_quarantine(self, path: Path) -> Iterator[ShardFile]:
         """Open a shard for reading; `path` as a scan found it. An ImageError inside the context
         puts the file into quarantine, except a VersionError, because a newer keepstep can read the
         file. An OSError also puts it into quarantine and becomes a StorageError. If this process
         lacks memory or descriptors, the file stays, and Unread is raised."""
         try:
             # inside the try: a dead drive fails here already
-            path = self._directories.locate_file(path)
+            path = self._directories.find_current_path(path)
             with open_shard_file(path, self.filesystem):  # never a link or a pipe
                 pass
             with open_shard(path, filesystem=self.filesystem, engine=self.engine) as file:
@@ -270,7 +271,7 @@ class Volume:
         except VersionError:
             raise
         except ImageError as error:
-            self.quarantine(path, _reason(error))
+            self.quarantine_file(path, _reason(error))
             raise
         except FileNotFoundError as error:
             raise StorageError(f"{path}: it is gone; scan again") from error
@@ -280,7 +281,7 @@ class Volume:
                 raise UnreadShard(f"{path}: cannot read it: {why}") from error
             self.failed = self.read_only or str(error)
             with contextlib.suppress(KeepstepError):
-                self.quarantine(path, _reason(error))
+                self.quarantine_file(path, _reason(error))
             raise StorageError(f"{path}: cannot read: {error}; use another copy") from error
 
     def scan(self) -> VolumeScan:
@@ -301,29 +302,29 @@ class Volume:
     def _scan(self) -> VolumeScan:
         with self._directories.lock, self._translated(f"cannot scan {self.root}"):
             if self.read_only:
-                return scan_root(self.root, run=self.record.run, filesystem=self.filesystem)
-            self._writer.spares.drop()
+                return scan_shards(self.root, run=self.record.run, filesystem=self.filesystem)
+            self._writer.spares.delete_all()
             self._directories.remove_leftovers(keep=self._writer.unfinished_files)
-            seen = scan_root(self.root, run=self.record.run, filesystem=self.filesystem)
-            for path in stranger_files(RunTree(self.root), self.filesystem):
+            seen = scan_shards(self.root, run=self.record.run, filesystem=self.filesystem)
+            for path in find_foreign_safetensors(RunTree(self.root), self.filesystem):
                 warn("volume.foreign_file_found", path=str(path))
-            moved = [self.settle(problem) for problem in seen.problems]
+            moved = [self.quarantine_refused_file(problem) for problem in seen.problems]
             if all(problem.moved_to is None for problem in moved):
                 return replace(seen, problems=tuple(moved))
             return replace(
-                scan_root(self.root, run=self.record.run, filesystem=self.filesystem),
+                scan_shards(self.root, run=self.record.run, filesystem=self.filesystem),
                 problems=tuple(moved),
             )
 
-    def settle(self, problem: RefusedFile) -> RefusedFile:
+    def quarantine_refused_file(self, problem: RefusedFile) -> RefusedFile:
         """Move the file to quarantine, unless a newer keepstep can read it. Raises StorageError."""
         if isinstance(problem.error, VersionError):
             return problem
-        return replace(problem, moved_to=self.quarantine(problem.path, _reason(problem.error)))
+        return replace(problem, moved_to=self.quarantine_file(problem.path, _reason(problem.error)))
 
     # --- steps -------------------------------------------------------------------------------
 
-    def publish(self, step_id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
+    def publish_step(self, step_id: StepId, *, elsewhere: Sequence[Path] = ()) -> Path | None:
         """Make a committed step visible to readers; returns its directory. Idempotent.
 
         Returns None when this volume holds nothing of the step. `elsewhere`: shards on other
@@ -332,14 +333,14 @@ class Volume:
         """
         with self._changing(f"cannot publish step {step_id} below {self.root}"):
             self._refuse_while_writing(step_id)
-            return self._directories.publish(step_id, elsewhere)
+            return self._directories.publish_step(step_id, elsewhere)
 
     def unpublish(self, step_id: StepId) -> None:
         """Hide a step again because one of its shards is lost. Idempotent."""
         with self._changing(f"cannot hide step {step_id} below {self.root}"):
             self._directories.unpublish(step_id)
 
-    def retire(self, step_id: StepId, *, reuse: bool = True) -> int:
+    def delete_step(self, step_id: StepId, *, reuse: bool = True) -> int:
         """Delete a step, after durably hiding it. Returns the bytes freed, 0 when absent.
 
         `reuse`: its shards may stay until the next images are written over them; they count as
@@ -347,10 +348,10 @@ class Volume:
         """
         with self._changing(f"cannot retire step {step_id} below {self.root}"):
             self._refuse_while_writing(step_id)
-            doomed = self._directories.retire(step_id)
+            doomed = self._directories.delete_step(step_id)
         with self._translated(f"cannot delete step {step_id} below {self.root}"):
             spared = self._writer.spares.keep(doomed) if reuse else 0
-            return spared + sum(map(self._directories.delete, doomed))
+            return spared + sum(map(self._directories.delete_retired_directory, doomed))
 
     def with_room(self, make: Callable[[], T]) -> T:
         """Call `make`, which makes a file of its own below the root; if the volume is full, once
@@ -365,7 +366,7 @@ class Volume:
         ):
             raise UsageError(f"step {step_id} is being written; wait for that")
 
-    def quarantine(self, path: Path, reason: str) -> Path:
+    def quarantine_file(self, path: Path, reason: str) -> Path:
         """Move a file to quarantine, where it is kept and never read again. Returns its new path.
 
         A published step that loses a shard is hidden first. `path` may be from before the step was
@@ -374,44 +375,46 @@ class Volume:
         if self.read_only:
             return path
         with self._changing(f"cannot quarantine {path}"):
-            return self._directories.quarantine(self._directories.locate_file(path), reason)
+            return self._directories.quarantine_file(
+                self._directories.find_current_path(path), reason
+            )
 
-    def shards(self, step_id: StepId) -> tuple[Path, ...]:
+    def compute_published_paths(self, step_id: StepId) -> tuple[Path, ...]:
         """The paths that this volume's shards of a step have once it is published."""
         with self._translated(f"cannot list {self.root}"):
-            return self._directories.published_paths(step_id)
+            return self._directories.published_paths_of_step(step_id)
 
     def save_record(self, record: RunRecord) -> None:
         """Durably replace `run.json` by `record`, which becomes `self.record`."""
         path = RunTree(self.root).record
         with self._changing(f"cannot write {path}"):
             self._writer.with_room(
-                lambda: run_file.save_run_record(path, record, filesystem=self.filesystem)
+                lambda: run_record.save_run_record(path, record, filesystem=self.filesystem)
             )
             self.record = record
 
-    def is_removed(self) -> bool:
+    def is_run_directory_removed(self) -> bool:
         """Whether somebody removed the run's directory. False if its file system is away, and for a
         volume that is read-only."""
         with self._translated(f"cannot look for {self.root}"):
-            if self._ownership is None or self._ownership.held:
+            if self._ownership is None or self._ownership.is_file_in_place:
                 return False
             nearest = self._nearest()
             return nearest.is_dir() and nearest.stat().st_dev == self._device
 
-    def repair_directories(self) -> bool:
+    def recreate_run_directory(self) -> bool:
         """Make the run's directory again if somebody removed it. Returns True in that case: the
         known shards are then out of date, and `scan` must look again."""
         with self._changing(f"cannot make {self.root} again"):
             former = self._ownership
-            if former is None or former.held:
+            if former is None or former.is_file_in_place:
                 return False
             if self._nearest().stat().st_dev != self._device:  # do not use what lies below a mount
                 raise OSError(errno.ENODEV, "its file system is not mounted any more")
-            self.filesystem.hold(self.root, make=True)
+            self.filesystem.open_root(self.root, make=True)
             self._ownership = FileLock(RunTree(self.root).lock)
             former.release()
-            run_file.save_run_record(
+            run_record.save_run_record(
                 RunTree(self.root).record, self.record, filesystem=self.filesystem
             )
             self.failed = ""
@@ -429,7 +432,7 @@ class Volume:
         if self.read_only:
             return 0
         with self._translated(f"cannot measure {self.root}"):
-            return self._writer.used_bytes()
+            return self._writer.sum_bytes_of_volume_files()
 
     def free_bytes(self) -> int:
         """Bytes free on the file system, or below the capacity limit if that is less."""
@@ -438,27 +441,27 @@ class Volume:
         with self._translated(f"cannot measure {self.root}"):
             return self._writer.free_bytes()
 
-    def drive(self) -> tuple[int, int]:
+    def read_drive_identity(self) -> tuple[int, int]:
         """The device number of its file system, and the size of that in bytes."""
         with self._translated(f"cannot measure {self.root}"):
             return self._device, self.filesystem.size_bytes(self.root)
 
-    def quarantined(self) -> int:
+    def count_quarantined_files(self) -> int:
         """Number of files in quarantine; 0 if read-only: this process has then put none there."""
         if self.read_only:
             return 0
         with self._translated(f"cannot list {RunTree(self.root).quarantine}"):
-            return self._directories.quarantined()
+            return self._directories.count_quarantined_files()
 
     def close(self) -> None:
         """Delete what is only kept to be written over, and release the directory. Call it when no
         other method is running. Idempotent."""
         if self._ownership is not None:
             with contextlib.suppress(OSError):
-                if self._ownership.held:
-                    self._writer.spares.drop()
+                if self._ownership.is_file_in_place:
+                    self._writer.spares.delete_all()
             self._ownership.release()
-        self.filesystem.release(self.root)
+        self.filesystem.release_root(self.root)
 
     # --- errors ------------------------------------------------------------------------------
 
@@ -505,7 +508,7 @@ class ImageFileWriter:
     directories: RunDirectories
     spares: SpareFiles
     run: str
-    engine: IoEngine
+    engine: IoMode
     threads: int
     capacity_bytes: int | None
 
@@ -520,7 +523,7 @@ class ImageFileWriter:
         """Temporary files that are being written. Hold `lock` while using it."""
         return self._in_progress.keys()
 
-    def used_bytes(self) -> int:
+    def sum_bytes_of_volume_files(self) -> int:
         """Bytes that all files take but for what counts as free."""
         with self._lock:
             return self._all_bytes() - self.dispensable_bytes()
@@ -532,7 +535,9 @@ class ImageFileWriter:
 
     def dispensable_bytes(self) -> int:
         """Space that counts as free: spare files, and files in quarantine."""
-        return self.spares.disk_bytes() + self.directories.disk_bytes(self._tree.quarantine)
+        return self.spares.disk_bytes() + self.directories.count_allocated_bytes(
+            self._tree.quarantine
+        )
 
     def free_bytes(self) -> int:
         """Bytes free on the file system, or below the capacity limit if that is less."""
@@ -540,21 +545,21 @@ class ImageFileWriter:
         free = self._filesystem.free_bytes(root) + self.dispensable_bytes()
         if self.capacity_bytes is None:
             return free
-        return max(0, min(free, self.capacity_bytes - self.used_bytes()))
+        return max(0, min(free, self.capacity_bytes - self.sum_bytes_of_volume_files()))
 
     def keep_to_capacity(self) -> None:
         """Delete what counts as free if with it all files take more than they may. Raises
         OSError."""
         if self.capacity_bytes is not None:
             with self._lock:
-                for drop in (self.spares.drop, self.directories.drop_quarantine):
+                for drop in (self.spares.delete_all, self.directories.drop_quarantine):
                     if self._all_bytes() > self.capacity_bytes:
                         drop()
 
     def with_room(self, make: Callable[[], T]) -> T:
         """Call `make`; while the volume is full, once more without spare files, and once more
         without the files in quarantine. Raises as `make`."""
-        drops = iter((self.spares.drop, self.directories.drop_quarantine))
+        drops = iter((self.spares.delete_all, self.directories.drop_quarantine))
 
         def made() -> T:
             try:
@@ -566,7 +571,9 @@ class ImageFileWriter:
 
         return made()
 
-    def write(self, image: SealedImage, base: SealedImage | None, pace: RateLimit) -> WrittenShard:
+    def write(
+        self, image: SealedMemoryImage, base: SealedMemoryImage | None, pace: RateLimit
+    ) -> WrittenShard:
         """See `Volume.write`."""
         control = image.control
         _check_arguments(image, base, run=self.run)
@@ -574,34 +581,39 @@ class ImageFileWriter:
             if (durable := self._durable(control)) is not None:
                 return durable
         except OSError as error:
-            raise StorageError(f"step {control.id}, rank {control.rank}: {error}") from error
+            raise StorageError(f"step {control.step_id}, rank {control.rank}: {error}") from error
         started, size_bytes = time.perf_counter(), image.layout.size_bytes
         if base is not None:
             ref, written_bytes = self._beside(control, base, pace)
             control, size_bytes = replace(control, base=ref), size_bytes + written_bytes
-        path = self._tree.pending_step(control.id) / shard_name(control.rank, control.world)
-        manifest = self._write(path, replace(image, control=control), control.id, pace)
+        path = self._tree.pending_step(control.step_id) / shard_name(control.rank, control.world)
+        manifest = self._write(path, replace(image, control=control), control.step_id, pace)
         fault_point("write.done")
         seconds = time.perf_counter() - started
-        return WrittenShard(shard=LocalShard.of(path, manifest), seconds=seconds, bytes=size_bytes)
+        return WrittenShard(
+            shard=LocalShard.from_manifest(path, manifest), seconds=seconds, bytes=size_bytes
+        )
 
     def _beside(
-        self, control: ControlPage, base: SealedImage, pace: RateLimit
+        self, control: ControlPage, base: SealedMemoryImage, pace: RateLimit
     ) -> tuple[BaseRef, int]:
         """Put the base beside the shard that is about to be written, durably once that has its
         name. Returns how to name it, and the bytes that were written."""
-        ref, name = BaseRef.of(base.control, base.layout), base_name(control.rank, control.world)
-        path = self._tree.pending_step(control.id) / name
+        ref, name = (
+            BaseRef.of(base.control, base.layout),
+            make_base_file_name(control.rank, control.world),
+        )
+        path = self._tree.pending_step(control.step_id) / name
         with self._lock:
-            self.directories.make_pending(control.id)
-            for known in self.directories.bases(name):
+            self.directories.make_pending(control.step_id)
+            for known in self.directories.find_base_files(name):
                 with contextlib.suppress(OSError, ImageError):
                     found = base_control(known, self._filesystem, size_bytes=ref.size_bytes)
-                    if ref.names(found) and found.run == self.run:
+                    if ref.matches_control_page(found) and found.run == self.run:
                         fault_point("base.link")
                         self._link(known, path)
                         return replace(ref, root=found.root), 0
-        manifest = self._write(path, base, control.id, pace)
+        manifest = self._write(path, base, control.step_id, pace)
         return replace(ref, root=manifest.control.root), base.layout.size_bytes
 
     def _link(self, known: Path, path: Path) -> None:
@@ -610,7 +622,9 @@ class ImageFileWriter:
                 self._filesystem.unlink(path)
             self._filesystem.link(known, path)
 
-    def _write(self, path: Path, image: SealedImage, step_id: StepId, pace: RateLimit) -> Manifest:
+    def _write(
+        self, path: Path, image: SealedMemoryImage, step_id: StepId, pace: RateLimit
+    ) -> Manifest:
         """Write one file of step `step_id`, durable on return. Raises KeepstepError."""
         view, layout, control = image.view, image.layout, image.control
         with self._reserved(path, control, layout.size_bytes) as temporary:
@@ -635,20 +649,22 @@ class ImageFileWriter:
 
         A broken one is moved to quarantine, to make room for a new one.
         """
-        path = self.directories.find(control.id, shard_name(control.rank, control.world))
+        path = self.directories.find_shard_path(
+            control.step_id, shard_name(control.rank, control.world)
+        )
         if path is None:
             return None
         try:
             with open_shard_file(path, self._filesystem) as fd:
                 manifest = read_manifest(fd, path, run=self.run)
-            check_base(path, manifest.control, self._filesystem)
+            check_base_beside_shard(path, manifest.control, self._filesystem)
         except VersionError as error:
             raise StorageError(f"a newer keepstep has written this step: {error}") from error
         except ImageError:
             with self._lock:
-                self.directories.quarantine(path, "rewritten")
+                self.directories.quarantine_file(path, "rewritten")
             return None
-        shard = LocalShard.of(path, manifest)
+        shard = LocalShard.from_manifest(path, manifest)
         return WrittenShard(shard=shard, bytes=shard.size_bytes)
 
     @contextlib.contextmanager
@@ -657,7 +673,7 @@ class ImageFileWriter:
         written."""
         with self._lock:
             if self.capacity_bytes is not None:
-                free = self.capacity_bytes - self.used_bytes()
+                free = self.capacity_bytes - self.sum_bytes_of_volume_files()
                 if size_bytes > free:
                     raise self._no_space(control, f"{size_bytes} bytes needed, {free} free")
             temporary = self._new_name(path)
@@ -687,8 +703,8 @@ class ImageFileWriter:
         )
         try:
             claimed = self._new_name(path)
-            if self.spares.replace(file, size_bytes=layout.size_bytes, claimed=claimed):
-                file.reopen()
+            if self.spares.reuse_spare_file(file, size_bytes=layout.size_bytes, claimed=claimed):
+                file.switch_to_replaced_file()
             else:
                 self.keep_to_capacity()
         except BaseException:
@@ -702,46 +718,51 @@ class ImageFileWriter:
             with contextlib.suppress(OSError):
                 self._filesystem.unlink(temporary)
             if error.errno == errno.EFAULT:  # the memory failed, not the drive
-                return UsageError(f"step {control.id}, rank {control.rank}: {CUT_OFF}")
+                return UsageError(f"step {control.step_id}, rank {control.rank}: {CUT_OFF}")
             return self._no_space(control, error.strerror or str(error))
         kept = ""
         with contextlib.suppress(OSError), self._lock:
-            kept = f"; what was written is kept as {self.directories.quarantine(temporary, 'io')}"
+            kept = (
+                f"; what was written is kept as {self.directories.quarantine_file(temporary, 'io')}"
+            )
             self._filesystem.remove_directory(temporary.parent)  # fails if other ranks' lie there
         return StorageError(
-            f"step {control.id}, rank {control.rank}: cannot write below {self._tree.root}: {error}"
-            f"{kept}. Check the drive (dmesg); later steps go to another volume if there is one"
+            f"step {control.step_id}, rank {control.rank}: cannot write below {self._tree.root}:"
+            f" {error}{kept}. Check the drive (dmesg); later steps go to another volume if there"
+            " is one"
         )
 
     def _no_space(self, control: ControlPage, why: str) -> NoSpaceError:
         limit = "" if self.capacity_bytes is None else f" (limit {self.capacity_bytes} bytes)"
         return NoSpaceError(
-            f"step {control.id}, rank {control.rank}: no space on {self._tree.root}{limit}: {why}. "
-            "Free space, raise the capacity, or keep fewer steps"
+            f"step {control.step_id}, rank {control.rank}: no space on {self._tree.root}{limit}:"
+            f" {why}. Free space, raise the capacity, or keep fewer steps"
         )
 
 
-def _check_arguments(image: SealedImage, base: SealedImage | None, *, run: str) -> None:
+def _check_arguments(image: SealedMemoryImage, base: SealedMemoryImage | None, *, run: str) -> None:
     control = image.control
     _check_image(image, control, run=run)
     if base is not None:
         _check_image(base, control, run=run)
     found = None if base is None else base.control
-    if not (found is None if control.base is None else control.base.names(found)):
-        raise UsageError(f"step {control.id}, rank {control.rank}: not with the base that it names")
+    if not (found is None if control.base is None else control.base.matches_control_page(found)):
+        raise UsageError(
+            f"step {control.step_id}, rank {control.rank}: not with the base that it names"
+        )
 
 
-def _check_image(image: SealedImage, step: ControlPage, *, run: str) -> None:
+def _check_image(image: SealedMemoryImage, step: ControlPage, *, run: str) -> None:
     """`step`: of the image of the step, which is named."""
     view, layout = image.view, image.layout
     if len(view) != layout.size_bytes:
-        raise UsageError(f"step {step.id}: {len(view)} bytes, not {layout.size_bytes}")
+        raise UsageError(f"step {step.step_id}: {len(view)} bytes, not {layout.size_bytes}")
     try:
         check_control(image.control, layout, run=run)
     except ImageError as error:
-        raise UsageError(f"step {step.id}, rank {step.rank}: {error.reason}") from error
+        raise UsageError(f"step {step.step_id}, rank {step.rank}: {error.reason}") from error
     if view[: len(layout.header)] != layout.header:
-        raise UsageError(f"step {step.id}, rank {step.rank}: the slot has another header")
+        raise UsageError(f"step {step.step_id}, rank {step.rank}: the slot has another header")
 
 
 # --- one writer ------------------------------------------------------------------------------
@@ -758,7 +779,7 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = OpenDirectory.opened(path.parent).open(path.name, os.O_RDWR | os.O_CREAT)
+        self._fd = OpenDirectory.open_path(path.parent).open_file(path.name, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -776,7 +797,7 @@ class FileLock:
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     @property
-    def held(self) -> bool:
+    def is_file_in_place(self) -> bool:
         """Whether the locked file is still at its path. If not, another process could lock a new
         one. Raises OSError when this cannot be determined."""
         try:
@@ -811,7 +832,7 @@ class VolumeSet:
         """What the volumes have on record, taken together."""
 
     @property
-    def history(self) -> Path | None:
+    def history_path(self) -> Path | None:
         """The path of the run's history, on the first writable volume; None without one."""
         return next((RunTree(volume.root).history for volume in self._writable), None)
 
@@ -841,7 +862,7 @@ class VolumeSet:
         layout: Layout,
         control: ControlPage,
         *,
-        base: SealedImage | None = None,
+        base: SealedMemoryImage | None = None,
     ) -> WrittenShard:
         """`Volume.write` on the volume of `control.rank`; if that is full, on one that is not.
 
@@ -860,11 +881,11 @@ class VolumeSet:
             raise
 
     @contextlib.contextmanager
-    def opened(self, path: Path) -> Iterator[ShardFile]:
-        """`Volume.opened` on the volume that holds `path`. If the shard or the drive fails, the
-        step is hidden on all volumes; not after VersionError or Unread."""
+    def open_shard_file(self, path: Path) -> Iterator[ShardFile]:
+        """`Volume.open_or_quarantine` on the volume that holds `path`. If the shard or the drive
+        fails, the step is hidden on all volumes; not after VersionError or Unread."""
         try:
-            with self.volume_of(path).opened(path) as file:
+            with self.volume_of(path).open_or_quarantine(path) as file:
                 yield file
         except (VersionError, UnreadShard):
             raise
@@ -895,16 +916,16 @@ class VolumeSet:
             {root: str(scan) for root, scan in scans.items() if isinstance(scan, StorageError)},
         )
 
-    def is_removed(self) -> bool:
+    def is_run_directory_removed(self) -> bool:
         """Whether somebody removed the run's directory on every volume. Raises StorageError."""
-        return all(volume.is_removed() for volume in self.volumes)
+        return all(volume.is_run_directory_removed() for volume in self.volumes)
 
     def repair_directories(self) -> bool:
-        """`Volume.repair_directories` on each volume. True if any was mended. Raises StorageError
-        when one failed and none was mended."""
-        return bool(self._of_each(Volume.repair_directories))
+        """`Volume.recreate_run_directory` on each volume. True if any was mended. Raises
+        StorageError when one failed and none was mended."""
+        return bool(self._of_each(Volume.recreate_run_directory))
 
-    def publish(self, step_id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
+    def publish_step(self, step_id: StepId, *, made_of: Collection[Path] = ()) -> Path | None:
         """Make a committed step visible. Returns the directory that shows all its shards.
 
         `made_of`: the step's shards on this machine. A volume that cannot be listed is left out,
@@ -912,7 +933,7 @@ class VolumeSet:
         """
         parts = [(volume, self._part(volume, step_id, made_of)) for volume in self._writable]
         shown = [
-            volume.publish(step_id, elsewhere=[path for _, paths in parts for path in paths])
+            volume.publish_step(step_id, elsewhere=[path for _, paths in parts for path in paths])
             for volume, own in parts
             if own
         ]
@@ -920,16 +941,16 @@ class VolumeSet:
 
     def _part(self, volume: Volume, step_id: StepId, made_of: Collection[Path]) -> tuple[Path, ...]:
         try:
-            return volume.shards(step_id)
+            return volume.compute_published_paths(step_id)
         except StorageError:
             if any(path.is_relative_to(volume.root) for path in made_of):
                 raise
             return ()
 
-    def retire(self, step_id: StepId) -> int:
+    def delete_step(self, step_id: StepId) -> int:
         """Delete a step, except on volumes that fail. Returns the bytes freed. Raises StorageError
         when a volume fails and nothing was freed on the others."""
-        return self._of_each(lambda volume: volume.retire(step_id))
+        return self._of_each(lambda volume: volume.delete_step(step_id))
 
     def _of_each(self, work: Callable[[Volume], int]) -> int:
         """The sum of `work` over all volumes. A volume that fails does not stop the others. Raises
@@ -941,7 +962,7 @@ class VolumeSet:
             raise failure
         return total
 
-    def free_bytes(self) -> int:
+    def find_max_free_bytes(self) -> int:
         """Free bytes of the working volume that has most; 0 if none can tell."""
         free = [0]
         for volume in self.volumes:
@@ -950,18 +971,18 @@ class VolumeSet:
                     free.append(volume.free_bytes())
         return max(free)
 
-    def drive_bytes(self) -> int:
+    def measure_total_bytes(self) -> int:
         """Total size in bytes of the file systems that are written to, each counted once; 0 if none
         can tell."""
         sizes: dict[int, int] = {}
         for volume in self._writable:
             with contextlib.suppress(StorageError):
-                sizes.update([volume.drive()])
+                sizes.update([volume.read_drive_identity()])
         return sum(sizes.values())
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move one shard to quarantine and hide its step on every volume. Returns the new path."""
-        moved_to = self.volume_of(path).quarantine(path, reason)
+        moved_to = self.volume_of(path).quarantine_file(path, reason)
         self._hide(path)
         return moved_to
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _WHERE = ("archive", "archive_endpoint", "archive_region")
 
 
-def which_archive(command: Command) -> Command:
+def add_archive_options(command: Command) -> Command:
     """Add the options that name an archive, or a run in DIR whose archive is meant."""
     placed = directory_option(run_option(default="the only one in the archive")(command))
     return setting_options([setting for setting in SETTINGS if setting.name in _WHERE])(placed)
@@ -42,7 +42,7 @@ def _config(
         return archive, run
     kept = run_dir.find_run(directory, run)
     raise UsageError(
-        f"where are the steps of run {kept.run!r} archived? Name the place with --archive, or take"
+        f"where are the steps of run {kept.name!r} archived? Name the place with --archive, or take"
         f" all settings of its record with --config {kept.record}"
     )
 
@@ -81,7 +81,7 @@ def archive() -> None:
 
 
 @archive.command()
-@which_archive
+@add_archive_options
 @json_option
 def ls(as_json: bool, **where: Any) -> None:
     """List the steps of a run, complete or not, and say what is wrong.
@@ -140,7 +140,7 @@ def _document(step: ArchivedStep) -> dict[str, object]:
 
 
 @archive.command()
-@which_archive
+@add_archive_options
 @json_option
 @click.argument("word", required=False, metavar="[STEP]")
 def verify(word: str | None, as_json: bool, **where: Any) -> None:
@@ -180,7 +180,7 @@ def verify(word: str | None, as_json: bool, **where: Any) -> None:
 
 
 @archive.command()
-@which_archive
+@add_archive_options
 @click.argument("word", metavar="STEP")
 @click.argument("target", type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
 def pull(word: str, target: Path, **where: Any) -> None:

@@ -35,7 +35,7 @@ from keepstep_sidecar.memory.slot_allocator import SLOTS, SLOTS_ON_ONE_MACHINE
 from keepstep_sidecar.memory.slot_directories import free_huge_bytes, huge_pages_advice
 from keepstep_sidecar.memory.slot_file import may_swap
 from keepstep_sidecar.volume import files
-from keepstep_sidecar.volume.files import Filesystem, IoEngine, aligned_buffer
+from keepstep_sidecar.volume.files import Filesystem, IoMode, aligned_buffer
 
 SLOW_BYTES_PER_SECOND: Final = 200_000_000
 """A single SATA SSD is twice as fast. Anything slower is a hard disk, or behind a network."""
@@ -70,7 +70,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class RunRequirements:
     """What a run needs of this machine. `image_bytes`: the size of one rank's image, None if
     unknown."""
 
@@ -124,7 +124,7 @@ def _torch() -> Finding:
 # --- memory ----------------------------------------------------------------------------------
 
 
-def check_shared_memory(directory: Path, need: Need) -> Finding:
+def check_shared_memory(directory: Path, need: RunRequirements) -> Finding:
     """Whether shared memory has room for the slots. Free huge pages count, too."""
     try:
         status = os.statvfs(directory)
@@ -149,7 +149,7 @@ def check_shared_memory(directory: Path, need: Need) -> Finding:
     return Finding("shared memory", outcome, found, f"{larger}, or fewer --slots")
 
 
-def check_huge_pages(need: Need) -> Finding:
+def check_huge_pages(need: RunRequirements) -> Finding:
     """Whether enough huge pages are free. Slots are on small pages otherwise."""
     free, needed = free_huge_bytes(), need.memory_bytes or HUGE_PAGE_BYTES
     found = f"{format_size(free)} free"
@@ -167,7 +167,7 @@ def check_huge_pages(need: Need) -> Finding:
     return Finding("huge pages", Outcome.SLOW, found, change)
 
 
-def check_memory_lock(need: Need) -> Finding:
+def check_memory_lock(need: RunRequirements) -> Finding:
     """Whether slots can be kept out of swap."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = limit == resource.RLIM_INFINITY
@@ -223,7 +223,12 @@ def _logind_removes(root: Path) -> bool:
 
 
 def check_drive(
-    directory: Path, need: Need, *, volumes: int, probe_bytes: int, clock: Callable[[], float]
+    directory: Path,
+    need: RunRequirements,
+    *,
+    volumes: int,
+    probe_bytes: int,
+    clock: Callable[[], float],
 ) -> Iterator[Finding]:
     """Check space, O_DIRECT and speed of one volume. A file of at most `probe_bytes` is written,
     read and removed. If `directory` does not exist, its nearest existing parent is checked."""
@@ -237,9 +242,9 @@ def check_drive(
         yield Finding(f"drive {directory}", Outcome.MISSING, error.strerror or str(error), change)
         return
     yield _space(directory, free, total, need.volume_bytes(volumes))
-    outcome = Outcome.OK if engine is IoEngine.DIRECT else Outcome.SLOW
+    outcome = Outcome.OK if engine is IoMode.DIRECT else Outcome.SLOW
     change = (
-        "" if engine is IoEngine.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
+        "" if engine is IoMode.DIRECT else "a local drive with ext4 or xfs: pages are copied here"
     )
     yield Finding(f"O_DIRECT {directory}", outcome, why, change)
     probe_bytes = min(probe_bytes, free // 4) // CHUNK_BYTES * CHUNK_BYTES
@@ -258,14 +263,14 @@ def _space(directory: Path, free: int, total: int, needed: int | None) -> Findin
 def _speed(
     directory: Path,
     place: Path,
-    engine: IoEngine,
+    engine: IoMode,
     probe_bytes: int,
-    need: Need,
+    need: RunRequirements,
     clock: Callable[[], float],
 ) -> Finding:
     name = f"speed {directory}"
     try:
-        written, read = measure_drive(place, engine, probe_bytes, clock)
+        written, read = measure_drive_throughput(place, engine, probe_bytes, clock)
     except OSError as error:
         change = "look at the drive (dmesg), or choose another one"
         return Finding(name, Outcome.MISSING, error.strerror or str(error), change)
@@ -279,8 +284,8 @@ def _speed(
     return Finding(name, Outcome.OK, found)
 
 
-def measure_drive(
-    place: Path, engine: IoEngine, size_bytes: int, clock: Callable[[], float] = time.monotonic
+def measure_drive_throughput(
+    place: Path, engine: IoMode, size_bytes: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[float, float]:
     """Bytes per second written (and flushed), and read. Like a volume, it moves whole chunks, on
     as many threads. `size_bytes` is a multiple of a chunk. Raises OSError."""
@@ -308,7 +313,7 @@ def measure_drive(
             )
             read = clock() - began
     finally:
-        filesystem.close(fd)
+        filesystem.close_file(fd)
     return size_bytes / max(written, 1e-9), size_bytes / max(read, 1e-9)
 
 
@@ -355,7 +360,7 @@ def doctor(
       keepstep doctor --dir /scratch/ckpt --json
     """
     slots = SLOTS_ON_ONE_MACHINE if nodes == 1 else SLOTS
-    need = Need(image_bytes=state, ranks=ranks, slots=slots)
+    need = RunRequirements(image_bytes=state, ranks=ranks, slots=slots)
     places = tuple(volume.absolute() for volume in volumes or (directory,))
     found = []
     for finding in _findings(need, places, probe_size):
@@ -370,7 +375,9 @@ def doctor(
         raise SystemExit(1)
 
 
-def _findings(need: Need, volumes: tuple[Path, ...], probe_bytes: int) -> Iterator[Finding]:
+def _findings(
+    need: RunRequirements, volumes: tuple[Path, ...], probe_bytes: int
+) -> Iterator[Finding]:
     yield from check_versions()
     yield check_shared_memory(run_dir.SHARED_MEMORY, need)
     yield check_huge_pages(need)

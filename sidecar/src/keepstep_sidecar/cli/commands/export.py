@@ -200,7 +200,7 @@ class _Step:
                 bases = [source.beside for source in self.sources if source.beside is not None]
                 with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
                     images = pool.map(enter, (*self.sources, *bases))
-                    opened = {image.manifest.layout.number: image for image in images}
+                    opened = {image.manifest.layout.image_index: image for image in images}
             except ShardGone as error:
                 raise _RetiredError(
                     f"step {self.id} was retired just now; `keepstep steps` shows what is kept, and"
@@ -219,7 +219,7 @@ def _read(
     """Implements `keepstep.huggingface_export.Read`."""
     if cancel.done:
         raise StorageError("interrupted")
-    begin, end = images[rank].manifest.bounds(chunk)
+    begin, end = images[rank].manifest.bounds_of_chunk(chunk)
     for _ in images[rank].read([(chunk, into[: end - begin])]):
         pass
 
@@ -277,10 +277,10 @@ async def _with_step(
         if silent:
             output.print_line(f"warning: not in reach: {'; '.join(silent)}", err=True)
         sources = tuple(held[step_id][rank] for rank in sorted(held[step_id]))
-        return await finish(_Step(run=kept.run, id=step_id, sources=sources))
+        return await finish(_Step(run=kept.name, id=step_id, sources=sources))
     if archive is None:
         raise _incomplete(kept, word, held, silent)
-    return await _from_archive(archive, kept.run, word, held, finish)
+    return await _from_archive(archive, kept.name, word, held, finish)
 
 
 _Held = dict[StepId, dict[int, "ShardSource"]]
@@ -315,17 +315,17 @@ async def _archived(holding: ArchivedRun, word: str) -> ArchivedStep:
     survey = await holding.survey()
     if survey.conflict:
         raise RestoreError(survey.conflict)
-    alive = [step for step in survey.complete if not _dead(step.id, survey.epochs)]
+    alive = [step for step in survey.complete_steps if not _dead(step.id, survey.epochs)]
     if not alive:
         raise UsageError(f"{holding.store.where}/{holding.run} holds no whole step")
     return alive[-1]
 
 
 def _dead(step_id: StepId, epochs: Sequence[Epoch]) -> bool:
-    from keepstep.core.commit_rule import StepStanding, trace_lineage
+    from keepstep.core.commit_rule import StepLiveness, trace_lineage
 
     lineage = trace_lineage({epoch.id: epoch for epoch in epochs}, seen={step_id.epoch})
-    return lineage.standing(step_id) is StepStanding.DEAD
+    return lineage.standing(step_id) is StepLiveness.DEAD
 
 
 def _on_volumes(kept: RunDir) -> _Held:
@@ -333,8 +333,8 @@ def _on_volumes(kept: RunDir) -> _Held:
     from keepstep_sidecar.tiers.source import file_source
 
     held: _Held = {}
-    for shard in (*inventory.survey_volumes(kept)[0], *inventory.copies_on_volumes(kept)):
-        source = file_source(shard, run=kept.run)
+    for shard in (*inventory.survey_volumes(kept)[0], *inventory.list_peer_copies_on_volumes(kept)):
+        source = file_source(shard, run=kept.name)
         held.setdefault(shard.step_id, {}).setdefault(shard.rank, source)
     return held
 
@@ -349,8 +349,8 @@ async def _add_peers(
 
     for address in peers:
         split_address(address)
-    credentials = SecretCredentials(read_secret(secret), kept.run, kept.config.node_rank)
-    found, silent = await client.list_peer(peers, credentials, run=kept.run)
+    credentials = SecretCredentials(read_secret(secret), kept.name, kept.config.node_rank)
+    found, silent = await client.list_peer(peers, credentials, run=kept.name)
     for source in found:
         held.setdefault(source.shard.step_id, {}).setdefault(source.shard.rank, source)
     return silent
@@ -399,6 +399,6 @@ def _incomplete(kept: RunDir, word: str, held: _Held, silent: Sequence[str]) -> 
     there = few([str(step_id) for step_id in sorted(held)][-5:], 5) or "none"
     what = "committed step" if word == _NEWEST else f"step {word}"
     return UsageError(
-        f"no {what} of run {kept.run!r} on the volumes; the newest there: {there}. --archive names"
+        f"no {what} of run {kept.name!r} on the volumes; the newest there: {there}. --archive names"
         f" another place, --config {kept.record} the archive and the peers of the run{away}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from keepstep.directory import open_regular
+from keepstep.directory import open_user_named_file
 from keepstep.errors import ImageError, StorageError
 from keepstep.image import ControlPage, Layout, read_control, read_layout
 from keepstep_sidecar.cli import output
@@ -29,7 +29,7 @@ def inspect_file(file: Path, as_json: bool) -> None:
       keepstep inspect .keepstep/train/0001.4be1a09c-000001200/rank-00000-of-00002.safetensors
     """
     try:
-        fd = open_regular(file)
+        fd = open_user_named_file(file)
     except OSError as error:
         raise StorageError(str(error)) from None
     try:

@@ -16,14 +16,14 @@ from keepstep_sidecar.cli import (
     calls,
     compile_caches,
     inventory,
-    launcher,
     output,
     run_dir,
     run_messages,
+    sidecar_launcher,
 )
 from keepstep_sidecar.cli.options import directory_option, json_option, which_run
-from keepstep_sidecar.cli.run_dir import RunDir, make_home
-from keepstep_sidecar.cli.slurm import nodes_of_step
+from keepstep_sidecar.cli.run_dir import RunDir, create_run_directory
+from keepstep_sidecar.cli.slurm import read_node_settings
 from keepstep_sidecar.config.settings import parse_size, parsing_callback
 from keepstep_sidecar.config.sidecar import SETTINGS, Config, setting_options
 
@@ -109,17 +109,17 @@ def run(
         raise click.UsageError("--preload has no effect without --warm")
     program = _program(command[0])
     kept = _kept(directory, values, command)
-    if launcher.free_removed(kept, orphans=True):
+    if sidecar_launcher.free_removed(kept, orphans=True):
         note(run_messages.freed_memory_text(kept))
-    make_home(kept)
-    with launcher.hold_supervision(kept):
-        launcher.require_idle(kept, timeout_s=_DYING_S)
+    create_run_directory(kept)
+    with sidecar_launcher.hold_supervision(kept):
+        sidecar_launcher.require_idle(kept, timeout_s=_DYING_S)
         supervisor = Supervisor(
             kept,
             path=program,
             command=command,
             restarts=restarts,
-            adopted=launcher.adopt_sidecar(kept),
+            adopted=sidecar_launcher.adopt_sidecar(kept),
             starter=CommandStarter(program, command, preload, note) if warm else None,
             variables=_compile_cache(kept, compile_cache_bytes, note),
         )
@@ -150,14 +150,14 @@ def _kept(directory: Path, values: dict[str, Any], command: Sequence[str]) -> Ru
     """The run as the options ask for it. Raises UsageError."""
     given = {"linger_s": _LINGER_S, **values}
     if "nodes" not in given:
-        given = {**nodes_of_step(os.environ), **given}
-    name = given.pop("run", None) or run_dir.run_name(command)
+        given = {**read_node_settings(os.environ), **given}
+    name = given.pop("run", None) or run_dir.derive_name_from_command(command)
     config = (kept := RunDir.of(directory, name, **given)).config
-    if config.persist_every is not None and config.persist_every % config.stage_base:
+    if config.persist_every is not None and config.persist_every % config.base_stage_interval:
         raise UsageError(
             f"--persist-every {config.persist_every} is no multiple of --stage-every"
             f" {config.stage_every}, and only a staged step can be made durable; for example"
-            f" --persist-every {config.persist_base}"
+            f" --persist-every {config.persist_grid_interval}"
         )
     given |= _secret_id(config)
     kept = RunDir.of(directory, name, **given)
@@ -198,7 +198,9 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
       keepstep start --dir /scratch/ckpt --keep 5 -- train.py
     """
     given = {"linger_s": _LINGER_OF_START_S, **values}
-    name = given.pop("run", None) or (run_dir.run_name(command) if command else None)
+    name = given.pop("run", None) or (
+        run_dir.derive_name_from_command(command) if command else None
+    )
     if name is None:
         raise UsageError("the run has no name: give it one with --run NAME")
     if given.get("restore_from"):
@@ -206,12 +208,12 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
     kept = RunDir.of(directory, name, **given)
     kept = RunDir.of(directory, name, **given, **_secret_id(kept.config))
     # without a sidecar, a trainer may still live: this command then brings the sidecar back
-    if launcher.free_removed(kept, orphans=False):
+    if sidecar_launcher.free_removed(kept, orphans=False):
         output.print_line(run_messages.freed_memory_text(kept), err=True)
-    make_home(kept)
-    with launcher.hold_supervision(kept, timeout_s=_START_S):
-        launcher.require_idle_or_same(kept)
-        if launcher.adopt_sidecar(kept) is None and (end := _start(kept)) is not None:
+    create_run_directory(kept)
+    with sidecar_launcher.hold_supervision(kept, timeout_s=_START_S):
+        sidecar_launcher.require_idle_or_same(kept)
+        if sidecar_launcher.adopt_sidecar(kept) is None and (end := _start(kept)) is not None:
             raise SidecarError(f"the sidecar does not start; {end}", code="absent")
     output.print_line(str(kept.socket))
 
@@ -219,10 +221,10 @@ def start(directory: Path, values: dict[str, Any], command: tuple[str, ...]) -> 
 def _start(kept: RunDir) -> str | None:
     """Start the run's sidecar, and wait until it answers. Returns the end of its log if it does
     not."""
-    process = Process.of(launcher.launch_sidecar(kept))
-    if launcher.wait_for_sidecar(kept, process):
+    process = Process.of(sidecar_launcher.launch_sidecar(kept))
+    if sidecar_launcher.wait_for_sidecar(kept, process):
         return None
-    return f"the end of {kept.log}:\n{launcher.log_tail(kept.log)}"
+    return f"the end of {kept.log}:\n{sidecar_launcher.log_tail(kept.log)}"
 
 
 # --- stop ------------------------------------------------------------------------------------
@@ -242,29 +244,29 @@ def stop(directory: Path, run: str | None, as_json: bool) -> None:
       keepstep stop
       keepstep stop --dir /scratch/ckpt --run train
     """
-    for removed in run_dir.removed_runs(directory, run):
-        if launcher.free_removed(removed, orphans=True):
+    for removed in run_dir.find_runs_without_record(directory, run):
+        if sidecar_launcher.free_removed(removed, orphans=True):
             output.print_line(
-                f"run {removed.run!r}: its directory was removed; its memory is freed now"
+                f"run {removed.name!r}: its directory was removed; its memory is freed now"
             )
             return
     kept = run_dir.find_run(directory, run)
-    with launcher.hold_supervision(kept):
+    with sidecar_launcher.hold_supervision(kept):
         stopped = _stop(kept)
-    if launcher.has_slots_left(kept):
+    if sidecar_launcher.has_leftover_slots(kept):
         raise StorageError(
-            f"run {kept.run!r} stopped, but no volume accepted its newest steps: they"
+            f"run {kept.name!r} stopped, but no volume accepted its newest steps: they"
             f" stay in {kept.memory}. The end of {kept.log} shows the reason; fix it, then run"
             " `keepstep stop` again, or delete that directory to give them up"
         )
-    step = inventory.read_holdings(kept).committed
+    step = inventory.read_holdings(kept).newest_committed
     if as_json:
         committed = inventory.step_document(step)
-        output.print_json({"run": kept.run, "stopped": stopped, "committed": committed})
+        output.print_json({"run": kept.name, "stopped": stopped, "committed": committed})
         return
     what = "stopped" if stopped else "was not running"
     left = "nothing is committed" if step is None else f"step {step.id.step} is in {step.path}"
-    output.print_line(f"run {kept.run!r} {what}; {left}")
+    output.print_line(f"run {kept.name!r} {what}; {left}")
 
 
 def _stop(kept: RunDir) -> bool:
@@ -273,18 +275,18 @@ def _stop(kept: RunDir) -> bool:
     If a killed sidecar left slots, a new sidecar adopts them first, as they may hold the newest
     steps. Raises UsageError while the run is training, SidecarError.
     """
-    launcher.require_idle(kept)
+    sidecar_launcher.require_idle(kept)
     live = calls.ask_status(kept.socket)
     for tier, status in live.tiers.items() if live is not None else ():
         if status.backlog:
             output.print_line(run_messages.backlog_text(tier, status), err=True)
-    if launcher.end_sidecar(kept):
+    if sidecar_launcher.end_sidecar(kept):
         return True
-    if not launcher.has_slots_left(kept):
+    if not sidecar_launcher.has_leftover_slots(kept):
         return False
     if (end := _start(kept)) is not None:
         raise SidecarError(
             f"slots are left in {kept.memory}, but no sidecar starts to save them; delete that"
             f" directory to give them up; {end}"
         )
-    return launcher.end_sidecar(kept)
+    return sidecar_launcher.end_sidecar(kept)

@@ -52,7 +52,7 @@ def status(directory: Path, run: str | None, as_json: bool, watch: bool) -> None
         show(kept, inventory.read_holdings(kept))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _watch(functools.partial(run_dir.find_run_to_read, directory, kept.run), show)
+        _watch(functools.partial(run_dir.find_run_to_read, directory, kept.name), show)
 
 
 def _watch(find: Callable[[], RunDir], show: Callable[[RunDir, RunHoldings], None]) -> None:
@@ -96,10 +96,10 @@ def _print_json(kept: RunDir, held: RunHoldings) -> None:
     goodput = inventory.run_goodput(kept, held)
     shown = ("ratio", "wall_s", "seconds", "steps", "interruptions")
     document = {
-        "run": kept.run,
+        "run": kept.name,
         "running": held.live is not None,
-        "committed": inventory.step_document(held.committed),
-        "newest": inventory.step_document(held.newest),
+        "committed": inventory.step_document(held.newest_committed),
+        "newest": inventory.step_document(held.newest_complete_step),
         "socket": kept.socket,
         "log": kept.log,
         "volumes": kept.roots,
@@ -128,9 +128,13 @@ _TIER = ("TIER", "WHERE", "SENT", "WAITING", "BEHIND", "TROUBLE")
 def _facts(kept: RunDir, held: RunHoldings) -> list[tuple[str, str]]:
     live = held.live
     up = live and f"{live.sidecar}, pid {live.pid}, up {_age(live.started_at)}"
-    facts = [("run", kept.run), ("sidecar", up or "not running"), ("committed", _committed(held))]
+    facts = [
+        ("run", kept.name),
+        ("sidecar", up or "not running"),
+        ("committed", _committed(held)),
+    ]
     if live is not None:
-        newest = held.newest
+        newest = held.newest_complete_step
         none = "no step that all ranks hold"
         facts.append(("newest", none if newest is None else inventory.step_text(newest)))
         by_cost = " (at most 1 % of the training time)" if kept.config.stages_by_cost else ""
@@ -185,7 +189,7 @@ def _age(at: float) -> str:
 
 
 def _committed(held: RunHoldings) -> str:
-    step, live = held.committed, held.live
+    step, live = held.newest_committed, held.live
     if step is None:
         return "nothing"
     ago = ""

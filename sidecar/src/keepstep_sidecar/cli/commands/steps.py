@@ -13,7 +13,7 @@ import click
 
 from keepstep.errors import DigestError, ImageError, UsageError, VersionError
 from keepstep.steps import IN_POD, NEAREST_FIRST
-from keepstep_sidecar.cli import calls, compile_caches, inventory, launcher, output, run_dir
+from keepstep_sidecar.cli import calls, compile_caches, inventory, output, run_dir, sidecar_launcher
 from keepstep_sidecar.cli.options import json_option, which_run
 from keepstep_sidecar.cli.run_dir import RunDir
 from keepstep_sidecar.config.settings import format_duration, format_size
@@ -39,7 +39,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
     held = inventory.read_holdings(kept)
     if as_json:
         shown = list(map(inventory.step_document, held.steps))
-        output.print_json({"run": kept.run, "steps": shown})
+        output.print_json({"run": kept.name, "steps": shown})
         return
     there = {tier for step in held.steps for tier in step.ranks}.difference(IN_POD)
     beyond = sorted(there, key=NEAREST_FIRST.index)
@@ -48,7 +48,7 @@ def steps(directory: Path, run: str | None, as_json: bool) -> None:
         (
             step.id.epoch,
             step.id.step,
-            output.ranks_text(step.held, step.world),
+            output.ranks_text(step.holding_ranks, step.world),
             format_size(step.bytes),
             ", ".join(map(str, step.ranks)),
             *(output.ranks_text(step.ranks.get(tier, ()), step.world) for tier in beyond),
@@ -95,7 +95,7 @@ def verify(directory: Path, run: str | None, as_json: bool, word: str | None) ->
         with output.progress(total, quiet=as_json) as advance:
             for shard in shards:
                 about = f"step {shard.step_id.step} rank {shard.rank}"
-                _verify_shard(shard, functools.partial(advance, about), run=kept.run)
+                _verify_shard(shard, functools.partial(advance, about), run=kept.name)
     except ImageError as error:
         if not as_json:
             raise
@@ -127,7 +127,7 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
     Raises UsageError if there is nothing to verify.
     """
     shards, problems = inventory.survey_volumes(kept)
-    steps = inventory.statuses_of_shards(shards, ())
+    steps = inventory.compute_step_statuses(shards, ())
     refused = [problem for problem in problems if not isinstance(problem.error, VersionError)]
     if word is None:
         names = {str(step.id) for step in steps if step.committed}
@@ -140,14 +140,14 @@ def _selected(kept: RunDir, word: str | None) -> tuple[list[LocalShard], list[Re
         }
         refused = [refusal for refusal in refused if refusal.path.parent.name in names]
     if not names and not refused:
-        raise UsageError(f"run {kept.run!r} has no committed step to verify")
+        raise UsageError(f"run {kept.name!r} has no committed step to verify")
     return [shard for shard in shards if str(shard.step_id) in names], refused
 
 
 def _bases(shards: Iterable[LocalShard]) -> Iterator[LocalShard]:
     """The bases of these shards; each file once, whatever names it has."""
     seen: set[tuple[int, int]] = set()
-    for base in (shard.beside for shard in shards):
+    for base in (shard.base_shard for shard in shards):
         if base is None:
             continue
         with contextlib.suppress(OSError):  # its step was retired meanwhile
@@ -170,7 +170,7 @@ def _verify_shard(shard: LocalShard, on_bytes: Callable[[int], None], *, run: st
         contextlib.suppress(ShardGone),
         verified_chunks.open_verified(file_source(shard, run=run)) as opened,
     ):
-        chunks = opened.manifest.chunks
+        chunks = opened.manifest.chunk_indices
         verified_chunks.for_each_verified(opened, chunks, lambda _, data: on_bytes(len(data)))
 
 
@@ -200,11 +200,11 @@ def rm(
 
     kept = run_dir.find_run(directory, run)
     where = ", ".join(map(str, kept.roots))
-    with launcher.hold_supervision(kept):
+    with sidecar_launcher.hold_supervision(kept):
         held = inventory.read_holdings(kept)
         if held.live is not None:
             raise UsageError(
-                f"the sidecar of run {kept.run!r} (pid {held.live.pid}) owns its steps; end it"
+                f"the sidecar of run {kept.name!r} (pid {held.live.pid}) owns its steps; end it"
                 " first with `keepstep stop`"
             )
         doomed = inventory.choose_steps(held.steps, words)
@@ -216,7 +216,7 @@ def rm(
                 " pass --force to delete it all the same"
             )
         if not yes:
-            output.print_line(f"run {kept.run!r} in {where}:", err=True)
+            output.print_line(f"run {kept.name!r} in {where}:", err=True)
             for step in doomed:
                 state = "dead" if step.dead else "committed" if step.committed else "not committed"
                 output.print_line(
@@ -225,12 +225,12 @@ def rm(
             click.confirm("Delete?", abort=True, err=True)
         with contextlib.ExitStack() as stack:
             volumes = [
-                stack.enter_context(contextlib.closing(Volume(root, run=kept.run)))
+                stack.enter_context(contextlib.closing(Volume(root, run=kept.name)))
                 for root in kept.roots
                 if root.is_dir()
             ]
             freed_bytes = sum(
-                volume.retire(step.id, reuse=False) for step in doomed for volume in volumes
+                volume.delete_step(step.id, reuse=False) for step in doomed for volume in volumes
             )
         if {status.id for status in doomed} == {step.id for step in held.steps}:
             compile_caches.remove_caches(kept)
@@ -280,7 +280,7 @@ def _pin(directory: Path, run: str | None, word: str, *, as_json: bool, pinned: 
     (step,) = inventory.choose_steps(inventory.read_holdings(kept).steps, (word,))
     answer = calls.ask_pin(kept.socket, step.id, pinned=pinned)
     if answer is None:
-        raise UsageError(f"run {kept.run!r} has no sidecar now; pin its steps while it runs")
+        raise UsageError(f"run {kept.name!r} has no sidecar now; pin its steps while it runs")
     if as_json:
         output.print_json({"pinned": list(answer.steps)})
     else:

@@ -41,7 +41,7 @@ def ui(directory: Path, port: int, no_open: bool) -> None:
 
 
 async def _serve(directory: Path, *, port: int, browser: bool) -> None:
-    from keepstep_sidecar.cli import run_pages
+    from keepstep_sidecar.cli import run_page_data
     from keepstep_sidecar.ui.server import PageAccess, listen_on_loopback, serve_page
 
     access, listening = PageAccess("keepstep ui"), listen_on_loopback(port)
@@ -51,7 +51,7 @@ async def _serve(directory: Path, *, port: int, browser: bool) -> None:
         access,
         place=str(directory),
         names=lambda: run_dir.runs_in(directory),
-        read=run_pages.run_page_reader(directory),
+        read=run_page_data.run_page_reader(directory),
         text=output.printable,
     ):
         ended = asyncio.Event()

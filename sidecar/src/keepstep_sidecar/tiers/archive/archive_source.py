@@ -16,7 +16,7 @@ from keepstep.errors import DigestError, ForeignError, ImageError
 from keepstep.image import PAGE_BYTES, ControlPage, Layout
 from keepstep.image.layout import CHUNK_BYTES, read_length
 from keepstep.steps import Tier
-from keepstep_sidecar.tiers.archive.step_record import own_pieces
+from keepstep_sidecar.tiers.archive.step_record import find_pieces_not_in_base
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
 from keepstep_sidecar.tiers.remote_tier import RemoteShard
 from keepstep_sidecar.tiers.source import Read, ReadCancellation, ShardSource
@@ -61,7 +61,7 @@ class ArchiveSource(ShardSource):
         began, sizes = time.monotonic(), [0]
 
         def get(name: str, begin: int, view: memoryview) -> None:
-            _on_loop(self.loop, cancel, self.store.read(name, begin, view))
+            _on_loop(self.loop, cancel, self.store.read_range(name, begin, view))
             sizes.append(len(view))
 
         parts = self._in_one_file if self.rest is None else self._in_two_files(self.rest, get)
@@ -114,7 +114,7 @@ class ArchiveSource(ShardSource):
             return _in_a_row(get, rest.place.name, begin, into)
 
         manifests = Manifests()
-        return own_pieces(manifests.read(self, own), manifests.read(rest, theirs))
+        return find_pieces_not_in_base(manifests.read(self, own), manifests.read(rest, theirs))
 
 
 _Part = tuple[str, int, memoryview]
@@ -155,13 +155,13 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> N
         loop.call_soon_threadsafe(call)
 
 
-async def image_bytes(store: Store, stored: StoredObject) -> int:
+async def read_image_size(store: Store, stored: StoredObject) -> int:
     """The image's size, from the header of an object. Raises StorageError, ImageError."""
     data, size = b"", min(_FIRST_BYTES, stored.bytes)
     try:
         while len(data) < size:
             buffer = bytearray(size - len(data))
-            await store.read(stored.name, len(data), memoryview(buffer))
+            await store.read_range(stored.name, len(data), memoryview(buffer))
             data += buffer
             size = min(read_length(data), stored.bytes)
         return Layout.parse(data).size_bytes
@@ -175,14 +175,15 @@ async def control_page(
     """The control page at the end of an object. Raises StorageError, ImageError; also if the page
     does not agree with `shard`."""
     buffer = bytearray(PAGE_BYTES)
-    await store.read(stored.name, max(0, stored.bytes - PAGE_BYTES), memoryview(buffer))
+    await store.read_range(stored.name, max(0, stored.bytes - PAGE_BYTES), memoryview(buffer))
     try:
         control = ControlPage.from_bytes(bytes(buffer))
-        found = (control.run, control.id, control.rank, control.world)
+        found = (control.run, control.step_id, control.rank, control.world)
         if found != (run, shard.step_id, shard.rank, shard.world):
             raise ForeignError(
-                f"step {control.id}, rank {control.rank} of {control.world} of run {control.run!r},"
-                f" not step {shard.step_id}, rank {shard.rank} of {shard.world} of run {run!r}"
+                f"step {control.step_id}, rank {control.rank} of {control.world} of run"
+                f" {control.run!r}, not step {shard.step_id}, rank {shard.rank} of {shard.world}"
+                f" of run {run!r}"
             )
         if control.root is None:
             raise DigestError("sealed in memory only: it has no digests")

@@ -17,8 +17,8 @@ from keepstep_sidecar.config.sidecar import ArchiveConfig
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive.archive_source import ArchiveSource
 from keepstep_sidecar.tiers.archive.index import (
+    ArchiveContents,
     ArchivedStep,
-    Survey,
     Surveyor,
     archive_source_of,
     remote_shards,
@@ -27,7 +27,7 @@ from keepstep_sidecar.tiers.archive.store import Store, open_store
 from keepstep_sidecar.tiers.incoming_copy import IncomingCopy, part_name
 from keepstep_sidecar.tiers.remote_tier import RemoteShard
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource
-from keepstep_sidecar.volume.files import Filesystem, IoEngine
+from keepstep_sidecar.volume.files import Filesystem, IoMode
 from keepstep_sidecar.volume.run_tree import ShardName
 
 
@@ -38,7 +38,7 @@ class ArchivedRun:
     run: str
     store: Store
 
-    async def survey(self) -> Survey:
+    async def survey(self) -> ArchiveContents:
         """What the archive holds of the run. Raises StorageError."""
         return await Surveyor(self.store, self.run).survey()
 
@@ -54,7 +54,7 @@ class ArchivedRun:
         survey = await self.survey()
         if survey.conflict and sound:
             raise RestoreError(survey.conflict)
-        whole = [step for step in survey.steps if not step.partial]
+        whole = [step for step in survey.steps if not step.has_no_record]
         meant = steps_named(word, [step.id for step in whole]) if word is not None else ()
         found = tuple(step for step in whole if word is None or step.id in meant)
         place = f"{self.store.where}/{self.run}"
@@ -76,7 +76,7 @@ class ArchivedRun:
             def work(cancel: ReadCancellation, at: ShardSource = at) -> None:
                 """Verify every byte, with memory for a few chunks."""
                 with verified_chunks.open_verified(at, cancel) as opened:
-                    chunks = opened.manifest.chunks
+                    chunks = opened.manifest.chunk_indices
                     verified_chunks.for_each_verified(
                         opened, chunks, lambda _, data: on_chunk(len(data))
                     )
@@ -134,15 +134,17 @@ async def pull_step(
     final = target / str(step.id)
     growing = target / f".{step.id}.pulling"
     try:
-        place = OpenDirectory.opened(Path(os.path.realpath(target)), make=True)
+        place = OpenDirectory.open_path(Path(os.path.realpath(target)), make=True)
         if place.lstat(final.name) is not None:
             raise RestoreError(f"{final} exists already; move it away, or verify it as it is")
         place.make(growing.name)
-        directory = place.inside(growing.name)
+        directory = place.open_subdirectory(growing.name)
         for at in map(holding.source, holding.shards(step)):
             name = ShardName.of(at.shard)
             if at.beside is not None:
-                await _pull(at.beside, directory.path / name.base.file, directory, on_chunk)
+                await _pull(
+                    at.beside, directory.path / name.base_shard_name.file, directory, on_chunk
+                )
             await _pull(at, directory.path / name.file, directory, on_chunk)
         await asyncio.to_thread(_finish, place, directory, final.name)
     except OSError as error:
@@ -154,14 +156,14 @@ async def _pull(
     at: ShardSource, path: Path, directory: OpenDirectory, on_chunk: Callable[[int], None]
 ) -> None:
     filesystem = Filesystem()
-    filesystem.hold(directory)
+    filesystem.open_root(directory)
 
     def work(cancel: ReadCancellation) -> None:
         with verified_chunks.open_verified(at, cancel) as opened:
             if filesystem.lstat(path) is not None:  # its bytes are not trusted because of its name
                 filesystem.rename(path, path.with_name(part_name(path.name)))
             copy = IncomingCopy(
-                path, opened.manifest, filesystem=filesystem, engine=IoEngine.BUFFERED
+                path, opened.manifest, filesystem=filesystem, engine=IoMode.BUFFERED
             )
 
             def write(chunk: int, data: memoryview) -> None:
@@ -169,10 +171,10 @@ async def _pull(
                 on_chunk(len(data))
 
             with contextlib.closing(copy):
-                copy.find_missing_chunks()
+                copy.scan_existing_chunks()
                 missing = copy.missing
-                for chunk in set(opened.manifest.chunks).difference(missing):
-                    begin, end = opened.manifest.bounds(chunk)
+                for chunk in set(opened.manifest.chunk_indices).difference(missing):
+                    begin, end = opened.manifest.bounds_of_chunk(chunk)
                     on_chunk(end - begin)
                 verified_chunks.for_each_verified(opened, missing, write, threads=at.streams)
                 copy.seal()

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from keepstep.directory import NoFileError, OpenDirectory
+from keepstep.directory import NotRegularFileError, OpenDirectory
 from keepstep.errors import FormatError, NoSpaceError, StorageError
-from keepstep_sidecar.concurrency import run_blocking, run_detached
+from keepstep_sidecar.concurrency import run_blocking, run_on_detached_thread
 from keepstep_sidecar.tiers.archive.store import StoredObject
 from keepstep_sidecar.volume.files import FULL, DurableFile, Filesystem, forget_cache
 
@@ -49,7 +49,7 @@ class DirectoryStore:
     async def list_below(self, prefix: str) -> list[StoredObject]:
         def work() -> list[StoredObject]:
             try:
-                below = self._opened().inside(*Path(prefix).parts)
+                below = self._opened().open_subdirectory(*Path(prefix).parts)
             except FileNotFoundError:
                 return []
             found = below.walk(levels=_LEVELS - len(Path(prefix).parts))
@@ -64,7 +64,7 @@ class DirectoryStore:
     async def directories(self, prefix: str) -> list[str]:
         def work() -> list[str]:
             try:
-                above = self._opened().inside(*Path(prefix).parts)
+                above = self._opened().open_subdirectory(*Path(prefix).parts)
             except FileNotFoundError:
                 return []
             found = {name: above.lstat(name) for name in above.names() if name[0] != "."}
@@ -73,7 +73,7 @@ class DirectoryStore:
 
         return await self._attempt(work)
 
-    async def find(self, name: str) -> StoredObject | None:
+    async def find_object(self, name: str) -> StoredObject | None:
         def work() -> StoredObject | None:
             try:
                 found = self._above(name).lstat(Path(name).name)
@@ -83,11 +83,11 @@ class DirectoryStore:
 
         return await self._attempt(work)
 
-    async def read(self, name: str, begin: int, view: memoryview) -> None:
+    async def read_range(self, name: str, begin: int, view: memoryview) -> None:
         def work() -> None:
             try:
-                fd = self._above(name).open(Path(name).name, os.O_RDONLY)
-            except NoFileError:
+                fd = self._above(name).open_file(Path(name).name, os.O_RDONLY)
+            except NotRegularFileError:
                 raise FormatError("not a regular file", path=self.root / name) from None
             try:
                 got = self._filesystem.read_into(fd, view, begin)
@@ -101,7 +101,7 @@ class DirectoryStore:
 
         await self._do(work)
 
-    async def write(self, name: str, data: bytes) -> bool:
+    async def create_if_absent(self, name: str, data: bytes) -> bool:
         def work() -> bool:
             new = self._begin(name)
             try:
@@ -176,9 +176,9 @@ class DirectoryStore:
             for name in names:
                 *above, directory, last = Path(name).parts
                 with contextlib.suppress(FileNotFoundError):
-                    place = root.inside(*above)
+                    place = root.open_subdirectory(*above)
                     with contextlib.suppress(FileNotFoundError):
-                        place.inside(directory).unlink(last)
+                        place.open_subdirectory(directory).unlink(last)
                     with contextlib.suppress(OSError):  # not empty yet
                         place.rmdir(directory)
 
@@ -191,7 +191,7 @@ class DirectoryStore:
         """A new, empty file, hidden until it gets its `name`."""
         directory = self._made(name)
         filesystem, path = Filesystem(), directory.path / Path(name).name
-        filesystem.hold(directory)
+        filesystem.open_root(directory)
         hidden = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
         return DurableFile(path, filesystem=filesystem, temporary=hidden)
 
@@ -204,16 +204,16 @@ class DirectoryStore:
         for part in Path(name).parts[:-1]:
             if directory.make(part):
                 directory.sync()
-            directory = directory.inside(part)
+            directory = directory.open_subdirectory(part)
         return directory
 
     def _above(self, name: str) -> OpenDirectory:
         """The directory of an object. Raises FileNotFoundError."""
-        return self._opened().inside(*Path(name).parts[:-1])
+        return self._opened().open_subdirectory(*Path(name).parts[:-1])
 
     def _opened(self) -> OpenDirectory:
         try:
-            return OpenDirectory.opened(self.root.resolve())
+            return OpenDirectory.open_path(self.root.resolve())
         except (FileNotFoundError, NotADirectoryError):
             raise StorageError(
                 f"the archive {self.root} is not there; mount it, or make it if it is new"
@@ -226,7 +226,7 @@ class DirectoryStore:
     async def _attempt(self, work: Callable[[], T]) -> T:
         """Run `work`, which changes nothing, on a thread. A sidecar that ends does not wait for it:
         a server that is away, or a directory without end, may take for ever."""
-        return await self._named(run_detached(work, "keepstep-archive-look"))
+        return await self._named(run_on_detached_thread(work, "keepstep-archive-look"))
 
     async def _named(self, work: Awaitable[T]) -> T:
         """An OSError becomes a StorageError that names the archive."""
@@ -239,19 +239,19 @@ class DirectoryStore:
 
 def _drop(new: DurableFile) -> None:
     """Also let its directory go: the traceback of an error may hold the file."""
-    new.drop()
-    new.filesystem.release(new.path.parent)
+    new.discard_unfinished()
+    new.filesystem.release_root(new.path.parent)
 
 
 def _sweep(root: OpenDirectory, run: str) -> None:
     """Remove files of the run that dead writers left. Other machines may still write younger
     ones."""
     with contextlib.suppress(OSError):
-        below = root.inside(run)
+        below = root.open_subdirectory(run)
         for path, found in below.walk(levels=_LEVELS - 1):
             hidden = path.name.startswith(".") and ".tmp-" in path.name
             if hidden and time.time() - found.st_mtime > _LEFTOVER_S:
-                below.inside(*path.parts[:-1]).unlink(path.name)
+                below.open_subdirectory(*path.parts[:-1]).unlink(path.name)
 
 
 def _stored(path: Path, found: os.stat_result) -> StoredObject:

@@ -95,7 +95,7 @@ class RunHeartbeats:
             async with asyncio.timeout(_END_S):
                 await self.end()
 
-    async def watch(
+    async def check_for_foreign_run(
         self, lives: Mapping[EpochId, StoredObject], known: Collection[EpochId]
     ) -> None:
         """`lives`: those that a new listing names. `known`: the epochs of this run."""
@@ -124,7 +124,7 @@ class RunHeartbeats:
         """` on HOST`, as the object tells; '' if it does not."""
         data = bytearray(min(stored.bytes, _MOST_BYTES))
         try:
-            await self.store.read(stored.name, 0, memoryview(data))
+            await self.store.read_range(stored.name, 0, memoryview(data))
             fields = strictjson.as_mapping(json.loads(data), "life")
             host = strictjson.as_text(fields.get("host"), "host")
         except (KeepstepError, ValueError, RecursionError):

@@ -18,16 +18,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from keepstep.core.commit_rule import StepStanding, trace_lineage
+from keepstep.core.commit_rule import StepLiveness, trace_lineage
 from keepstep.core.retention import Retention, steps_to_retire, unneeded_steps
 from keepstep.core.shard import Shard
 from keepstep.errors import ImageError
-from keepstep.steps import Answer, Epoch, EpochId, StepId, Tier, merge_epochs
+from keepstep.steps import Epoch, EpochId, StepId, Tier, TierAnswer, merge_epochs
 from keepstep_sidecar.concurrency import gather_limited, run_blocking
 from keepstep_sidecar.tiers.archive import heartbeats
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.archive_source import IN_FLIGHT, ArchiveSource, ShardObject
-from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin
+from keepstep_sidecar.tiers.archive.step_record import StepRecord, is_twin_name
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
 from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard
 from keepstep_sidecar.volume.run_tree import is_base, is_shard, is_step
@@ -56,27 +56,27 @@ class ArchivedStep:
         return self.record is not None and not self.fault
 
     @property
-    def partial(self) -> bool:
+    def has_no_record(self) -> bool:
         """No record (any more): being sent, being deleted, or given up half-way."""
         return self.record is None and not self.fault
 
     @property
     def shard_files(self) -> list[str]:
         """Names of the files of shards, without those of bases."""
-        return [name for name in self.own_files if name.startswith("rank-")]
+        return [name for name in self.keepstep_files if name.startswith("rank-")]
 
     @property
-    def own_files(self) -> list[str]:
+    def keepstep_files(self) -> list[str]:
         """Names of keepstep's own files, without the record."""
         return sorted(
-            file for file in self.files if is_shard(file) or is_base(file) or is_twin(file)
+            file for file in self.files if is_shard(file) or is_base(file) or is_twin_name(file)
         )
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files of shards and bases. A base counts for each step, also where the
         archive has one file for all of them."""
-        return sum(self.files[name].bytes for name in self.own_files)
+        return sum(self.files[name].bytes for name in self.keepstep_files)
 
     @property
     def image_bytes(self) -> int:
@@ -90,7 +90,7 @@ class ArchivedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class ArchiveContents:
     """Steps in ascending order. `conflict`: two runs share this place; '' if they do not. `lives`:
     what each epoch renews while its trainers live."""
 
@@ -99,7 +99,7 @@ class Survey:
     lives: Mapping[EpochId, StoredObject] = field(default_factory=dict)
 
     @property
-    def complete(self) -> tuple[ArchivedStep, ...]:
+    def complete_steps(self) -> tuple[ArchivedStep, ...]:
         return tuple(step for step in self.steps if step.complete)
 
     @property
@@ -109,7 +109,7 @@ class Survey:
         return merge_epochs(epoch for record in records for epoch in record.epochs)
 
     @property
-    def origin(self) -> str:
+    def fork_origin(self) -> str:
         """`RUN/STEP` of the other run from which this run began; '' if it is not a fork."""
         found = (f"{epoch.origin}/{epoch.parent}" for epoch in self.epochs if epoch.origin)
         return next(found, "")
@@ -133,25 +133,25 @@ def remote_shards(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
         twin = record.twins.get(shard.rank)
         rest = None if twin is None else remote(record.shards[twin.rank])
         base = None if shard.base is None else remote_base(shard.base)
-        return placed(replace(shard, base=base), record.file(shard), rest)
+        return placed(replace(shard, base=base), record.find_shard_file(shard), rest)
 
     def remote_base(base: Shard) -> RemoteShard:
         twin = record.base_twins.get(base.rank)
         other = None if twin is None else record.shards[twin.rank].base
         rest = None if other is None else remote_base(other)
-        return placed(base, record.file(base, is_base=True), rest)
+        return placed(base, record.find_shard_file(base, is_base=True), rest)
 
     def placed(shard: Shard, file: tuple[str, int], rest: RemoteShard | None) -> RemoteShard:
         place = ShardObject(name=f"{prefix}/{file[0]}", stored_bytes=file[1], rest=rest)
-        return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
+        return RemoteShard.from_shard(shard, tier=Tier.ARCHIVE, key=place)
 
     return tuple(map(remote, record.shards))
 
 
-def whole_shard(shard: Shard, stored: StoredObject) -> RemoteShard:
+def build_whole_shard(shard: Shard, stored: StoredObject) -> RemoteShard:
     """A shard whose object contains all of it."""
     place = ShardObject(name=stored.name, stored_bytes=stored.bytes)
-    return RemoteShard.of(shard, tier=Tier.ARCHIVE, key=place)
+    return RemoteShard.from_shard(shard, tier=Tier.ARCHIVE, key=place)
 
 
 def inventory_of(
@@ -162,9 +162,9 @@ def inventory_of(
     reason: str = "",
 ) -> Inventory:
     """The inventory of complete steps. If there are none, a reason makes the answer UNKNOWN."""
-    nothing = Answer.UNKNOWN if reason else Answer.NONE
+    nothing = TierAnswer.UNKNOWN if reason else TierAnswer.NONE
     return Inventory(
-        answer=Answer.STEPS if complete else nothing,
+        answer=TierAnswer.STEPS if complete else nothing,
         shards=tuple(shard for step in complete for shard in remote_shards(step, run=run)),
         epochs=epochs,
         complete=frozenset(step.id for step in complete),
@@ -215,7 +215,7 @@ class Surveyor:
     run: str
     _known: dict[_Key, _Found] = field(default_factory=dict)
 
-    async def survey(self, own: Iterable[Epoch] = ()) -> Survey:
+    async def survey(self, own: Iterable[Epoch] = ()) -> ArchiveContents:
         """The steps of the run. `own`: epochs that the run itself knows. Raises StorageError."""
         listed = await self.store.list_below(self.run)
         by_step: defaultdict[StepId, dict[str, StoredObject]] = defaultdict(dict)
@@ -241,7 +241,9 @@ class Surveyor:
             self._judge(step_id, files, found) for step_id, files in sorted(by_step.items())
         )
         conflict = self._conflict(steps, own)
-        return Survey(steps=steps, conflict=conflict, lives=heartbeats.find_heartbeats(of_lives))
+        return ArchiveContents(
+            steps=steps, conflict=conflict, lives=heartbeats.find_heartbeats(of_lives)
+        )
 
     async def _read(self, stored: StoredObject, total_bytes: int) -> tuple[_Key, _Found]:
         """The record of a step. `total_bytes`: of it and the records of all newer steps."""
@@ -255,7 +257,7 @@ class Surveyor:
             return key, known
         data = bytearray(stored.bytes)
         try:
-            await self.store.read(stored.name, 0, memoryview(data))
+            await self.store.read_range(stored.name, 0, memoryview(data))
             parse = functools.partial(StepRecord.from_json, data, path=path)
             return key, await run_blocking(None, parse)
         except ImageError as error:
@@ -353,7 +355,7 @@ ABANDONED_S = 3600.0
 
 
 def expired_steps(
-    survey: Survey,
+    survey: ArchiveContents,
     policy: Retention,
     *,
     epochs: Iterable[Epoch],
@@ -369,11 +371,11 @@ def expired_steps(
     if survey.conflict:
         return ()
     standing = _standing(survey, epochs)
-    live = [step.id for step in survey.complete if standing[step.id] is StepStanding.LIVE]
+    live = [step.id for step in survey.complete_steps if standing[step.id] is StepLiveness.LIVE]
     if not live:
         return ()
-    complete = {step.id for step in survey.complete}
-    dead = {step_id for step_id in complete if standing[step_id] is StepStanding.DEAD}
+    complete = {step.id for step in survey.complete_steps}
+    dead = {step_id for step_id in complete if standing[step_id] is StepLiveness.DEAD}
     abandoned = [step.id for step in survey.steps if _abandoned(step, now)]
     doomed = {
         *steps_to_retire(live, policy, written_at=_written_at(survey)),
@@ -382,12 +384,12 @@ def expired_steps(
     return tuple(step for step in survey.steps if step.id in doomed)
 
 
-def steps_not_kept(
-    survey: Survey, policy: Retention, ids: Iterable[StepId], *, epochs: Iterable[Epoch]
+def steps_policy_would_delete(
+    survey: ArchiveContents, policy: Retention, ids: Iterable[StepId], *, epochs: Iterable[Epoch]
 ) -> set[StepId]:
     """Those of `ids` (live steps that are not in the archive) that the policy would delete."""
     standing = _standing(survey, epochs)
-    live = [step.id for step in survey.complete if standing[step.id] is StepStanding.LIVE]
+    live = [step.id for step in survey.complete_steps if standing[step.id] is StepLiveness.LIVE]
     written = _written_at(survey)
     return {
         step_id
@@ -396,14 +398,14 @@ def steps_not_kept(
     }
 
 
-def _standing(survey: Survey, epochs: Iterable[Epoch]) -> dict[StepId, StepStanding]:
+def _standing(survey: ArchiveContents, epochs: Iterable[Epoch]) -> dict[StepId, StepLiveness]:
     known = {epoch.id: epoch for epoch in (*survey.epochs, *epochs)}
     lineage = trace_lineage(known, seen={step.id.epoch for step in survey.steps})
     return {step.id: lineage.standing(step.id) for step in survey.steps}
 
 
-def _written_at(survey: Survey) -> dict[StepId, float]:
-    return {step.id: step.record.written_at for step in survey.complete if step.record}
+def _written_at(survey: ArchiveContents) -> dict[StepId, float]:
+    return {step.id: step.record.written_at for step in survey.complete_steps if step.record}
 
 
 def _abandoned(step: ArchivedStep, now: float) -> bool:
@@ -412,10 +414,10 @@ def _abandoned(step: ArchivedStep, now: float) -> bool:
     where there is nothing else."""
     own = [file for name, file in step.files.items() if not is_base(name)]
     files = own or step.files.values()
-    return step.partial and all(now - file.modified_at > ABANDONED_S for file in files)
+    return step.has_no_record and all(now - file.modified_at > ABANDONED_S for file in files)
 
 
 def names_to_delete(step: ArchivedStep, run: str) -> tuple[str, ...]:
     """The names to delete of a step, in this order. Files that are not keepstep's stay."""
-    ours = [name for name in (records.NAME, *step.own_files) if name in step.files]
+    ours = [name for name in (records.NAME, *step.keepstep_files) if name in step.files]
     return tuple(f"{run}/{step.id}/{name}" for name in ours)

@@ -100,7 +100,7 @@ class ObjectsStore:
             found = await obstore.list_with_delimiter_async(self._store, asked or None)
         return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"])
 
-    async def find(self, name: str) -> StoredObject | None:
+    async def find_object(self, name: str) -> StoredObject | None:
         with self._translated(name):
             try:
                 return self._stored(await obstore.head_async(self._store, self._begin + name))
@@ -109,7 +109,7 @@ class ObjectsStore:
                     raise
                 return None
 
-    async def read(self, name: str, begin: int, view: memoryview) -> None:
+    async def read_range(self, name: str, begin: int, view: memoryview) -> None:
         if not view:
             return
         with self._translated(name):
@@ -122,7 +122,7 @@ class ObjectsStore:
             )
         await run_blocking(None, lambda: _copy(view, data))
 
-    async def write(self, name: str, data: bytes) -> bool:
+    async def create_if_absent(self, name: str, data: bytes) -> bool:
         with self._translated(name):
             try:
                 await obstore.put_async(self._store, self._begin + name, data, mode="create")

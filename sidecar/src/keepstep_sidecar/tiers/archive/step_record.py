@@ -18,10 +18,10 @@ from keepstep.image import strictjson
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.image.xxh3 import xxh3_128
-from keepstep.steps import Epoch, StepId, base_name, shard_name
+from keepstep.steps import Epoch, StepId, make_base_file_name, shard_name
 from keepstep_sidecar import __version__
 from keepstep_sidecar.tiers.archive.store import StoredObject
-from keepstep_sidecar.volume.run_file import epoch_json, read_epoch, read_step
+from keepstep_sidecar.volume.run_record import epoch_json, parse_epoch, read_step
 
 FORMAT_VERSION = 1
 NAME = "step.json"
@@ -33,7 +33,7 @@ _SINGLE = frozenset(("format_version", "keepstep", "run", "step", "world", "writ
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwinOf:
+class TwinDelta:
     """`rank`: the rank whose file has the rest."""
 
     rank: int
@@ -56,23 +56,28 @@ class StepRecord:
     epochs: tuple[Epoch, ...]
     shards: tuple[Shard, ...]
     written_at: float
-    twins: Mapping[int, TwinOf] = field(default_factory=dict)
-    base_twins: Mapping[int, TwinOf] = field(default_factory=dict)
+    twins: Mapping[int, TwinDelta] = field(default_factory=dict)
+    base_twins: Mapping[int, TwinDelta] = field(default_factory=dict)
     keepstep: str = __version__
 
-    def file(self, shard: Shard, *, is_base: bool = False) -> tuple[str, int]:
+    def find_shard_file(self, shard: Shard, *, is_base: bool = False) -> tuple[str, int]:
         """Name and size in bytes of the file that holds the shard. `is_base`: it is the base of a
         shard."""
         rank, world = shard.rank, shard.world
         if (twin := (self.base_twins if is_base else self.twins).get(rank)) is None:
-            return (base_name if is_base else shard_name)(rank, world), shard.size_bytes
-        return twin_name(rank, world, twin.rank, is_base=is_base), twin.stored_bytes
+            return (make_base_file_name if is_base else shard_name)(rank, world), shard.size_bytes
+        return twin_delta_name(rank, world, twin.rank, is_base=is_base), twin.stored_bytes
 
     @property
     def files(self) -> dict[str, int]:
         """Size in bytes by name."""
         bases = (shard.base for shard in self.shards if shard.base is not None)
-        return dict([*map(self.file, self.shards), *(self.file(b, is_base=True) for b in bases)])
+        return dict(
+            [
+                *map(self.find_shard_file, self.shards),
+                *(self.find_shard_file(b, is_base=True) for b in bases),
+            ]
+        )
 
     def has_same_content(self, other: StepRecord) -> bool:
         """Whether both stand for the very same bytes."""
@@ -95,7 +100,7 @@ class StepRecord:
             "shards": [
                 {
                     "rank": shard.rank,
-                    "name": self.file(shard)[0],
+                    "name": self.find_shard_file(shard)[0],
                     "bytes": shard.size_bytes,
                     "root": shard.root,
                     "params": shard.params_digest,
@@ -111,7 +116,7 @@ class StepRecord:
         twin = self.base_twins.get(base.rank)
         return {
             "step": str(base.step_id),
-            "name": self.file(base, is_base=True)[0],
+            "name": self.find_shard_file(base, is_base=True)[0],
             "bytes": base.size_bytes,
             "root": base.root,
             **({} if twin is None else twin.fields),
@@ -131,10 +136,12 @@ class StepRecord:
 
 def _check_seal(reader: strictjson.Reader) -> None:
     seal, sealed = None, dict[str, bytes | bytearray]()
-    for key in reader.members():
+    for key in reader.iterate_keys():
         if reader.comes("["):
             sealed[key] = array = bytearray(b"[")
-            for number in reader.items():  # not as a list: each item would take twice its bytes
+            for (
+                number
+            ) in reader.iter_item_indices():  # not as a list: each item would take twice its bytes
                 array += b"," * (number > 0) + _canonical(reader.value())
             array += b"]"
             continue
@@ -157,11 +164,13 @@ def _check_seal(reader: strictjson.Reader) -> None:
 
 def _read(reader: strictjson.Reader) -> StepRecord:
     fields: dict[str, Any] = {}
-    for key in reader.members():
+    for key in reader.iterate_keys():
         if key == "epochs":
-            fields[key] = tuple([_epoch(number, reader.value()) for number in reader.items()])
+            fields[key] = tuple(
+                [_epoch(number, reader.value()) for number in reader.iter_item_indices()]
+            )
         elif key == "shards":
-            fields[key] = [_row(reader.value()) for _ in reader.items()]
+            fields[key] = [_row(reader.value()) for _ in reader.iter_item_indices()]
         elif key in _SINGLE:
             fields[key] = reader.value()
         else:
@@ -192,17 +201,19 @@ def _read(reader: strictjson.Reader) -> StepRecord:
 def _epoch(number: int, value: object) -> Epoch:
     if number >= _MOST_EPOCHS:
         raise FormatError(f"more than {_MOST_EPOCHS} epochs")
-    return read_epoch(value)
+    return parse_epoch(value)
 
 
 def _check_names(record: StepRecord, rows: list[_Row]) -> None:
     world, bases = record.world, {shard.rank: shard.base for shard in record.shards if shard.base}
-    names = [(shard.rank, record.file(shard)[0]) for shard in record.shards]
+    names = [(shard.rank, record.find_shard_file(shard)[0]) for shard in record.shards]
     ranks = [row.rank for row in rows]
     if [(row.rank, row.name) for row in rows] != names or ranks != list(range(world)):
         raise FormatError(f"its shards are not those of {world} ranks")
     base_names = {row.rank: row.base.name for row in rows if row.base}
-    if base_names != {rank: record.file(base, is_base=True)[0] for rank, base in bases.items()}:
+    if base_names != {
+        rank: record.find_shard_file(base, is_base=True)[0] for rank, base in bases.items()
+    }:
         raise FormatError("its bases are not those of its shards")
     whole = bases.keys() - record.base_twins.keys()
     for twins, others in ((record.twins, range(world)), (record.base_twins, whole)):
@@ -222,7 +233,7 @@ class _Row:
     size_bytes: int
     root: str
     params: str | None
-    twin: TwinOf | None
+    twin: TwinDelta | None
     step: StepId | None = None
     base: _Row | None = None
 
@@ -260,8 +271,8 @@ def _file_of(fields: Mapping[str, object], rank: int) -> _Row:
     )
 
 
-def _twin(shard: Mapping[str, object]) -> TwinOf:
-    return TwinOf(
+def _twin(shard: Mapping[str, object]) -> TwinDelta:
+    return TwinDelta(
         rank=strictjson.as_integer(shard["twin_of"], "twin_of", 0, _MAX_WORLD),
         stored_bytes=strictjson.as_integer(
             shard.get("stored_bytes"), "stored_bytes", 0, strictjson.MAX_BYTES
@@ -296,32 +307,32 @@ def _canonical(value: object) -> bytes:
 _NAME = re.compile(r"(rank|base)-([0-9]{5,})-of-([0-9]{5,})\.twin-of-([0-9]{5,})")
 
 
-def twin_name(rank: int, world: int, of: int, *, is_base: bool = False) -> str:
+def twin_delta_name(rank: int, world: int, of: int, *, is_base: bool = False) -> str:
     """The file name of such a difference, of a shard or of a base, in a step's directory."""
-    name = (base_name if is_base else shard_name)(rank, world)
+    name = (make_base_file_name if is_base else shard_name)(rank, world)
     return name.removesuffix("safetensors") + f"twin-of-{of:05d}"
 
 
-def is_twin(name: str) -> bool:
-    """Is this a name that `twin_name` makes?"""
+def is_twin_name(name: str) -> bool:
+    """Is this a name that `twin_delta_name` makes?"""
     return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundFile:
+class ListedRankFile:
     """A rank's file in a listing. `of`: the rank whose file has the rest; None if it is whole."""
 
     stored: StoredObject
     of: int | None = None
 
 
-def find_files(
+def choose_file_per_rank(
     files: Mapping[str, StoredObject], *, world: int, is_base: bool = False
-) -> dict[int, FoundFile]:
+) -> dict[int, ListedRankFile]:
     """The file of each rank that has one, or of its base; the whole file if there are both."""
-    name_of, kind = (base_name, "base") if is_base else (shard_name, "rank")
+    name_of, kind = (make_base_file_name, "base") if is_base else (shard_name, "rank")
     ranks = {
-        rank: FoundFile(stored=files[name])
+        rank: ListedRankFile(stored=files[name])
         for rank in range(world)
         if (name := name_of(rank, world)) in files
     }
@@ -329,7 +340,7 @@ def find_files(
         if (match := _NAME.fullmatch(name)) and match[1] == kind:
             rank, named_world, of = map(int, match.groups()[1:])
             if named_world == world and rank < world and of in ranks and ranks[of].of is None:
-                ranks.setdefault(rank, FoundFile(stored=stored, of=of))
+                ranks.setdefault(rank, ListedRankFile(stored=stored, of=of))
     return ranks
 
 
@@ -337,15 +348,17 @@ def piece_count(image: Manifest) -> int:
     return -(-image.layout.size_bytes // CHUNK_BYTES)
 
 
-def own_pieces(image: Manifest, base: Manifest) -> list[int]:
+def find_pieces_not_in_base(image: Manifest, base: Manifest) -> list[int]:
     """The pieces of an image that are not in its base's file, ascending. The two images may differ
     in size, because of the extras at their end."""
     pieces = range(piece_count(image))
     full = min(image.layout.chunk_count, base.layout.chunk_count) - 1
-    common = {at for at in pieces[1:full] if image.digest(at) == base.digest(at)}
+    common = {
+        at for at in pieces[1:full] if image.get_chunk_digest(at) == base.get_chunk_digest(at)
+    }
     return [at for at in pieces if at not in common]
 
 
-def is_worth_it(image: Manifest, own: list[int]) -> bool:
+def is_worth_a_delta(image: Manifest, own: list[int]) -> bool:
     """Whether at most half of the image is its own, and its header can be read without its base."""
     return 2 * len(own) <= piece_count(image) and len(image.layout.header) <= CHUNK_BYTES

@@ -41,14 +41,14 @@ class Store(Protocol):
     async def directories(self, prefix: str) -> list[str]:
         """Names of the directories directly below `prefix` ('' for the root), without it."""
 
-    async def find(self, name: str) -> StoredObject | None:
+    async def find_object(self, name: str) -> StoredObject | None:
         """The object, or None when there is none."""
 
-    async def read(self, name: str, begin: int, view: memoryview) -> None:
+    async def read_range(self, name: str, begin: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `begin` on. Raises FormatError, too, where no object but
         something foreign has that name."""
 
-    async def write(self, name: str, data: bytes) -> bool:
+    async def create_if_absent(self, name: str, data: bytes) -> bool:
         """Make a small object. Returns False, and changes nothing, when the name is taken."""
 
     async def replace(self, name: str, data: bytes) -> None:

@@ -13,25 +13,25 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.core.commit_rule import StepStanding, trace_lineage
+from keepstep.core.commit_rule import StepLiveness, trace_lineage
 from keepstep.core.retention import Retention
 from keepstep.errors import ImageError, KeepstepError, StorageError
-from keepstep.steps import Answer, Epoch, StepId, Tier
+from keepstep.steps import Epoch, StepId, Tier, TierAnswer
 from keepstep_sidecar.config.sidecar import ArchiveConfig, Config, Fork
 from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers.archive.heartbeats import RunHeartbeats
 from keepstep_sidecar.tiers.archive.index import (
+    ArchiveContents,
     ArchivedStep,
-    Survey,
     Surveyor,
     archive_source_of,
     expired_steps,
     inventory_of,
     names_to_delete,
     step_prefix,
-    steps_not_kept,
+    steps_policy_would_delete,
 )
-from keepstep_sidecar.tiers.archive.step_record import find_files
+from keepstep_sidecar.tiers.archive.step_record import choose_file_per_rank
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject, open_store
 from keepstep_sidecar.tiers.archive.upload import ArchiveSender
 from keepstep_sidecar.tiers.remote_tier import (
@@ -80,7 +80,7 @@ class ArchiveTier(RemoteTier):
         super().__init__(due=self._due, places=lambda: {store.where: self}, retry_s=retry_s)
         self.config, self.where = config, store.where
         self._epochs = epochs
-        self._base = config.base(persist_base)
+        self._base = config.step_interval(persist_base)
         self._surveyor = Surveyor(store, run)
         self._sender = ArchiveSender(store=store, run=run, patience_s=patience_s)
         self._lives = RunHeartbeats(store, run)
@@ -90,7 +90,7 @@ class ArchiveTier(RemoteTier):
         self._unsettled: dict[StepId, _Unsettled] = {}
         """The steps of which our shards are there, but no record yet."""
         self._first_rank = False
-        self._listed = Survey()
+        self._listed = ArchiveContents()
         self._complete: frozenset[StepId] = frozenset()
         self._had: set[StepId] = set()
         """All steps that were ever complete."""
@@ -105,42 +105,42 @@ class ArchiveTier(RemoteTier):
         try:
             survey = await self._survey()
         except KeepstepError as error:
-            return Inventory(answer=Answer.UNKNOWN, reason=str(error))
+            return Inventory(answer=TierAnswer.UNKNOWN, reason=str(error))
         if survey.conflict:
-            return Inventory(answer=Answer.UNKNOWN, reason=survey.conflict)
+            return Inventory(answer=TierAnswer.UNKNOWN, reason=survey.conflict)
         strangers = self.facts.strangers(survey.epochs)
         return inventory_of(
-            survey.complete,
+            survey.complete_steps,
             run=self._sender.run,
             epochs=tuple(epoch for epoch in survey.epochs if epoch.id not in strangers),
             reason=_reason(survey, self.where),
         )
 
-    async def _survey(self) -> Survey:
+    async def _survey(self) -> ArchiveContents:
         survey = await self._surveyor.survey(self._epochs())
         await self._watch_lives(survey)
-        if conflict := survey.conflict or await self._another(survey) or self.contested:
+        if conflict := survey.conflict or await self._another(survey) or self.name_conflict_message:
             survey = replace(survey, conflict=conflict)
         self._listed = survey
-        self._complete = frozenset(step.id for step in survey.complete)
+        self._complete = frozenset(step.id for step in survey.complete_steps)
         self._had |= self._complete
         self._requested -= self._complete
         self.wake()
         return survey
 
     @property
-    def contested(self) -> str:
+    def name_conflict_message(self) -> str:
         """A message while a run of this name may train of which this one knows nothing; else ''. A
         vote waits for that, and fails if it does. The leader decides for all machines; with an
         operator, which says who belongs to a run, nobody has to."""
         decides = self.facts.leads and not self.facts.operated
         return self._lives.unknown if decides and not self.facts.life() else ""
 
-    async def _watch_lives(self, survey: Survey) -> None:
+    async def _watch_lives(self, survey: ArchiveContents) -> None:
         known = {epoch.id for epoch in self._epochs()} | self.facts.strangers(())
-        await self._lives.watch(survey.lives, known)
+        await self._lives.check_for_foreign_run(survey.lives, known)
 
-    async def _another(self, survey: Survey) -> str:
+    async def _another(self, survey: ArchiveContents) -> str:
         """A message if another run of this name has steps there, of an epoch that began while this
         one trained; else ''. It is on record from then on."""
         steps = {step.id.epoch for step in survey.steps if step.record}
@@ -161,8 +161,8 @@ class ArchiveTier(RemoteTier):
             archive_source_of(self._sender.store, shard, run=self._sender.run, received=received)
         ]
 
-    def refuse(self, source: ShardSource, step_id: StepId) -> None:
-        """See `RemoteTier.refuse`."""
+    def exclude_source(self, source: ShardSource, step_id: StepId) -> None:
+        """See `RemoteTier.exclude_source`."""
         base = source.shard.base  # it may be this that is damaged
         self._damaged.add(source.shard.root if base is None else base.root)
 
@@ -184,7 +184,9 @@ class ArchiveTier(RemoteTier):
         steps = {
             step_id for step_id in held.keys() - self._complete if step_id.step % self._base == 0
         }
-        steps -= steps_not_kept(self._listed, self._retention(), steps, epochs=self._epochs())
+        steps -= steps_policy_would_delete(
+            self._listed, self._retention(), steps, epochs=self._epochs()
+        )
         owed = frozenset(steps | (self._requested & held.keys()))
         return DueShards(
             shards={step_id: held[step_id] for step_id in owed}, owed=owed, settled=owed
@@ -216,7 +218,7 @@ class ArchiveTier(RemoteTier):
 
     # --- sending -----------------------------------------------------------------------------
 
-    async def held(self, sent: Collection[Key]) -> set[Key]:
+    async def list_held_shards(self, sent: Collection[Key]) -> set[Key]:
         """Of the shards that were sent, those that are listed in their size. Others are sent even
         if they are listed, because only that compares their content."""
         survey = await self._survey()
@@ -227,7 +229,7 @@ class ArchiveTier(RemoteTier):
         there = (shard for shard in shards if _is_there(shard, listed.get(shard.step_id, {})))
         return {(shard.step_id, shard.rank) for shard in there}.intersection(sent)
 
-    async def write(self, shard: LocalShard) -> int | None:
+    async def write_shard(self, shard: LocalShard) -> int | None:
         return await self._sender.send(shard, bases=self._bases_like(shard))
 
     def _bases_like(self, shard: LocalShard) -> Iterator[str]:
@@ -235,20 +237,21 @@ class ArchiveTier(RemoteTier):
         first."""
         if shard.base is None or shard.base.root in self._damaged:
             return
-        for step in reversed(self._listed.complete):
+        for step in reversed(self._listed.complete_steps):
             record = step.record
             if record is None or not shard.rank < record.world or shard.rank in record.base_twins:
                 continue
             if (archived := record.shards[shard.rank]).base == shard.base:
-                yield f"{step_prefix(record.run, step.id)}/{ShardName.of(archived).base.file}"
+                name = ShardName.of(archived).base_shard_name
+                yield f"{step_prefix(record.run, step.id)}/{name.file}"
 
-    async def settle(self, sent: Collection[LocalShard]) -> bool:
+    async def complete_and_prune_copies(self, sent: Collection[LocalShard]) -> bool:
         """Complete the steps that wait for shards of other sidecars, or for their record."""
         for shard in sent:
             self._unsettled[shard.step_id] = _Unsettled(shard.world)
         for step_id, pending in sorted(self._unsettled.items()):
             try:
-                settled = await self._sender.complete(
+                settled = await self._sender.write_step_record(
                     step_id, world=pending.world, epochs=self._epochs()
                 )
             except ImageError:
@@ -272,7 +275,7 @@ class ArchiveTier(RemoteTier):
         if self._first_rank:
             await self.delete_expired()
 
-    def finished(self, *, whole: bool) -> bool:
+    def has_copied_all(self, *, whole: bool) -> bool:
         return all(pending.asked and not whole for pending in self._unsettled.values())
 
     async def delete_expired(self) -> tuple[StepId, ...]:
@@ -325,7 +328,7 @@ def _is_there(shard: LocalShard, files: Mapping[str, StoredObject]) -> bool:
     """Whether the shard is there, as far as a listing tells. (A twin's difference was compared when
     it was sent.)"""
     for part, is_base in ((shard, False), (shard.base, True)):
-        there = find_files(files, world=shard.world, is_base=is_base).get(shard.rank)
+        there = choose_file_per_rank(files, world=shard.world, is_base=is_base).get(shard.rank)
         if part is None:
             continue
         if there is None or (there.of is None and there.stored.bytes != part.size_bytes):
@@ -333,11 +336,11 @@ def _is_there(shard: LocalShard, files: Mapping[str, StoredObject]) -> bool:
     return True
 
 
-def _reason(survey: Survey, where: str) -> str:
+def _reason(survey: ArchiveContents, where: str) -> str:
     """Why the run must not silently start anew: there are unusable steps. '' if there are none."""
     if survey.faults:
         return "; ".join(survey.faults)
-    if survey.steps and not survey.complete:
+    if survey.steps and not survey.complete_steps:
         return f"{where} holds step {survey.steps[-1].id} in part only, and none that is whole"
     return ""
 
@@ -380,7 +383,7 @@ class AncestorTier(RemoteTier):
     async def scan(self) -> Inventory:
         """See `RemoteTier.scan`. A missing step makes the answer UNKNOWN: no reason for step 0."""
         if self.facts.outgrown():
-            return Inventory(answer=Answer.NONE)
+            return Inventory(answer=TierAnswer.NONE)
         try:
             survey = await self._surveyor.survey()
             found = [] if survey.conflict else self._chosen(survey)
@@ -391,22 +394,25 @@ class AncestorTier(RemoteTier):
         self.ids |= {step.id for step in found}
         return inventory_of(found, run=self.ancestor, reason=self._trouble)
 
-    def _chosen(self, survey: Survey) -> list[ArchivedStep]:
+    def _chosen(self, survey: ArchiveContents) -> list[ArchivedStep]:
         """The chosen step, of those that no later life of the other run left behind."""
-        whole = {step.id: step for step in survey.complete}
+        whole = {step.id: step for step in survey.complete_steps}
         lineage = trace_lineage(
             {epoch.id: epoch for epoch in survey.epochs}, seen={step_id.epoch for step_id in whole}
         )
-        alive = {step_id for step_id in whole if lineage.standing(step_id) is StepStanding.LIVE}
-        return [whole[step_id] for step_id in self._fork.chosen(whole, alive, self._epochs())]
+        alive = {step_id for step_id in whole if lineage.standing(step_id) is StepLiveness.LIVE}
+        return [
+            whole[step_id]
+            for step_id in self._fork.filter_matching_steps(whole, alive, self._epochs())
+        ]
 
-    def _why_not(self, survey: Survey) -> str:
+    def _why_not(self, survey: ArchiveContents) -> str:
         if not survey.steps:
             return f"{self._store.where} holds no run {self.ancestor!r}"
         for step in survey.steps:
-            if step.fault and self._fork.chosen([step.id], [step.id], ()):
+            if step.fault and self._fork.filter_matching_steps([step.id], [step.id], ()):
                 return step.fault
-        there = sorted((step.id for step in survey.complete), reverse=True)[:_STEPS_NAMED]
+        there = sorted((step.id for step in survey.complete_steps), reverse=True)[:_STEPS_NAMED]
         named = ", ".join(map(str, there)) or "none that is whole"
         return f"{self.where} does not hold that step whole; there is {named}"
 
@@ -426,7 +432,7 @@ class AncestorTier(RemoteTier):
 # --- from the configuration ------------------------------------------------------------------
 
 
-def remote_tiers(
+def build_archive_tiers(
     config: Config, archive: ArchiveConfig, *, epochs: Callable[[], Iterable[Epoch]]
 ) -> tuple[ArchiveTier, AncestorTier | None]:
     """The archive, and the part of it of another run from which this run begins, if it is a fork.
@@ -437,7 +443,7 @@ def remote_tiers(
         archive,
         open_store(archive),
         run=config.run,
-        persist_base=config.persist_base,
+        persist_base=config.persist_grid_interval,
         epochs=epochs,
     )
     if config.fork is None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.core.shard import Shard
 from keepstep.errors import ForeignError, ImageError, StorageError
-from keepstep.image import PAGE_BYTES, ControlPage, Section
+from keepstep.image import PAGE_BYTES, ControlPage, TensorRole
 from keepstep.image.control_page import Manifest
 from keepstep.image.layout import CHUNK_BYTES
 from keepstep.steps import Epoch, StepId, merge_epochs
@@ -27,23 +27,23 @@ from keepstep_sidecar.concurrency import gather_limited, run_blocking
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive import step_record as records
-from keepstep_sidecar.tiers.archive.archive_source import control_page, image_bytes
-from keepstep_sidecar.tiers.archive.index import archive_source_of, step_prefix, whole_shard
+from keepstep_sidecar.tiers.archive.archive_source import control_page, read_image_size
+from keepstep_sidecar.tiers.archive.index import archive_source_of, build_whole_shard, step_prefix
 from keepstep_sidecar.tiers.archive.step_record import (
-    FoundFile,
+    ListedRankFile,
     StepRecord,
-    TwinOf,
-    is_worth_it,
-    own_pieces,
+    TwinDelta,
+    find_pieces_not_in_base,
+    is_worth_a_delta,
     piece_count,
-    twin_name,
+    twin_delta_name,
 )
-from keepstep_sidecar.tiers.archive.step_record import find_files as found_in
+from keepstep_sidecar.tiers.archive.step_record import choose_file_per_rank as found_in
 from keepstep_sidecar.tiers.archive.store import Store, StoredObject
 from keepstep_sidecar.tiers.remote_tier import RemoteShard
 from keepstep_sidecar.tiers.source import ReadCancellation, ShardSource, file_source
 from keepstep_sidecar.tiers.verified_chunks import OpenSource
-from keepstep_sidecar.volume.files import IoEngine, aligned_buffer
+from keepstep_sidecar.volume.files import IoMode, aligned_buffer
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 
 PARTS = 4
@@ -88,10 +88,10 @@ class ArchiveSender:
         Raises Gone when the shard is no longer here, Unreadable or DigestError when it is damaged
         here, ForeignError when another image has its place, StorageError.
         """
-        at_rest = file_source(found, run=self.run, engine=IoEngine.DIRECT)
+        at_rest = file_source(found, run=self.run, engine=IoMode.DIRECT)
         name, base_bytes = ShardName.of(found), 0
         if at_rest.beside is not None:
-            base_bytes = await self._send(at_rest.beside, name.base, like=bases) or 0
+            base_bytes = await self._send(at_rest.beside, name.base_shard_name, like=bases) or 0
         sent_bytes = await self._send(at_rest, name)
         return None if sent_bytes is None else base_bytes + sent_bytes
 
@@ -147,17 +147,17 @@ class ArchiveSender:
             return None
         rest = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
-            theirs = await self._manifest(whole_shard(rest, stored))
+            theirs = await self._manifest(build_whole_shard(rest, stored))
         except ImageError as error:
             warn(
                 "archive.shard_uploaded_whole", step=str(name.id), rank=name.rank, reason=str(error)
             )
             return None
-        own = own_pieces(shard.manifest, theirs)
-        if not is_worth_it(shard.manifest, own):
+        own = find_pieces_not_in_base(shard.manifest, theirs)
+        if not is_worth_a_delta(shard.manifest, own):
             return None
         return ArchiveFile(
-            f"{prefix}/{twin_name(image.rank, image.world, first, is_base=name.is_base)}",
+            f"{prefix}/{twin_delta_name(image.rank, image.world, first, is_base=name.is_base)}",
             shard,
             tuple(own),
         )
@@ -174,7 +174,7 @@ class ArchiveSender:
     async def _awaited(self, name: str, size_bytes: int) -> StoredObject | None:
         """The object, once its sender has sent it; None if that takes too long."""
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        while (stored := await self.store.find(name)) is None:
+        while (stored := await self.store.find_object(name)) is None:
             left_s = self._patience_s(size_bytes) - (time.monotonic() - began)
             if left_s <= 0:
                 break
@@ -184,7 +184,7 @@ class ArchiveSender:
 
     async def _there(self, file: ArchiveFile) -> bool:
         """Whether the very same shard is in the archive. A damaged one of ours may be replaced."""
-        stored = await self.store.find(file.name)
+        stored = await self.store.find_object(file.name)
         if stored is None or stored.bytes < PAGE_BYTES:
             return False
         page = await self._read(file.name, stored.bytes - PAGE_BYTES, PAGE_BYTES)
@@ -192,11 +192,11 @@ class ArchiveSender:
             control = ControlPage.from_bytes(page)
         except ImageError:
             return False
-        theirs = (control.run, control.id, control.rank, control.root)
+        theirs = (control.run, control.step_id, control.rank, control.root)
         ours = file.shard.manifest.control
-        if theirs != (ours.run, ours.id, ours.rank, ours.root):
+        if theirs != (ours.run, ours.step_id, ours.rank, ours.root):
             raise ForeignError(
-                f"step {control.id}, rank {control.rank} of run {control.run!r} with root"
+                f"step {control.step_id}, rank {control.rank} of run {control.run!r} with root"
                 f" {control.root} is there already, unlike {file.shard.source.where}"
                 f" (root {ours.root}): two writers of one run; give one of them another archive or"
                 " another name",
@@ -207,7 +207,7 @@ class ArchiveSender:
     async def _check(self, file: ArchiveFile) -> None:
         """Check that the object has the right length and ends with our digests."""
         name, size = file.name, file.size_bytes
-        stored = await self.store.find(name)
+        stored = await self.store.find_object(name)
         if stored is None or stored.bytes != size:
             found = "nothing" if stored is None else f"{stored.bytes} bytes"
             raise StorageError(
@@ -222,12 +222,14 @@ class ArchiveSender:
 
     async def _read(self, name: str, begin: int, size: int) -> bytes:
         buffer = bytearray(size)
-        await self.store.read(name, begin, memoryview(buffer))
+        await self.store.read_range(name, begin, memoryview(buffer))
         return bytes(buffer)
 
     # --- the record --------------------------------------------------------------------------
 
-    async def complete(self, step_id: StepId, *, world: int, epochs: Iterable[Epoch]) -> bool:
+    async def write_step_record(
+        self, step_id: StepId, *, world: int, epochs: Iterable[Epoch]
+    ) -> bool:
         """Write the step's record, or check it, once the shards of all ranks are there. Returns
         False before that.
 
@@ -259,12 +261,12 @@ class ArchiveSender:
             twins=_twins(there),
             base_twins=_twins(bases),
         )
-        if not await self.store.write(f"{prefix}/{records.NAME}", record.to_json()):
+        if not await self.store.create_if_absent(f"{prefix}/{records.NAME}", record.to_json()):
             await self._agree(record)
         return True
 
     async def _described(
-        self, step_id: StepId, world: int, there: Mapping[int, FoundFile]
+        self, step_id: StepId, world: int, there: Mapping[int, ListedRankFile]
     ) -> list[tuple[Shard, Epoch]]:
         """The shards as their own control pages describe them. All must be of this step and run."""
 
@@ -272,11 +274,11 @@ class ArchiveSender:
             file = there[rank]
             differs = file.of is not None
             size_bytes = (
-                await image_bytes(self.store, file.stored) if differs else file.stored.bytes
+                await read_image_size(self.store, file.stored) if differs else file.stored.bytes
             )
             shard = Shard(step_id=step_id, rank=rank, world=world, size_bytes=size_bytes)
             control = await control_page(self.store, file.stored, shard, run=self.run)
-            params = (control.sections or {}).get(Section.PARAMS.value)
+            params = (control.sections or {}).get(TensorRole.PARAMS.value)
             described = replace(
                 shard, root=control.root, params_digest=params, base=control.base_shard
             )
@@ -285,7 +287,9 @@ class ArchiveSender:
         asked = [functools.partial(describe, rank) for rank in range(world)]
         return await gather_limited(asked, most=16)
 
-    async def _check_bases(self, bases: Sequence[Shard], there: Mapping[int, FoundFile]) -> None:
+    async def _check_bases(
+        self, bases: Sequence[Shard], there: Mapping[int, ListedRankFile]
+    ) -> None:
         """Check that these are the bases to which the shards refer."""
 
         async def check(base: Shard) -> None:
@@ -312,7 +316,7 @@ class ArchiveSender:
     async def _agree(self, ours: StepRecord) -> None:
         """Another writer was quicker. Its record must have the same content."""
         name = f"{step_prefix(self.run, ours.id)}/{records.NAME}"
-        stored = await self.store.find(name)
+        stored = await self.store.find_object(name)
         theirs = await self._record(ours.id, stored.bytes if stored else 0)
         if not theirs.has_same_content(ours):
             raise ForeignError(
@@ -328,9 +332,9 @@ class ArchiveSender:
         return await run_blocking(None, lambda: StepRecord.from_json(data, path=path))
 
 
-def _twins(there: Mapping[int, FoundFile]) -> dict[int, TwinOf]:
+def _twins(there: Mapping[int, ListedRankFile]) -> dict[int, TwinDelta]:
     return {
-        rank: TwinOf(rank=file.of, stored_bytes=file.stored.bytes)
+        rank: TwinDelta(rank=file.of, stored_bytes=file.stored.bytes)
         for rank, file in there.items()
         if file.of is not None
     }
@@ -356,7 +360,7 @@ def _part_bytes(manifest: Manifest) -> int:
 def _read_piece(shard: OpenSource, index: int, into: memoryview) -> None:
     """Fill `into` with the bytes from this chunk on. Raises ImageError, StorageError."""
     manifest = shard.manifest
-    begin, end = manifest.bounds(index)
+    begin, end = manifest.bounds_of_chunk(index)
     size_bytes = max(0, end - begin)
     if size_bytes:
         with into[:size_bytes] as chunk:

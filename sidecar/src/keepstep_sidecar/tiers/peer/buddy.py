@@ -16,7 +16,7 @@ from keepstep_sidecar.log import info
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.tiers.peer.client import PeerCalls, PeerConnections
-from keepstep_sidecar.tiers.peer.protocol import NeededCopies
+from keepstep_sidecar.tiers.peer.protocol import CopiesToKeep
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.tiers.remote_tier import LocalInventory
 from keepstep_sidecar.tiers.replicator import SCAN_AGAIN_S, CopyRejected, DueShards, Key
@@ -47,20 +47,20 @@ class Buddy:
         calls: PeerCalls,
         shards: ServedShards,
         pace: RateLimit,
-        request: Callable[[], protocol.NeededCopies],
+        request: Callable[[], protocol.CopiesToKeep],
     ) -> None:
         self.address = address
-        self.announced: protocol.NeededCopies | None = None
+        self.announced: protocol.CopiesToKeep | None = None
         self._expected = expected
         self._calls, self._shards, self._pace = calls, shards, pace
         self._needed = request
 
-    async def held(self, sent: Collection[Key]) -> set[Key]:
+    async def list_held_shards(self, sent: Collection[Key]) -> set[Key]:
         self.announced = None
         listing = await self._call(lambda links: links.ask(lambda link: link.listing()))
         return {(shard.step_id, shard.rank) for shard in listing.shards}
 
-    async def write(self, shard: LocalShard) -> int | None:
+    async def write_shard(self, shard: LocalShard) -> int | None:
         began = time.monotonic()
         self.announced = None  # what may go there depends on what is there
         sent = await self._call(lambda links: send_shard(shard, self._shards, links, self._pace))
@@ -74,18 +74,20 @@ class Buddy:
         )
         return sent
 
-    async def settle(self, sent: Collection[LocalShard]) -> bool:
+    async def complete_and_prune_copies(self, sent: Collection[LocalShard]) -> bool:
         request = self._needed()
         if request.ranks and request != self.announced:
-            await self._call(lambda links: links.ask(lambda link: link.announce(request)))
+            await self._call(
+                lambda links: links.ask(lambda link: link.send_copies_to_keep(request))
+            )
             self.announced = request
         return True
 
-    def finished(self, *, whole: bool) -> bool:
+    def has_copied_all(self, *, whole: bool) -> bool:
         return True
 
     async def _call(self, work: Callable[[PeerConnections], T]) -> T:
-        return await self._calls.run(work, self.address, expected=self._expected)
+        return await self._calls.run_on_thread(work, self.address, expected=self._expected)
 
 
 def send_shard(
@@ -99,14 +101,14 @@ def send_shard(
     source, name = shards.source(shard, where=str(shard.path)), ShardName.of(shard)
     if source.beside is None:
         return _send(source, name, links, pace)
-    base_bytes = _send(source.beside, name.base, links, pace)
+    base_bytes = _send(source.beside, name.base_shard_name, links, pace)
     sent_bytes = _send(source, name, links, pace)
     return None if sent_bytes is None else sent_bytes + (base_bytes or 0)
 
 
 def _send(at: ShardSource, name: ShardName, links: PeerConnections, pace: RateLimit) -> int | None:
     shard = at.shard
-    with verified_chunks.open_verified(at) as source, links.taken() as link:
+    with verified_chunks.open_verified(at) as source, links.borrow_connection() as link:
         missing = _Missing(name, source.manifest, links)
         begun = missing.ask()
         if begun.sealed:
@@ -118,8 +120,8 @@ def _send(at: ShardSource, name: ShardName, links: PeerConnections, pace: RateLi
             # blamed.
             nonlocal sent
             pace.wait(len(data))
-            with links.taken() as link:
-                link.put(name, chunk, data)
+            with links.borrow_connection() as link:
+                link.send_chunk(name, chunk, data)
             with missing.lock:
                 sent += len(data)
 
@@ -152,12 +154,12 @@ class _Missing:
         self._pause_s = _ASK_AGAIN_S
         self._ask_at = time.monotonic() + self._pause_s
 
-    def ask(self) -> protocol.CopyBegun:
+    def ask(self) -> protocol.MissingChunks:
         """Ask the buddy which chunks it lacks. Raises StorageError."""
-        with self._links.taken() as link:
+        with self._links.borrow_connection() as link:
             size = self._manifest.layout.size_bytes
             begun = link.begin(self._name, self._manifest.to_bytes(), size=size)
-            if not set(begun.missing) <= set(self._manifest.chunks):
+            if not set(begun.missing) <= set(self._manifest.chunk_indices):
                 raise StorageError(
                     f"{link.name} misses chunks that step {self._name.id} does not have"
                 )
@@ -194,10 +196,10 @@ def due_shards(local: LocalInventory) -> DueShards:
     )
 
 
-def needed_copies(local: LocalInventory) -> NeededCopies:
+def compute_copies_to_keep(local: LocalInventory) -> CopiesToKeep:
     """What buddies should keep: what they should hold."""
     ranks: dict[int, tuple[StepId, ...]] = {}
     for step_id in sorted(due_shards(local).owed):
         for rank in local.shards[step_id]:
             ranks[rank] = (*ranks.get(rank, ()), step_id)
-    return NeededCopies(committed=max(local.commits, default=None), ranks=ranks)
+    return CopiesToKeep(committed=max(local.commits, default=None), ranks=ranks)

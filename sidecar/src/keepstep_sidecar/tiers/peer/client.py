@@ -32,10 +32,10 @@ from keepstep_sidecar.concurrency import run_blocking
 from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.peer import protocol
-from keepstep_sidecar.tiers.peer.protocol import PodListing, receive_into
+from keepstep_sidecar.tiers.peer.protocol import PodShardListing, receive_into
 from keepstep_sidecar.tiers.peer.tls import (
-    Credentials,
     PodIdentity,
+    TlsContextSource,
     explain_tls_error,
     identity_of_peer,
 )
@@ -76,7 +76,7 @@ class PeerConnection:
     """A connection to `address`. `identity`: the pod there; None until it has answered."""
 
     def __init__(
-        self, address: str, credentials: Credentials, *, expected: Expected = None
+        self, address: str, credentials: TlsContextSource, *, expected: Expected = None
     ) -> None:
         self.address = address
         self.identity: PodIdentity | None = None
@@ -101,17 +101,17 @@ class PeerConnection:
 
     # --- requests; all raise StorageError ----------------------------------------------------
 
-    def listing(self) -> protocol.PodListing:
+    def listing(self) -> protocol.PodShardListing:
         """All that the pod holds."""
-        return self._ask("GET", protocol.SHARDS, kind=protocol.PodListing)
+        return self._ask("GET", protocol.SHARDS, kind=protocol.PodShardListing)
 
-    def begin(self, name: ShardName, manifest: bytes, *, size: int) -> protocol.CopyBegun:
+    def begin(self, name: ShardName, manifest: bytes, *, size: int) -> protocol.MissingChunks:
         """Begin a copy of `size` bytes, or continue it."""
         path = _path(protocol.COPIES, name)
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
-        return self._ask("POST", path, manifest, kind=protocol.CopyBegun, quiet_s=quiet_s)
+        return self._ask("POST", path, manifest, kind=protocol.MissingChunks, quiet_s=quiet_s)
 
-    def put(self, name: ShardName, chunk: int, data: memoryview) -> None:
+    def send_chunk(self, name: ShardName, chunk: int, data: memoryview) -> None:
         """Send one chunk of a copy."""
         self._ask("PUT", f"{_path(protocol.COPIES, name)}/{chunk}", data, kind=None)
 
@@ -121,7 +121,7 @@ class PeerConnection:
         quiet_s = QUIET_S + size / _SLOWEST_BYTES_PER_S
         return self._ask("POST", path, b"", kind=protocol.SealedCopy, quiet_s=quiet_s)
 
-    def announce(self, request: protocol.NeededCopies) -> None:
+    def send_copies_to_keep(self, request: protocol.CopiesToKeep) -> None:
         """Tell the pod which copies to keep."""
         self._ask("PUT", protocol.NEEDED, msgspec.json.encode(request), kind=None)
 
@@ -219,7 +219,7 @@ class PeerConnection:
 
     def _checked(self, who: PodIdentity, tls: Any) -> PodIdentity:
         if isinstance(self._expected, str):
-            if who != PodIdentity.of_agent(self._expected):
+            if who != PodIdentity.for_agent_of_node(self._expected):
                 raise StorageError(
                     f"{self.address} is {who}, not the agent of node {self._expected}"
                 )
@@ -312,7 +312,7 @@ class PeerConnections:
     def __init__(
         self,
         address: str,
-        credentials: Credentials,
+        credentials: TlsContextSource,
         cancel: ReadCancellation,
         *,
         expected: Expected = None,
@@ -335,11 +335,11 @@ class PeerConnections:
 
     def ask(self, question: Callable[[PeerConnection], T]) -> T:
         """The answer of the pod to one question."""
-        with self.taken() as link:
+        with self.borrow_connection() as link:
             return question(link)
 
     @contextmanager
-    def taken(self) -> Iterator[PeerConnection]:
+    def borrow_connection(self) -> Iterator[PeerConnection]:
         """A connection that no other thread uses meanwhile."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
@@ -358,11 +358,11 @@ class PeerConnections:
 class PeerCalls:
     """Blocking conversations with other pods, for the event loop. Owns the threads that talk."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: TlsContextSource) -> None:
         self.credentials = credentials
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="peer")
 
-    async def run(
+    async def run_on_thread(
         self, work: Callable[[PeerConnections], T], address: str, *, expected: Expected = None
     ) -> T:
         """Run `work(links)` on a thread. When this is cancelled, the links are aborted. It ends
@@ -374,7 +374,7 @@ class PeerCalls:
 
         return await verified_chunks.run_cancellable(self._threads, talk)
 
-    async def here(self, work: Callable[[], T]) -> T:
+    async def run_blocking_file_work(self, work: Callable[[], T]) -> T:
         """Run `work()` on a thread, for files of this machine."""
         return await run_blocking(self._threads, work)
 
@@ -395,21 +395,25 @@ class PeerSource(ShardSource):
     address: str
     name: ShardName
     expected: Expected
-    credentials: Credentials = field(compare=False, repr=False)
+    credentials: TlsContextSource = field(compare=False, repr=False)
     received: Callable[[int, float], None] = field(compare=False, repr=False)
     streams: int = protocol.STREAMS
     tier: Tier = Tier.PEER
     chunks_per_read: int = 4
 
     @classmethod
-    def at(cls, address: str, shard: Shard, *, expected: Expected, **more: Any) -> PeerSource:
+    def from_address(
+        cls, address: str, shard: Shard, *, expected: Expected, **more: Any
+    ) -> PeerSource:
         """The shard at this pod. `more`: the other fields."""
         name = ShardName.of(shard)
         where = f"step {name.id}, rank {name.rank} from {peer_text(expected, address)}"
         at = cls(shard=shard, where=where, address=address, expected=expected, name=name, **more)
         if shard.base is None:
             return at
-        base = replace(at, shard=shard.base, where=f"the base of {where}", name=name.base)
+        base = replace(
+            at, shard=shard.base, where=f"the base of {where}", name=name.base_shard_name
+        )
         return replace(at, beside=base)
 
     @contextmanager
@@ -421,7 +425,10 @@ class PeerSource(ShardSource):
 
             def read(begin: int, into: Sequence[memoryview]) -> Iterator[memoryview]:
                 end = begin + sum(map(len, into))
-                with links.taken() as link, link.read_range(self.name, begin, end) as fill:
+                with (
+                    links.borrow_connection() as link,
+                    link.read_range(self.name, begin, end) as fill,
+                ):
                     for view in into:
                         fill(view)
                         yield view
@@ -438,7 +445,7 @@ _LIST_TIMEOUT_S = 10.0
 
 
 async def list_peer(
-    addresses: Sequence[str], credentials: Credentials, *, run: str
+    addresses: Sequence[str], credentials: TlsContextSource, *, run: str
 ) -> tuple[list[PeerSource], tuple[str, ...]]:
     """All that the peers hold, and which of them do not answer and why."""
     calls = PeerCalls(credentials)
@@ -448,14 +455,14 @@ async def list_peer(
     async def ask(address: str) -> None:
         try:
             async with asyncio.timeout(_LIST_TIMEOUT_S):
-                listing = await calls.run(_listing, address)
+                listing = await calls.run_on_thread(_listing, address)
         except (KeepstepError, TimeoutError) as error:
             silent.append(f"{address} ({error or 'no answer in time'})")
             return
         found.extend(
-            PeerSource.at(
+            PeerSource.from_address(
                 address,
-                Shard(**shard.facts),
+                Shard(**shard.base_fields),
                 expected=None,
                 run=run,
                 credentials=credentials,
@@ -471,6 +478,6 @@ async def list_peer(
     return found, tuple(silent)
 
 
-def _listing(links: PeerConnections) -> PodListing:
-    with links.taken() as link:
+def _listing(links: PeerConnections) -> PodShardListing:
+    with links.borrow_connection() as link:
         return link.listing()

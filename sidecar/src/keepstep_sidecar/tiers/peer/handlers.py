@@ -58,7 +58,7 @@ class RequestBuffers:
         self._idle: deque[mmap] = deque()
 
     @contextmanager
-    def taken(self) -> Iterator[memoryview]:
+    def borrow_buffer(self) -> Iterator[memoryview]:
         """A buffer of its own for a request. Raises NoSpaceError when none becomes free in time."""
         if not self._places.acquire(timeout=_BUFFER_WAIT_S):
             raise NoSpaceError(f"{_MOST_BUFFERS} requests are being served here; try again")
@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         name = _name(match)
         if match[4] == "seal":
             self._body(0)
-            part = self.context.copies.part(name)
+            part = self.context.copies.get_incoming_copy(name)
             if part is None:
                 self._sealed_before(name)
                 return
@@ -157,37 +157,37 @@ class Handler(BaseHTTPRequestHandler):
         with memoryview(data) as view:
             part = self.context.copies.begin(name, view, whose=str(self.sender))
         if part is None:
-            self._answer(protocol.CopyBegun(sealed=True))
+            self._answer(protocol.MissingChunks(sealed=True))
             return
         self._release_large()  # others may read theirs while this copies
-        for other in self.context.shards.others(name):
-            self.context.copies.take_from(part, other)
-        self._answer(protocol.CopyBegun(missing=part.missing))
+        for other in self.context.shards.find_similar_shards(name):
+            self.context.copies.reuse_chunks_from(part, other)
+        self._answer(protocol.MissingChunks(missing=part.missing))
 
     def _sealed_before(self, name: ShardName) -> None:
-        root = self.context.copies.root_of(name)
+        root = self.context.copies.get_root_digest(name)
         if root is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
         self._answer(protocol.SealedCopy(root=root))
 
     def _chunk(self, match: re.Match[str]) -> None:
         name, copies = _name(match), self.context.copies
-        if (part := copies.part(name)) is None:
+        if (part := copies.get_incoming_copy(name)) is None:
             raise StorageError(f"no copy of step {name.id}, rank {name.rank} was begun here")
         chunk = int(match[4]) if (match[4] or "").isdigit() else -1
-        if chunk not in part.manifest.chunks:
+        if chunk not in part.manifest.chunk_indices:
             raise UsageError(f"{self.path}: there is no such chunk")
-        begin, end = part.manifest.bounds(chunk)
+        begin, end = part.manifest.bounds_of_chunk(chunk)
         if self._length() != end - begin:
             raise FormatError(f"{self._length()} bytes for a chunk of {end - begin}")
-        with self.context.buffers.taken() as whole, whole[: end - begin] as data:
+        with self.context.buffers.borrow_buffer() as whole, whole[: end - begin] as data:
             if receive_into(self.rfile, self.connection, data) < len(data):  # type: ignore[arg-type]
                 raise ConnectionError("it ended within a chunk")
-            copies.write(part, chunk, data, whose=str(self.sender))
+            copies.write_chunk(part, chunk, data, whose=str(self.sender))
         self._respond(204, b"")
 
     def _drop_superseded(self, match: re.Match[str]) -> None:
-        request = _decode(self._body(protocol.LARGEST_NEEDED_BYTES), protocol.NeededCopies)
+        request = _decode(self._body(protocol.LARGEST_NEEDED_BYTES), protocol.CopiesToKeep)
         self.context.copies.drop_superseded(request, sender=self.sender.node_rank)
         self._respond(204, b"")
 
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         first = begin // PAGE_BYTES * PAGE_BYTES
         try:
-            with self.context.buffers.taken() as buffer:
+            with self.context.buffers.borrow_buffer() as buffer:
                 for at in range(first, end, CHUNK_BYTES):
                     pages = min(CHUNK_BYTES, -(-(end - at) // PAGE_BYTES) * PAGE_BYTES)
                     with buffer[:pages] as data:

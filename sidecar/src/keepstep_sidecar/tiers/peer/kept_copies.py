@@ -29,8 +29,8 @@ from keepstep.image.control_page import BaseRef, Manifest
 from keepstep.steps import StepId
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import verified_chunks
-from keepstep_sidecar.tiers.incoming_copy import CopyBroken, IncomingCopy, is_part, part_name
-from keepstep_sidecar.tiers.peer.protocol import NeededCopies
+from keepstep_sidecar.tiers.incoming_copy import CopyFileError, IncomingCopy, is_part, part_name
+from keepstep_sidecar.tiers.peer.protocol import CopiesToKeep
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.files import FULL, Filesystem, RateLimit
 from keepstep_sidecar.volume.run_tree import (
@@ -39,8 +39,8 @@ from keepstep_sidecar.volume.run_tree import (
     RunTree,
     ShardName,
     base_control,
-    check_base,
-    scan_root,
+    check_base_beside_shard,
+    scan_shards,
     step_directories,
 )
 from keepstep_sidecar.volume.volume import Volume
@@ -70,7 +70,7 @@ class KeptCopies:
         self._lock = threading.RLock()
         self._held: dict[tuple[StepId, int], LocalShard] = {}
         self._parts: dict[Path, IncomingCopy] = {}
-        self._needed: dict[int, NeededCopies] = {}  # by sender, what it last said; newest last
+        self._needed: dict[int, CopiesToKeep] = {}  # by sender, what it last said; newest last
         self._commit = commit
         self._pace = pace or RateLimit(None)
         self.unreadable = ""
@@ -93,13 +93,13 @@ class KeptCopies:
             gone = before.keys() - self._held.keys()
             self._held = {key: shard for key, shard in found.items() if key not in gone} | newer
 
-    def check(self) -> None:
+    def forget_missing_copies(self) -> None:
         """Forget copies whose files, or those of their bases, were removed by others. Their senders
         send them again."""
         gone = {}
         for key, shard in dict(self._held).items():
             filesystem, paths = self.volume_of(shard.path).filesystem, [shard.path]
-            paths += [shard.beside.path] if shard.beside else []
+            paths += [shard.base_shard.path] if shard.base_shard else []
             with contextlib.suppress(OSError):  # of a drive that does not answer: not certain
                 if not all(filesystem.lstat(path) for path in paths):
                     gone[key] = shard
@@ -111,7 +111,9 @@ class KeptCopies:
 
     def _scan(self, volume: Volume) -> dict[tuple[StepId, int], LocalShard]:
         try:
-            found = scan_root(volume.root / DIRECTORY, run=self._run, filesystem=volume.filesystem)
+            found = scan_shards(
+                volume.root / DIRECTORY, run=self._run, filesystem=volume.filesystem
+            )
         except OSError as error:
             self._doubt(volume, str(error))
             return {}
@@ -120,7 +122,7 @@ class KeptCopies:
                 self._doubt(volume, str(refused.error))
                 continue
             with contextlib.suppress(KeepstepError):
-                refused = volume.settle(refused)
+                refused = volume.quarantine_refused_file(refused)
             warn(
                 "peer.copy_quarantined",
                 path=str(refused.path),
@@ -177,7 +179,7 @@ class KeptCopies:
             else:
                 part = self._open(name, manifest)
         with self._failing(part):  # not under the lock: other senders go on meanwhile
-            part.find_missing_chunks()
+            part.scan_existing_chunks()
         return part
 
     def _open(self, name: ShardName, manifest: Manifest) -> IncomingCopy:
@@ -213,7 +215,7 @@ class KeptCopies:
         for volume in usable:
             if has(volume, part_name(name.file)):
                 return volume
-        usable = [volume for volume in usable if has(volume, name.base.file)] or usable
+        usable = [volume for volume in usable if has(volume, name.base_shard_name.file)] or usable
         self._free(usable, size_bytes)
         roomiest = max(usable, key=lambda volume: volume.free_bytes())
         if (free := roomiest.free_bytes()) < size_bytes:
@@ -237,20 +239,20 @@ class KeptCopies:
                 return
             self._drop(step_id, rank, why="no space")
 
-    def take_from(self, part: IncomingCopy, other: FileSource) -> None:
-        """`IncomingCopy.take_from` an image of the same step, if that can be read."""
+    def reuse_chunks_from(self, part: IncomingCopy, other: FileSource) -> None:
+        """`IncomingCopy.reuse_matching_chunks` an image of the same step, if that can be read."""
         with self._failing(part):
             try:
                 with other.open() as file:  # once: the shared blocks must be the verified ones
                     source = replace(other, open=lambda: contextlib.nullcontext(file))
                     with verified_chunks.open_verified(source) as image:
-                        part.take_from(image, file.fd, self._pace)
-            except CopyBroken as broken:
+                        part.reuse_matching_chunks(image, file.fd, self._pace)
+            except CopyFileError as broken:
                 raise broken.error from None
             except (ImageError, StorageError) as error:
                 warn("peer.delta_base_unusable", path=other.where, error=str(error))
 
-    def part(self, name: ShardName) -> IncomingCopy | None:
+    def get_incoming_copy(self, name: ShardName) -> IncomingCopy | None:
         """The incoming copy with this name; None if there is none."""
         where = (str(name.id), name.file)
         with self._lock:
@@ -259,7 +261,7 @@ class KeptCopies:
                     return part
         return None
 
-    def root_of(self, name: ShardName) -> str | None:
+    def get_root_digest(self, name: ShardName) -> str | None:
         """The root of a sealed copy, or of a base beside one; None if there is none."""
         if (copy := self._held.get((name.id, name.rank))) is not None and not name.is_base:
             return copy.root
@@ -269,7 +271,7 @@ class KeptCopies:
                 return base_control(path, volume.filesystem).root
         return None
 
-    def write(self, part: IncomingCopy, chunk: int, data: memoryview, *, whose: str) -> None:
+    def write_chunk(self, part: IncomingCopy, chunk: int, data: memoryview, *, whose: str) -> None:
         """`IncomingCopy.write`. Raises DigestError, or StorageError (the part is gone)."""
         with self._failing(part):
             part.write(chunk, data, whose=whose)
@@ -279,9 +281,9 @@ class KeptCopies:
         also if the base of a copy is not there, StorageError."""
         with self._failing(part):
             filesystem = self.volume_of(part.path).filesystem
-            check_base(part.path, part.manifest.control, filesystem)
+            check_base_beside_shard(part.path, part.manifest.control, filesystem)
             root = part.seal()
-        copy = LocalShard.of(part.path, part.manifest)
+        copy = LocalShard.from_manifest(part.path, part.manifest)
         with self._lock:
             if self._parts.pop(part.path, None) is not None:
                 self.shared_bytes += part.shared_bytes
@@ -305,12 +307,12 @@ class KeptCopies:
 
     # --- going -------------------------------------------------------------------------------
 
-    def drop_superseded(self, request: NeededCopies, *, sender: int) -> int:
+    def drop_superseded(self, request: CopiesToKeep, *, sender: int) -> int:
         """Delete copies that node rank `sender` no longer wants and has newer ones of; how many."""
         with self._lock:
             self._needed.pop(sender, None)
             # Of the wanted steps, only the commit is remembered.
-            self._needed[sender] = NeededCopies(
+            self._needed[sender] = CopiesToKeep(
                 committed=request.committed, ranks=dict.fromkeys(request.ranks, ())
             )
             while sum(len(request.ranks) for request in self._needed.values()) > MOST_RANKS:
@@ -328,7 +330,7 @@ class KeptCopies:
             self._free(self._volumes, size_bytes)
             return len(self._held) < before
 
-    def _drop_parts(self, request: NeededCopies) -> None:
+    def _drop_parts(self, request: CopiesToKeep) -> None:
         """Delete unfinished copies that will never be finished, in memory and left-over files."""
         unwanted: dict[Path, Volume] = {}
         for volume in self._volumes:
@@ -350,9 +352,9 @@ class KeptCopies:
         try:
             filesystem = self.volume_of(copy.path).filesystem
             filesystem.unlink(copy.path)
-            if copy.beside is not None:
+            if copy.base_shard is not None:
                 with contextlib.suppress(FileNotFoundError):
-                    filesystem.unlink(copy.beside.path)
+                    filesystem.unlink(copy.base_shard.path)
             with contextlib.suppress(OSError):  # copies of other ranks are the usual case
                 filesystem.remove_directory(copy.path.parent)
         except OSError as error:
@@ -413,9 +415,13 @@ def _link_base(name: ShardName, manifest: Manifest, volume: Volume) -> bool:
     that of this step, too. One of the same bytes that another step referred to first is not it."""
     filesystem, base_ref = volume.filesystem, BaseRef.of(manifest.control, manifest.layout)
     with contextlib.suppress(OSError):  # what cannot be linked is sent
-        for known in RunDirectories(RunTree(volume.root / DIRECTORY), filesystem).bases(name.file):
+        for known in RunDirectories(RunTree(volume.root / DIRECTORY), filesystem).find_base_files(
+            name.file
+        ):
             with contextlib.suppress(ImageError):
-                if base_ref.names(base_control(known, filesystem, size_bytes=base_ref.size_bytes)):
+                if base_ref.matches_control_page(
+                    base_control(known, filesystem, size_bytes=base_ref.size_bytes)
+                ):
                     _link(known, _made(volume, name), filesystem)
                     return True
     return False
@@ -436,7 +442,7 @@ def _parts(volume: Volume) -> list[Path]:
     found: list[Path] = []
     for step in step_directories(directories.tree, volume.filesystem):
         found += [step / name for name in volume.filesystem.names(step) if is_part(name)]
-        found += directories.bases_without_shard(step)
+        found += directories.find_orphaned_base_files(step)
     return found
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from keepstep.core.shard import Shard
-from keepstep.steps import Answer, Epoch, StepId, Tier, merge_epochs
+from keepstep.steps import Epoch, StepId, Tier, TierAnswer, merge_epochs
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodShardListing
 from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard
 
 OWN = ""
@@ -30,7 +30,7 @@ class KnownPeer:
     node: str = ""
     node_rank: int | None = None
     buddy: bool = False
-    listing: PodListing | None = None
+    listing: PodShardListing | None = None
     reason: str = "not asked yet"
 
     @property
@@ -41,7 +41,7 @@ class KnownPeer:
         return self.address if self.node_rank is None else f"node rank {self.node_rank}"
 
     @property
-    def expected(self) -> int | str | None:
+    def expected_identity(self) -> int | str | None:
         """Who must answer at the address: see `client.Expected`."""
         return self.node or self.node_rank
 
@@ -58,7 +58,7 @@ class PeerList:
     liars: set[tuple[str, StepId, int]] = field(default_factory=set)
     agents: set[str] = field(default_factory=set)
 
-    def peers_are(
+    def replace_peers(
         self,
         peers: Iterable[Peer],
         *,
@@ -83,18 +83,20 @@ class PeerList:
             self.known[address] = known
         self.agents |= {*agents.values()}
 
-    def update(self, address: str, listing: PodListing | None, reason: str = "") -> None:
+    def record_pod_answer(
+        self, address: str, listing: PodShardListing | None, reason: str = ""
+    ) -> None:
         """Record a pod's answer, or why it did not answer."""
         if (member := self.known.get(address)) is not None:
             member.listing, member.reason = listing, reason
 
-    def may_hold(self, address: str) -> bool:
+    def is_last_listing_valid(self, address: str) -> bool:
         """Whether what was last seen at this address still counts: an agent's does until it answers
         again. A machine of the run that is there shows what it holds by its own vote."""
         member = self.known.get(address)
         return address in self.agents if member is None else bool(member.node) and _silent(member)
 
-    def merge_inventory(self, kept: Iterable[Shard]) -> Inventory:
+    def combine_inventories(self, kept: Iterable[Shard]) -> Inventory:
         """All that pods answered and this pod keeps. docs/peers.md explains the answer."""
         held: dict[tuple[StepId, int], list[tuple[str, str, ListedShard]]] = {}
         for name, address, shard in self._listed():
@@ -102,11 +104,11 @@ class PeerList:
                 held.setdefault((shard.step_id, shard.rank), []).append((name, address, shard))
         own = {(shard.step_id, shard.rank): shard for shard in kept}
         shards = [_remote(key, held.get(key, []), own.get(key)) for key in sorted({*held, *own})]
-        away = self.away()
-        answer = Answer.STEPS if shards else Answer.UNKNOWN if away else Answer.NONE
+        away = self.describe_unreachable_peers()
+        answer = TierAnswer.STEPS if shards else TierAnswer.UNKNOWN if away else TierAnswer.NONE
         return Inventory(answer=answer, shards=tuple(shards), epochs=self._epochs(), reason=away)
 
-    def away(self) -> str:
+    def describe_unreachable_peers(self) -> str:
         """Which pods did not answer, and why; '' when all did."""
         if not self.complete:
             return "not all machines of the run have reported to the leader yet"
@@ -152,4 +154,4 @@ def _remote(
     if own is not None and own.root == root:
         holders.insert(0, OWN)
         shards.insert(0, own)
-    return RemoteShard.of(shards[0], tier=Tier.PEER, key=tuple(holders))
+    return RemoteShard.from_shard(shards[0], tier=Tier.PEER, key=tuple(holders))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep.core.shard import MOST_RANKS, Shard
-from keepstep.image.strictjson import MAX_BYTES, quote
+from keepstep.image.strictjson import MAX_BYTES, quote_text
 from keepstep.steps import Epoch, StepId
 
 SHARDS: Final = "/v1/shards"
@@ -41,17 +41,19 @@ class ListedShard(Shard):
     copy: bool = False
 
     @classmethod
-    def listed(cls, shard: Shard, *, copy: bool) -> ListedShard:
-        return cls(**shard.to_send().facts, copy=copy)
+    def from_shard(cls, shard: Shard, *, copy: bool) -> ListedShard:
+        return cls(**shard.to_send().base_fields, copy=copy)
 
     def __post_init__(self) -> None:
         Shard.__post_init__(self)
         if not self.is_well_formed:
-            raise ValueError(f"rank {quote(self.rank)} of {quote(self.world)}, or its twins")
+            raise ValueError(
+                f"rank {quote_text(self.rank)} of {quote_text(self.world)}, or its twins"
+            )
         if self.root is None:
             raise ValueError("a sealed shard without a root")
         if not 0 < self.size_bytes <= MAX_BYTES:
-            raise ValueError(f"a shard of {quote(self.size_bytes)} bytes")
+            raise ValueError(f"a shard of {quote_text(self.size_bytes)} bytes")
         if (base := self.base) is not None:
             alike = (base.rank, base.world) == (self.rank, self.world) and base.base is None
             if not alike or base.root is None or not 0 < base.size_bytes <= MAX_BYTES:
@@ -59,7 +61,7 @@ class ListedShard(Shard):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PodListing:
+class PodShardListing:
     """All that a pod holds of the run. `ready`: its volumes could be read."""
 
     run: str
@@ -70,7 +72,7 @@ class PodListing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyBegun:
+class MissingChunks:
     """What a copy lacks. `missing`: chunk numbers. `sealed`: nothing is missing, the copy is
     durable there."""
 
@@ -86,7 +88,7 @@ class SealedCopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeededCopies:
+class CopiesToKeep:
     """The steps to be kept, by rank. The message is whole: it replaces the one before.
 
     `committed`: the newest step that the sender knows to be committed.

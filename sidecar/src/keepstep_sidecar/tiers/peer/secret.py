@@ -1,4 +1,4 @@
-"""Credentials of a run without Kubernetes, derived from one secret that its machines share.
+"""TlsContextSource of a run without Kubernetes, derived from one secret that its machines share.
 
 Each machine derives the same key of an authority from the secret and the run's name, and with it
 the same certificate of the authority, byte for byte. It then signs a certificate of its own, whose
@@ -39,7 +39,7 @@ _BEGIN, _END = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 
 
 
 class SecretCredentials:
-    """See `Credentials`."""
+    """See `TlsContextSource`."""
 
     def __init__(self, secret: bytes, run: str, node_rank: int) -> None:
         """Raises UsageError for a secret that is too short."""
@@ -77,8 +77,8 @@ def read_secret(file: Path | None) -> bytes:
             )
         return text.encode()
     try:
-        directory = OpenDirectory.opened(file.parent)
-        fd = directory.open(file.name, os.O_RDONLY)
+        directory = OpenDirectory.open_path(file.parent)
+        fd = directory.open_file(file.name, os.O_RDONLY)
         with open(fd, "rb") as opened:
             found = os.fstat(fd)
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:

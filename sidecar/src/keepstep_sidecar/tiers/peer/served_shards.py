@@ -17,7 +17,7 @@ from keepstep.core.shard import Shard
 from keepstep.errors import ImageError, StorageError, TornError
 from keepstep.steps import Tier
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
-from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodListing
+from keepstep_sidecar.tiers.peer.protocol import ListedShard, PodShardListing
 from keepstep_sidecar.tiers.source import FileSource
 from keepstep_sidecar.volume.files import ShardFile, open_shard
 from keepstep_sidecar.volume.run_tree import (
@@ -27,7 +27,7 @@ from keepstep_sidecar.volume.run_tree import (
     is_shard,
     open_shard_file,
     read_manifest,
-    scan_root,
+    scan_shards,
 )
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
 
@@ -58,12 +58,12 @@ class ServedShards:
         self._copies = copies
         self._run = run
 
-    def listing(self) -> PodListing:
+    def listing(self) -> PodShardListing:
         """All sealed shards here; `reason` says what could not be read."""
         own, reason = self._own()
         reason = reason or self._copies.unreadable
-        copies = [ListedShard.listed(shard, copy=True) for shard in self._copies.all()]
-        return PodListing(
+        copies = [ListedShard.from_shard(shard, copy=True) for shard in self._copies.all()]
+        return PodShardListing(
             run=self._run,
             epochs=self._volumes.record.epochs,
             shards=(*own, *copies),
@@ -76,11 +76,11 @@ class ServedShards:
         listings = [self._list(volume) for volume in self._volumes.volumes]
         found = [shard for shards, _ in listings for shard in shards]
         reason = "; ".join(why for _, why in listings if why)
-        return [ListedShard.listed(shard, copy=False) for shard in found], reason
+        return [ListedShard.from_shard(shard, copy=False) for shard in found], reason
 
     def _list(self, volume: Volume) -> tuple[Sequence[Shard], str]:
         try:
-            return scan_root(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
+            return scan_shards(volume.root, run=self._run, filesystem=volume.filesystem).shards, ""
         except OSError as error:
             return (), str(error)
 
@@ -90,7 +90,7 @@ class ServedShards:
         at = self._source(shard, name, where=where)
         if shard.base is None:
             return at
-        base = self._source(shard.base, name.base, where=f"the base of {where}")
+        base = self._source(shard.base, name.base_shard_name, where=f"the base of {where}")
         return replace(at, beside=base)
 
     def _source(self, shard: Shard, name: ShardName, *, where: str) -> FileSource:
@@ -102,7 +102,7 @@ class ServedShards:
             open=lambda: self._opened(*self._find(name)),
         )
 
-    def others(self, name: ShardName) -> Iterator[FileSource]:
+    def find_similar_shards(self, name: ShardName) -> Iterator[FileSource]:
         """Shards of the same step and of other ranks of this pod, or their bases: replicas of a
         model are alike."""
         for volume in self._volumes.volumes:
@@ -149,7 +149,7 @@ class ServedShards:
         for volume in self._volumes.volumes:
             directories = RunDirectories(RunTree(volume.root), volume.filesystem)
             with contextlib.suppress(OSError):  # dead: it may lie on another one
-                if (path := directories.find(name.id, name.file)) is not None:
+                if (path := directories.find_shard_path(name.id, name.file)) is not None:
                     return path, volume
         copy = self._copies.find(name.id, name.rank)
         if copy is None or copy.world != name.world:

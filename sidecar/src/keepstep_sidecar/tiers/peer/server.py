@@ -22,16 +22,20 @@ import msgspec
 from keepstep.errors import KeepstepError, StorageError, UsageError
 from keepstep.wire.trainer import Problem
 from keepstep_sidecar.config.sidecar import split_address
-from keepstep_sidecar.connections import ACCEPT_PAUSE_S, FAILED_PAUSE_S, UnauthenticatedConnections
 from keepstep_sidecar.log import RareWarning, info
-from keepstep_sidecar.tiers.peer import frames
+from keepstep_sidecar.tiers.peer import member_frames
 from keepstep_sidecar.tiers.peer.handlers import Handler, ServerContext
 from keepstep_sidecar.tiers.peer.tls import (
     MEMBERSHIP,
-    Credentials,
     PodIdentity,
+    TlsContextSource,
     explain_tls_error,
     identity_of_peer,
+)
+from keepstep_sidecar.unauthenticated_connections import (
+    ACCEPT_PAUSE_S,
+    FAILED_PAUSE_S,
+    UnauthenticatedConnections,
 )
 
 _HANDSHAKE_S = 5.0
@@ -56,7 +60,7 @@ class Server:
     def __init__(
         self,
         listen: str,
-        credentials: Credentials,
+        credentials: TlsContextSource,
         context_of: Callable[[PodIdentity], ServerContext],
         *,
         join: Join | None = None,
@@ -155,7 +159,7 @@ class Server:
             plain.close()
             self._refused(where, error)
             return
-        crowded = self._strangers.admit(secure, str(address[0]))
+        crowded = self._strangers.admit_with_eviction(secure, str(address[0]))
         try:
             self._spawn(self._serve, secure, where, name=f"peer {address[0]}")
         except RuntimeError as error:  # no thread can be started
@@ -177,7 +181,7 @@ class Server:
             if not taken_over:
                 secure.close()
 
-    def refusals(self) -> dict[str, str]:
+    def list_refused_hosts(self) -> dict[str, str]:
         """The hosts that were refused in the last minute and not served since, and why."""
         begin = time.monotonic() - _REFUSED_S
         with self._lock:
@@ -260,7 +264,7 @@ def _refuse(secure: ssl.SSLSocket, message: str, *, member: bool) -> None:
     """Read the request, then refuse it: a client that is still sending would miss the answer."""
     with contextlib.suppress(OSError):
         secure.recv(1 << 16)
-        secure.sendall(frames.refusal_frame(message) if member else _forbidden(message))
+        secure.sendall(member_frames.refusal_frame(message) if member else _forbidden(message))
         secure.unwrap()
 
 

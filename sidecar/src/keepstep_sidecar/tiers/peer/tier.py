@@ -14,15 +14,15 @@ from keepstep.steps import StepId, Tier
 from keepstep.wire.member_reports import Peer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.log import warn
-from keepstep_sidecar.tiers.peer.buddy import Buddy, due_shards, needed_copies
+from keepstep_sidecar.tiers.peer.buddy import Buddy, compute_copies_to_keep, due_shards
 from keepstep_sidecar.tiers.peer.client import PeerCalls, PeerConnection, PeerSource
 from keepstep_sidecar.tiers.peer.handlers import ServerContext
 from keepstep_sidecar.tiers.peer.kept_copies import KeptCopies
 from keepstep_sidecar.tiers.peer.peer_list import OWN, KnownPeer, PeerList
-from keepstep_sidecar.tiers.peer.protocol import PodListing
+from keepstep_sidecar.tiers.peer.protocol import PodShardListing
 from keepstep_sidecar.tiers.peer.served_shards import ServedShards
 from keepstep_sidecar.tiers.peer.server import Join, Server
-from keepstep_sidecar.tiers.peer.tls import Credentials, PodIdentity
+from keepstep_sidecar.tiers.peer.tls import PodIdentity, TlsContextSource
 from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard, RemoteTier, TierStatus
 from keepstep_sidecar.tiers.source import ShardSource
 from keepstep_sidecar.volume.files import RateLimit
@@ -44,7 +44,7 @@ class PeerTier(RemoteTier):
         volumes: VolumeSet,
         *,
         run: str,
-        credentials: Credentials,
+        credentials: TlsContextSource,
         keep_fresh: Callable[[], Coroutine[Any, Any, None]] | None = None,
         join: Join | None = None,
     ) -> None:
@@ -119,11 +119,11 @@ class PeerTier(RemoteTier):
 
     def refused(self) -> list[str]:
         """Which clients were refused last, and why."""
-        refusals = self._server.refusals() if self._server is not None else {}
+        refusals = self._server.list_refused_hosts() if self._server is not None else {}
         return [f"a machine at {host} was refused: {why}" for host, why in refusals.items()]
 
     @property
-    def introduced(self) -> bool:
+    def knows_all_peers(self) -> bool:
         """Whether all other pods are known."""
         return self._directory.complete
 
@@ -137,7 +137,7 @@ class PeerTier(RemoteTier):
     ) -> None:
         """Take over the leader's lists. `peers`, `agents`, `awaits`: see
         `ReportReply`. `complete`: no other pod can hold anything."""
-        self._directory.peers_are(
+        self._directory.replace_peers(
             peers, own=self.address, agents=agents, awaits=awaits, complete=complete
         )
         self.replicator.compare_soon()
@@ -149,30 +149,34 @@ class PeerTier(RemoteTier):
         known = list(self._directory.known.values())
         await asyncio.gather(*map(self._ask, known))
         self.replicator.compare_soon()
-        return self._directory.merge_inventory(self._copies.all())
+        return self._directory.combine_inventories(self._copies.all())
 
     async def _scan(self) -> None:
         """Find the copies of an earlier life; again while some of them cannot be read. Afterwards
         only check which copies were removed."""
         async with self._scanning:
             again = not self._scanned or self._copies.unreadable
-            await self._calls.here(self._copies.scan if again else self._copies.check)
+            await self._calls.run_blocking_file_work(
+                self._copies.scan if again else self._copies.forget_missing_copies
+            )
             self._scanned = True
 
     async def _ask(self, member: KnownPeer) -> None:
-        def ask(link: PeerConnection) -> tuple[PodListing, int | None]:
+        def ask(link: PeerConnection) -> tuple[PodShardListing, int | None]:
             return link.listing(), link.identity.node_rank if link.identity else None
 
         try:
             async with asyncio.timeout(_LIST_TIMEOUT_S):
-                listing, node_rank = await self._calls.run(
-                    lambda links: links.ask(ask), member.address, expected=member.expected
+                listing, node_rank = await self._calls.run_on_thread(
+                    lambda links: links.ask(ask), member.address, expected=member.expected_identity
                 )
         except (KeepstepError, TimeoutError) as error:
-            self._directory.update(member.address, None, str(error) or "no answer in time")
+            self._directory.record_pod_answer(
+                member.address, None, str(error) or "no answer in time"
+            )
             return
         member.node_rank = None if member.node else node_rank
-        self._directory.update(member.address, listing)
+        self._directory.record_pod_answer(member.address, listing)
 
     def sources(self, shard: RemoteShard) -> Sequence[ShardSource]:
         """One source for each pod that holds the shard."""
@@ -186,10 +190,10 @@ class PeerTier(RemoteTier):
                 continue
             known = self._directory.known.get(address)
             found.append(
-                PeerSource.at(
+                PeerSource.from_address(
                     address,
                     shard,
-                    expected=known.expected if known is not None else None,
+                    expected=known.expected_identity if known is not None else None,
                     run=self._run,
                     credentials=self._calls.credentials,
                     received=self.replicator.traffic.count_received,
@@ -199,23 +203,25 @@ class PeerTier(RemoteTier):
 
     def may_hold(self, shard: RemoteShard) -> bool:
         """See `RemoteTier`."""
-        return any(map(self._directory.may_hold, shard.key or ()))
+        return any(map(self._directory.is_last_listing_valid, shard.key or ()))
 
-    def refuse(self, source: ShardSource, step_id: StepId) -> None:
-        """See `RemoteTier.refuse`. The step is not named there again."""
+    def exclude_source(self, source: ShardSource, step_id: StepId) -> None:
+        """See `RemoteTier.exclude_source`. The step is not named there again."""
         address = source.address if isinstance(source, PeerSource) else OWN
         self._directory.liars.add((address, step_id, source.shard.rank))
 
     # --- what happens here -------------------------------------------------------------------
 
-    def kept(self) -> tuple[Shard, ...]:
+    def list_copies_for_peers(self) -> tuple[Shard, ...]:
         """The complete copies that lie here for other pods."""
         return self._copies.all()
 
-    async def make_room(self, size_bytes: int) -> bool:
+    async def free_volume_space(self, size_bytes: int) -> bool:
         """A volume is full: delete copies, oldest first, but never the newest committed copy of a
         rank. Returns False when there was nothing to delete."""
-        return await self._calls.here(functools.partial(self._copies.make_room, size_bytes))
+        return await self._calls.run_blocking_file_work(
+            functools.partial(self._copies.make_room, size_bytes)
+        )
 
     def _buddies(self) -> dict[str, Buddy]:
         """The buddies, by address."""
@@ -233,7 +239,7 @@ class PeerTier(RemoteTier):
             calls=self._calls,
             shards=self._served.shards,
             pace=self._pace,
-            request=lambda: needed_copies(self.facts.local()),
+            request=lambda: compute_copies_to_keep(self.facts.local()),
         )
 
     # --- working -----------------------------------------------------------------------------

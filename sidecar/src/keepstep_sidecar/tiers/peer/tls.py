@@ -32,7 +32,7 @@ from keepstep.wire.member_reports import (
     CertificateRequest,
     IssuedCertificate,
 )
-from keepstep_sidecar.config.sidecar import Reporting
+from keepstep_sidecar.config.sidecar import OperatorAccess
 from keepstep_sidecar.log import info, warn
 
 SHARED_SECRET: Final = "~secret"
@@ -52,7 +52,7 @@ class PodIdentity:
     node_rank: int
 
     @classmethod
-    def of_agent(cls, node: str) -> PodIdentity:
+    def for_agent_of_node(cls, node: str) -> PodIdentity:
         """The agent of a node."""
         return cls(namespace=AGENTS, run=node, node_rank=0)
 
@@ -130,7 +130,7 @@ class Tls:
     remedy: str
 
 
-class Credentials(Protocol):
+class TlsContextSource(Protocol):
     """Where the contexts come from."""
 
     def current(self) -> Tls:
@@ -218,9 +218,9 @@ _KEPT_APART = b"\0"
 
 
 class IssuedCredentials:
-    """See `Credentials`. `keep_fresh` asks the operator until cancelled."""
+    """See `TlsContextSource`. `keep_fresh` asks the operator until cancelled."""
 
-    def __init__(self, reporting: Reporting) -> None:
+    def __init__(self, reporting: OperatorAccess) -> None:
         self._reporting = reporting
         self._tls: Tls | None = None
         self._reason = "not asked yet"
@@ -299,7 +299,7 @@ class IssuedCredentials:
         token = self._reporting.token()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         body = msgspec.json.encode(CertificateRequest(request=request))
-        connector = aiohttp.TCPConnector(ssl=self._reporting.trust(), limit=1)
+        connector = aiohttp.TCPConnector(ssl=self._reporting.make_ssl_context(), limit=1)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session,
             session.post(

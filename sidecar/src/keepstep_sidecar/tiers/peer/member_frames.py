@@ -40,7 +40,7 @@ class FrameKind(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionLimits:
+class ConnectionTimeouts:
     """`keep_alive_s`: an idle side sends after this long. `silence_s`: a connection on which
     nothing was received for this long is lost. `frame_s`: the longest time that a frame takes.
     `farewell_s`: how long a refused side may take to read why."""
@@ -52,7 +52,7 @@ class ConnectionLimits:
     largest_bytes: int = LARGEST_BYTES
 
 
-LIMITS: Final = ConnectionLimits()
+LIMITS: Final = ConnectionTimeouts()
 
 
 def pack_frame(kind: FrameKind, body: bytes) -> bytes:
@@ -119,7 +119,7 @@ class Frames:
         take: Callable[[FrameKind, bytes], None],
         ended: Callable[[str], None],
         explain: Callable[[OSError], str],
-        limits: ConnectionLimits = LIMITS,
+        limits: ConnectionTimeouts = LIMITS,
     ) -> None:
         """Takes the connection over, after its handshake."""
         self._loop = asyncio.get_running_loop()

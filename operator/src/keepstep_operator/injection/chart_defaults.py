@@ -21,7 +21,7 @@ class InjectionDefaults:
     version: str = ""
     root_image: str = ""
 
-    def with_sidecar(self, image: str, version: str) -> InjectionDefaults:
+    def with_sidecar_image(self, image: str, version: str) -> InjectionDefaults:
         """The settings with the sidecar image that the other pods of the run have; '' for no
         change. The container that runs as root keeps the chart's image."""
         if not image or image == self.sidecar_image:

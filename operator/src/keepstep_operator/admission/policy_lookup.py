@@ -15,7 +15,7 @@ from cachetools import TTLCache
 
 from keepstep.errors import UsageError
 from keepstep_operator.api.fields import PolicyError
-from keepstep_operator.api.job_kinds import is_name
+from keepstep_operator.api.job_kinds import is_object_name
 from keepstep_operator.api.policy import Policy, parse_policy
 from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.kube.client import KubeClient
@@ -61,7 +61,7 @@ class Policies:
 
     async def _asked(self, key: _Key) -> Policy | PolicyError | None:
         """What the API server has; None if it does not appear in time."""
-        if not is_name(key[1]):
+        if not is_object_name(key[1]):
             return None
         until = time.monotonic() + (0.0 if key in self._missed else self._patience_s)
         while (found := await self._read(key)) is None:

@@ -2,10 +2,10 @@
 
 Each trainer measures the time between two calls of `save`, with and without a step to stage
 (`StageCost`). Its sidecar takes the rank that loses most, and chooses the shortest interval at
-which staging takes at most `BUDGET` of the training time (`StageInterval`); the next slot carries
-it to the trainers. Intervals are powers of two, or divisors of the interval at which a person wants
-durable or archived steps. So ranks that learn of a change at different times still have steps in
-common, and machines that choose neighbouring intervals have every second one.
+which staging takes at most `BUDGET` of the training time (`StageIntervalChooser`); the next slot
+carries it to the trainers. Intervals are powers of two, or divisors of the interval at which a
+person wants durable or archived steps. So ranks that learn of a change at different times still
+have steps in common, and machines that choose neighbouring intervals have every second one.
 
 While every step is staged, none is left to compare with. The time that a save blocks stands for its
 cost then. It is less than the truth where a copy slows down what a device computes beside it, so 32
@@ -29,7 +29,7 @@ _NEAR = 1.5
 """Costs within this factor are the same. This prevents flapping."""
 
 
-def is_staged(step: int, every: int, *, trials: bool = False) -> bool:
+def is_staging_due(step: int, every: int, *, trials: bool = False) -> bool:
     """Whether this step is staged if one in `every` is, with trials or without."""
     if trials and every == 1 and 0 <= step % _TRIAL_EVERY - _TRIAL_FROM < _TRIAL:
         every = 2
@@ -75,7 +75,7 @@ class StageCost:
         return None
 
 
-class StageInterval:
+class StageIntervalChooser:
     """Chooses the interval for the ranks of one machine. `steps`: the one that holds now."""
 
     def __init__(self, *, durable_every: int | None = None) -> None:
@@ -91,15 +91,15 @@ class StageInterval:
         self._costs: dict[int, float] = {}
 
     @property
-    def can_leave_out_half(self) -> bool:
+    def can_stage_every_second_step(self) -> bool:
         """Whether trials leave out no step that a person wants."""
         return 2 in self._choices
 
-    def joined(self) -> None:
+    def reset_costs(self) -> None:
         """A trainer begins: what earlier ones measured is no longer asked."""
         self._costs.clear()
 
-    def measured(self, rank: int, cost: float, *, ranks: int) -> bool:
+    def record_rank_cost(self, rank: int, cost: float, *, ranks: int) -> bool:
         """A rank reports its `StageCost.added_fraction`. `ranks`: how many train here. Returns
         whether the interval changed. It becomes longer at once, and shorter when all ranks
         agree."""

@@ -20,22 +20,22 @@ from keepstep.wire.member_reports import ReportReply
 from keepstep.wire.trainer import (
     Flushed,
     FlushRequest,
-    OwnerRequest,
-    StopRequest,
+    RegisterOwnerRequest,
+    StopSidecarRequest,
     UnseenHugePagesRequest,
 )
 from keepstep_sidecar.api.pinning import PinHandlers
 from keepstep_sidecar.api.restoring import RestoreHandlers
 from keepstep_sidecar.api.saving import SaveHandlers, StepLongPoll
-from keepstep_sidecar.commit.leader_notes import ReportingState
+from keepstep_sidecar.commit.leader_state_record import ReportingState
 from keepstep_sidecar.commit.remote_tiers import RemoteTiers
-from keepstep_sidecar.concurrency import Tasks, run_detached
-from keepstep_sidecar.errors import refusal_error
-from keepstep_sidecar.leases import OwnerProcess
+from keepstep_sidecar.concurrency import Tasks, run_on_detached_thread
+from keepstep_sidecar.error_responses import refusal_error
+from keepstep_sidecar.leases import OwnerProcessWatcher
 from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.memory.slot_allocator import SLOTS
 from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
-from keepstep_sidecar.restore.sources import ImageSources
+from keepstep_sidecar.restore.sources import ImageSourceHandlers
 from keepstep_sidecar.volume.history_file import HistoryFile
 from keepstep_sidecar.volume.volume import VolumeSet
 
@@ -66,9 +66,9 @@ class SidecarService:
     leader: ReportingState
     volumes: VolumeSet
     executors: tuple[ThreadPoolExecutor, ...]
-    owner: OwnerProcess
+    owner: OwnerProcessWatcher
     remote_tiers: RemoteTiers
-    image_sources: ImageSources
+    image_sources: ImageSourceHandlers
     chunk_buffers: ChunkBuffers
     saving: SaveHandlers
     restoring: RestoreHandlers
@@ -101,20 +101,24 @@ class SidecarService:
 
     def start(self) -> None:
         """Adopt the slots in memory; then scan the volumes and prefetch, in the background."""
-        self.chunk_buffers.start()
+        self.chunk_buffers.remove_leftover_buffers()
         self.slots.adopt_all()
         for file in self.slots.files():
-            self.allocator.settle(file)
+            self.allocator.queue_adopted_slot(file)
         for number in range(self.allocator.threads):
-            self.tasks.keep(self.allocator.run, f"make slots {number}")
-        self.tasks.keep(self._scan_forever, "scan")
-        self.tasks.keep(self._watch_volumes, "watch volumes")
-        self.tasks.keep(self.node_host.delete_deferred_steps, "retire what was in use")
+            self.tasks.spawn_with_retries(self.allocator.run, f"make slots {number}")
+        self.tasks.spawn_with_retries(self._scan_forever, "scan")
+        self.tasks.spawn_with_retries(self._watch_volumes, "watch volumes")
+        self.tasks.spawn_with_retries(
+            self.node_host.delete_deferred_steps, "retire what was in use"
+        )
         self.remote_tiers.start(self.tasks, self.restorer.prefetch)
         if self.config.owner_pid is not None:
             self.owner.watch(self.config.owner_pid)
         if self.config.linger_s is not None:
-            self.tasks.keep(functools.partial(self._linger, self.config.linger_s), "linger")
+            self.tasks.spawn_with_retries(
+                functools.partial(self._linger, self.config.linger_s), "linger"
+            )
 
     async def _scan_forever(self) -> None:
         """Scan the volumes. A scan that fails is repeated with growing pauses; also a later one,
@@ -131,8 +135,8 @@ class SidecarService:
                 pause_s = _WATCH_S
 
     async def _scan(self) -> None:
-        await self.node_host.scan()
-        self.saving.plan_persists()
+        await self.node_host.scan_volumes()
+        self.saving.update_served_ranks()
         await self.restorer.prefetch()
 
     async def _watch_volumes(self) -> None:
@@ -145,7 +149,7 @@ class SidecarService:
                 await asyncio.sleep(_NOTICE_S)
                 if await self._is_given_up():
                     warn("memory.freed", reason="the run's directory was removed")
-                    await self.stop(StopRequest(drain=False))
+                    await self.stop(StopSidecarRequest(drain=False))
                     return
             try:
                 repaired = self.local_shards.scanned and await self.local_shards.blocking(
@@ -159,7 +163,7 @@ class SidecarService:
             trouble = ""
             if repaired:
                 warn("volume.recreated", reason="the run's directory was removed")
-                self.local_shards.removed()  # whether or not the scan succeeds
+                self.local_shards.note_all_removed()  # whether or not the scan succeeds
                 self.node_host.feed(RanksServed(frozenset(), SLOTS))  # and then anew
                 await self._scan()
 
@@ -175,7 +179,7 @@ class SidecarService:
         if not self.local_shards.scanned:
             return False
         try:
-            return bool(await self.local_shards.blocking(self.volumes.is_removed))
+            return bool(await self.local_shards.blocking(self.volumes.is_run_directory_removed))
         except StorageError:
             return False
 
@@ -192,14 +196,16 @@ class SidecarService:
             damaged = self.slots.damaged_ranks()
             for slots in damaged:
                 self.slots.drop_damaged(slots, cut_off_only=True)
-            if any(slots.sealed() for slots in damaged):
-                await self.step_waits.flush(timeout_s=_RESCUE_S)
+            if any(slots.list_sealed_steps() for slots in damaged):
+                await self.step_waits.persist_newest_steps(timeout_s=_RESCUE_S)
             for slots in damaged if not self.ending else ():
                 self.slots.directories.make(slots.rank)
                 self.slots.drop_damaged(slots)
                 lease = self.leases.of(slots.rank)
                 if lease is not None and lease.training:  # one that restores fills no slot yet
-                    self.tasks.spawn(self.saving.ended(lease), f"memory of rank {slots.rank} lost")
+                    self.tasks.spawn(
+                        self.saving.end_trainer_lease(lease), f"memory of rank {slots.rank} lost"
+                    )
                 for slot_set in slots.slot_sets.values():
                     self.allocator.fill(slot_set)
                 self.changes.ring()
@@ -220,7 +226,7 @@ class SidecarService:
                 while not self._is_alone():
                     await self.changes.until(self._is_alone, timeout_s=linger_s)
             info("sidecar.linger_expired", linger_s=linger_s)
-            await self.stop(StopRequest(), arrived=self._arrived)
+            await self.stop(StopSidecarRequest(), arrived=self._arrived)
 
     async def terminate(self) -> None:
         """SIGTERM: make the newest two steps durable and end. Memory stays for the next sidecar.
@@ -236,18 +242,18 @@ class SidecarService:
             def left_s() -> float:
                 return max(0.0, deadline - time.monotonic())
 
-            flushed = await self.flush(FlushRequest(timeout_s=left_s()))
+            flushed = await self.persist_newest_common_steps(FlushRequest(timeout_s=left_s()))
             await self._archive_newest(flushed.steps, timeout_s=min(left_s(), _COMMIT_S))
             await self.remote_tiers.drain(timeout_s=left_s(), whole=False)
-            await self.node_host.refresh()  # nothing is in use any more
+            await self.node_host.report_holdings_to_node()  # nothing is in use any more
             await self._report_flush(flushed.steps, timeout_s=left_s())
             self._end()
 
-    async def leave(self, request: FlushRequest) -> Flushed:
+    async def flush_for_shutdown(self, request: FlushRequest) -> Flushed:
         """The pod begins to end (preStop): as `flush`, and the others are to know."""
         self.leaves = True
         self.changes.ring()
-        return await self.flush(request)
+        return await self.persist_newest_common_steps(request)
 
     async def _report_flush(self, flushed: tuple[StepId, ...], *, timeout_s: float) -> None:
         """Tell the leader what the flush has made durable, and record its answer. The machines of a
@@ -257,19 +263,21 @@ class SidecarService:
                 lambda: self.leader.failing or self.node_host.was_committed(flushed[-1]),
                 timeout_s=min(timeout_s, _COMMIT_S),
             )
-        await self.leader.finish(timeout_s=_LAST_WORD_S)
+        await self.leader.send_last_report(timeout_s=_LAST_WORD_S)
         await self.node_host.notes.take(at_once=True)
 
-    async def stop(self, request: StopRequest, *, arrived: int | None = None) -> Flushed:
+    async def stop(self, request: StopSidecarRequest, *, arrived: int | None = None) -> Flushed:
         """End this sidecar; `forget` frees its memory (see `_forget`), without `drain` in any case.
         `arrived`: how often somebody had come when this was decided; it stays if somebody came
         since, until all is durable, which may take as long as an archive that is away is waited
         for."""
         flushed = Flushed()
         if request.drain:
-            flushed = await self.flush(FlushRequest(timeout_s=request.timeout_s))
+            flushed = await self.persist_newest_common_steps(
+                FlushRequest(timeout_s=request.timeout_s)
+            )
             await self.remote_tiers.drain(timeout_s=request.timeout_s)
-            await self.node_host.refresh()  # nothing is in use any more
+            await self.node_host.report_holdings_to_node()  # nothing is in use any more
         if arrived not in (None, self._arrived):
             info("sidecar.stop_cancelled", reason="a trainer connected")
             return flushed
@@ -277,7 +285,7 @@ class SidecarService:
         try:
             await self._report_flush(flushed.steps, timeout_s=_COMMIT_S)
             if request.forget:
-                await self.step_waits.drain(timeout_s=request.timeout_s)
+                await self.step_waits.wait_for_writes(timeout_s=request.timeout_s)
                 await asyncio.to_thread(self.allocator.stop)
                 self._forget(even_unwritten=not request.drain)
             self._end()
@@ -289,7 +297,7 @@ class SidecarService:
         """Free the memory, but not where a step lies there that no volume has taken: it stays for a
         successor, who may find room."""
         if even_unwritten or (step_id := self.node.newest_unwritten_step()) is None:
-            self.slots.forget_all()
+            self.slots.free_all_slots()
         else:
             warn("memory.kept", step=str(step_id), reason=self.node_host.images.trouble)
 
@@ -307,13 +315,15 @@ class SidecarService:
 
         def end_threads() -> None:
             self.allocator.stop()
-            self.chunk_buffers.stop()
+            self.chunk_buffers.remove_all_buffers()
             for executor in self.executors:
                 executor.shutdown(wait=True, cancel_futures=True)
 
         await asyncio.to_thread(end_threads)
         last = functools.partial(self.history_file.append, self.history.all(), self.history.before)
-        await asyncio.wait({run_detached(last, "last of the history")}, timeout=_LAST_WORD_S)
+        await asyncio.wait(
+            {run_on_detached_thread(last, "last of the history")}, timeout=_LAST_WORD_S
+        )
         self.slots.directories.close()
         await asyncio.to_thread(self.volumes.close)
 
@@ -326,8 +336,8 @@ class SidecarService:
         self._arrived += 1
         self.leaves = False
 
-    def own(self, request: OwnerRequest) -> None:
-        """From now on another process stands for this run; see `OwnerProcess`."""
+    def register_owner(self, request: RegisterOwnerRequest) -> None:
+        """From now on another process stands for this run; see `OwnerProcessWatcher`."""
         self._arrived += 1
         self.owner.watch(request.pid)
 
@@ -354,7 +364,7 @@ class SidecarService:
         if not leaving:
             self._outlived = None
             return
-        newest = max(self.node.kept_by_all(), default=None)
+        newest = max(self.node.list_steps_held_by_local_ranks(), default=None)
         again = self._outlived is not None and (newest == self._outlived or len(self.leases) > 0)
         if newest is not None and not again and not self._outliving and not self.ending:
             self._outliving, self._outlived = True, newest
@@ -363,7 +373,7 @@ class SidecarService:
     async def _outlive(self) -> None:
         try:
             timeout_s = self.config.flush_timeout_s
-            flushed = await self.flush(FlushRequest(timeout_s=timeout_s))
+            flushed = await self.persist_newest_common_steps(FlushRequest(timeout_s=timeout_s))
             await self._archive_newest(flushed.steps, timeout_s=timeout_s)
         finally:
             self._outliving = False
@@ -377,14 +387,14 @@ class SidecarService:
             timeout_s = 0.0  # no answer would come
         committed = await self.step_waits.wait_until_committed(steps, timeout_s=timeout_s)
         if committed is not None:
-            self.node_host.remotes.request(committed)
+            self.node_host.remotes.request_archiving(committed)
 
     # --- flush -------------------------------------------------------------------------------
 
-    async def flush(self, request: FlushRequest) -> Flushed:
+    async def persist_newest_common_steps(self, request: FlushRequest) -> Flushed:
         """Make the newest two steps durable that all ranks here have in common."""
         with self.volumes.pace.lift_limit():
-            flushed = await self.step_waits.flush(timeout_s=request.timeout_s)
+            flushed = await self.step_waits.persist_newest_steps(timeout_s=request.timeout_s)
         info(
             "flush.finished",
             steps=[str(step_id) for step_id in flushed.steps],

@@ -13,8 +13,8 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from keepstep.core.commit_rule import RankUnion
-from keepstep.steps import IN_POD, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.core.commit_rule import RankBitmapUnion
+from keepstep.steps import IN_POD, Epoch, EpochId, StepId, Tier, TierAnswer
 from keepstep.wire.member_reports import Report, ReportedRanks
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ RankState = tuple[int, bool, StepId | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankSets:
+class ReportedRankBitmaps:
     """What was reported of the ranks of a place beside their images, as bitmaps.
 
     `own`: the ranks that train, or trained, here, without those of which it only keeps or reports
@@ -35,7 +35,7 @@ class RankSets:
 
     own: int = 0
     copied: int = 0
-    archive: Mapping[Answer, int] = field(default_factory=dict)
+    archive: Mapping[TierAnswer, int] = field(default_factory=dict)
     states: Mapping[RankState, int] = field(default_factory=dict)
 
     @property
@@ -43,7 +43,9 @@ class RankSets:
         """All ranks of which anything was reported."""
         return functools.reduce(operator.or_, self.states.values(), 0)
 
-    def after(self, reports: Iterable[ReportedRanks], held: Mapping[Tier, int]) -> RankSets:
+    def after(
+        self, reports: Iterable[ReportedRanks], held: Mapping[Tier, int]
+    ) -> ReportedRankBitmaps:
         """The sets after a report. `held`: by tier, the ranks of which the ledger has an image of
         this place."""
         own, copied = self.own, self.copied
@@ -54,13 +56,13 @@ class RankSets:
             _move(states, ranks, (report.world, report.alive, report.staged))
             if (listed := report.tiers.get(Tier.ARCHIVE)) is not None:
                 _move(archive, ranks, listed.answer)
-            archived = archive.get(Answer.STEPS, 0)
+            archived = archive.get(TierAnswer.STEPS, 0)
             if listed is not None and listed.gone is None:
                 archived = ranks if listed.shards else 0
             own &= ~ranks
             own |= ranks if report.alive else ranks & (here | ~(copies | archived))
             copied = copied & ~ranks | copies & ranks
-        return RankSets(own=own, copied=copied, archive=archive, states=states)
+        return ReportedRankBitmaps(own=own, copied=copied, archive=archive, states=states)
 
 
 def _move(sets: dict[T, int], ranks: int, to: T) -> None:
@@ -91,7 +93,7 @@ class NodeRankState:
     node: str
     sidecar: Report
     epochs: tuple[Epoch, ...]
-    ranks: RankSets
+    ranks: ReportedRankBitmaps
     reported_at: float
     gone: bool = False
     dropped: bool = False
@@ -112,17 +114,17 @@ class NodeRankState:
         object.__setattr__(self, "worlds", _shared(worlds))
 
     @property
-    def own(self) -> int:
-        """See `RankSets`."""
+    def own_ranks(self) -> int:
+        """See `ReportedRankBitmaps`."""
         return self.ranks.own
 
     @property
-    def archive_answers(self) -> int:
+    def archive_reporting_ranks(self) -> int:
         """The ranks of its own of which it reported what is archived."""
-        return self.own & functools.reduce(operator.or_, self.ranks.archive.values(), 0)
+        return self.own_ranks & functools.reduce(operator.or_, self.ranks.archive.values(), 0)
 
     @property
-    def settled(self) -> bool:
+    def is_report_complete(self) -> bool:
         """Whether a step that this place does not report is certainly not there."""
         return not self.gone and self.sidecar.ready
 
@@ -135,10 +137,10 @@ class NodeRankStates(Mapping[int, NodeRankState]):
     def __init__(self) -> None:
         self._of: dict[int, NodeRankState] = {}
         self.moved = 0
-        self.own, self.alive = RankUnion(), RankUnion()
+        self.own, self.alive = RankBitmapUnion(), RankBitmapUnion()
         self._unsettled: set[int] = set()
         self._worlds: Counter[frozenset[tuple[bool, int]]] = Counter()
-        self._staged: dict[StepId, RankUnion] = {}
+        self._staged: dict[StepId, RankBitmapUnion] = {}
 
     def __getitem__(self, node_rank: int) -> NodeRankState:
         return self._of[node_rank]
@@ -149,9 +151,9 @@ class NodeRankStates(Mapping[int, NodeRankState]):
         was, place = _there(before), _there(now)
         if _found(before) != _found(now):
             self.moved += 1
-        self.own.put(node_rank, place.own if place else 0)
-        self.alive.put(node_rank, place.alive if place else 0)
-        unsettled = place is not None and not place.settled
+        self.own.replace_bitmap(node_rank, place.own_ranks if place else 0)
+        self.alive.replace_bitmap(node_rank, place.alive if place else 0)
+        unsettled = place is not None and not place.is_report_complete
         self._unsettled.add(node_rank) if unsettled else self._unsettled.discard(node_rank)
         self._count(was, -1)
         self._count(place, 1)
@@ -169,11 +171,11 @@ class NodeRankStates(Mapping[int, NodeRankState]):
     def values(self) -> ValuesView[NodeRankState]:
         return self._of.values()
 
-    def there(self) -> Iterator[NodeRankState]:
+    def iterate_present_states(self) -> Iterator[NodeRankState]:
         return (place for place in self._of.values() if not place.gone)
 
     @property
-    def settled(self) -> bool:
+    def are_reports_complete(self) -> bool:
         """Whether a step that no place reports is certainly at none of them."""
         return not self._unsettled
 
@@ -182,7 +184,7 @@ class NodeRankStates(Mapping[int, NodeRankState]):
         """As `NodeRankState.worlds`."""
         return set().union(*self._worlds)
 
-    def staged(self, epoch: EpochId) -> dict[int, int]:
+    def map_staged_steps_to_ranks(self, epoch: EpochId) -> dict[int, int]:
         """For each newest staged step of this epoch, the ranks that staged it, as a bitmap."""
         return {
             step_id.step: ranks.once
@@ -202,8 +204,8 @@ class NodeRankStates(Mapping[int, NodeRankState]):
         now = place.staged if place is not None else {}
         left = (step_id for step_id in was.staged if step_id not in now) if was is not None else ()
         for step_id, ranks in (*now.items(), *((step_id, 0) for step_id in left)):
-            at = self._staged.setdefault(step_id, RankUnion())
-            at.put(node_rank, ranks)
+            at = self._staged.setdefault(step_id, RankBitmapUnion())
+            at.replace_bitmap(node_rank, ranks)
             if not at.once:
                 del self._staged[step_id]
 
@@ -227,12 +229,12 @@ class ReportingPod:
     local_stays: bool
 
 
-def is_overtaken(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
+def is_stale_report(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     """Whether a newer report of the same sidecar is known already."""
     return _is_same(place, sender, report) and report.sequence < place.sidecar.sequence
 
 
-def applies_to_known(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
+def is_report_applicable(place: NodeRankState, sender: ReportingPod, report: Report) -> bool:
     """Whether the changes in this report apply to what is known."""
     return _is_same(place, sender, report) and report.since == place.sidecar.sequence
 
@@ -242,7 +244,12 @@ def _is_same(place: NodeRankState, sender: ReportingPod, report: Report) -> bool
 
 
 def state_after_report(
-    sender: ReportingPod, report: Report, at: float, *, epochs: tuple[Epoch, ...], ranks: RankSets
+    sender: ReportingPod,
+    report: Report,
+    at: float,
+    *,
+    epochs: tuple[Epoch, ...],
+    ranks: ReportedRankBitmaps,
 ) -> NodeRankState:
     """The place after this report."""
     return NodeRankState(

@@ -13,7 +13,7 @@ from keepstep_sidecar.history import KEPT
 from keepstep_sidecar.ui.run_figures import RunPage
 
 
-class Follower:
+class SidecarPoller:
     """A sidecar's status, and its history, of which only new events are asked for."""
 
     def __init__(self, socket: Path) -> None:
@@ -48,8 +48,8 @@ def _page(
         name=name,
         live=held.live,
         steps=held.steps,
-        committed=held.committed,
-        newest=held.newest,
+        committed=held.newest_committed,
+        newest=held.newest_complete_step,
         events=events,
         goodput=goodput,
         problems=held.problems,
@@ -59,7 +59,7 @@ def _page(
 def sidecar_reader(path: Path) -> Callable[[str], RunPage]:
     """A function that reads the run of the sidecar that listens on `path`, and nothing but what
     that sidecar says."""
-    follower = Follower(path)
+    follower = SidecarPoller(path)
 
     def read(name: str) -> RunPage:
         if (live := follower.status()) is None:
@@ -72,17 +72,17 @@ def sidecar_reader(path: Path) -> Callable[[str], RunPage]:
 def run_page_reader(directory: Path) -> Callable[[str], RunPage]:
     """A function that reads one run below `directory`: from its sidecar or, without one, from its
     volumes."""
-    followed: dict[str, Follower] = {}
+    followed: dict[str, SidecarPoller] = {}
 
     def read(name: str) -> RunPage:
         kept = run_dir.find_run(directory, name)
-        follower = followed.setdefault(name, Follower(kept.socket))
+        follower = followed.setdefault(name, SidecarPoller(kept.socket))
         if (live := follower.status()) is not None:
             page = _page(name, inventory.holdings_of_sidecar(live), follower.events, live.goodput)
         else:
-            events, goodput = inventory.read_history(kept)
+            events, goodput = inventory.read_stored_history(kept)
             page = _page(name, inventory.holdings_on_volumes(kept), tuple(events), goodput)
         places = tuple(map(str, kept.roots))
-        return dataclasses.replace(page, name=kept.run, volumes=places, log=str(kept.log))
+        return dataclasses.replace(page, name=kept.name, volumes=places, log=str(kept.log))
 
     return read

@@ -49,7 +49,7 @@ def least_restart_step(newest_first: Iterable[tuple[StepId, Sole, Sole]]) -> Ste
     return min(left.values()) if left.keys() == nodes else None
 
 
-def refuge_steps(sole: Mapping[StepId, Sole]) -> frozenset[StepId]:
+def find_steps_surviving_loss(sole: Mapping[StepId, Sole]) -> frozenset[StepId]:
     """For each node, the newest step that survives its loss. `sole`: `sole_nodes` of each step."""
     return frozenset(_left(sole, _named(sole)).values())
 

@@ -65,7 +65,7 @@ def same_rank_text(rank: int, pods: Collection[str]) -> str:
     )
 
 
-def without_library_text(pod: str) -> str:
+def describe_missing_trainer(pod: str) -> str:
     """A training container runs, but no trainer has come to its sidecar."""
     return (
         f"the training container of pod {pod} runs for more than {LIBRARY_S:.0f} s, but no trainer"
@@ -75,7 +75,7 @@ def without_library_text(pod: str) -> str:
     )
 
 
-def acknowledge_text(run: RunKey) -> str:
+def explain_set_aside_steps(run: RunKey) -> str:
     """What to do about steps that a fresh start set aside."""
     return (
         "They are kept, and fill the volumes. If that start was wanted, let them go: kubectl"
@@ -85,7 +85,7 @@ def acknowledge_text(run: RunKey) -> str:
     )
 
 
-def draining_text(node: str, step: int | None) -> str:
+def cordoned_sole_copy_text(node: str, step: int | None) -> str:
     """A cordoned node holds the only copy of some shards of the newest commit."""
     which = f"step {step}, the newest commit," if step is not None else "the newest commit"
     return (

@@ -62,7 +62,7 @@ class RunRecord:
             strangers=frozenset().union(*(record.strangers for record in records)),
         )
 
-    def with_epochs(self, *epochs: Epoch) -> RunRecord:
+    def with_added_epochs(self, *epochs: Epoch) -> RunRecord:
         """This record with `epochs` added; the same object when all of them are already known."""
         known = merge_epochs((*self.epochs, *epochs))
         return self if known == self.epochs else replace(self, epochs=known)
@@ -95,13 +95,13 @@ class RunRecord:
 
 def _read(reader: strictjson.Reader) -> RunRecord:
     fields: dict[str, Any] = {}
-    for key in reader.members():
+    for key in reader.iterate_keys():
         if key == "epochs":
-            fields[key] = tuple(read_epoch(reader.value()) for _ in reader.items())
+            fields[key] = tuple(parse_epoch(reader.value()) for _ in reader.iter_item_indices())
         elif key in ("pinned", "failures"):
-            fields[key] = frozenset(read_step(reader.value()) for _ in reader.items())
+            fields[key] = frozenset(read_step(reader.value()) for _ in reader.iter_item_indices())
         elif key == "strangers":
-            fields[key] = frozenset(_epoch_id(reader.value()) for _ in reader.items())
+            fields[key] = frozenset(_epoch_id(reader.value()) for _ in reader.iter_item_indices())
         else:
             value = reader.value()
             if key == "format_version":
@@ -133,7 +133,7 @@ def epoch_json(epoch: Epoch) -> dict[str, str | None]:
     }
 
 
-def read_epoch(value: object) -> Epoch:
+def parse_epoch(value: object) -> Epoch:
     """Inverse of `epoch_json`. Raises FormatError."""
     epoch = strictjson.as_mapping(value, "epoch")
     parent, epoch_id = epoch.get("parent"), _epoch_id(epoch.get("id"))

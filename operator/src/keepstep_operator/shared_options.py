@@ -11,7 +11,7 @@ import click
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep_operator.names import METRICS_PORT
-from keepstep_operator.printing import replace_unprintable
+from keepstep_operator.text_sanitizing import replace_unprintable
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -20,7 +20,7 @@ class _Misuse(click.ClickException):
     exit_code = 2
 
 
-class ErrorGroup(click.Group):
+class ErrorReportingGroup(click.Group):
     """Our own errors become one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -19,7 +19,13 @@ from keepstep.errors import SidecarAbsent, SidecarError, UsageError
 from keepstep.processes import Process, wait_gone
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import is_answering
-from keepstep_sidecar.cli.run_dir import RunDir, check_own, is_recorded, make_memory, save_record
+from keepstep_sidecar.cli.run_dir import (
+    RunDir,
+    check_own,
+    is_record_current,
+    make_memory,
+    save_record,
+)
 from keepstep_sidecar.config.sidecar import SETTINGS
 from keepstep_sidecar.volume.run_tree import RECORD
 
@@ -43,9 +49,9 @@ def hold_supervision(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the run's lock as its only supervisor. Raises UsageError that names the other supervisor
     if the lock is not free within `timeout_s`."""
     try:
-        home = OpenDirectory.opened(kept.home)
+        home = OpenDirectory.open_path(kept.home)
         check_own(home)
-        fd = home.open(kept.lock.name, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = home.open_file(kept.lock.name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
     deadline = time.monotonic() + timeout_s
@@ -58,7 +64,7 @@ def hold_supervision(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     pid = os.pread(fd, 32, 0).decode(errors="replace").partition("\n")[0]
                     raise UsageError(
-                        f"run {kept.run!r} is active: a keepstep command with pid {pid} supervises"
+                        f"run {kept.name!r} is active: a keepstep command with pid {pid} supervises"
                         " it; end it first, or give this one another name with --run"
                     ) from None
             time.sleep(_POLL_S)
@@ -71,13 +77,13 @@ def hold_supervision(kept: RunDir, *, timeout_s: float = 0.0) -> Iterator[None]:
         os.close(fd)
 
 
-def note_command(kept: RunDir, pid: int) -> None:
+def record_command_pid(kept: RunDir, pid: int) -> None:
     """Write the pid of the command to the lock file, after the supervisor's: the command may
     outlive the supervisor."""
     process = Process.of(pid)
     started = 0 if process is None else process.started
     with contextlib.suppress(OSError):  # only messages use it
-        fd = OpenDirectory.opened(kept.home).open(kept.lock.name, os.O_WRONLY | os.O_TRUNC)
+        fd = OpenDirectory.open_path(kept.home).open_file(kept.lock.name, os.O_WRONLY | os.O_TRUNC)
         with open(fd, "w") as file:
             file.write(f"{os.getpid()}\n{pid} {started}\n")
 
@@ -85,7 +91,7 @@ def note_command(kept: RunDir, pid: int) -> None:
 def _orphaned(kept: RunDir) -> Process | None:
     """The command that a killed supervisor left, if it still lives."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        data = OpenDirectory.opened(kept.home).read(kept.lock.name, most_bytes=_TAIL_BYTES)
+        data = OpenDirectory.open_path(kept.home).read(kept.lock.name, most_bytes=_TAIL_BYTES)
         pid, started = data.decode().splitlines()[1].split()
         process = Process(int(pid), int(started))
         return process if process.alive() else None
@@ -106,7 +112,7 @@ def launch_sidecar(kept: RunDir) -> int:
     }  # the file has them; they would override it
     environment = {name: value for name, value in os.environ.items() if name not in settings}
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    log = OpenDirectory.opened(kept.home).open(kept.log.name, flags, 0o644)
+    log = OpenDirectory.open_path(kept.home).open_file(kept.log.name, flags, 0o644)
     try:
         return os.posix_spawn(
             sys.executable,
@@ -146,8 +152,8 @@ def adopt_sidecar(kept: RunDir) -> Process | None:
     if live is None:
         return None
     process = Process.of(live.pid)
-    if process is not None and is_recorded(kept):
-        calls.name_owner(kept.socket, os.getpid())
+    if process is not None and is_record_current(kept):
+        calls.register_owner_process(kept.socket, os.getpid())
         return process
     # making newer steps durable could retire the step that --restore-from names
     drain = not kept.config.restore_from
@@ -169,7 +175,7 @@ def free_removed(kept: RunDir, *, orphans: bool) -> bool:
     if live is None:
         return orphans and _remove_memory(kept)
     # the sidecar itself knows whether the directory was removed, its drive is away, or it is in use
-    held, process = has_slots_left(kept), Process.of(live.pid)
+    held, process = has_leftover_slots(kept), Process.of(live.pid)
     if process is not None and not wait_gone(process, timeout_s=_NOTICED_S):
         return False
     return _remove_memory(kept) or held
@@ -178,7 +184,7 @@ def free_removed(kept: RunDir, *, orphans: bool) -> bool:
 def _remove_memory(kept: RunDir) -> bool:
     """Remove the directories of a run's memory, which no sidecar has, unless another user owns
     them. Returns whether slots were there."""
-    held = has_slots_left(kept)
+    held = has_leftover_slots(kept)
     for place in filter(None, (kept.memory, kept.config.huge_pages_dir)):
         with contextlib.suppress(OSError):
             found = place.lstat()
@@ -190,17 +196,17 @@ def _remove_memory(kept: RunDir) -> bool:
 def require_idle_or_same(kept: RunDir) -> None:
     """Raises UsageError if the run is training with other options than those of `kept`: the
     sidecar must not be replaced while it has a trainer."""
-    if (pids := trainers_of(kept)) and not is_recorded(kept):
-        raise UsageError(f"run {kept.run!r} is training with other options {_to_end(kept, pids)}")
+    if (pids := list_trainer_pids(kept)) and not is_record_current(kept):
+        raise UsageError(f"run {kept.name!r} is training with other options {_to_end(kept, pids)}")
 
 
 def require_idle(kept: RunDir, *, timeout_s: float = 0.0) -> None:
     """Wait until the run has no trainer. Raises UsageError if it still has one after `timeout_s`,
     which gives dying trainers time to end."""
     deadline = time.monotonic() + timeout_s
-    while pids := trainers_of(kept):
+    while pids := list_trainer_pids(kept):
         if time.monotonic() >= deadline:
-            raise UsageError(f"run {kept.run!r} is training {_to_end(kept, pids)}")
+            raise UsageError(f"run {kept.name!r} is training {_to_end(kept, pids)}")
         time.sleep(_POLL_S)
 
 
@@ -218,7 +224,7 @@ def _to_end(kept: RunDir, trainers: Sequence[int]) -> str:
     )
 
 
-def trainers_of(kept: RunDir) -> tuple[int, ...]:
+def list_trainer_pids(kept: RunDir) -> tuple[int, ...]:
     """The pids of the live trainers that the run's sidecar serves."""
     live = calls.ask_status(kept.socket)
     return () if live is None else tuple(rank.pid for rank in live.ranks if rank.alive)
@@ -245,7 +251,7 @@ def _await_gone(process: Process | None, kept: RunDir) -> None:
         )
 
 
-def has_slots_left(kept: RunDir) -> bool:
+def has_leftover_slots(kept: RunDir) -> bool:
     """Whether shared memory holds slots of this run, with or without a sidecar."""
     roots = filter(None, (kept.memory, kept.config.huge_pages_dir))
     return any(found for root in roots for found in root.glob("rank-*"))
@@ -268,8 +274,8 @@ def limit_log(path: Path) -> None:
     Lines written between copy and cut are lost. Raises OSError.
     """
     with contextlib.suppress(FileNotFoundError):
-        directory = OpenDirectory.opened(path.parent)
-        fd = directory.open(path.name, os.O_RDWR)
+        directory = OpenDirectory.open_path(path.parent)
+        fd = directory.open_file(path.name, os.O_RDWR)
         try:
             if (size_bytes := os.fstat(fd).st_size) > LOG_LIMIT_BYTES:
                 directory.write(f"{path.name}.1", os.pread(fd, size_bytes, 0), 0o644)
@@ -281,7 +287,7 @@ def limit_log(path: Path) -> None:
 def log_tail(path: Path) -> str:
     """The end of the log, for an error message."""
     try:
-        fd = OpenDirectory.opened(path.parent).open(path.name, os.O_RDONLY)
+        fd = OpenDirectory.open_path(path.parent).open_file(path.name, os.O_RDONLY)
     except OSError:
         return ""
     with open(fd, "rb") as file:

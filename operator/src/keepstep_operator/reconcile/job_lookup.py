@@ -7,13 +7,13 @@ from keepstep_operator.api.job_kinds import kind_of
 from keepstep_operator.api.pod import controller_of
 from keepstep_operator.kube.client import KubeClient
 from keepstep_operator.kube.errors import Denied, NotFound
-from keepstep_operator.kube.resources import resource_of
+from keepstep_operator.kube.resources import find_job_resource
 from keepstep_operator.reconcile.parsing import job_state
 
 
 async def read_job_state(client: KubeClient, job: Job, namespace: str) -> JobState:
     """The state of the job. Raises KubeError."""
-    resource = resource_of(job)
+    resource = find_job_resource(job)
     if resource is None:
         return JobState.UNKNOWN
     try:
@@ -30,9 +30,9 @@ async def read_job_state(client: KubeClient, job: Job, namespace: str) -> JobSta
     return job_state(body)
 
 
-async def read_job_owner(client: KubeClient, job: Job, namespace: str) -> Job | None:
+async def read_parent_of_job(client: KubeClient, job: Job, namespace: str) -> Job | None:
     """The owner of this job, if it is of the kind that may own it. Raises KubeError."""
-    resource, kind = resource_of(job), kind_of(job.api_version, job.kind)
+    resource, kind = find_job_resource(job), kind_of(job.api_version, job.kind)
     if resource is None or kind is None:
         return None
     try:

@@ -25,7 +25,7 @@ POD_IP: Final = "KEEPSTEP_POD_IP"
 Settings = dict[str, str | int | None]
 
 
-def variables(settings: Settings) -> list[Body]:
+def make_environment(settings: Settings) -> list[Body]:
     """The variables with these values. Those that are None are left out."""
     given = {name: str(value) for name, value in settings.items() if value is not None}
     return [{"name": name, "value": value} for name, value in given.items()]
@@ -58,7 +58,7 @@ def tier_mounts(policy: Policy) -> list[Body]:
     return [mount if directory.claim is not None else {**mount, "subPath": policy.namespace}]
 
 
-def shared_path(policy: Policy) -> str | None:
+def find_host_archive_directory(policy: Policy) -> str | None:
     """The namespace's directory of the archive, at the path where the init container makes it; None
     unless the archive is a directory of the nodes."""
     directory = _directory(policy)
@@ -79,12 +79,12 @@ def _of_archive(policy: Policy) -> list[Body]:
         "KEEPSTEP_ARCHIVE": ARCHIVE_PATH if bucket is None else bucket.url(policy.namespace),
         "KEEPSTEP_ARCHIVE_EVERY": archive.every,
         "KEEPSTEP_ARCHIVE_KEEP": archive.kept.last,
-        "KEEPSTEP_ARCHIVE_KEEP_EVERY": archive.kept.every,
+        "KEEPSTEP_ARCHIVE_KEEP_EVERY": archive.kept.kept_interval_text,
         "KEEPSTEP_ARCHIVE_ENDPOINT": bucket.endpoint if bucket else None,
         "KEEPSTEP_ARCHIVE_REGION": bucket.region if bucket else None,
         "AZURE_STORAGE_ACCOUNT_NAME": bucket.account if bucket else None,
     }
-    return [*variables(settings), *(_credentials(bucket) if bucket is not None else ())]
+    return [*make_environment(settings), *(_credentials(bucket) if bucket is not None else ())]
 
 
 def _credentials(bucket: ArchiveBucket) -> list[Body]:
@@ -110,7 +110,7 @@ def _of_peers(policy: Policy, ports: Ports) -> list[Body]:
         "KEEPSTEP_PEER_REPLICAS": peers.replicas if peers is not None else 0,
         "KEEPSTEP_PEER_BYTES_PER_SECOND": peers.bytes_per_second if peers is not None else None,
     }
-    return [pod_address(), *variables(settings)]
+    return [pod_address(), *make_environment(settings)]
 
 
 def pod_address() -> Body:

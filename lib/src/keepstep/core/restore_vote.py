@@ -33,11 +33,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from keepstep.core.commit_rule import Lineage, StepStanding, is_full, trace_lineage
+from keepstep.core.commit_rule import EpochLineage, StepLiveness, is_full, trace_lineage
 from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.core.suspicion import Failure, SuspectSteps
 from keepstep.errors import NothingCommonError, RestoreError, WorldChangedError, few
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, EpochId, StepId, Tier
+from keepstep.steps import NEAREST_FIRST, Epoch, EpochId, StepId, Tier, TierAnswer
 
 MOST_EPOCHS = 64
 """The most epochs that a vote carries, the newest: as far back as a step is lent."""
@@ -98,7 +98,7 @@ class Candidates:
     a vote is refused.
     """
 
-    answer: Answer
+    answer: TierAnswer
     candidates: tuple[Candidate, ...] = ()
     highest_epoch: int = 0
     plan: StepId | None = None
@@ -277,7 +277,7 @@ class Decision(NamedTuple):
     lost: StepId | None = None
     unsure: bool = False
 
-    def epoch(self, nonce: str) -> Epoch:
+    def make_epoch(self, nonce: str) -> Epoch:
         """The epoch that begins now. `nonce`: 8 random hex digits, drawn by one rank for all."""
         return Epoch(EpochId(self.epoch_number, nonce), self.id)
 
@@ -345,7 +345,7 @@ def choose_step(
             suspects=tuple(sorted(step_id for step_id in common - left if step_id > chosen)),
             lent=lent,
             lenders=_lenders(votes, chosen, taken) if any(lent) else (),
-            unsure=limit is None and lineage.standing(chosen) is StepStanding.LOST,
+            unsure=limit is None and lineage.standing(chosen) is StepLiveness.LOST,
         )
     if limit is not None:
         raise _rollback_error(votes, excluded, limit, exact=exact)
@@ -361,7 +361,9 @@ def choose_step(
     raise _refusal(votes, excluded)
 
 
-def vote_limit(votes: Sequence[Candidates], step: int | None = None) -> tuple[StepId | None, bool]:
+def find_step_limit(
+    votes: Sequence[Candidates], step: int | None = None
+) -> tuple[StepId | None, bool]:
     """`limit` and `exact` for `choose_step`, taken from any vote that names them.
 
     A sidecar that was not told of a limit (or not yet) follows the others. `step`: the step that
@@ -452,7 +454,7 @@ def _lend(
     ways: Sequence[_Ways],
     votes: Sequence[Candidates],
     allowed: Callable[[StepId], bool],
-    lineage: Lineage,
+    lineage: EpochLineage,
 ) -> None:
     """Add a way for each rank that has none to the steps that all sidecars together cover.
 
@@ -466,7 +468,7 @@ def _lend(
                 shown.setdefault(offer.id, []).append(offer)
     missing = [step_id for step_id in shown if any(step_id not in each for each in ways)]
     for step_id in missing:
-        dead = lineage.standing(step_id) is StepStanding.DEAD
+        dead = lineage.standing(step_id) is StepLiveness.DEAD
         if dead or (world := _covered(shown[step_id])) is None:
             continue
         tier = max((offer.tier for offer in shown[step_id]), key=NEAREST_FIRST.index)
@@ -474,7 +476,7 @@ def _lend(
             each.setdefault(step_id, _Way(tier, world, direct=False, lent=True))
 
 
-def _lineage(votes: Sequence[Candidates]) -> Lineage:
+def _lineage(votes: Sequence[Candidates]) -> EpochLineage:
     """The line of the epochs that any of these ranks has on record."""
     known = {epoch.id: epoch for vote in votes for epoch in vote.epochs}
     seen = (candidate.id.epoch for vote in votes for candidate in (*_found(vote), *vote.parts))
@@ -540,8 +542,8 @@ def _preferred(ways: Sequence[_Ways], common: set[StepId]) -> StepId:
     that runs, a twin would stand in for that rank. A twin has the rank's boxes, but not its
     buffers, RNG and extras. So the newest step of which all ranks get their own images is taken
     instead, if those ranks have their images of it nearer than the archive.
-    `Ledger.whole` is the same rule; each sidecar follows it in its offers. Here it is applied
-    to what all sidecars see together.
+    `Ledger.list_reachable_steps` is the same rule; each sidecar follows it in its offers. Here it
+    is applied to what all sidecars see together.
     """
     newest = max(common)
     by_twins = [each for each in ways if not each[newest].exact]
@@ -577,7 +579,7 @@ def _check_world(
 
 def _doubt(votes: Sequence[Candidates]) -> SuspectSteps:
     """The doubt over all ranks together. Each machine has a record only of its own failures."""
-    return SuspectSteps.of(
+    return SuspectSteps.from_failures(
         [failure for vote in votes for failure in vote.failures],
         {candidate.id for vote in votes for candidate in _found(vote)},
         {step_id for vote in votes for step_id in vote.trusted},
@@ -585,7 +587,9 @@ def _doubt(votes: Sequence[Candidates]) -> SuspectSteps:
 
 
 def _all_none(votes: Sequence[Candidates]) -> bool:
-    return all(vote.answer is Answer.NONE and not _found(vote) and not vote.parts for vote in votes)
+    return all(
+        vote.answer is TierAnswer.NONE and not _found(vote) and not vote.parts for vote in votes
+    )
 
 
 def _found(vote: Candidates) -> tuple[Candidate | Offer, ...]:
@@ -603,13 +607,13 @@ def _died_in_its_first_steps(votes: Sequence[Candidates]) -> bool:
     """
     return all(
         (
-            vote.answer is Answer.NONE
-            or (vote.answer is Answer.STEPS and (vote.candidates or vote.parts))
+            vote.answer is TierAnswer.NONE
+            or (vote.answer is TierAnswer.STEPS and (vote.candidates or vote.parts))
         )
         and not vote.offers  # a whole step is worth restoring, even if only one rank can reach it
         and all(candidate.world == len(votes) for candidate in vote.candidates)
         and all(part.world == len(votes) for part in vote.parts)
-        and all(is_early(steps) for steps in _steps_of_each(vote).values())
+        and all(are_first_epoch_steps(steps) for steps in _steps_of_each(vote).values())
         for vote in votes
     )
 
@@ -620,10 +624,10 @@ def _is_gone(votes: Sequence[Candidates]) -> bool:
 
     Every rank must have looked, and say that what is out of reach went with its pod or its drive.
     """
-    return all(vote.fleeting and vote.answer is not Answer.UNKNOWN for vote in votes)
+    return all(vote.fleeting and vote.answer is not TierAnswer.UNKNOWN for vote in votes)
 
 
-def is_early(steps: set[int]) -> bool:
+def are_first_epoch_steps(steps: set[int]) -> bool:
     """Whether these are at most the first two steps of an epoch."""
     return len(steps) <= 2 and max(steps) <= LAST_EARLY_STEP
 
@@ -711,7 +715,7 @@ def _unknown(votes: Sequence[Candidates]) -> str:
         [
             f"rank {rank}: {vote.reason or 'no reason given'}"
             for rank, vote in enumerate(votes)
-            if vote.answer is Answer.UNKNOWN
+            if vote.answer is TierAnswer.UNKNOWN
         ]
     )
 

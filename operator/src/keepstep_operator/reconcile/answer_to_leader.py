@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from keepstep.wire.run_reports import LeaderAnswer, RunMember, RunPolicy
+from keepstep.wire.run_reports import LeaderAnswer, MemberPod, RunPolicy
 from keepstep_operator.api.cluster_objects import NodeRecord, PodRecord
 from keepstep_operator.api.policy import OnLoss, Policy
 from keepstep_operator.api.tiers import HOSTNAME
@@ -25,7 +25,7 @@ class ClusterFacts:
     agents: Mapping[str, str] = field(default_factory=dict)
     complete: bool = False
 
-    def gone(self, node: str) -> bool:
+    def is_node_gone(self, node: str) -> bool:
         """Whether the node certainly exists no more."""
         return self.complete and bool(self.nodes) and node not in self.nodes
 
@@ -49,7 +49,7 @@ def leader_answer(
         interval_s=interval_s,
         members=members[:MOST_MEMBERS],
         complete=cluster.complete and len(members) <= MOST_MEMBERS,
-        lost_nodes=tuple(node for node in nodes if cluster.gone(node)),
+        lost_nodes=tuple(node for node in nodes if cluster.is_node_gone(node)),
         policy=_policy(run, run.policy) if run.policy is not None else None,
         pins=tuple(parse_steps(spec.pins)) if spec is not None else (),
         restore_from=spec.restore_from if spec is not None else "",
@@ -64,16 +64,16 @@ def leader_answer(
 def leader_pod(run: Run) -> PodRecord | None:
     """The pod that leads: of the members with node rank 0, one that stays before one that ends,
     then the oldest. So of two that stay, one alone leads."""
-    pods = [pod for pod in run.members if pod.node_rank == 0 and pod.injected and not pod.over]
-    return min(pods, key=lambda pod: (not pod.stays, pod.created_at, pod.uid), default=None)
+    pods = [pod for pod in run.job_pods if pod.node_rank == 0 and pod.injected and not pod.over]
+    return min(pods, key=lambda pod: (not pod.is_active, pod.created_at, pod.uid), default=None)
 
 
-def _members(run: Run, cluster: ClusterFacts) -> Iterator[RunMember]:
+def _members(run: Run, cluster: ClusterFacts) -> Iterator[MemberPod]:
     """By node rank. A pod without a node has nothing and is not named."""
     key = run.policy.peers.topology_key if run.policy and run.policy.peers else HOSTNAME
-    pods = [pod for pod in run.members if pod.injected and pod.node]
+    pods = [pod for pod in run.job_pods if pod.injected and pod.node]
     for pod in sorted(pods, key=lambda pod: (pod.node_rank, pod.created_at)):
-        yield RunMember(
+        yield MemberPod(
             node_rank=pod.node_rank,
             pod=pod.uid,
             name=pod.name,
@@ -88,7 +88,7 @@ def _members(run: Run, cluster: ClusterFacts) -> Iterator[RunMember]:
 def _policy(run: Run, policy: Policy) -> RunPolicy:
     return RunPolicy(
         keep=policy.keep,
-        outlives_pod=run.outlives_pod,
+        outlives_pod=run.volumes_outlive_pod,
         replicas=policy.peers.replicas if policy.peers is not None else 0,
         persist_every=policy.persist_every,
         archive_every=policy.archive.every if policy.archive is not None else None,

@@ -16,7 +16,7 @@ from cachetools import TTLCache
 
 from keepstep.spans import is_in_spans
 from keepstep.wire.run_reports import NodeHoldings
-from keepstep_operator.api.policy import Policy, parse_snapshot
+from keepstep_operator.api.policy import Policy, parse_status_policy
 from keepstep_operator.api.run_status import read_status
 from keepstep_operator.injection import NearNode
 from keepstep_operator.kube.client import KubeClient
@@ -44,7 +44,7 @@ class ExistingRun:
     image: str = ""
     version: str = ""
 
-    def near(self, node_rank: int) -> tuple[NearNode, ...]:
+    def list_preferred_nodes(self, node_rank: int) -> tuple[NearNode, ...]:
         """The nodes to prefer for this place: first those with its own shards, then those with
         copies."""
         own = {held.node: OWN for held in self.holders if is_in_spans(held.node_ranks, node_rank)}
@@ -53,7 +53,7 @@ class ExistingRun:
         return tuple(starmap(NearNode, weights.items()))[:_MOST_NODES]
 
 
-class ExistingRuns:
+class ExistingRunReader:
     """Reads the records through `client`."""
 
     def __init__(self, client: KubeClient) -> None:
@@ -81,7 +81,7 @@ def read_existing_run(run: Body, namespace: str) -> ExistingRun:
         return ExistingRun(holders=status.holders)
     return ExistingRun(
         holders=status.holders,
-        policy=parse_snapshot(status.policy, namespace),
+        policy=parse_status_policy(status.policy, namespace),
         image=status.start.image,
         version=status.start.version,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.core.ledger import Alarm
 from keepstep.leader.leader import Leader
 from keepstep.steps import EpochId, StepId
-from keepstep.wire.member_reports import MemberReport, Pins, Report
+from keepstep.wire.member_reports import MemberReport, PinnedSteps, Report
 from keepstep.wire.run_reports import RunPolicy
 from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
 from keepstep_sidecar.config.sidecar import Config, OnLoss
@@ -22,10 +22,10 @@ from keepstep_sidecar.report.leader_channel import Channel, LinkChannel, OwnChan
 
 if TYPE_CHECKING:
     from keepstep_sidecar.report.operator_reporter import OperatorReporter
-    from keepstep_sidecar.report.peer_network import PeerNetwork
+    from keepstep_sidecar.report.peer_network import PeerConnectionFactory
 
 
-class LeaderRole:
+class LeaderAccess:
     """The leader of the run if this is node rank 0, or the connection to it. `machines`: how the
     others are met; None where there are none. Raises UsageError."""
 
@@ -43,7 +43,7 @@ class LeaderRole:
         """If this is the leader: begin to report the run to the operator, or without one, give
         `alarmed` what a person should look at."""
         if self._reporter is not None:
-            tasks.keep(self._reporter.run, "report the run")
+            tasks.spawn_with_retries(self._reporter.run, "report the run")
         elif self._host is not None:
             self._host.alarmed = alarmed
 
@@ -53,8 +53,8 @@ class LeaderRole:
             life=self._life,
             nodes=None if config.reporting is not None else config.nodes,
             run=config.run,
-            way_out=config.way_out,
-            grid=config.persist_base,
+            way_out=config.fresh_start_command,
+            grid=config.persist_grid_interval,
             policy=RunPolicy(
                 keep=config.retention,
                 outlives_pod=False,
@@ -79,7 +79,9 @@ class LeaderRole:
                 life=self._life,
                 nodes=config.nodes if config.reporting is None else 0,
                 report=Report(sidecar="", started_at=0.0, sequence=0),
-                pins=Pins(version=1, steps=tuple(sorted(pinned))) if pinned else Pins(),
+                pins=PinnedSteps(version=1, steps=tuple(sorted(pinned)))
+                if pinned
+                else PinnedSteps(),
                 pod=config.pod,
                 node=config.node,
             ),
@@ -89,7 +91,7 @@ class LeaderRole:
         }
         link = None
         if self.machines is not None:
-            link = self.machines.link(lambda frame: channel.take(frame), self._changes.ring)
+            link = self.machines.link(lambda frame: channel.handle_frame(frame), self._changes.ring)
         channel: Channel
         if self._host is not None:
             channel = OwnChannel(self._host, link, last=self._last, **options)
@@ -101,19 +103,19 @@ class LeaderRole:
 
     async def _last(self) -> None:
         if self._reporter is not None:
-            await self._reporter.last()
+            await self._reporter.report_shutdown()
         if self.machines is not None:
             self.machines.close()
 
-    def pin(self, pinned: Collection[StepId]) -> None:
+    def set_pins(self, pinned: Collection[StepId]) -> None:
         """From now on these steps are pinned, on all machines."""
         if self._channel is not None:
-            self._channel.pin(pinned)
+            self._channel.set_pins(pinned)
 
-    async def learn(self, authorities: str) -> None:
-        """See `PeerNetwork.learn`."""
+    async def trust_authorities(self, authorities: str) -> None:
+        """See `PeerConnectionFactory.trust_authorities`."""
         if self.machines is not None:
-            await self.machines.learn(authorities)
+            await self.machines.trust_authorities(authorities)
 
     def warnings(self) -> Iterator[str]:
         """What keeps the machines of the run apart."""
@@ -123,9 +125,9 @@ class LeaderRole:
             yield from self._host.warnings()
 
 
-def _machines(config: Config, host: Host | None) -> PeerNetwork | None:
+def _machines(config: Config, host: Host | None) -> PeerConnectionFactory | None:
     if config.alone:
         return None
-    from keepstep_sidecar.report.peer_network import PeerNetwork
+    from keepstep_sidecar.report.peer_network import PeerConnectionFactory
 
-    return PeerNetwork(config, host)
+    return PeerConnectionFactory(config, host)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from keepstep.client.session import RESTORE_S, SidecarSession
 from keepstep.client.slot import SlotMapping, unmap_in_background
-from keepstep.core.vote import Decision
+from keepstep.core.restore_vote import Decision
 from keepstep.errors import (
     CoverageError,
     ForeignError,
@@ -38,15 +38,21 @@ from keepstep.errors import (
     few,
 )
 from keepstep.image import ControlPage, Layout, TensorSpec, check_control, extras_codec
-from keepstep.restore.images import Lending, LentImages, LentStep, StepImages, lend_images
+from keepstep.restore.images import (
+    ChunkExchange,
+    ImagesLentByRanks,
+    LentStepMetadata,
+    StepImages,
+    lend_images,
+)
 from keepstep.restore.loader import Loader, check_unused
 from keepstep.restore.targets import boxes_of_tensor
-from keepstep.save.frozen_parameters import FrozenBase, restored_base, tensors_loaded_otherwise
+from keepstep.save.frozen_parameters import FrozenBase, find_tensors_unlike_base, restored_base
 from keepstep.state import rng
-from keepstep.state.leaves import TakenState, TensorLeaf, values_of
+from keepstep.state.leaves import TakenState, TensorLeaf, values_from_extras
 from keepstep.state.wrappers import unwrap_module, update_wrappers
 from keepstep.steps import StepId, Tier
-from keepstep.wire.trainer import ChunkRun, OpenedStep, OpenStepRequest
+from keepstep.wire.trainer import ChunkRun, OpenedStep, RestoreStepRequest
 
 log = logging.getLogger("keepstep")
 
@@ -58,7 +64,7 @@ Stage = Callable[[Sequence[Any]], Any]
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Turn off garbage collection: a restore makes many small objects and no garbage, so a
     collection, which also walks through all of torch, only wastes time."""
     was_enabled = gc.isenabled()
@@ -73,10 +79,10 @@ def without_collections() -> Iterator[None]:
 class RankRestore:
     """One rank's restore of a step.
 
-    `stages` run in this order; each gets what all ranks returned from the stage before. `tier`:
-    where the image came from; of several images, the farthest tier. `bytes`: what was copied.
-    `rng`: the random states of this rank, {} if the step has none. `base`: the base from which
-    frozen parameters came, if this rank may refer to it again.
+    `stage_functions` run in this order; each gets what all ranks returned from the stage before.
+    `tier`: where the image came from; of several images, the farthest tier. `bytes`: what was
+    copied. `rng`: the random states of this rank, {} if the step has none. `base`: the base from
+    which frozen parameters came, if this rank may refer to it again.
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class RankRestore:
         self._lent = bool(decision.lent) and decision.lent[rank]
         self._lenders = decision.lenders
         self._shows: StepImages | None = None
-        self._lending: Lending | None = None
+        self._lending: ChunkExchange | None = None
         self._rank, self._rng, self._trusted = rank, rng, trusted
         self._rng_later = rng_later
         self._partial, self._reader = partial, reader
@@ -127,7 +133,7 @@ class RankRestore:
         self._kept: dict[str, Any] = {}
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stage_functions(self) -> tuple[Stage, ...]:
         """The stages. Each may raise; then no rank goes on to the next."""
         if self._lenders:
             return self._open, self._show, self._plan, self._copy, self._finish
@@ -135,7 +141,7 @@ class RankRestore:
 
     @property
     def layout(self) -> Layout | None:
-        """That of this rank's own image, until `release`; None if it went on from others, or if
+        """That of this rank's own image, until `unmap_image`; None if it went on from others, or if
         its base cannot be used again."""
         if self._slot is None or (self._under is None) is not (self.base is None):
             return None
@@ -146,8 +152,8 @@ class RankRestore:
             return
         bad, failures = "", 0
         while self._slot is None:
-            request = OpenStepRequest(
-                lease=self._link.lease, id=self._id, timeout_s=self._timeout_s, bad=bad
+            request = RestoreStepRequest(
+                lease=self._link.lease_token, id=self._id, timeout_s=self._timeout_s, bad=bad
             )
             within_s = self._timeout_s + 10
             opened = self._link.call_apart("/v1/restore", request, OpenedStep, timeout_s=within_s)
@@ -169,21 +175,21 @@ class RankRestore:
                 )
                 bad = opened.path
 
-    def _show(self, _: Sequence[Any]) -> LentStep | None:
+    def _show(self, _: Sequence[Any]) -> LentStepMetadata | None:
         """Show all ranks what this rank lends, if it is a lender."""
         if self._rank not in self._lenders:
             return None
         self._shows = self._all_images(every=True)  # a twin's does not replace a rank's own
         return lend_images(self._shows)
 
-    def release(self) -> None:
+    def unmap_image(self) -> None:
         """Unmap the image; see `unmap_in_background`."""
         held: list[object] = [self._slot, self._under, self._loader, self._shows, self._lending]
         self._slot = self._under = self._shows = self._lending = None
         del self._loader
         unmap_in_background(held)
 
-    @without_collections()
+    @pause_garbage_collection()
     def _map(self, path: str, base: str) -> None:
         """Map a slot, and the `base` to which its image refers, and read everything in it that is
         not a tensor.
@@ -200,13 +206,15 @@ class RankRestore:
         begin = slot.layout.extras_begin
         text = bytes(slot.memory[begin : begin + control.extras_bytes])
         self._kept = extras_codec.decode(text, trusted=self._trusted)
-        values_of(self._kept)
+        values_from_extras(self._kept)
         under = SlotMapping(base) if base else None
-        if control.base is not None and (under is None or not control.base.names(under.control())):
+        if control.base is not None and (
+            under is None or not control.base.matches_control_page(under.control())
+        ):
             raise ForeignError("its base is another one", path=path)
         self._control, self._slot, self._under = control, slot, under
 
-    @without_collections()
+    @pause_garbage_collection()
     def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
         """Plan this rank's copies. Returns the saved names for which this rank has no place, and
         the chunks that other ranks are to lend it."""
@@ -214,11 +222,11 @@ class RankRestore:
         slot = self._slot
         if slot is not None:
             under = None if self._under is None else self._under.layout
-            slot = slot if fits_own_image(slot.layout.joined(under), taken) else None
+            slot = slot if fits_own_image(slot.layout.merge_with_base(under), taken) else None
         if self._lenders:
-            self._lending = Lending(shown, rank=self._rank, own=self._shows)
+            self._lending = ChunkExchange(shown, rank=self._rank, own=self._shows)
         if self._lent:
-            images: StepImages = LentImages(self._link, self._id, shown)
+            images: StepImages = ImagesLentByRanks(self._link, self._id, shown)
             self._refuse_dcp(images)
         elif slot is not None:
             images = StepImages.of_slot(self._link, slot, self._control, self._under)
@@ -231,9 +239,9 @@ class RankRestore:
                 raise
             # only with all images read is it certain whether boxes contradict each other
             self._plan_from(self._all_images(every=True), taken)
-        self._partial.check(self._id, self._lasting(taken), self._loader.targets)
+        self._partial.check_tensors_refilled(self._id, self._lasting(taken), self._loader.targets)
         self._compare_base(taken)
-        return self._loader.unused(), images.requested
+        return self._loader.compress_unused_names(), images.requested
 
     def _compare_base(self, taken: TakenState) -> None:
         """Compare what the script has of the base with the base.
@@ -247,7 +255,7 @@ class RankRestore:
         self._reloaded = self._kept.get("reloaded") == str(self._control.base.step)
         if self._partial.has_begun:  # some of them are a failed attempt's
             return
-        others = tensors_loaded_otherwise(taken, under, self._control.base)
+        others = find_tensors_unlike_base(taken, under, self._control.base)
         if others and self._reloaded:
             raise MismatchError(
                 f"step {self._id}: the frozen parameters that this script has loaded are not those"
@@ -276,7 +284,7 @@ class RankRestore:
             trusted=self._trusted,
             kept=kept,
         )
-        self._loader.plan(whole=self._whole)
+        self._loader.compare_and_plan(whole=self._whole)
 
     def _lasting(self, taken: TakenState) -> Iterator[Tensor]:
         """The tensors of modules. All other tensors last only if they are filled; otherwise, what
@@ -289,25 +297,27 @@ class RankRestore:
         for path, leaf in taken.by_path.items():
             if path[0] in modules:
                 yield from (
-                    part for part, _ in boxes_of_tensor(leaf.whole, leaf.whole_offsets, leaf.flat)
+                    part
+                    for part, _ in boxes_of_tensor(leaf.whole, leaf.whole_offsets, leaf.flat_box)
                 )
 
     def _all_images(self, *, every: bool = False) -> StepImages:
-        """`every`: see `StepImages.find`. What this rank lends is asked for once, and is all."""
+        """`every`: see `StepImages.locate_step`. What this rank lends is asked for once, and is
+        all."""
         if self._shows is not None:
             return self._shows
         every = every or not self._whole  # a twin's values may differ from this rank's
-        images = StepImages.find(self._link, self._id, self._timeout_s, every=every)
+        images = StepImages.locate_step(self._link, self._id, self._timeout_s, every=every)
         self._refuse_dcp(images)
         return images
 
     def _refuse_dcp(self, images: StepImages) -> None:
-        refuse_dcp_image(images.skeleton(images.stand_in(self._rank)), self._id)
+        refuse_dcp_image(images.skeleton(images.choose_source_rank(self._rank)), self._id)
 
     def _copy(self, planned: Sequence[Any]) -> None:
         unused = [names for names, _ in planned]
         lent = [run for _, runs in planned for run in runs]
-        chunks = iter(()) if self._lending is None else self._lending.chunks(lent)
+        chunks = iter(()) if self._lending is None else self._lending.iter_needed_chunks(lent)
         try:
             # a rank that goes on from its own image has already compared all names with it
             if all(unused):
@@ -323,7 +333,7 @@ class RankRestore:
                 pass
 
     def _finish(self, _: Sequence[Any]) -> None:
-        self._loader.finish()
+        self._loader.load_components()
         if not self._whole:
             return
         update_wrappers(self._components)
@@ -376,7 +386,7 @@ def _may_be_made(saved: TensorSpec, known: Mapping[str, TensorLeaf]) -> bool:
     parameter = known.get(saved.name.partition(".state.")[2].rpartition(".")[0])
     if parameter is None:
         return False
-    place = tuple(parameter.whole.shape), parameter.whole_offsets, parameter.flat
+    place = tuple(parameter.whole.shape), parameter.whole_offsets, parameter.flat_box
     return _box_of(saved) == place
 
 
@@ -424,7 +434,9 @@ class FillGuard:
         """Note that these tensors are being filled from now on."""
         self._begun.update({_place(target): target for target in targets if target.numel()})
 
-    def check(self, step_id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    def check_tensors_refilled(
+        self, step_id: StepId, live: Iterable[Tensor], targets: Iterable[Tensor]
+    ) -> None:
         """Raise RestoreError if step `step_id` would leave a live tensor in the state in which an
         earlier attempt at another step left it. `targets`: the tensors that the step fills."""
         if not self._begun:

@@ -10,10 +10,10 @@ import time
 from dataclasses import replace
 
 from keepstep.core.node import LastReply, LeaderView
-from keepstep.core.vote import NEVER
+from keepstep.core.restore_vote import NEVER
 from keepstep.errors import StorageError
 from keepstep.steps import StepId
-from keepstep_sidecar.commit.inventory import LocalShards
+from keepstep_sidecar.commit.reachable_copies import LocalShards
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.log import warn
 
@@ -34,7 +34,7 @@ class ReportingState:
         self.failing = False
         self._changes = changes
 
-    async def finish(self, *, timeout_s: float) -> None:
+    async def send_last_report(self, *, timeout_s: float) -> None:
         """Have the last report sent at once, out of turn. Returns within `timeout_s`."""
         self.finishing = True
         self._changes.ring()
@@ -45,12 +45,12 @@ _EVERY_S = 10.0
 """A new commit is recorded at most this often; a new pin at once."""
 
 
-class LeaderNotes:
+class LeaderReplyRecorder:
     """Records on the volumes what the leader said."""
 
     def __init__(self, leader_view: LeaderView, local: LocalShards) -> None:
         """Gives `leader_view` what an earlier sidecar recorded."""
-        record = local.record
+        record = local.run_record
         leader_view.remember(LastReply(commit=record.committed, pinned=record.pinned))
         self._run_view = leader_view
         self._local = local

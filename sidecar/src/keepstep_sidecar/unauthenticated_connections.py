@@ -60,7 +60,7 @@ class UnauthenticatedConnections(Generic[C]):
         """Whether the next stranger takes another one's place, whatever its address."""
         return len(self._places) >= self._most
 
-    def admit(self, connection: C, source: str) -> bool:
+    def admit_with_eviction(self, connection: C, source: str) -> bool:
         """Give `connection` from address `source` a place. True if another one lost its place."""
         with self._lock:
             doomed = self._doomed(source)
@@ -87,7 +87,7 @@ class UnauthenticatedConnections(Generic[C]):
         with self._lock:
             return self._places.pop(connection, None) is not None
 
-    def forget(self, gone: Callable[[C], bool]) -> None:
+    def remove_closed(self, gone: Callable[[C], bool]) -> None:
         """Remove connections that ended by themselves, where no code calls `leave`."""
         with self._lock:
             for connection in [place for place in self._places if gone(place)]:
@@ -151,8 +151,8 @@ async def serve_connections(
                 _complain("api.accept_failed", error=str(error))
                 await asyncio.sleep(FAILED_PAUSE_S)
                 continue
-            strangers.forget(lambda transport: transport.is_closing())
-            if strangers.admit(transport, str(address[0])):
+            strangers.remove_closed(lambda transport: transport.is_closing())
+            if strangers.admit_with_eviction(transport, str(address[0])):
                 await asyncio.sleep(ACCEPT_PAUSE_S)
     finally:
         sweeping.cancel()

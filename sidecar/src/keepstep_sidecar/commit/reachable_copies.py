@@ -13,19 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from keepstep.core.commit_rule import RankReport, ReportedTier, each_rank, is_full, reports_of_ranks
+from keepstep.core.commit_rule import (
+    RankReport,
+    ReportedTier,
+    combine_rank_reports,
+    each_rank,
+    is_full,
+)
 from keepstep.core.ledger import Reported
 from keepstep.core.node import Listed
+from keepstep.core.restore_vote import NEVER, Offer
 from keepstep.core.shard import NO_RANKS, Ranks, Shard
-from keepstep.core.vote import NEVER, Offer
 from keepstep.errors import ImageError, VersionError
-from keepstep.steps import NEAREST_FIRST, Answer, Epoch, StepId, Tier, merge_epochs
+from keepstep.steps import NEAREST_FIRST, Epoch, StepId, Tier, TierAnswer, merge_epochs
 from keepstep_sidecar.concurrency import OnThread
 from keepstep_sidecar.log import warn
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.tiers.remote_tier import Inventory, RemoteShard, RemoteTier
 from keepstep_sidecar.tiers.source import ShardSource, local_source
-from keepstep_sidecar.volume.run_file import RunRecord
+from keepstep_sidecar.volume.run_record import RunRecord
 from keepstep_sidecar.volume.run_tree import LocalShard, VolumeScan
 from keepstep_sidecar.volume.volume import VolumeSet
 
@@ -103,13 +109,17 @@ class LocalShards:
         drives."""
         scan = self.volumes.scan()
         read = [volume for volume in self.volumes.volumes if volume.root not in scan.unread]
-        return scan, sum(volume.quarantined() for volume in read), self.volumes.drive_bytes()
+        return (
+            scan,
+            sum(volume.count_quarantined_files() for volume in read),
+            self.volumes.measure_total_bytes(),
+        )
 
     async def update_run_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
         """See `VolumeSet.change_record`."""
         await self.blocking(lambda: self.volumes.change_record(change))
 
-    def removed(self) -> None:
+    def note_all_removed(self) -> None:
         """Somebody removed all shards."""
         self._replace((), before=self._known())
 
@@ -132,27 +142,27 @@ class LocalShards:
     def add(self, shard: LocalShard) -> None:
         self.shards.setdefault(shard.step_id, {})[shard.rank] = shard
 
-    async def publish(self, step_id: StepId) -> bool:
+    async def publish_step(self, step_id: StepId) -> bool:
         """Show the step to readers. False if nothing of it lies here. Raises KeepstepError."""
-        made_of = [shard.path for shard in self.of(step_id).values()]
+        made_of = [shard.path for shard in self.get_durable_shards(step_id).values()]
         if not made_of:  # a scan in between no longer found it
             return False
-        path = await self.blocking(lambda: self.volumes.publish(step_id, made_of=made_of))
+        path = await self.blocking(lambda: self.volumes.publish_step(step_id, made_of=made_of))
         if path is None:
             return False
         self.published[step_id] = str(path)
         self.committed_at = path.stat().st_mtime  # when its last shard got its name
         self.shards[step_id] = {
-            rank: _as_published(found) for rank, found in self.of(step_id).items()
+            rank: _as_published(found) for rank, found in self.get_durable_shards(step_id).items()
         }
         return True
 
-    async def retire(self, step_id: StepId) -> int:
+    async def delete_step(self, step_id: StepId) -> int:
         """Delete the step. Returns the bytes freed. Raises KeepstepError."""
         self.forget_step(step_id)
-        return await self.blocking(lambda: self.volumes.retire(step_id))
+        return await self.blocking(lambda: self.volumes.delete_step(step_id))
 
-    def lose(self, rank: int, step_id: StepId) -> None:
+    def mark_shard_lost(self, rank: int, step_id: StepId) -> None:
         """This rank's shard of the step is damaged. Until a scan is through nobody knows what is
         left, so it is lost, never merely absent."""
         self.unreadable = f"step {step_id} is damaged; the volumes are scanned"
@@ -172,7 +182,7 @@ class LocalShards:
     # --- asking ------------------------------------------------------------------------------
 
     @property
-    def record(self) -> RunRecord:
+    def run_record(self) -> RunRecord:
         """What the volumes have on record."""
         return self.volumes.record
 
@@ -182,7 +192,7 @@ class LocalShards:
         return self.scanned_at != NEVER
 
     @property
-    def sizes(self) -> dict[StepId, int]:
+    def bytes_by_step(self) -> dict[StepId, int]:
         """The bytes that each step takes on the volumes."""
         return {
             step_id: sum(shard.size_bytes for shard in held.values())
@@ -192,30 +202,33 @@ class LocalShards:
     def all(self) -> list[LocalShard]:
         return [shard for held in self.shards.values() for shard in held.values()]
 
-    def of(self, step_id: StepId) -> Mapping[int, LocalShard]:
+    def get_durable_shards(self, step_id: StepId) -> Mapping[int, LocalShard]:
         """By rank, the durable shards of the step."""
         return self.shards.get(step_id, {})
 
-    def holds(self, rank: int, step_id: StepId) -> LocalShard | None:
+    def find_durable_shard(self, rank: int, step_id: StepId) -> LocalShard | None:
         """This rank's durable shard of the step."""
-        return self.of(step_id).get(rank)
+        return self.get_durable_shards(step_id).get(rank)
 
     def of_rank(self, rank: int) -> tuple[Shard, ...]:
         """The rank's shards for the ledger, oldest step first."""
         return tuple(held[rank] for _, held in sorted(self.shards.items()) if rank in held)
 
-    def world(self, rank: int) -> int:
+    def world_size_of_rank(self, rank: int) -> int:
         """The world size that the rank's newest shard names; 0 if there is no shard."""
         newest = max(
             (step_id for step_id, held in self.shards.items() if rank in held), default=None
         )
         return self.shards[newest][rank].world if newest is not None else 0
 
-    def was_durable(self, rank: int, step_id: StepId) -> bool:
+    def has_been_durable(self, rank: int, step_id: StepId) -> bool:
         """Whether this step is durable for the rank, or was until it was deleted."""
-        return rank in self.of(step_id) or rank in self._past.get(step_id, ((), False))[0]
+        return (
+            rank in self.get_durable_shards(step_id)
+            or rank in self._past.get(step_id, ((), False))[0]
+        )
 
-    def was_published(self, step_id: StepId) -> bool:
+    def has_been_published(self, step_id: StepId) -> bool:
         """Whether this step is visible to readers, or was until it was deleted."""
         return step_id in self.published or self._past.get(step_id, ((), False))[1]
 
@@ -229,7 +242,7 @@ class LocalShards:
 
 
 def _as_published(found: LocalShard) -> LocalShard:
-    """The same shard at the path to which `publish` moved it, out of `pending/`."""
+    """The same shard at the path to which `publish_step` moved it, out of `pending/`."""
     directory = found.path.parent
     if directory.parent.name != "pending":
         return replace(found, published=True)
@@ -247,9 +260,9 @@ def _as_published(found: LocalShard) -> LocalShard:
 # may start anew because an archive was unreachable.
 
 
-_NOT_ASKED = Inventory(answer=Answer.UNKNOWN, reason="it was not asked yet")
+_NOT_ASKED = Inventory(answer=TierAnswer.UNKNOWN, reason="it was not asked yet")
 _TOO_EARLY = Inventory(
-    answer=Answer.UNKNOWN, reason="not before it is known what this run has of its own"
+    answer=TierAnswer.UNKNOWN, reason="not before it is known what this run has of its own"
 )
 
 
@@ -308,14 +321,14 @@ class RemoteInventory:
         others = [
             inventory.answer for tier, inventory in found.items() if tier is not self.ancestor
         ]
-        if self.ancestor is not None and Answer.UNKNOWN in others:
+        if self.ancestor is not None and TierAnswer.UNKNOWN in others:
             # ignore the other run's step until it is known what this run has itself
             found[self.ancestor] = _TOO_EARLY
         self._inventories = {
             tier: _with_last_seen(new, last[tier], tier.may_hold) for tier, new in found.items()
         }
         for tier, new in self._inventories.items():
-            if new.answer is Answer.UNKNOWN and new.reason != last[tier].reason:
+            if new.answer is TierAnswer.UNKNOWN and new.reason != last[tier].reason:
                 warn("tier.unreachable", tier=str(tier.tier), error=new.reason)
         changed = not self.scanned or self._inventories != last
         self.scanned = True
@@ -340,7 +353,7 @@ class RemoteInventory:
             self._refused.add(source)
             for remote_tier in self.remote_tiers:
                 if remote_tier.tier is source.tier:
-                    remote_tier.refuse(source, step_id)
+                    remote_tier.exclude_source(source, step_id)
             self._index()
 
     def _index(self) -> None:
@@ -361,28 +374,28 @@ class RemoteInventory:
 
     # --- what is sent there ------------------------------------------------------------------
 
-    def request(self, step_id: StepId) -> None:
+    def request_archiving(self, step_id: StepId) -> None:
         """Have this step archived, whether it is due or not."""
         if self.archive is not None:
             self.archive.request(step_id)
 
-    def wake(self) -> None:
+    def notify_local_change(self) -> None:
         """Tell the remote tiers that what this machine holds has changed."""
         for remote_tier in self.remote_tiers:
             remote_tier.wake()
 
-    def in_use(self, step_id: StepId) -> bool:
+    def is_step_being_sent(self, step_id: StepId) -> bool:
         """Whether some remote tier reads a local shard of this step."""
-        return any(tier.replicator.in_use(step_id) for tier in self.remote_tiers)
+        return any(tier.replicator.is_step_in_transfer(step_id) for tier in self.remote_tiers)
 
-    async def make_room(self, size_bytes: int) -> bool:
+    async def delete_kept_copies(self, size_bytes: int) -> bool:
         """Delete copies that are kept for other pods. False if there was nothing to delete."""
-        return self.peers is not None and await self.peers.make_room(size_bytes)
+        return self.peers is not None and await self.peers.free_volume_space(size_bytes)
 
     # --- asking ------------------------------------------------------------------------------
 
     @property
-    def ids(self) -> Iterable[StepId]:
+    def step_ids(self) -> Iterable[StepId]:
         return self._at.keys()
 
     @property
@@ -390,7 +403,7 @@ class RemoteInventory:
         """Every rank of which a remote tier holds something."""
         return self._of_rank.keys()
 
-    def of(self, step_id: StepId) -> dict[int, list[ShardSource]]:
+    def find_copies_by_rank(self, step_id: StepId) -> dict[int, list[ShardSource]]:
         """rank -> its copies of this step, nearest first."""
         return self._at.get(step_id, {})
 
@@ -399,7 +412,7 @@ class RemoteInventory:
         """Every epoch that any remote tier knows, oldest first."""
         return merge_epochs(epoch for each in self._inventories.values() for epoch in each.epochs)
 
-    def epochs_in(self, tier: Tier) -> tuple[Epoch, ...]:
+    def list_epochs_on_tier(self, tier: Tier) -> tuple[Epoch, ...]:
         """The epochs that remote tiers of this kind know."""
         return tuple(epoch for _, inventory in self._of_kind(tier) for epoch in inventory.epochs)
 
@@ -409,17 +422,17 @@ class RemoteInventory:
         ]
 
     @property
-    def complete(self) -> frozenset[StepId]:
+    def complete_steps(self) -> frozenset[StepId]:
         """Steps of which a remote tier itself says that it holds all shards."""
         return frozenset().union(*(inventory.complete for inventory in self._inventories.values()))
 
     @property
-    def contested(self) -> str:
+    def name_conflict_message(self) -> str:
         """Why another run of this name may train now; '' if none does."""
-        return "" if self.archive is None else self.archive.contested
+        return "" if self.archive is None else self.archive.name_conflict_message
 
     @property
-    def unknown(self) -> str:
+    def unknown_reason(self) -> str:
         """Why it is not known what the remote tiers hold; '' when it is known."""
         return "; ".join(filter(None, map(self.why_unknown, self.tiers)))
 
@@ -428,16 +441,16 @@ class RemoteInventory:
         return "; ".join(
             f"{remote_tier.status().where}: {inventory.reason or 'it does not answer'}"
             for remote_tier, inventory in self._of_kind(tier)
-            if inventory.answer is Answer.UNKNOWN
+            if inventory.answer is TierAnswer.UNKNOWN
         )
 
-    def report(self, rank: int) -> RankReport:
+    def build_rank_report(self, rank: int) -> RankReport:
         """What remote tiers hold of a rank, as a report for the ledger."""
         here = self._of_rank.get(rank, {})
-        found = {tier: ReportedTier.of(tuple(here.get(tier, ()))) for tier in self.tiers}
+        found = {tier: ReportedTier.from_shards(tuple(here.get(tier, ()))) for tier in self.tiers}
         for tier, inventory in self._inventories.items():
-            if inventory.answer is Answer.UNKNOWN:
-                found[tier.tier] = replace(found[tier.tier], answer=Answer.UNKNOWN)
+            if inventory.answer is TierAnswer.UNKNOWN:
+                found[tier.tier] = replace(found[tier.tier], answer=TierAnswer.UNKNOWN)
         return found
 
 
@@ -445,7 +458,7 @@ def _with_last_seen(
     new: Inventory, old: Inventory, may_hold: Callable[[RemoteShard], bool]
 ) -> Inventory:
     """`new`, with those of the old contents that may still be there if the tier did not answer."""
-    if new.answer is not Answer.UNKNOWN or new.shards:
+    if new.answer is not TierAnswer.UNKNOWN or new.shards:
         return new
     left = tuple(filter(may_hold, old.shards))
     return replace(new, shards=left, epochs=old.epochs, complete=old.complete)
@@ -472,10 +485,10 @@ class ReachableCopies:
 
     # --- what the ledger is told -------------------------------------------------------------
 
-    def here(self) -> Listed:
+    def report_all_ranks(self) -> Listed:
         """What is held of every rank that this machine knows."""
         return Listed(
-            ranks={rank: self.of_rank(rank) for rank in self.ranks()},
+            ranks={rank: self.of_rank(rank) for rank in self.list_ranks_ever_held()},
             published=self._local.ever_published(),
             shown=self._local.published,
         )
@@ -483,14 +496,18 @@ class ReachableCopies:
     def of_rank(self, rank: int) -> RankReport:
         """What is held of one rank, on all tiers."""
         slots = self._pool.ranks.get(rank)
-        sealed = [slots.find(step_id) for step_id in slots.sealed()] if slots is not None else []
+        sealed = (
+            [slots.find(step_id) for step_id in slots.list_sealed_steps()]
+            if slots is not None
+            else []
+        )
         memory, local = tuple(at.shard for at in sealed if at), self._local.of_rank(rank)
         is_known = self._local.scanned and not self._local.unreadable
-        nothing = Answer.NONE if is_known else Answer.UNKNOWN
+        nothing = TierAnswer.NONE if is_known else TierAnswer.UNKNOWN
         return {
-            Tier.MEMORY: ReportedTier.of(memory),
-            Tier.LOCAL: ReportedTier.of(local, nothing=nothing),
-            **self._remotes.report(rank),
+            Tier.MEMORY: ReportedTier.from_shards(memory),
+            Tier.LOCAL: ReportedTier.from_shards(local, nothing=nothing),
+            **self._remotes.build_rank_report(rank),
         }
 
     def report_of_remotes(self) -> Reported:
@@ -498,29 +515,29 @@ class ReachableCopies:
         on this machine, `here` reports it too."""
         self._index_seen = self._remotes.index
         self._remote_ranks.update(self._remotes.ranks)
-        ranks = {rank: self._remotes.report(rank) for rank in self._remote_ranks}
-        return Reported(ranks=reports_of_ranks(ranks), epochs=self._remotes.epochs)
+        ranks = {rank: self._remotes.build_rank_report(rank) for rank in self._remote_ranks}
+        return Reported(ranks=combine_rank_reports(ranks), epochs=self._remotes.epochs)
 
     @property
     def is_remote_report_stale(self) -> bool:
         """Whether the remote inventory changed since `report_of_remotes` was called."""
         return self._index_seen != self._remotes.index
 
-    def ranks(self) -> list[int]:
+    def list_ranks_ever_held(self) -> list[int]:
         """Every rank of which this machine holds or held something."""
         self._ranks.update(self._pool.ranks, *self._local.shards.values())
         return sorted(self._ranks)
 
-    def world(self, rank: int) -> int:
+    def world_size_of_rank(self, rank: int) -> int:
         """The world size from the rank's trainer, else from its newest shard; 0 without both."""
         slots = self._pool.ranks.get(rank)
         if slots is not None and slots.world:
             return slots.world
-        return self._local.world(rank)
+        return self._local.world_size_of_rank(rank)
 
     def newest_in_memory(self, rank: int, default: StepId) -> StepId:
         slots = self._pool.ranks.get(rank)
-        return max(slots.sealed() if slots is not None else (), default=default)
+        return max(slots.list_sealed_steps() if slots is not None else (), default=default)
 
     # --- where copies are --------------------------------------------------------------------
 
@@ -531,7 +548,10 @@ class ReachableCopies:
         if 0 < world <= rank:
             bases = (origin.beside for origin in self.sources_of_shard(step_id, rank - world))
             return [base for base in bases if base is not None]
-        local, beyond = self._local.holds(rank, step_id), self._remotes.of(step_id).get(rank, ())
+        local, beyond = (
+            self._local.find_durable_shard(rank, step_id),
+            self._remotes.find_copies_by_rank(step_id).get(rank, ()),
+        )
         if local is None:
             return list(beyond)
         return [local_source(self._local.volumes, local), *beyond]
@@ -545,13 +565,17 @@ class ReachableCopies:
 
     def copies_at_rest(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
         """The copies beyond memory; of those beyond this machine each rank's nearest."""
-        yield from ((Tier.LOCAL, found) for found in self._local.of(step_id).values())
-        for places in self._remotes.of(step_id).values():
+        yield from (
+            (Tier.LOCAL, found) for found in self._local.get_durable_shards(step_id).values()
+        )
+        for places in self._remotes.find_copies_by_rank(step_id).values():
             yield places[0].tier, places[0].shard
 
     def _copies(self, step_id: StepId) -> Iterator[tuple[Tier, Shard]]:
         """All of these, and those in memory: with the tier that they came from."""
-        yield from ((at.tier, at.shard) for at in self._pool.images(step_id).values())
+        yield from (
+            (at.source_tier, at.shard) for at in self._pool.find_slots_by_rank(step_id).values()
+        )
         yield from self.copies_at_rest(step_id)
 
     def ranks_at_rest(self, step_id: StepId) -> list[int]:
@@ -579,8 +603,10 @@ class ReachableCopies:
 
     def ids(self) -> set[StepId]:
         """Every step of which any copy is within reach."""
-        sealed = (step_id for slots in self._pool.ranks.values() for step_id in slots.sealed())
-        return {*self._local.shards, *self._remotes.ids, *sealed}
+        sealed = (
+            step_id for slots in self._pool.ranks.values() for step_id in slots.list_sealed_steps()
+        )
+        return {*self._local.shards, *self._remotes.step_ids, *sealed}
 
     def world_of(self, step_id: StepId) -> int | None:
         """How many ranks saved the step; None when that is unknown or copies disagree."""
@@ -606,7 +632,7 @@ class ReachableCopies:
                 return Offer(id=step_id, tier=tier, world=world, images=self._images(step_id))
         return None
 
-    def parts(self, ids: Iterable[StepId]) -> tuple[Offer, ...]:
+    def list_partial_offers(self, ids: Iterable[StepId]) -> tuple[Offer, ...]:
         """What is within reach of each of these steps, oldest first."""
         found = []
         for step_id in sorted(ids):
