@@ -30,9 +30,9 @@ from keepstep_operator.reconcile import run as transitions
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer
 from keepstep_operator.reconcile.events import (
     KubernetesEvent,
-    policy_rejected_event,
     change_events,
     event_bodies,
+    policy_rejected_event,
     recurring_events,
 )
 from keepstep_operator.reconcile.render import policy_status, render_status
