@@ -204,7 +204,7 @@ def vote(kind: str, world: int) -> dict[str, float]:
     mine = candidates(world)
     session: Any = SimpleNamespace(lease="lease", rank=0, call_apart=lambda *_, **__: mine)
     granted = LeaseGranted(lease="lease", run="gpt")
-    restoring: Any = SimpleNamespace(stages=(lambda _: None,) * 4, tier=Tier.MEMORY)
+    restoring: Any = SimpleNamespace(stage_functions=(lambda _: None,) * 4, tier=Tier.MEMORY)
     everyone = _Everyone(session, rank=0, world=world)
     node = "node-0:/run/sidecar.sock"
     claims = [(name, shared) for name, _ in parameters()]
@@ -327,7 +327,7 @@ def gossip(kind: str, world: int) -> dict[str, float]:
         reports = {rank: remotes.build_rank_report(rank) for rank in sorted(remotes.ranks)}
         ledger.apply(Reported(node_rank=0, ranks=reports, epochs=remotes.epochs, sequence=1))
         whole = ledger.list_reachable_steps()
-    pool: Any = SimpleNamespace(ranks={}, images=lambda step_id: {})
+    pool: Any = SimpleNamespace(ranks={}, find_slots_by_rank=lambda step_id: {})
     locator = ReachableCopies(LocalShards(pool, pool), pool, remotes)
     with measured.timed("offers_s"):
         offers = locator.offers(whole)

@@ -151,7 +151,7 @@ async def test_an_upload_waits_for_the_replica_on_another_machine(
                 asked.set()
             return await find(name)
 
-        monkeypatch.setattr(store, "find", seen)
+        monkeypatch.setattr(store, "find_object", seen)
         shards = write_replicas(here, 10)
         commit(later, {rank: shards[rank] for rank in (1, 2)})
         await asyncio.wait_for(asked.wait(), 20)

@@ -132,7 +132,7 @@ async def test_a_peer_refuses_bytes_that_were_corrupted_in_transit(
             seen.append(chunk)
         write(self, part, chunk, data, whose=whose)
 
-    monkeypatch.setattr(KeptCopies, "write", spoil)
+    monkeypatch.setattr(KeptCopies, "write_chunk", spoil)
     async with running(here, buddy):
         _, found = here.write(5, rank=0, parameters=BIG)
         durable(here.remote_tier, found)

@@ -126,7 +126,7 @@ async def test_sending_stops_once_the_peer_has_the_same_image_durable(
         if chunk == 1:
             write(buddy, own)
 
-    monkeypatch.setattr(buddy.remote_tier._copies, "write", write_own_first)
+    monkeypatch.setattr(buddy.remote_tier._copies, "write_chunk", write_own_first)
     async with running(here, buddy):
         found = write(here, slot)
         durable(here.remote_tier, found)

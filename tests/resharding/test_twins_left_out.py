@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from keepstep.rank_restore import rank_restore
 
 from keepstep.core.restore_vote import Decision
 from keepstep.errors import CoverageError
+from keepstep.restore import rank_restore
 from keepstep.restore.fill_plan import IndexBuilder
 from keepstep.steps import EpochId, StepId, Tier
 
@@ -24,7 +24,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
         asked.append(every)
         index = IndexBuilder(2).build(() if every else left_out)
         return SimpleNamespace(
-            requested=(), index=index, skeleton=lambda _: "[]", stand_in=lambda _: 0
+            requested=(), index=index, skeleton=lambda _: "[]", choose_source_rank=lambda _: 0
         )
 
     class Loader:
@@ -36,10 +36,10 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
             if len(asked) == 1:
                 raise CoverageError("w: these boxes overlap")
 
-        def unused(self) -> bytes:
+        def compress_unused_names(self) -> bytes:
             return b""
 
-    monkeypatch.setattr(rank_restore.StepImages, "find", find)
+    monkeypatch.setattr(rank_restore.StepImages, "locate_step", find)
     monkeypatch.setattr(rank_restore, "Loader", Loader)
     attempt = rank_restore.RankRestore(
         {},

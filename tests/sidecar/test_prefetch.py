@@ -67,7 +67,7 @@ async def test_a_prefetch_of_another_step_does_not_overwrite_the_slot_of_the_agr
     slot_set.add(SlotFile.create(path, layout, stop=threading.Event()))
     copies = {shard.step_id: Copy(volumes, shard) for shard in volumes.scan().shards}
     node_host: Any = SimpleNamespace(
-        read_ledger=lambda: SimpleNamespace(whole=lambda: [AGREED, PLANNED]),
+        get_current_ledger=lambda: SimpleNamespace(list_reachable_steps=lambda: [AGREED, PLANNED]),
         restart=SimpleNamespace(plan=lambda: SimpleNamespace(id=PLANNED)),
         copies=SimpleNamespace(sources_of_shard=lambda image, rank: [copies[image].source]),
         remotes=SimpleNamespace(scanned=True),

@@ -193,8 +193,8 @@ async def test_an_unreadable_volume_does_not_hide_shards_on_other_volumes(
         return 0
 
     sound, dead = scan_module.scan_shards, set[Path]()
-    monkeypatch.setattr(volume_module, "scan_root", survey)
-    monkeypatch.setattr(Volume, "quarantined", quarantined)
+    monkeypatch.setattr(volume_module, "scan_shards", survey)
+    monkeypatch.setattr(Volume, "count_quarantined_files", quarantined)
     drives = VolumeSet([Volume(tmp_path / name / RUN, run=RUN) for name in ("a", "b")])
     (tmp_path / "memory").mkdir()
     with ThreadPoolExecutor(1) as threads:
