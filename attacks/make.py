@@ -25,7 +25,7 @@ from keepstep.errors import (
 from keepstep.image import (
     ControlPage,
     Layout,
-    Section,
+    TensorRole,
     TensorSpec,
     chunk_bounds,
     extras_codec,
@@ -63,9 +63,9 @@ def layout(*, rank: int = 0) -> Layout:
     """Three tensors of 8, 4 and 1 bytes an element, one of them a box of something larger."""
     return Layout.build(
         [
-            TensorSpec("exp_avg", "F64", (5,), Section.OPTIMIZER),
-            TensorSpec("weight", "F32", (2, 4), Section.PARAMS, (2, 0), (4, 4)),
-            TensorSpec("mask", "BOOL", (7,), Section.REST),
+            TensorSpec("exp_avg", "F64", (5,), TensorRole.OPTIMIZER),
+            TensorSpec("weight", "F32", (2, 4), TensorRole.PARAMS, (2, 0), (4, 4)),
+            TensorSpec("mask", "BOOL", (7,), TensorRole.REST),
         ],
         rank=rank,
         world=2,
@@ -245,7 +245,7 @@ def places() -> Iterator[Attack]:
         "fraction": lambda tree: tree["weight"].update(data_offsets=[40.0, 72.0]),
     }.items():
         yield Attack(f"place-{name}", FormatError, "not a row of sizes", with_header(edit))
-    unaligned = Layout.build([TensorSpec("b", "F64", (1,), Section.REST)], rank=0, world=1)
+    unaligned = Layout.build([TensorSpec("b", "F64", (1,), TensorRole.REST)], rank=0, world=1)
     tree = json.loads(unaligned.header[8:])
     boxes = json.loads(tree["__metadata__"]["DCP_SHARDING_INFO"])
     tree["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps({"a": {"saved_offsets": [0]}, **boxes})
