@@ -49,18 +49,37 @@ def copier(state: State) -> Callable[[], None]:
     return copy
 
 
+def hash_cpu_s(state: State) -> float:
+    """The CPU time of one digest of each chunk of the state."""
+    import torch
+    import xxhash
+
+    begun = time.thread_time()
+    for tensor in state.tensors().values():
+        data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        for begin in range(0, len(data), CHUNK_BYTES):
+            xxhash.xxh3_128_digest(data[begin : begin + CHUNK_BYTES])
+    return time.thread_time() - begun
+
+
 def memcpy(size_bytes: int, *_: object, repeats: int = 5) -> Figures:
-    """The time and the CPU time of one copy of the state."""
+    """The time and the CPU time of one copy of the state, and the CPU time to digest a GB."""
     from bench.state import gpt
 
-    copy = copier(gpt(size_bytes))
+    state = gpt(size_bytes)
+    copy = copier(state)
     times, spent = [], []
     for _ in range(repeats):
         cpu, begun = cpu_s(os.getpid()), time.perf_counter()
         copy()
         times.append(time.perf_counter() - begun)
         spent.append(cpu_s(os.getpid()) - cpu)
-    return {"memcpy_s": statistics.median(times), "memcpy_cpu_s": statistics.median(spent)}
+    hashed = statistics.median(hash_cpu_s(state) for _ in range(repeats))
+    return {
+        "memcpy_s": statistics.median(times),
+        "memcpy_cpu_s": statistics.median(spent),
+        "hash_cpu_s_per_gb": hashed * 1e9 / state.size_bytes,
+    }
 
 
 _FIO_WRITES = {
