@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.steps import Tier, TierAnswer
 from keepstep.wire.member_reports import Peer
-from keepstep_sidecar.agent.serve import LeftShardsServer
+from keepstep_sidecar.agent.left_shards_server import LeftShardsServer
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.server import Server
 from keepstep_sidecar.tiers.peer.tier import PeerTier

@@ -215,7 +215,7 @@ class Scenario:
 
     def _do_standing(self, *ids: str) -> Iterable[str]:
         for step in ids:
-            yield f"{step} {self.ledger.lineage.standing(step_id(step))}"
+            yield f"{step} {self.ledger.lineage.step_liveness(step_id(step))}"
 
     # --- planner -------------------------------------------------------------------------
 

@@ -695,7 +695,7 @@ class LedRun(RuleBasedStateMachine):
         """What no deletion may take: the newest step that all have; of a run in which a machine
         hears nothing of its leader, the newest one that was named a commit. A machine that has
         heard in this epoch that a step may go might have been faster than the loss of a drive."""
-        silent = any(machine.node.leader_view.is_silent(self.now) for machine in self._all())
+        silent = any(machine.node.leader_view.is_leader_silent(self.now) for machine in self._all())
         going = {
             step_id
             for machine in self._all()

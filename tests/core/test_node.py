@@ -104,9 +104,9 @@ def test_an_older_commit_in_a_reply_of_a_restarted_leader_is_ignored() -> None:
 def test_the_leader_counts_as_silent_a_minute_after_its_last_reply() -> None:
     view = node().leader_view
     now = SILENT_AFTER_S + 1
-    assert view.is_silent(now)
+    assert view.is_leader_silent(now)
     view.update(leader_reply(), now)
-    assert not view.is_silent(now)
+    assert not view.is_leader_silent(now)
 
 
 def test_a_full_drive_deletes_as_few_steps_as_possible_and_never_the_newest_commit() -> None:

@@ -144,7 +144,7 @@ class Run:
         lineage = trace_lineage({epoch.id: epoch for epoch in self.epochs})
 
         def alive(step_id: StepId) -> bool:
-            return lineage.standing(step_id) is StepLiveness.LIVE
+            return lineage.step_liveness(step_id) is StepLiveness.LIVE
 
         parents = {epoch.id: epoch.parent for epoch in self.epochs}
         held = sorted(filter(alive, {*self.memory, *self.local})) if self.epochs else []

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.dcp import StorageReader, StorageWriter
-from keepstep.state.leaves import CODE_OF
+from keepstep.state.taken_state import CODE_OF
 
 
 class App:

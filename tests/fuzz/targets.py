@@ -40,10 +40,10 @@ from keepstep.image.codecs import (
     ViewForm,
 )
 from keepstep.image.control_page import PAGE_BYTES, Manifest, seal_for_disk
-from keepstep.image.layout import digest_of
+from keepstep.image.layout import blake2b_digest
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
-from keepstep.state.leaves import build_tree, check_values_exist, leaves_of
-from keepstep.state.leaves import parse_skeleton as parse_tree
+from keepstep.state.taken_state import build_tree, check_values_exist, leaves_of
+from keepstep.state.taken_state import parse_skeleton as parse_tree
 from keepstep.steps import Epoch, EpochId, StepId, Tier, make_base_file_name, shard_name
 from keepstep.wire import trainer
 from keepstep.wire.member_reports import Report, ReportReply
@@ -264,7 +264,7 @@ def reseal_table(rng: random.Random) -> bytes:
 def reseal_page(rng: random.Random) -> bytes:
     tree = json.loads(make.image()[-4096:-32])
     text = mutate.text(mutate.of_tree(tree, rng), rng)[:4064].ljust(4064)
-    return text + digest_of(text).hex().encode()
+    return text + blake2b_digest(text).hex().encode()
 
 
 def reseal_extras(rng: random.Random) -> bytes:

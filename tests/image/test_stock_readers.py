@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from keepstep.image import Layout, TensorRole, TensorSpec, add_rank_suffix
-from keepstep.image.tensors import NATIVE_BYTES, OPAQUE_BYTES
-from keepstep.state.leaves import DTYPE_OF
+from keepstep.image.tensor_specs import NATIVE_BYTES, OPAQUE_BYTES
+from keepstep.state.taken_state import DTYPE_OF
 from keepstep.steps import shard_name
 from tests.image.images import noise, seal, stage
 from tests.image.strategies import tensor_lists

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import keepstep
 from keepstep.state import sharding
 from keepstep.state.capture import capture_state
-from keepstep.state.leaves import leaves_of
+from keepstep.state.taken_state import leaves_of
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

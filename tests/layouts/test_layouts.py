@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keepstep.image import Layout
-from keepstep.state.leaves import DTYPE_OF
+from keepstep.state.taken_state import DTYPE_OF
 from tests.layouts.matrix import STAGED_ONLY, WORLDS
 
 EVERY = [(world, name) for world, names in WORLDS.items() for name in names]

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from keepstep.errors import UsageError
 from keepstep.state.capture import capture_state, recapture_state
-from keepstep.state.leaves import snapshot_tensor_metadata
 from keepstep.state.sharding import ALONE
+from keepstep.state.taken_state import snapshot_tensor_metadata
 
 
 class Silent(nn.Linear):

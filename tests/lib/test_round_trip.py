@@ -20,7 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from keepstep.state.leaves import CODE_OF
+from keepstep.state.taken_state import CODE_OF
 from tests.image.strategies import states
 from tests.lib.lives import bring_back, keep
 

@@ -14,7 +14,7 @@ from keepstep.image import Layout, TensorRole, TensorSpec
 from keepstep.image.codecs import ArrayForm
 from keepstep.restore.images import StepImages
 from keepstep.restore.loader import Loader
-from keepstep.state import leaves
+from keepstep.state import taken_state
 from keepstep.state.capture import capture_state
 from keepstep.steps import EpochId, StepId, Tier
 from keepstep.wire.trainer import ImageSource, Sources
@@ -109,17 +109,17 @@ def test_a_container_type_that_does_not_match_is_refused_before_anything_is_chan
     ],
 )
 def test_a_tree_with_an_invalid_node_is_refused(skeleton: str) -> None:
-    assert leaves.parse_skeleton('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
+    assert taken_state.parse_skeleton('["d",[["a",["u",[["v",0],["t","x"]]]]]]').keys() == {"a"}
     key = '["d",[["a",["d",[[{"!tuple":[1]},["v",0]]]]]]]'
-    assert leaves.parse_skeleton(key)["a"][1][0][0] == (1,)
+    assert taken_state.parse_skeleton(key)["a"][1][0][0] == (1,)
     with pytest.raises(FormatError, match="the tree of this image"):
-        leaves.parse_skeleton(skeleton)
+        taken_state.parse_skeleton(skeleton)
 
 
 @pytest.mark.parametrize("kept", [None, [], {}, {"values": {}}, 5])
 def test_extras_without_values_are_refused(kept: object) -> None:
     with pytest.raises(FormatError, match="hold no values"):
-        leaves.values_from_extras(kept)
+        taken_state.values_from_extras(kept)
 
 
 _LONG = {"!int": "f" * 4000}
@@ -130,12 +130,12 @@ _RARE = {"!torch.Tensor": ["int7", [8], "AAAAAAAAAAA="]}
 def test_a_key_that_cannot_be_printed_is_refused(key):
     item = [key, ["t", "a.b"]]
     with pytest.raises(FormatError, match="tree of this image"):
-        leaves.parse_skeleton(json.dumps(["d", [["a", ["d", [item]]]]]))
+        taken_state.parse_skeleton(json.dumps(["d", [["a", ["d", [item]]]]]))
     with pytest.raises(FormatError, match="tree of this image"):
-        leaves.parse_skeleton(json.dumps(["d", [item]]))
+        taken_state.parse_skeleton(json.dumps(["d", [item]]))
 
 
 @pytest.mark.parametrize("name", [3, {"!tuple": [1]}, {"!torch.Size": [2]}])
 def test_a_component_name_that_is_not_a_string_is_refused(name):
     with pytest.raises(FormatError, match="a component whose name is no text"):
-        leaves.parse_skeleton(json.dumps(["d", [[name, ["t", "a"]]]]))
+        taken_state.parse_skeleton(json.dumps(["d", [[name, ["t", "a"]]]]))

@@ -8,11 +8,11 @@ from prometheus_client import generate_latest
 
 from keepstep.wire.run_reports import BadputSeconds, LeaderRecord, RunGoodput
 from keepstep_operator.api.run_status import RunStatus
-from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile import run_transitions as transitions
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.render import render_status
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 from tests.operator.reconcile.samples import KEY, T0, begun, pod, report, reported, run_object
 
 RUN = {"namespace": KEY.namespace, "run": KEY.name}

@@ -10,7 +10,7 @@ import torch
 
 from keepstep.image import ControlPage, FlatBox, Layout, TensorRole, TensorSpec
 from keepstep.restore.fill_plan import Box
-from keepstep.state.leaves import CODE_OF
+from keepstep.state.taken_state import CODE_OF
 from keepstep.steps import Epoch, EpochId, StepId, Tier
 from keepstep.wire.trainer import ImageSource, Sources
 

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.errors import DigestError, ForeignError, ImageError, TornError, VersionError
 from keepstep.image import PAGE_BYTES
-from keepstep.image.layout import digest_of
+from keepstep.image.layout import blake2b_digest
 from keepstep.steps import shard_name
 from keepstep_sidecar.volume.volume import Volume
 from tests.harness import flip
@@ -165,7 +165,7 @@ def test_a_shard_with_a_newer_format_version_is_not_moved(volume: Volume, slot: 
     volume.publish_step(slot.id)
     path = volume.root / str(slot.id) / path.name
     page = replace(slot.control, format_version=99).to_bytes()
-    assert page[-32:] == digest_of(page[:-32]).hex().encode()
+    assert page[-32:] == blake2b_digest(page[:-32]).hex().encode()
     with path.open("r+b") as file:
         os.pwrite(file.fileno(), page, slot.layout.control_begin)
     (problem,) = volume.scan().problems

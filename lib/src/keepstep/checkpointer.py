@@ -85,8 +85,8 @@ from keepstep.state.capture import (
     largest_value,
     layout_changes,
 )
-from keepstep.state.leaves import TakenState, skeleton_text
 from keepstep.state.sharding import ALONE, Claim
+from keepstep.state.taken_state import TakenState, skeleton_text
 from keepstep.state.wrappers import is_known_component, unwrap_module
 from keepstep.steps import Epoch, State, StepId, Tier
 from keepstep.wire.trainer import SOCKET_ENV, LeaseGranted

@@ -36,11 +36,11 @@ from keepstep.directory import OpenDirectory
 from keepstep.errors import RestoreError, StorageError, UsageError, few
 from keepstep.image import Layout, TensorRole, add_rank_suffix
 from keepstep.image.layout import CHUNK_BYTES
-from keepstep.image.tensors import NATIVE_BYTES
+from keepstep.image.tensor_specs import NATIVE_BYTES
 from keepstep.restore import fill_plan
 from keepstep.restore.fill_plan import Box, IndexBuilder, SavedTensor
 from keepstep.restore.images import W, fill_targets, list_chunks_in_plan_order
-from keepstep.state.leaves import CODE_OF, DTYPE_OF, Node, parse_skeleton
+from keepstep.state.taken_state import CODE_OF, DTYPE_OF, Node, parse_skeleton
 from keepstep.steps import StepId
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

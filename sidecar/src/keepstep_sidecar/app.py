@@ -35,8 +35,8 @@ from keepstep_sidecar.memory.slot_allocator import SlotAllocator
 from keepstep_sidecar.memory.slot_directories import DirectoryLock, SlotDirectories
 from keepstep_sidecar.memory.slot_pool import SlotPool
 from keepstep_sidecar.report import report
+from keepstep_sidecar.report.leader_access import LeaderAccess
 from keepstep_sidecar.report.reporter import LeaderReporter, ReportSource
-from keepstep_sidecar.report.run_leadership import LeaderAccess
 from keepstep_sidecar.restore.chunk_buffers import ChunkBuffers
 from keepstep_sidecar.restore.fetcher import Fetcher, MemoryImageLoader
 from keepstep_sidecar.restore.restorer import Restorer

@@ -10,8 +10,8 @@ from keepstep.steps import Epoch, EpochId, StepId
 from keepstep.wire.run_reports import LossOutcome, MemberState, NodeReport, RunReport
 from keepstep_operator.api.cluster_objects import Job, PodRecord, PolicyRecord, RunKey, RunObject
 from keepstep_operator.api.policy import Policy, VolumeKind
-from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile import run_transitions as transitions
+from keepstep_operator.reconcile.run_transitions import Run
 
 Body = dict[str, Any]
 

@@ -17,7 +17,7 @@ from keepstep.wire.run_reports import (
 from keepstep_operator.api.cluster_objects import NodeRecord
 from keepstep_operator.api.policy import VolumeKind
 from keepstep_operator.api.tiers import Archive, ArchiveBucket, PeerSpec
-from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile import run_transitions as transitions
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.conditions import (
     _DOUBTS,
@@ -25,7 +25,7 @@ from keepstep_operator.reconcile.conditions import (
     ConditionState,
     condition_states,
 )
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 from tests.operator.reconcile.samples import (
     T0,
     begun,

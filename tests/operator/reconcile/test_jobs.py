@@ -11,9 +11,9 @@ import pytest
 from keepstep_operator.api.cluster_objects import Job, JobState, PodRecord
 from keepstep_operator.api.run_status import JobStatus, RunStatus
 from keepstep_operator.kube.client import KubeClient
-from keepstep_operator.reconcile import run as transitions
-from keepstep_operator.reconcile.job_lookup import read_job_state, read_parent_of_job
-from keepstep_operator.reconcile.run import UNKNOWN_JOB_S, Run
+from keepstep_operator.reconcile import run_transitions as transitions
+from keepstep_operator.reconcile.job_state import read_job_state, read_parent_of_job
+from keepstep_operator.reconcile.run_transitions import UNKNOWN_JOB_S, Run
 from tests.operator.apiserver import ApiServer
 from tests.operator.reconcile.samples import (
     JOB,

@@ -18,11 +18,11 @@ from keepstep_operator.api.run_status import (
     read_status,
     status_json,
 )
-from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile import run_transitions as transitions
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer, leader_pod
 from keepstep_operator.reconcile.events import change_events
 from keepstep_operator.reconcile.render import render_status
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 from tests.operator.reconcile.samples import (
     JOB,
     KEY,

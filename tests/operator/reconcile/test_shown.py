@@ -26,7 +26,7 @@ from keepstep_operator.api.run_status import CommittedStatus, RunStatus
 from keepstep_operator.api.tiers import PeerSpec
 from keepstep_operator.reconcile import answer_to_leader as module
 from keepstep_operator.reconcile import checkpoints
-from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile import run_transitions as transitions
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer
 from keepstep_operator.reconcile.events import (
     KubernetesEvent,
@@ -36,7 +36,7 @@ from keepstep_operator.reconcile.events import (
     recurring_events,
 )
 from keepstep_operator.reconcile.render import policy_status, render_status
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 from tests.operator.reconcile.samples import (
     KEY,
     T0,

@@ -22,7 +22,7 @@ from keepstep.client import copying
 from keepstep.errors import FormatError
 from keepstep.image import PAGE_BYTES, ControlPage, Entry, Layout
 from keepstep.state import accelerator
-from keepstep.state.leaves import DTYPE_OF
+from keepstep.state.taken_state import DTYPE_OF
 from keepstep.wire.trainer import SlotGranted
 
 _ZERO_PAGE = bytes(PAGE_BYTES)

@@ -261,7 +261,7 @@ class EpochLineage:
     def current_epoch(self) -> EpochId | None:
         return self.segments[0].epoch if self.segments else None
 
-    def standing(self, step_id: StepId) -> StepLiveness:
+    def step_liveness(self, step_id: StepId) -> StepLiveness:
         segment = self._of_epoch.get(step_id.epoch)
         if segment is not None:
             within = segment.last is None or step_id.step <= segment.last
@@ -276,7 +276,7 @@ class EpochLineage:
         return {segment.epoch: segment for segment in self.segments}
 
     def is_restorable(self, step_id: StepId) -> bool:
-        return self.standing(step_id) in RESTORABLE
+        return self.step_liveness(step_id) in RESTORABLE
 
 
 def trace_lineage(

@@ -360,7 +360,7 @@ class Ledger(ReportedCopies):
 
     def is_dead(self, step_id: StepId) -> bool:
         """Whether a later epoch went on from before this step."""
-        return self.lineage.standing(step_id) is StepLiveness.DEAD
+        return self.lineage.step_liveness(step_id) is StepLiveness.DEAD
 
     def committed(self, tier: Tier) -> tuple[StepId, ...]:
         """Restorable steps that every rank holds on this tier or a stronger one, oldest first.
@@ -412,7 +412,9 @@ class Ledger(ReportedCopies):
 
     def _whole_of(self, standings: Collection[StepLiveness], world: int | None) -> Iterator[StepId]:
         lineage = self.lineage
-        steps = [step_id for step_id in self.held_steps if lineage.standing(step_id) in standings]
+        steps = [
+            step_id for step_id in self.held_steps if lineage.step_liveness(step_id) in standings
+        ]
         for place, step_id in reversed(list(enumerate(steps))):
             if self.complete(step_id, Tier.MEMORY):
                 yield step_id
@@ -481,7 +483,7 @@ class Ledger(ReportedCopies):
             return ()
         by_standing: dict[StepLiveness, list[StepId]] = {standing: [] for standing in StepLiveness}
         for step_id in {*self.held_steps}.difference(self.committed(tier)):
-            by_standing[self.lineage.standing(step_id)].append(step_id)
+            by_standing[self.lineage.step_liveness(step_id)].append(step_id)
         others = unneeded_steps(
             alive,
             policy,
@@ -498,7 +500,9 @@ class Ledger(ReportedCopies):
         # times may be reported after images
         if known is None or known[0] != of or policy.every_s is not None:
             alive = [
-                step_id for step_id in of[0] if self._lineage.standing(step_id) is StepLiveness.LIVE
+                step_id
+                for step_id in of[0]
+                if self._lineage.step_liveness(step_id) is StepLiveness.LIVE
             ]
             times = None if policy.every_s is None else self.written_at(alive)
             found = alive, steps_to_retire(alive, policy, written_at=times) if alive else ()
@@ -588,7 +592,7 @@ class Ledger(ReportedCopies):
 
     def why_unusable(self, step_id: StepId) -> str:
         """Why this step, of which at least one image is held, cannot be restored."""
-        standing = self.lineage.standing(step_id)
+        standing = self.lineage.step_liveness(step_id)
         if standing is StepLiveness.DEAD:
             return "dead: a later epoch went on from before it"
         if standing is StepLiveness.LOST:

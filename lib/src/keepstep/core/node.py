@@ -275,7 +275,7 @@ class LeaderView:
         sidecar."""
         return self.replied_at is not None
 
-    def is_silent(self, now: float) -> bool:
+    def is_leader_silent(self, now: float) -> bool:
         """Whether the leader has not answered for more than `SILENT_AFTER_S`."""
         return now - (self.began if self.replied_at is None else self.replied_at) > SILENT_AFTER_S
 
@@ -703,7 +703,7 @@ class Node:
         machine that is alone."""
         view, pinned = self.leader_view, self.leader_view.last_reply.pinned
         grown, self._grown = self._grown, False
-        if view.is_silent(now):
+        if view.is_leader_silent(now):
             live = self._live(here) if grown else ()
             return droppable_steps(live, last_commit=self._last_whole(), pinned=pinned)
         dismissed_steps = filter_allowed_deletions(
@@ -751,7 +751,7 @@ class Node:
         return [
             step_id
             for step_id in here
-            if self.ledger.lineage.standing(step_id) is StepLiveness.LIVE
+            if self.ledger.lineage.step_liveness(step_id) is StepLiveness.LIVE
         ]
 
     def _least_valuable(self, full: VolumeFull) -> tuple[StepId, ...]:

@@ -345,7 +345,7 @@ def choose_step(
             suspects=tuple(sorted(step_id for step_id in common - left if step_id > chosen)),
             lent=lent,
             lenders=_lenders(votes, chosen, taken) if any(lent) else (),
-            unsure=limit is None and lineage.standing(chosen) is StepLiveness.LOST,
+            unsure=limit is None and lineage.step_liveness(chosen) is StepLiveness.LOST,
         )
     if limit is not None:
         raise _rollback_error(votes, excluded, limit, exact=exact)
@@ -468,7 +468,7 @@ def _lend(
                 shown.setdefault(offer.id, []).append(offer)
     missing = [step_id for step_id in shown if any(step_id not in each for each in ways)]
     for step_id in missing:
-        dead = lineage.standing(step_id) is StepLiveness.DEAD
+        dead = lineage.step_liveness(step_id) is StepLiveness.DEAD
         if dead or (world := _covered(shown[step_id])) is None:
             continue
         tier = max((offer.tier for offer in shown[step_id]), key=NEAREST_FIRST.index)

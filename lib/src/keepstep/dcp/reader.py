@@ -79,7 +79,7 @@ from keepstep.restore.fill_plan import (
     make_fill_plan,
 )
 from keepstep.restore.images import StepImages, W, fill_targets, map_image
-from keepstep.state.leaves import DTYPE_OF
+from keepstep.state.taken_state import DTYPE_OF
 from keepstep.steps import NEAREST_FIRST, StepId, Tier, make_base_file_name, shard_name
 
 log = logging.getLogger("keepstep")

@@ -58,7 +58,7 @@ from keepstep.restore.collective import ask_candidates, report_epoch_begin
 from keepstep.save.save_thread import SaveThread
 from keepstep.save.snapshot import ImageOutcome, PendingImage
 from keepstep.state import accelerator
-from keepstep.state.leaves import DTYPE_OF, get_image_dtype_name
+from keepstep.state.taken_state import DTYPE_OF, get_image_dtype_name
 from keepstep.steps import Epoch, EpochId, State, StepId, Tier, TierAnswer
 from keepstep.wire.trainer import SOCKET_ENV
 

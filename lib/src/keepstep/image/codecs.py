@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from keepstep.errors import FormatError
 from keepstep.image import strictjson
-from keepstep.image.tensors import dim_order, strides_with_gaps
+from keepstep.image.tensor_specs import dim_order, strides_with_gaps
 
 _MAX_FRACTION = 1 << 4096
 """Reducing a hostile fraction of larger numbers to its lowest terms would take long."""

@@ -40,13 +40,13 @@ from keepstep.image.layout import (
     FORMAT_VERSION,
     PAGE_BYTES,
     Layout,
+    blake2b_digest,
     check_version,
-    digest_of,
     read_length,
     reserved_names,
 )
 from keepstep.image.strictjson import error_text, quote_text
-from keepstep.image.tensors import TensorRole
+from keepstep.image.tensor_specs import TensorRole
 from keepstep.image.xxh3 import DIGEST_BYTES, xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -57,7 +57,7 @@ _ZERO_PAGE = bytes(PAGE_BYTES)
 
 
 def _seal_of(text: bytes) -> bytes:
-    return digest_of(text).hex().encode()
+    return blake2b_digest(text).hex().encode()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from keepstep.core.shard import NO_RANKS, Ranks
 from keepstep.errors import FormatError, TornError
 from keepstep.image import strictjson
 from keepstep.image.strictjson import MAX_BYTES, Reader, has_no_surrogates, quote_text
-from keepstep.image.tensors import (
+from keepstep.image.tensor_specs import (
     NATIVE_BYTES,
     OPAQUE_BYTES,
     FlatBox,
@@ -162,7 +162,7 @@ def _row(spec: TensorSpec) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def digest_of(text: bytes) -> bytes:
+def blake2b_digest(text: bytes) -> bytes:
     """BLAKE2b of 16 bytes: of headers (layout ids), of control pages (seals), of claims."""
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
@@ -626,7 +626,7 @@ class Layout(Header):
         layout = cls(
             **vars(header),
             header=text,
-            id=digest_of(text).hex(),
+            id=blake2b_digest(text).hex(),
             entries=MappingProxyType({spec.name: Entry(spec, a, b) for spec, a, b in places}),
             extras_begin=begins[-1],
         )

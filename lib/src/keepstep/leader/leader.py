@@ -192,7 +192,9 @@ class Leader:
         """Draw the conclusions from all that was taken in. Returns what a person should look at;
         an operator learns of it from `history`."""
         actions, before = self.ledger.actions(), self.history.stand_in
-        self.history.record_actions(actions, policy=self.requests.policy, grid=self._grid, at=at)
+        self.history.update_commit_and_alarms(
+            actions, policy=self.requests.policy, grid=self._grid, at=at
+        )
         if self.history.stand_in != before:
             self._advice = None
         return tuple(action for action in actions if isinstance(action, Alarm))

@@ -109,7 +109,7 @@ class RunHistory:
         if policy.outlives_pod and report.ready:
             self._compare_drives(sender, report)
 
-    def record_actions(
+    def update_commit_and_alarms(
         self, actions: Iterable[Action], *, policy: RunPolicy, grid: int, at: float
     ) -> None:
         """Note what follows from all that was reported. `grid`: a step is durable at multiples of

@@ -32,9 +32,9 @@ from keepstep.restore.targets import (
     raise_differences,
     target_of,
 )
-from keepstep.state.leaves import TakenState, iterate_tensor_forms
 from keepstep.state.refill import put_back_component
 from keepstep.state.rng import is_generator, is_state_compatible
+from keepstep.state.taken_state import TakenState, iterate_tensor_forms
 from keepstep.state.wrappers import is_zero, unwrap_module
 from keepstep.wire.trainer import ChunkRun
 

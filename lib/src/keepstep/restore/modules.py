@@ -21,7 +21,7 @@ from keepstep.errors import UsageError, few
 from keepstep.image import split_local_name
 from keepstep.restore.targets import Live, Path, SavedTree, TensorRestorePlanner, TensorTarget
 from keepstep.state import sharding
-from keepstep.state.leaves import (
+from keepstep.state.taken_state import (
     PLAIN_METADATA,
     Node,
     TakenState,

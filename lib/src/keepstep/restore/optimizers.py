@@ -30,8 +30,8 @@ from keepstep.restore.targets import (
 )
 from keepstep.state import sharding
 from keepstep.state.accelerator import parse_device_name
-from keepstep.state.leaves import Node
-from keepstep.state.refill import pair_generators, place_generators
+from keepstep.state.refill import pair_generators, restore_live_generators
+from keepstep.state.taken_state import Node
 from keepstep.state.wrappers import unwrap_module
 
 log = logging.getLogger("keepstep")
@@ -335,7 +335,7 @@ class OptimizerLoader:
             self._optimizer.load_state_dict(tree)
         else:
             load_exactly(self._optimizer, tree)
-        place_generators(self._tensors.refill, self._optimizer.param_groups, merged)
+        restore_live_generators(self._tensors.refill, self._optimizer.param_groups, merged)
 
 
 def _at(live: Live, prefix: Path, path: Path) -> TensorTarget | None:

@@ -49,7 +49,7 @@ from keepstep.restore.loader import Loader, check_unused
 from keepstep.restore.targets import boxes_of_tensor
 from keepstep.save.frozen_parameters import FrozenBase, find_tensors_unlike_base, restored_base
 from keepstep.state import rng
-from keepstep.state.leaves import TakenState, TensorLeaf, values_from_extras
+from keepstep.state.taken_state import TakenState, TensorLeaf, values_from_extras
 from keepstep.state.wrappers import unwrap_module, update_wrappers
 from keepstep.steps import StepId, Tier
 from keepstep.wire.trainer import ChunkRun, OpenedStep, RestoreStepRequest

@@ -32,7 +32,7 @@ from keepstep.image import extras_codec
 from keepstep.restore.modules import find_custom_load_prefixes
 from keepstep.restore.optimizers import loads_in_its_own_way
 from keepstep.state import rng
-from keepstep.state.leaves import (
+from keepstep.state.taken_state import (
     PLAIN_METADATA,
     Node,
     TakenState,

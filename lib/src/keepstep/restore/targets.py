@@ -26,7 +26,8 @@ from keepstep.restore.fill_plan import Box, ImageIndex, SavedTensor, TensorReque
 from keepstep.restore.images import StepImages
 from keepstep.state import sharding
 from keepstep.state.accelerator import parse_device_name
-from keepstep.state.leaves import (
+from keepstep.state.refill import LiveObjectIndex
+from keepstep.state.taken_state import (
     DTYPE_OF,
     Node,
     TensorLeaf,
@@ -38,7 +39,6 @@ from keepstep.state.leaves import (
     parse_skeleton,
     values_from_extras,
 )
-from keepstep.state.refill import LiveObjectIndex
 
 _SHOWN = 20
 

@@ -34,7 +34,7 @@ from keepstep.save.mutation_guard import (
     can_detect_changes,
 )
 from keepstep.state import accelerator, sharding
-from keepstep.state.leaves import TakenState, TensorLeaf, iterate_inner_tensors
+from keepstep.state.taken_state import TakenState, TensorLeaf, iterate_inner_tensors
 from keepstep.state.wrappers import unwrap_module
 from keepstep.steps import Epoch
 

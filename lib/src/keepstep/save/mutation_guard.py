@@ -26,7 +26,7 @@ from keepstep.client import copying
 from keepstep.client.slot import SlotMapping
 from keepstep.state import accelerator
 from keepstep.state.accelerator import DeviceToHostCopies, check_tensor_has_storage
-from keepstep.state.leaves import TensorLeaf
+from keepstep.state.taken_state import TensorLeaf
 
 SAMPLES = 16
 _STRIDE_BYTES = 256 << 10

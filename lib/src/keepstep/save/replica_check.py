@@ -40,7 +40,7 @@ from torch import Tensor
 from keepstep.errors import few
 from keepstep.save.mutation_guard import Fingerprint, can_detect_changes
 from keepstep.state import accelerator
-from keepstep.state.leaves import TakenState, TensorLeaf
+from keepstep.state.taken_state import TakenState, TensorLeaf
 from keepstep.steps import EpochId
 
 log = logging.getLogger("keepstep")

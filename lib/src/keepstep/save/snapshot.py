@@ -50,7 +50,7 @@ from keepstep.save.mutation_guard import (
     view_complex_as_doubles,
 )
 from keepstep.state import accelerator
-from keepstep.state.leaves import TakenState, TensorLeaf
+from keepstep.state.taken_state import TakenState, TensorLeaf
 from keepstep.steps import Epoch
 
 _SAME, _DIFFERS = 1, 2

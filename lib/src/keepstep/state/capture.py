@@ -33,7 +33,6 @@ from keepstep.errors import FormatError, UsageError
 from keepstep.image import Layout, extras_codec
 from keepstep.image.codecs import RequiresGradForm
 from keepstep.state import accelerator
-from keepstep.state.leaves import TakenState, TensorLeaf, leaves_of
 from keepstep.state.rng import is_generator
 from keepstep.state.sharding import (
     ALONE,
@@ -41,6 +40,7 @@ from keepstep.state.sharding import (
     ReplicatedTensorSize,
     compute_row_partitions,
 )
+from keepstep.state.taken_state import TakenState, TensorLeaf, leaves_of
 from keepstep.state.walk import NOWHERE, Loose, RepeatedWalk, Walker, is_state_made_by_torch
 from keepstep.state.wrappers import is_deepspeed_component, unwrap_module
 

@@ -186,7 +186,7 @@ def pair_generators(
                 refill.pair_objects(here.get(key), value)
 
 
-def place_generators(
+def restore_live_generators(
     refill: LiveObjectIndex, live: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]
 ) -> None:
     """Put them back, with the saved states: `load_state_dict` has made copies of the options."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from keepstep.errors import RestoreError, UsageError
 from keepstep.image import FlatBox
-from keepstep.image.layout import digest_of
+from keepstep.image.layout import blake2b_digest
 
 
 class Sharing(NamedTuple):
@@ -301,7 +301,7 @@ def agree_on_topology(
     """
     declaration, failure = _declare(claims)
     text = repr(declaration).encode("utf-8", "surrogatepass")
-    digest = digest_of(text)
+    digest = blake2b_digest(text)
     failure_text = f"rank {rank}: {failure}" if failure else ""
     gathered = gather((node, digest, failure_text, isinstance(failure, UsageError)))
     if failure is not None:

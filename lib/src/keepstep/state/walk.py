@@ -48,7 +48,8 @@ from keepstep.image.codecs import (
 from keepstep.image.extras_codec import MAX_DEPTH
 from keepstep.state import sharding
 from keepstep.state.accelerator import check_device, check_tensor_has_storage
-from keepstep.state.leaves import (
+from keepstep.state.sharding import ALONE, Claim, Members, ReplicaPlacement, Sharing
+from keepstep.state.taken_state import (
     PLAIN_METADATA,
     Node,
     TakenState,
@@ -57,7 +58,6 @@ from keepstep.state.leaves import (
     iterate_inner_tensors,
     snapshot_tensor_metadata,
 )
-from keepstep.state.sharding import ALONE, Claim, Members, ReplicaPlacement, Sharing
 from keepstep.state.wrappers import (
     ShardedParameterModule,
     replication_of,

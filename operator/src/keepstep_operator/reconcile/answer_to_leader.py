@@ -10,7 +10,7 @@ from keepstep.wire.run_reports import LeaderAnswer, MemberPod, RunPolicy
 from keepstep_operator.api.cluster_objects import NodeRecord, PodRecord
 from keepstep_operator.api.policy import OnLoss, Policy
 from keepstep_operator.api.tiers import HOSTNAME
-from keepstep_operator.reconcile.run import Run, parse_steps
+from keepstep_operator.reconcile.run_transitions import Run, parse_steps
 
 MOST_MEMBERS = 4096
 

@@ -13,7 +13,7 @@ from typing import Final
 from keepstep.wire.run_reports import KeptStep, format_utc
 from keepstep_operator import names
 from keepstep_operator.object_body import Body
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGER: Final = "keepstep"

@@ -20,7 +20,7 @@ from keepstep_operator.api.run_status import cut_text
 from keepstep_operator.reconcile import pod_texts
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts
 from keepstep_operator.reconcile.pod_texts import and_more, few
-from keepstep_operator.reconcile.run import FINISHED, Run
+from keepstep_operator.reconcile.run_transitions import FINISHED, Run
 from keepstep_operator.reconcile.survival import Survives, find_survivable_failures
 
 SILENT_S: Final = 90.0

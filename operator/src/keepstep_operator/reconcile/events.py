@@ -21,7 +21,7 @@ from keepstep_operator.reconcile.conditions import (
     pods_without_library,
 )
 from keepstep_operator.reconcile.render import pods_of_other_jobs
-from keepstep_operator.reconcile.run import FINISHED, Run
+from keepstep_operator.reconcile.run_transitions import FINISHED, Run
 
 CONTROLLER: Final = "keepstep.dev/reconcile"
 _NORMAL: Final = {"Restored", "Forked", "RolledBack", "LeftShardsServed"}

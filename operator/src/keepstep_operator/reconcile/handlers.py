@@ -23,7 +23,7 @@ from keepstep_operator.reconcile.parsing import (
     parse_run_object,
 )
 from keepstep_operator.reconcile.render import policy_status
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 
 _OURS: Final = (names.GROUP, names.VERSION)
 

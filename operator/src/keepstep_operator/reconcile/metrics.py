@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from keepstep.wire.run_reports import LeaderRecord, RunReport, parse_utc
 from keepstep_operator.api.cluster_objects import RunKey
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 from keepstep_operator.serving import metrics_registry
 
 

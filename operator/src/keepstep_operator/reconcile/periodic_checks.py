@@ -17,21 +17,21 @@ from keepstep_operator.kube.resources import PODS, RUNS
 from keepstep_operator.log import crash, warn
 from keepstep_operator.object_body import Body
 from keepstep_operator.reconcile.events import recurring_events
-from keepstep_operator.reconcile.job_lookup import read_job_state, read_parent_of_job
+from keepstep_operator.reconcile.job_state import read_job_state, read_parent_of_job
 from keepstep_operator.reconcile.parsing import (
     asks_for_keepstep,
     parse_agent_pod,
     parse_pod_record,
     parse_run_object,
 )
-from keepstep_operator.reconcile.run import (
+from keepstep_operator.reconcile.run_registry import RunRegistry
+from keepstep_operator.reconcile.run_transitions import (
     Run,
     is_expired,
     job_answered,
     needs_job_check,
     owner_found,
 )
-from keepstep_operator.reconcile.run_registry import RunRegistry
 
 _UNINJECTED: Final = (
     f"!{names.INJECTED_LABEL},training.kubeflow.org/job-name",

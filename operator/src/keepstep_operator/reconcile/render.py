@@ -35,7 +35,7 @@ from keepstep_operator.reconcile.conditions import (
     condition_states,
     draining_sole_holders,
 )
-from keepstep_operator.reconcile.run import FINISHED, Run
+from keepstep_operator.reconcile.run_transitions import FINISHED, Run
 from keepstep_operator.reconcile.survival import find_survivable_failures
 
 ACCEPTED: Final = "Accepted"

@@ -19,10 +19,10 @@ from keepstep_operator.api.cluster_objects import (
     RunObject,
 )
 from keepstep_operator.api.run_status import RunStatus
-from keepstep_operator.reconcile import run as transitions
+from keepstep_operator.reconcile import run_transitions as transitions
 from keepstep_operator.reconcile.answer_to_leader import ClusterFacts, leader_answer, leader_pod
 from keepstep_operator.reconcile.events import KubernetesEvent, change_events, policy_rejected_event
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 
 LEAST_S: Final = 5.0
 LONGEST_S: Final = 30.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from keepstep_operator.reconcile.run import Run
+from keepstep_operator.reconcile.run_transitions import Run
 
 
 class Survives(str, enum.Enum):

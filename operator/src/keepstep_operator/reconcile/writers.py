@@ -40,8 +40,8 @@ from keepstep_operator.reconcile import checkpoints
 from keepstep_operator.reconcile.events import KubernetesEvent, event_bodies
 from keepstep_operator.reconcile.metrics import ReconcileMetrics
 from keepstep_operator.reconcile.render import render_status
-from keepstep_operator.reconcile.run import Run
 from keepstep_operator.reconcile.run_registry import RunRegistry
+from keepstep_operator.reconcile.run_transitions import Run
 
 LIST_S: Final = 600.0
 """How often a run's Checkpoint objects are listed at least. Deleted ones are then made again."""

@@ -128,7 +128,7 @@ class RestoreHandlers:
         await self.node_host.start_epoch(request.epoch, asked=request.asked)
         lease.training = True
         self.saving.unequal_steps.epoch_began(request.epoch.id, time.monotonic())
-        self.saving.compare_steps()
+        self.saving.check_ranks_save_same_steps()
         self._note(lease.rank, request, lost)
         self.saving.restarts.restored(
             lease.rank, seconds=request.seconds, epoch=request.epoch, tier=request.tier

@@ -182,7 +182,7 @@ class SaveHandlers:
         self.changed_at = time.monotonic()
         self.restarts.ended(lease.rank, lease.attempt, released=released)
         self.unequal_steps.record_trainer_exit(lease.rank, closed=released)
-        self.compare_steps()
+        self.check_ranks_save_same_steps()
         info("trainer.disconnected", rank=lease.rank, pid=lease.request.pid, closed=released)
         self.restorer.release_opened_image(lease.rank)
         self.node_host.feed(TrainerDied(lease.rank))
@@ -390,7 +390,7 @@ class SaveHandlers:
         info("step.staged", level=logging.DEBUG, rank=slots.rank, step=str(step_id))
         self.node_host.feed(Sealed(slots.rank, step_id))
         self.unequal_steps.staged(slots.rank, step_id, time.monotonic())
-        self.compare_steps()
+        self.check_ranks_save_same_steps()
         self.slots.unlink(slots.free_unused_bases())
         if self.slots.holds_old_layouts(slots):
             alive = [rank for rank in self.slots.ranks if self.leases.of(rank)]
@@ -480,7 +480,7 @@ class SaveHandlers:
             missed.warning(rank, now=now) for rank, missed in lost.items() if missed is not None
         ]
 
-    def compare_steps(self) -> None:
+    def check_ranks_save_same_steps(self) -> None:
         """Find out whether the ranks here save different steps (`unequal` says so, '' if not). All
         ranks are told through their leases."""
         found = self.unequal_steps.difference(time.monotonic())

@@ -94,7 +94,7 @@ async def record_warnings_in_history(service: SidecarService) -> None:
     """Record in the history when warnings appear and disappear. Runs until cancelled."""
     while True:
         await asyncio.sleep(_KEEP_S)
-        service.saving.compare_steps()
+        service.saving.check_ranks_save_same_steps()
         service.history.record_warning_changes(current_warnings(service))
 
 

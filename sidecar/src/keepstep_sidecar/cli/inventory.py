@@ -175,10 +175,12 @@ def compute_step_statuses(
         {epoch.id: epoch for epoch in epochs}, seen={step_id.epoch for step_id in by_step}
     )
     parents = {epoch.id: epoch.parent for epoch in epochs}
-    alive = {step_id for step_id in by_step if lineage.standing(step_id) is not StepLiveness.DEAD}
+    alive = {
+        step_id for step_id in by_step if lineage.step_liveness(step_id) is not StepLiveness.DEAD
+    }
 
     def is_live(step_id: StepId) -> bool:
-        return lineage.standing(step_id) is StepLiveness.LIVE
+        return lineage.step_liveness(step_id) is StepLiveness.LIVE
 
     doubt = SuspectSteps.from_failures(
         (Failure.from_failed_step(at, parents.get, is_live) for at in failures), alive

@@ -165,7 +165,7 @@ def agent_serve(values: dict[str, Any], directories: tuple[Path, ...]) -> None:
     Example:
       keepstep-sidecar agent serve --peer-listen :26741 --report-url https://... /host/0
     """
-    from keepstep_sidecar.agent.serve import serve
+    from keepstep_sidecar.agent.left_shards_server import serve
 
     needed = ("peer_listen", "report_url", "report_ca_file", "report_token_file")
     if missing := [f"--{name.replace('_', '-')}" for name in needed if name not in values]:

@@ -295,7 +295,7 @@ class RestartStepPredictor:
         ledger = self.node.ledger
 
         def alive(step_id: StepId) -> bool:
-            return ledger.lineage.standing(step_id) is StepLiveness.LIVE
+            return ledger.lineage.step_liveness(step_id) is StepLiveness.LIVE
 
         reported = (
             Failure(at=failure.at, after=tuple(filter(alive, failure.after)))

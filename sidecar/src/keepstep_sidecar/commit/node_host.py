@@ -322,7 +322,7 @@ class NodeHost:
     @property
     def is_leader_silent(self) -> bool:
         """Whether the run's leader has not answered for too long."""
-        return self.node.leader_view.is_silent(time.monotonic())
+        return self.node.leader_view.is_leader_silent(time.monotonic())
 
     @property
     def leader_answers(self) -> bool:

@@ -325,7 +325,7 @@ def _dead(step_id: StepId, epochs: Sequence[Epoch]) -> bool:
     from keepstep.core.commit_rule import StepLiveness, trace_lineage
 
     lineage = trace_lineage({epoch.id: epoch for epoch in epochs}, seen={step_id.epoch})
-    return lineage.standing(step_id) is StepLiveness.DEAD
+    return lineage.step_liveness(step_id) is StepLiveness.DEAD
 
 
 def _on_volumes(kept: RunDir) -> _Held:

@@ -103,7 +103,7 @@ def run(
           --memory-limit 64Gi --persist-every 10 -- torchrun train.py --lr 1e-3
     """
     from keepstep.warm.client import CommandStarter
-    from keepstep_sidecar.cli.supervisor import Supervisor, note
+    from keepstep_sidecar.cli.run_supervisor import Supervisor, note
 
     if preload and not warm:
         raise click.UsageError("--preload has no effect without --warm")

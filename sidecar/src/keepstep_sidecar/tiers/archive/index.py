@@ -148,7 +148,7 @@ def remote_shards(step: ArchivedStep, *, run: str) -> tuple[RemoteShard, ...]:
     return tuple(map(remote, record.shards))
 
 
-def build_whole_shard(shard: Shard, stored: StoredObject) -> RemoteShard:
+def make_shard_of_one_object(shard: Shard, stored: StoredObject) -> RemoteShard:
     """A shard whose object contains all of it."""
     place = ShardObject(name=stored.name, stored_bytes=stored.bytes)
     return RemoteShard.from_shard(shard, tier=Tier.ARCHIVE, key=place)
@@ -401,7 +401,7 @@ def steps_policy_would_delete(
 def _standing(survey: ArchiveContents, epochs: Iterable[Epoch]) -> dict[StepId, StepLiveness]:
     known = {epoch.id: epoch for epoch in (*survey.epochs, *epochs)}
     lineage = trace_lineage(known, seen={step.id.epoch for step in survey.steps})
-    return {step.id: lineage.standing(step.id) for step in survey.steps}
+    return {step.id: lineage.step_liveness(step.id) for step in survey.steps}
 
 
 def _written_at(survey: ArchiveContents) -> dict[StepId, float]:

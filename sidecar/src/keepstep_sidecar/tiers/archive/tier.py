@@ -400,7 +400,9 @@ class AncestorTier(RemoteTier):
         lineage = trace_lineage(
             {epoch.id: epoch for epoch in survey.epochs}, seen={step_id.epoch for step_id in whole}
         )
-        alive = {step_id for step_id in whole if lineage.standing(step_id) is StepLiveness.LIVE}
+        alive = {
+            step_id for step_id in whole if lineage.step_liveness(step_id) is StepLiveness.LIVE
+        }
         return [
             whole[step_id]
             for step_id in self._fork.filter_matching_steps(whole, alive, self._epochs())

@@ -28,7 +28,11 @@ from keepstep_sidecar.log import info, warn
 from keepstep_sidecar.tiers import verified_chunks
 from keepstep_sidecar.tiers.archive import step_record as records
 from keepstep_sidecar.tiers.archive.archive_source import control_page, read_image_size
-from keepstep_sidecar.tiers.archive.index import archive_source_of, build_whole_shard, step_prefix
+from keepstep_sidecar.tiers.archive.index import (
+    archive_source_of,
+    make_shard_of_one_object,
+    step_prefix,
+)
 from keepstep_sidecar.tiers.archive.step_record import (
     ListedRankFile,
     StepRecord,
@@ -147,7 +151,7 @@ class ArchiveSender:
             return None
         rest = Shard(step_id=image.step_id, rank=first, world=image.world, size_bytes=stored.bytes)
         try:
-            theirs = await self._manifest(build_whole_shard(rest, stored))
+            theirs = await self._manifest(make_shard_of_one_object(rest, stored))
         except ImageError as error:
             warn(
                 "archive.shard_uploaded_whole", step=str(name.id), rank=name.rank, reason=str(error)
