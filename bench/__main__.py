@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def main() -> None:
             if number and ends_s > options.minutes * 60:
                 break
             for job in jobs(number, pages=pages, peers=not options.no_peers):
-                if options.only in job.subject:
+                if re.search(options.only, job.subject):
                     results.samples.append(measure(job, number, size, directory))
         described["took"] = f"{(time.monotonic() - began) / 60:.1f} minutes"
         described["rounds"] = str(len({sample.round for sample in results.samples}))
@@ -159,7 +160,7 @@ def _options() -> argparse.Namespace:
         default="small",
         help="of keepstep's slots and the floors' memory; huge ones need root",
     )
-    parser.add_argument("--only", default="", help="only subjects whose name has this in it")
+    parser.add_argument("--only", default="", help="only subjects whose name matches this pattern")
     return parser.parse_args()
 
 
