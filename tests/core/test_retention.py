@@ -192,7 +192,7 @@ _CALLS: dict[str, Named] = {
     "unneeded_steps": lambda held, commit, pins: unneeded_steps(
         held, _last(pins), dead=set(held) - {commit}, unfinished=set(held) - {commit}
     ),
-    "confirmed_deletions": lambda held, commit, pins: filter_allowed_deletions(
+    "filter_allowed_deletions": lambda held, commit, pins: filter_allowed_deletions(
         held, last_commit=commit, pinned=pins
     ),
     "droppable_steps": lambda held, commit, pins: droppable_steps(

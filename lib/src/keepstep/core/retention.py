@@ -75,7 +75,7 @@ RULES = (
         "steps that no rank can complete; the newest 4 stay",
     ),
     DeletionRule(
-        "confirmed_deletions", "local", "the leader says so",
+        "filter_allowed_deletions", "local", "the leader says so",
         "steps older than the last known commit",
     ),
     DeletionRule(

@@ -112,7 +112,7 @@ def export(
     def work(step: _Step, cancel: ReadCancellation) -> Exported:
         with step.opened(cancel) as images:
             layouts = (image.manifest.layout for image in images.values())
-            made = library.Export(layouts, run=step.run, step_id=step.id, **selected)
+            made = library.ComponentExporter(layouts, run=step.run, step_id=step.id, **selected)
             with output.progress(made.total_bytes, quiet=as_json) as advance:
                 done = functools.partial(advance, f"step {step.id.step}")
                 exported: Exported = made.write(
