@@ -39,7 +39,7 @@ def test_an_epoch_that_was_first_learned_from_another_pod_is_still_recorded_loca
         node_host = make_node_host(volumes, slots, threads, remotes=remotes)
 
         async def story() -> None:
-            await node_host.scan()
+            await node_host.scan_volumes()
             await node_host.refresh_remotes()
             assert NEXT in node_host.node.ledger.epochs
             await node_host.start_epoch(NEXT)

@@ -26,14 +26,14 @@ def test_a_step_kept_for_a_reader_is_retired_afterwards_without_another_write(
             volumes, SlotPool(SlotDirectories(memory_dir), run=RUN), threads, keep=1
         )
         sweeping = asyncio.create_task(node_host.delete_deferred_steps())
-        await node_host.scan()
+        await node_host.scan_volumes()
         write(node_host, 1)
-        await node_host.refresh()
+        await node_host.report_holdings_to_node()
         node_host.feed(StepReadEvent(step_id(1), begins=True))
         write(node_host, 2)
-        await node_host.refresh()
+        await node_host.report_holdings_to_node()
         node_host.feed(LastReply(commit=step_id(2), retire=frozenset({step_id(1)})))
-        await node_host.refresh()
+        await node_host.report_holdings_to_node()
         assert sorted(node_host.local_shards.published) == [step_id(1), step_id(2)], (
             "somebody reads the first"
         )

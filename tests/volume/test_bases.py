@@ -45,12 +45,12 @@ def test_every_step_links_to_a_base_that_is_stored_once(volume):
         volume.publish(step_id(step))
     scan = volume.scan()
     assert [shard.base.root for shard in scan.shards] == [scan.shards[0].base.root] * 3
-    assert len({shard.beside.path.stat().st_ino for shard in scan.shards}) == 1
+    assert len({shard.base_shard.path.stat().st_ino for shard in scan.shards}) == 1
     assert volume.used_bytes() < 1.2 * base.layout.size_bytes
     for step in range(2):
         volume.retire(step_id(step))
     (left,) = volume.scan().shards
-    assert left.beside.path.stat().st_nlink == 1
+    assert left.base_shard.path.stat().st_nlink == 1
     volume.retire(step_id(2))
     assert volume.used_bytes() < 1 << 20
 
@@ -61,7 +61,7 @@ def test_each_step_stores_its_own_base_on_a_file_system_without_hard_links(open_
     for step in range(2):
         assert write(volume, step, base).bytes > base.layout.size_bytes
     shards = volume.scan().shards
-    assert len({shard.beside.path.stat().st_ino for shard in shards}) == len(shards) == 2
+    assert len({shard.base_shard.path.stat().st_ino for shard in shards}) == len(shards) == 2
 
 
 def test_a_different_base_with_the_same_layout_is_not_reused(volume):
@@ -83,13 +83,13 @@ def test_a_rewritten_shard_joins_its_published_step_although_the_base_still_exis
     volume.publish(step_id(0))
     (found,) = volume.scan().shards
     assert found.published
-    assert found.beside.path.exists()
+    assert found.base_shard.path.exists()
 
 
 @pytest.mark.parametrize("lost", ["base", "shard"])
 def test_a_shard_without_its_base_or_a_base_without_its_shard_is_removed_by_a_scan(volume, lost):
     (shard,) = [write(volume, 0, base_of()).shard]
-    (shard.beside.path if lost == "base" else shard.path).unlink()
+    (shard.base_shard.path if lost == "base" else shard.path).unlink()
     scan = volume.scan()
     assert not scan.shards
     if lost == "base":

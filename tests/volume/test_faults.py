@@ -182,10 +182,10 @@ def test_a_read_error_quarantines_the_shard(volume: Volume, armed: Callable[[str
 @pytest.mark.parametrize(
     ("point", "act"),
     [
-        ("publish.rename", lambda volume: volume.publish(step_id(1))),
-        ("publish.sync", lambda volume: volume.publish(step_id(1))),
-        ("retire.rename", lambda volume: volume.retire(step_id(1))),
-        ("retire.unlink", lambda volume: volume.retire(step_id(1), reuse=False)),
+        ("publish.rename", lambda volume: volume.publish_step(step_id(1))),
+        ("publish.sync", lambda volume: volume.publish_step(step_id(1))),
+        ("retire.rename", lambda volume: volume.delete_step(step_id(1))),
+        ("retire.unlink", lambda volume: volume.delete_step(step_id(1), reuse=False)),
         ("record.data", lambda volume: volume.save_record(volume.record)),
         ("record.rename", lambda volume: volume.save_record(volume.record)),
     ],
