@@ -31,7 +31,7 @@ from keepstep.image import (
     extras_codec,
     seal_for_disk,
 )
-from keepstep.image.layout import digest_of
+from keepstep.image.layout import blake2b_digest
 from keepstep.image.xxh3 import xxh3_128
 from keepstep.steps import Epoch, EpochId, StepId
 
@@ -149,7 +149,7 @@ def with_boxes(edit: Edit) -> bytes:
 def with_control(text: bytes) -> bytes:
     """The image with another text in its control page, validly sealed."""
     page = text.rstrip().ljust(4064)
-    return image()[:-4096] + page + digest_of(page).hex().encode()
+    return image()[:-4096] + page + blake2b_digest(page).hex().encode()
 
 
 def flipped(at: int) -> bytes:
