@@ -68,20 +68,20 @@ class VaultTier(RemoteTier):
         local = self.facts.local()
         return DueShards(shards=local.shards, owed=local.commits, settled=local.commits)
 
-    async def held(self, sent: Collection[Key]) -> set[Key]:
+    async def list_held_shards(self, sent: Collection[Key]) -> set[Key]:
         found = await asyncio.to_thread(self._found)
         return {(manifest.shard.step_id, manifest.shard.rank) for manifest in found}
 
-    async def write(self, shard: LocalShard) -> int | None:
+    async def write_shard(self, shard: LocalShard) -> int | None:
         path = self._path(shard.step_id, shard.rank, shard.world)
         path.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(shutil.copyfile, shard.path, path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
         return shard.size_bytes
 
-    async def settle(self, sent: Collection[LocalShard]) -> bool:
+    async def complete_and_prune_copies(self, sent: Collection[LocalShard]) -> bool:
         self.facts.changed()
         return True
 
-    def finished(self, *, whole: bool) -> bool:
+    def has_copied_all(self, *, whole: bool) -> bool:
         return True
