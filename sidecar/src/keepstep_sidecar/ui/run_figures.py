@@ -95,7 +95,7 @@ Line = tuple[list[float], list[float | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class ShownRestore:
-    """One rank that went on. `began`: the step from which (None: step 0). `lost_step_events`: how
+    """One rank that went on. `began`: the step from which (None: step 0). `lost`: how
     many steps were in memory after that one. `restart`: the cost of the interruption; None for a
     first start, or until the first step after it."""
 
