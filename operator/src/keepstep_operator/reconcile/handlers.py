@@ -57,7 +57,7 @@ def handler_registry(*, watch_nodes: bool) -> kopf.OperatorRegistry:
         if event["type"] == "DELETED":
             memo.registry.run_object_gone(target.key)
         else:
-            memo.writer.shown(target.key, event["object"].get("status") or {})
+            memo.writer.record_observed_status(target.key, event["object"].get("status") or {})
             memo.registry.run_object_seen(target)
 
     @kopf.on.event(*_OURS, "checkpointpolicies", registry=handlers)

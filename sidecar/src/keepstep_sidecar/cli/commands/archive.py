@@ -99,7 +99,7 @@ def ls(as_json: bool, **where: Any) -> None:
     name, survey = _with_archive(config, run, work)
     if as_json:
         steps = list(map(_document, survey.steps))
-        about = {"run": name, "origin": survey.origin, "conflict": survey.conflict}
+        about = {"run": name, "origin": survey.fork_origin, "conflict": survey.conflict}
         output.print_json({**about, "steps": steps})
         return
     output.print_table(
@@ -108,8 +108,8 @@ def ls(as_json: bool, **where: Any) -> None:
         right=("BYTES",),
         empty=f"no step of run {name!r} is archived",
     )
-    if survey.origin:
-        output.print_lines([f"run {name} began from {survey.origin}"])
+    if survey.fork_origin:
+        output.print_lines([f"run {name} began from {survey.fork_origin}"])
     output.print_lines(f"warning: {text}" for text in (survey.conflict, *survey.faults) if text)
 
 
