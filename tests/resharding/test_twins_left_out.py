@@ -32,7 +32,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *, left_out: tuple[int, ...]) -> list[
 
         def __init__(self, *_: object, **__: object) -> None: ...
 
-        def plan(self, *, whole: bool = True) -> None:
+        def compare_and_plan(self, *, whole: bool = True) -> None:
             if len(asked) == 1:
                 raise CoverageError("w: these boxes overlap")
 

@@ -42,16 +42,16 @@ def test_every_step_links_to_a_base_that_is_stored_once(volume):
         written = write(volume, step, base)
         shards.append(written.shard)
         assert (written.bytes > base.layout.size_bytes) == (step == 0)
-        volume.publish(step_id(step))
+        volume.publish_step(step_id(step))
     scan = volume.scan()
     assert [shard.base.root for shard in scan.shards] == [scan.shards[0].base.root] * 3
     assert len({shard.base_shard.path.stat().st_ino for shard in scan.shards}) == 1
     assert volume.used_bytes() < 1.2 * base.layout.size_bytes
     for step in range(2):
-        volume.retire(step_id(step))
+        volume.delete_step(step_id(step))
     (left,) = volume.scan().shards
     assert left.base_shard.path.stat().st_nlink == 1
-    volume.retire(step_id(2))
+    volume.delete_step(step_id(2))
     assert volume.used_bytes() < 1 << 20
 
 
@@ -77,10 +77,10 @@ def test_a_different_base_with_the_same_layout_is_not_reused(volume):
 def test_a_rewritten_shard_joins_its_published_step_although_the_base_still_exists(volume):
     base = base_of()
     write(volume, 0, base)
-    shard = volume.publish(step_id(0)) / "rank-00000-of-00001.safetensors"
+    shard = volume.publish_step(step_id(0)) / "rank-00000-of-00001.safetensors"
     shard.unlink()
     write(volume, 0, base)
-    volume.publish(step_id(0))
+    volume.publish_step(step_id(0))
     (found,) = volume.scan().shards
     assert found.published
     assert found.base_shard.path.exists()
