@@ -3,7 +3,7 @@
 A step on this machine goes through the states of `STEP`:
 
 - `absent`, `staged`: no image of it is here; a rank has one in a slot.
-- `writing`, `record_durable_step`: a rank's slot is pinned for a `Write`; a shard of it lies on
+- `writing`, `durable`: a rank's slot is pinned for a `Write`; a shard of it lies on
   the volumes.
 - `committed`, `published`: every rank of the run has it durable; readers see it.
 - `retiring`: it is being deleted, until a listing shows that it is gone.
@@ -75,7 +75,7 @@ committed               | Reported, LastReply, EpochStarted     | durable   | No
 writing                 | WriteEnded                            | committed, published | Node._wrote
 writing                 | WriteEnded                            | absent, staged | Node._wrote
 staged                  | Overwritten, EpochStarted             | absent    | SlotTable.assign
-any                     | Reading                               | any       | Node.must_stay
+any                     | StepReadEvent                         | any       | Node.must_stay
 any                     | Scanned                               | any       | Node._never_whole
 """)
 

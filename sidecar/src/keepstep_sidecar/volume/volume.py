@@ -8,7 +8,7 @@ dot is the fault point before the call that it names: each call is one that may 
   is on the medium.
 - `named`, `durable`: it lies in `pending/`; that name is on the medium, too.
 - `shown`, `published`: its step's directory is one that readers see; durably.
-- `retired`, `count_quarantined_files`: it is being deleted, or kept to be written over; it failed.
+- `retired`, `quarantined`: it is being deleted, or kept to be written over; it failed.
 
 `ImageFileWriter` moves a shard to `durable`, in the thread of whoever called. The volume does not
 decide which steps are committed or may be deleted: callers use `publish_step` and `delete_step`.
