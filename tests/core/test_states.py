@@ -120,7 +120,7 @@ def watched_save_thread():
             )
         object.__setattr__(self, name, value)
         if was_made:
-            by = frame.f_back if frame.f_code.co_name == "finish" else frame
+            by = frame.f_back if frame.f_code.co_name == "finish_with_outcome" else frame
             moved(before, by, state_of(held))
 
     with pytest.MonkeyPatch.context() as patch:

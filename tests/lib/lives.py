@@ -21,7 +21,7 @@ _ID = StepId(_EPOCH.id, 0)
 
 
 class _Link:
-    lease = ""
+    lease_token = ""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -421,7 +421,7 @@ def training(*, pace: str = "any", seed: int = 0, lazy: bool = True) -> Iterator
         patch.setattr(frozen_parameters, "_LEAST_SHARE", 0.0)
         patch.setattr(
             session.ConditionNotifier,
-            "wait_for",
+            "wait_for_condition",
             lambda _, condition, *, timeout_s: device.turns.wait_for(condition, timeout_s),
         )
         patch.setenv("KEEPSTEP_SOCKET", "/nowhere")

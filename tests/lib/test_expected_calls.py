@@ -209,8 +209,10 @@ def test_a_rollback_step_must_be_a_whole_number_and_requires_a_sidecar(sidecar, 
         keepstep.Checkpointer({"m": nn.Linear(2, 2)}).restore(step=3)
 
 
-def test_a_rollback_step_that_exists_only_in_memory_becomes_durable(sidecar):
+def test_a_rollback_step_that_exists_only_in_memory_becomes_durable(sidecars, monkeypatch):
     """What is newer, and has taken its place on the volume, is dead from then on."""
+    sidecar = sidecars().start("--slots", "3")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
     state = {"n": 0}
     checkpointer = begun({"state": state})
     for step in range(6):

@@ -65,7 +65,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"memory": {}}, r"spec.memory.limit: is needed"),
     ({"memory": {"limit": 32}}, r"spec.memory.limit: 32 is less than 1Mi; write a unit"),
     ({"memory": {"limit": "much"}}, r"spec.memory.limit: 'much' is not a quantity"),
-    ({"memory": {"limit": "1Gi", "slots": 1}}, r"spec.memory.slots: 1 .* from 2 to 16"),
+    ({"memory": {"limit": "1Gi", "slots": 0}}, r"spec.memory.slots: 0 .* from 1 to 16"),
     ({"memory": []}, r"spec.memory: an object is needed"),
     ({"stage": {"every": True}}, r"spec.stage.every: True is not a whole number"),
     (
