@@ -61,7 +61,8 @@ def watched_node():
     def step(self, event, now=0.0):
         actions, states, name = real(self, event, now), seen.setdefault(self, {}), type(event)
         tables = (table for slots in self._slots.values() for table in slots.slot_tables())
-        staged, here = {step_id for table in tables for step_id in table.list_sealed_steps()}, self._here()
+        staged = {step_id for table in tables for step_id in table.list_sealed_steps()}
+        here = self._here()
         in_state = {
             "retiring": {action.id for action in actions if isinstance(action, node.Retire)}
             | {
