@@ -39,8 +39,8 @@ def run(keepstep: Keepstep, text: str, *, code: int = 1, launcher: tuple[str, ..
         ("keepstep.Checkpointer(model=7)", "UsageError: 'model' is a int without state_dict()"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         (
-            "from keepstep.integrations import require_version\\n"
-            "require_version('trl', '1.0', hooks={'json:': ['fit']})",
+            "from keepstep.integrations import require_framework_hooks\\n"
+            "require_framework_hooks('trl', '1.0', hooks={'json:': ['fit']})",
             "UsageError: trl 1.0 lacks what keepstep needs of it",
         ),
         (
