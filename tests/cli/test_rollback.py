@@ -45,7 +45,7 @@ def test_a_lingering_sidecar_drops_memory_that_is_newer_than_the_rollback_target
 ) -> None:
     keepstep.script("train.py", TRAIN)
     train = ("--", warm.python(), "train.py")
-    keepstep("run", "--persist-every", "1000", *train, "9", "5", code=137)
+    keepstep("run", "--persist-every", "1000", "--slots", "3", *train, "9", "5", code=137)
     steps = keepstep.json("steps")["steps"]
     target = next(step for step in steps if step["step"] == 3)
     assert target["tiers"] == ["memory"], "only the newest two are flushed"

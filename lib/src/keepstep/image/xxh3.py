@@ -1,7 +1,7 @@
 """xxh3_128, the digest of chunks: it runs at memory speed and releases the GIL.
 
 It needs the package `xxhash`, which the sidecar always has. A training container may lack it: the
-trainer digests only a header, a control page and claims, with `layout.blake2b_digest`. Both digests find
+trainer digests only a header, a control page and claims, with `layout.blake2b_digest`. Both find
 damaged bytes; neither protects against forged bytes.
 """
 
