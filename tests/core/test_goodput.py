@@ -41,7 +41,7 @@ class Truth:
     """Where each second went, from what happened and not from events."""
 
     parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(Goodput(since=0).seconds_by_bucket, 0.0)
+        default_factory=lambda: dict.fromkeys(Goodput(since=0).seconds, 0.0)
     )
     steps: dict[int, float] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ def test_the_totals_assign_every_second_of_a_run_to_its_true_cause(lives: list[L
     assert found is not None
     first_life = min(lives[0].prep / 2, 3600.0) - lives[0].prep / 2  # at most an hour of it counts
     truth.parts["training_prep"] += first_life
-    assert found.seconds_by_bucket == pytest.approx(truth.parts, abs=1e-3)
+    assert found.seconds == pytest.approx(truth.parts, abs=1e-3)
     wall_s = events[-1].until - 1e6 - first_life * -1
     assert found.wall_s == pytest.approx(wall_s, abs=1e-3)
     assert found.ratio == pytest.approx(
@@ -174,7 +174,7 @@ def test_a_long_run_takes_no_more_memory_and_no_second_is_lost() -> None:
     assert found is not None
     assert len(tally.segments) <= SEGMENTS
     assert found.wall_s == pytest.approx(events[-1].until - 1e6)
-    assert found.seconds_by_bucket == pytest.approx(truth.parts, rel=1e-6)
+    assert found.seconds == pytest.approx(truth.parts, rel=1e-6)
 
 
 odd = st.one_of(st.floats(-1e300, 1e300), st.floats(0.0, 1e6))
@@ -202,4 +202,4 @@ def test_goodput_is_finite_and_between_0_and_1_for_any_events(events: list[Histo
     if found is not None:
         assert 0.0 <= found.ratio <= 1.0
         assert math.isfinite(found.wall_s)
-        assert all(seconds >= 0.0 for seconds in found.seconds_by_bucket.values())
+        assert all(seconds >= 0.0 for seconds in found.seconds.values())

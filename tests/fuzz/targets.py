@@ -594,7 +594,7 @@ def read_history(data: bytes) -> object:
         goodput = tally.goodput(now)
         if goodput is None:
             continue
-        seconds = [*goodput.seconds_by_bucket.values(), goodput.ratio]
+        seconds = [*goodput.seconds.values(), goodput.ratio]
         if not all(0.0 <= second < 1e10 for second in seconds) or goodput.ratio > 1.0:
             raise AssertionError(f"seconds that cannot be: {goodput}")
         until = max(now, tally.mark, tally.ended or 0.0)

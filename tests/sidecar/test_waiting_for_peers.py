@@ -24,7 +24,7 @@ class Peers(RemoteTier):
 
     tier = Tier.PEER
     address = "10.0.0.1:9465"
-    introduced = True
+    knows_all_peers = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Peers(RemoteTier):
         await self.answers.wait()
         return Inventory(answer=TierAnswer.NONE, epochs=known)
 
-    def peers_are(self, peers: tuple[Peer, ...], **more: Any) -> None:
+    def replace_peers(self, peers: tuple[Peer, ...], **more: Any) -> None:
         self.known = (MET,)
 
 

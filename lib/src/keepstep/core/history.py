@@ -175,7 +175,7 @@ class Goodput:
         return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
-    def seconds_by_bucket(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, float]:
         """Seconds by bucket, `productive` first."""
         return {"productive": self.productive_s, **dict(self.badput.items())}
 

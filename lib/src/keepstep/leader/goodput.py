@@ -28,7 +28,7 @@ SHOWN_S: Final = 60.0
 
 _MOST: Final = 10**15
 
-BUCKETS: Final = tuple(Goodput(since=0.0).seconds_by_bucket)
+BUCKETS: Final = tuple(Goodput(since=0.0).seconds)
 _PRODUCTIVE, _WASTED, _AWAY = map(
     BUCKETS.index, ("productive", "wasted_progress", "infrastructure_recovery")
 )

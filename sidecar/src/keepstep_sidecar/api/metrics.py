@@ -91,7 +91,7 @@ class StatusMetric:
             for tier, tier_status in status.tiers.items():
                 yield (tier, tier_status.where), _number(get(tier_status))
         elif self.scope == "bucket":
-            by_bucket = {} if status.goodput is None else status.goodput.seconds_by_bucket
+            by_bucket = {} if status.goodput is None else status.goodput.seconds
             yield from (((bucket,), seconds) for bucket, seconds in by_bucket.items())
         elif self.scope == "goodput":
             if status.goodput is not None:
