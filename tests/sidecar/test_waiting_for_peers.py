@@ -38,7 +38,7 @@ class Peers(RemoteTier):
         await self.answers.wait()
         return Inventory(answer=TierAnswer.NONE, epochs=known)
 
-    def replace_peers(self, peers: tuple[Peer, ...], **more: Any) -> None:
+    def peers_are(self, peers: tuple[Peer, ...], **more: Any) -> None:
         self.known = (MET,)
 
 
