@@ -65,7 +65,7 @@ def test_run_reports_before_a_restart_that_the_script_created_no_checkpointer(
     assert "no trainer" not in trained
 
 
-def test_a_warning_of_the_sidecar_is_printed_once_while_the_command_runs(
+def test_a_problem_of_the_sidecar_is_printed_once_while_the_command_runs(
     keepstep: Keepstep,
 ) -> None:
     wait = "until [ -e end ]; do sleep 0.1; done"
