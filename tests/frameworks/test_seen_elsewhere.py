@@ -27,7 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 import keepstep
 from keepstep import tracing
 from keepstep.errors import UsageError
-from keepstep.integrations.notes import log_restore_to_trackers
+from keepstep.integrations.notes import note_restore
 from keepstep.steps import Tier
 from tests.harness import eventually
 
@@ -144,7 +144,7 @@ def test_importing_the_checkpointer_does_not_import_opentelemetry() -> None:
 
 def test_a_restore_is_recorded_in_tensorboard(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
-    assert log_restore_to_trackers(RESTORED, writer) is RESTORED
+    assert note_restore(RESTORED, writer) is RESTORED
 
     def noted() -> bool:
         writer.flush()
@@ -163,7 +163,7 @@ def test_a_restore_is_recorded_in_wandb_without_advancing_its_step(
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(mode="offline", dir=str(tmp_path), project="keepstep")
-    log_restore_to_trackers(RESTORED, run, None)
+    note_restore(RESTORED, run, None)
     eventually(lambda: run.summary.get("keepstep/restored") == "step 41 of epoch 2: local")
     assert run.summary["keepstep/restored_step"] == 41
     assert run.step == 0
@@ -178,7 +178,7 @@ def test_a_restore_is_recorded_in_mlflow(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file:{tmp_path / 'runs'}")
     with mlflow.start_run() as run:
-        log_restore_to_trackers(RESTORED, mlflow)
+        note_restore(RESTORED, mlflow)
         client = mlflow.MlflowClient()
         eventually(lambda: "keepstep.restored" in client.get_run(run.info.run_id).data.tags)
         (metric,) = client.get_metric_history(run.info.run_id, "keepstep/restored_step")
@@ -204,16 +204,16 @@ def test_a_hung_or_failing_tracker_does_not_delay_the_training(
 ) -> None:
     tracker = Tracker()
     with caplog.at_level(logging.WARNING, "keepstep"):
-        log_restore_to_trackers(RESTORED, tracker)  # returns while it hangs
+        note_restore(RESTORED, tracker)  # returns while it hangs
         tracker.goes_on.set()
         eventually(lambda: "no note of the restore: OSError: the disk is full" in caplog.text)
 
 
 def test_a_start_without_a_restore_is_not_recorded() -> None:
-    assert log_restore_to_trackers(None, Tracker()) is None
+    assert note_restore(None, Tracker()) is None
     assert not any(thread.name == "note" for thread in threading.enumerate())
 
 
 def test_an_unsupported_tracker_is_refused_even_without_a_restore() -> None:
     with pytest.raises(UsageError, match="a dict is no tracker that keepstep knows"):
-        log_restore_to_trackers(None, {})
+        note_restore(None, {})

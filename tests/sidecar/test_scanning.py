@@ -212,10 +212,15 @@ async def test_an_unreadable_volume_does_not_hide_shards_on_other_volumes(
         )
         dead.clear()
         await node_host.scan_volumes()
-        assert (node_host.copies.list_ranks_ever_held(), node_host.local_shards.scan_failed) == ([0, 1], "")
+        assert (node_host.copies.list_ranks_ever_held(), node_host.local_shards.scan_failed) == (
+            [0, 1],
+            "",
+        )
         dead.add(drives.volume_for(0).root)
         await node_host.scan_volumes()
-        assert node_host.copies.list_ranks_ever_held() == [0, 1], "nothing is taken from what is known"
+        assert node_host.copies.list_ranks_ever_held() == [0, 1], (
+            "nothing is taken from what is known"
+        )
         assert "Input/output" in node_host.local_shards.scan_failed
     drives.close()
 

@@ -23,7 +23,7 @@ log = logging.getLogger("keepstep")
 _KEY = "keepstep/restored_step"
 
 
-def log_restore_to_trackers(restored: Restored | None, *trackers: Any) -> Restored | None:
+def note_restore(restored: Restored | None, *trackers: Any) -> Restored | None:
     """Write to each of `trackers` that this life goes on from a step; returns `restored`.
 
     `trackers`: a run of Weights & Biases (`wandb.run`), a TensorBoard `SummaryWriter` (torch's or
