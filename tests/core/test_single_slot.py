@@ -134,6 +134,17 @@ def test_an_image_waits_in_its_slot_until_every_rank_of_the_machine_has_written_
     assert all(table.assign() == 0 for table in machine.tables.values())
 
 
+def test_a_machine_whose_memory_shrinks_to_a_single_slot_follows_its_rule_from_then_on() -> None:
+    machine = Machine(0, 3.0, paced=False)
+    machine.node.step(RanksServed(frozenset(machine.tables), 2))
+    assert not machine.node.has_single_slot
+    machine.node.step(RanksServed(frozenset(machine.tables), 1))
+    machine.save(1)
+    for _, write in list(machine.writes):
+        machine.begin(machine.node.step(WriteEnded(write.rank, write.id, True), 3.0))
+    assert all(table.assign() == 0 for table in machine.tables.values()), "durable on both ranks"
+
+
 def test_an_image_that_cannot_be_written_does_not_hold_its_slot() -> None:
     machine = Machine(0, 3.0, paced=False)
     machine.save(1)

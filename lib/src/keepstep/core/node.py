@@ -500,9 +500,10 @@ class Node:
         return step_id
 
     def _protect(self) -> None:
-        kept = steps_to_protect(self._memories())
         if self.has_single_slot:
             kept = self.planner.pending_steps
+        else:
+            kept = steps_to_protect(self._memories())
         for slots in self._slots.values():
             for table in slots.slot_tables():
                 table.protect_steps(kept)
@@ -545,10 +546,11 @@ class Node:
 
     def _serve(self, serves: RanksServed) -> Iterator[Write]:
         """When the ranks changed, make a new planner and tell it what they hold."""
-        waits, waited = serves.slots <= FEW_SLOTS, self._serves.slots <= FEW_SLOTS
-        if (serves.ranks, waits) == (self._serves.ranks, waited):
+        served, before = self._serves, self.planner
+        self._serves = serves
+        waits, waited = serves.slots <= FEW_SLOTS, served.slots <= FEW_SLOTS
+        if (serves.ranks, waits) == (served.ranks, waited):
             return
-        self._serves, before = serves, self.planner
         self.planner = PersistPlanner(serves.ranks, before.grid, slots=serves.slots)
         self.planner.counts = before.counts
         self.planner.set_least_interval(before.least)
