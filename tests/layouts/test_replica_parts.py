@@ -26,7 +26,7 @@ def test_parts_are_disjoint_and_cover_every_row(tensors, sharers):
 def test_the_parts_of_a_tensor_differ_from_equal_shares_by_at_most_one_row(tensors, sharers):
     cuts = sharding.compute_row_partitions(tensors, sharers)
     share = sum(tensor.bytes for tensor in tensors) / sharers
-    coarsest = max((tensor.row_bytes for tensor in tensors), default=0)
+    coarsest = max((tensor.cut_unit_bytes for tensor in tensors), default=0)
     for number in range(sharers):
         mine = sum(
             (rows[number + 1] - rows[number]) * bulk.bytes // bulk.shape[bulk.dim]
@@ -76,27 +76,32 @@ def play(answers, rounds, mine, rank, nodes, spread):
 
 def test_a_name_that_two_ranks_use_gets_a_rank_suffix_on_the_second():
     first, second = agreed([{("a", None), ("c", None)}, {("b", None), ("c", None)}], "nn")
-    assert [first.owner((name, None)) for name in "ac"] == [None, None]
-    assert [second.owner((name, None)) for name in "bc"] == [None, 1]
+    assert [first.find_rank_of_stored_name((name, None)) for name in "ac"] == [None, None]
+    assert [second.find_rank_of_stored_name((name, None)) for name in "bc"] == [None, 1]
 
 
 def test_a_tensor_created_after_the_agreement_has_a_rank_suffix_on_every_rank():
     ranks = agreed([{("a", None)}, {("a", None)}], "nn")
-    assert [rank.owner(("late", None)) for rank in ranks] == [0, 1]
+    assert [rank.find_rank_of_stored_name(("late", None)) for rank in ranks] == [0, 1]
 
 
 def test_ranks_that_share_a_tensor_are_one_owner():
     pairs = [(0, 1), (0, 1), (2, 3), (2, 3)]
     ranks = agreed([{("w", pair)} for pair in pairs], "nnnn")
-    assert [rank.owner(("w", pair)) for rank, pair in zip(ranks, pairs, strict=True)] == [
-        None, None, 2, 2,
-    ]  # fmt: skip
+    stored = zip(ranks, [("w", pair) for pair in pairs], strict=True)
+    owners = [rank.find_rank_of_stored_name(name) for rank, name in stored]
+    assert owners == [None, None, 2, 2]
 
 
 def test_the_replica_of_a_part_is_on_another_node():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy")
-    assert [rank.ranks_that_share(everyone) for rank in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [rank.select_staging_ranks(everyone) for rank in ranks] == [
+        (0, 1),
+        (0, 1),
+        (2, 3),
+        (2, 3),
+    ]
     assert [rank.twins([everyone]) for rank in ranks] == [(2,), (3,), (0,), (1,)]
 
 
@@ -109,5 +114,5 @@ def test_nodes_with_different_numbers_of_ranks_have_no_replicas():
 def test_parts_that_are_spread_over_ranks_have_no_replica():
     everyone = (0, 1, 2, 3)
     ranks = agreed([{("w", everyone)}] * 4, "xxyy", spread=True)
-    assert [rank.ranks_that_share(everyone) for rank in ranks] == [everyone] * 4
+    assert [rank.select_staging_ranks(everyone) for rank in ranks] == [everyone] * 4
     assert [rank.twins([everyone]) for rank in ranks] == [()] * 4
