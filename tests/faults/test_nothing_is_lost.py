@@ -43,7 +43,7 @@ class Trained:
         self.progress = {"n": 0}
         self.step = -1
         self.expected: dict[StepId, str] = {}
-        self.floor = -1
+        self.floor = self.raised_at = -1
         self.begin()
 
     def begin(self) -> None:
@@ -91,7 +91,7 @@ class Trained:
                 else (self.checkpointer.save(step))
             )
         except (injection.Injected, injection.Hit, KeyboardInterrupt):
-            self.raised += 1
+            self.raised, self.raised_at = self.raised + 1, step
             return False
         self.reported += kept
         return bool(kept)
@@ -148,12 +148,12 @@ class Trained:
         return True
 
     def closes(self, timeout_s: float = 20.0) -> bool:
-        """Whether `close` returns; then the last step is durable."""
+        """Whether `close` returns; then the last step is durable, unless its `save` raised."""
         try:
             self.checkpointer.close(timeout=timeout_s)
         except NotDurableError:
             return False
-        if self.checkpointer.stats.saves:
+        if self.checkpointer.stats.saves and self.raised_at != self.step:
             self.check_committed(self.step)
         return True
 

@@ -50,7 +50,7 @@ _PLACES = (torch.device("cuda", 0), torch.device("cuda", 1))
 class Slots:
     """What a sidecar knows of the slots of one rank: the session and the client of an saver."""
 
-    connected, lease, run, rank, path, archive, whole = True, "lease", "run", 0, "", False, ""
+    connected, lease_token, run, rank, path, archive, whole = True, "lease", "run", 0, "", False, ""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -132,7 +132,7 @@ class Slots:
     def close(self, *_: object, **__: object) -> None:
         pass
 
-    end = drop = failed = close
+    forbid_further_calls = release_lease = report_warning = close
 
     # --- what must be true at any moment -------------------------------------------------------
 

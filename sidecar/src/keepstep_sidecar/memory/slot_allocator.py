@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import logging
 import os
 import threading
 from collections import Counter
@@ -47,8 +46,6 @@ SLOTS_ON_ONE_MACHINE = 3
 _KEPT_OF_GONE = 2
 """Images of a rank that trains here no more, until the run has restored: of its newest two steps,
 one is common to all ranks."""
-
-_log = logging.getLogger("keepstep.sidecar")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,17 +91,18 @@ class SlotAllocator:
         self._queue.put_nowait((1 << 30, next(self._numbers), file))
 
     async def run(self) -> None:
-        """Work until cancelled or stopped. An order that fails does not end the worker."""
+        """Work until cancelled, stopped or an error. The order that met the error is repeated."""
         while not self._stop.is_set():
             _, _, order = await self._queue.get()
+            if isinstance(order, SlotFile):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._executor, order.map_and_lock_pages)
+                continue
             try:
-                if isinstance(order, SlotFile):
-                    loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._executor, order.map_and_lock_pages)
-                else:
-                    await self._make(order)
+                await self._make(order)
             except Exception:
-                _log.exception("slot.allocation_crashed")
+                self.fill(order)  # without this slot its rank may wait for ever
+                raise
 
     async def _make(self, slot_set: SlotSet) -> None:
         layout = slot_set.layout
