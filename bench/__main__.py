@@ -7,6 +7,7 @@ the time budget is used up: a slower machine gets fewer rounds, but not fewer fi
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import re
@@ -95,6 +96,8 @@ def measure(
 ) -> Sample:
     """Run one worker of the checkout in `tree`, and print how it went."""
     sample = Sample(job.subject, number, huge_pages=job.huge_pages)
+    for package in ("lib", "sidecar"):  # as pip does; PYTHONDONTWRITEBYTECODE may be set
+        compileall.compile_dir(tree / package / "src", quiet=1)
     began = time.monotonic()
     try:
         with hugepages.reserved(size_bytes, directory) if job.huge_pages else nullcontext():

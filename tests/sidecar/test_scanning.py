@@ -225,18 +225,20 @@ async def test_an_unreadable_volume_does_not_hide_shards_on_other_volumes(
     drives.close()
 
 
+@pytest.mark.parametrize("error", [StorageError("Input/output error"), MemoryError()], ids=repr)
 async def test_a_failed_scan_removes_only_damaged_shards_from_the_known_ones(
-    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch
+    node_host: NodeHost, volumes: VolumeSet, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def failing() -> VolumeScan:
-        raise StorageError("Input/output error")
+        raise error
 
     write(node_host, 1)
     write(node_host, 2)
     monkeypatch.setattr(volumes, "scan", failing)
     (damaged,) = node_host.copies.sources_of_shard(StepId(EPOCH.id, 2), 0)
     await node_host.reject_copy(damaged, DigestError("chunk 0 is damaged"))
-    assert "Input/output" in node_host.local_shards.scan_failed
+    assert (str(error) or "MemoryError") in node_host.local_shards.scan_failed
+    assert node_host.local_shards.in_doubt, "nobody says that there is nothing, and it is repeated"
     assert [step_id.step for step_id in node_host.local_shards.shards] == [1]
 
 

@@ -6,8 +6,8 @@ the end. Everything else happens outside the training thread. If a framework dra
 between `restore()` and the first step, the script calls `restore(rng="later")` instead, and
 `restore_rng()` once it has the first batch.
 
-`save` raises no error of keepstep unless `strict=True`. `restore`, `wait` and `close` always raise
-their errors.
+Without `strict=True`, `save` raises an error of keepstep only if the first step cannot be kept.
+`restore`, `wait` and `close` always raise their errors.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 A step on this machine goes through the states of `STEP`:
 
-- `absent`, `staged`: no image of it is here; a rank has one in a slot.
-- `writing`, `durable`: a rank's slot is pinned for a `Write`; a shard of it lies on
-  the volumes.
-- `committed`, `published`: every rank of the run has it durable; readers see it.
+- `absent`: no image of it is here. `staged`: a rank has one in a slot.
+- `writing`: a rank's slot is pinned for a `Write`. `durable`: a shard of it lies on the volumes.
+- `committed`: every rank of the run has it durable. `published`: readers see it.
 - `retiring`: it is being deleted, until a listing shows that it is gone.
 
 The host feeds events and carries out actions: the sidecar's `NodeHost`, or a model in tests. `Node`

@@ -3,16 +3,16 @@
 An image goes through the states of `IMAGE`, first as the slot that is to have it (`HeldSlot`), then
 as the `PendingImage` that `save` submits:
 
-- `none`, `at hand`, `taken`: no slot; one waits to be filled; the training thread fills it.
+- `none`: no slot. `at hand`: one waits to be filled. `taken`: the training thread fills it.
 - `open`: the slot has what changes soon; the save thread copies the rest.
-- `valid`, `sealed`: no tensor changed until it was copied; the control page is written, too.
-- `mutated`, `lost`: a tensor changed, or the image cannot be finished: it is counted and reported.
+- `valid`: no tensor changed until it was copied. `sealed`: the control page is written, too.
+- `mutated`: a tensor changed. `lost`: the image cannot be finished. Both are counted and reported.
 - `staged`: the sidecar has taken the sealed image.
 
-The training thread takes and submits, and may judge at the fence (`await_free_tensors`); the save
-thread does the rest. While the sidecar is gone, it keeps trying to reconnect, and `await_slot`
-fails at once. `HeldSlot` is replaced in one step, so an exception leaves a state from which
-`repair_after_error` goes on.
+The training thread takes slots, submits images, and may decide them at the fence
+(`await_free_tensors`); the save thread does the rest. While the sidecar is gone, it keeps trying to
+reconnect, and `await_slot` fails at once. `HeldSlot` is replaced in one step, so an exception
+leaves a state from which `repair_after_error` goes on.
 
 What may never happen, and the test that would fail:
 

@@ -80,7 +80,8 @@ class LocalShards:
         except Exception as error:  # any error: silence would look like an empty volume
             _log.exception("volume.scan_crashed")
             roots = [volume.root for volume in self.volumes.volumes]
-            scan, aside = VolumeScan(unread=dict.fromkeys(roots, str(error))), 0
+            reason = str(error) or type(error).__name__
+            scan, aside = VolumeScan(unread=dict.fromkeys(roots, reason)), 0
         # No await from here on: lost shards must never be seen as merely absent.
         reasons = "; ".join(dict.fromkeys(scan.unread.values()))
         self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"

@@ -1,14 +1,14 @@
 """One local volume: makes staged images durable, finds shards again, and opens them for reading.
 
-A shard goes through the states of `SHARD`; its places are those of `run_tree`. An event with a
-dot is the fault point before the call that it names: each call is one that may be the last.
+A shard goes through the states of `SHARD`; its places are those of `run_tree`. An event with a dot
+is the fault point before the call that it names, because the process may die at any call.
 
-- `absent`, `hidden`: no file; a temporary one without a seal, in any part written.
-- `flushed`, `sealed`, `whole`: data and digests are on the medium; the control page is written; and
-  is on the medium.
-- `named`, `durable`: it lies in `pending/`; that name is on the medium, too.
-- `shown`, `published`: its step's directory is one that readers see; durably.
-- `retired`, `quarantined`: it is being deleted, or kept to be written over; it failed.
+- `absent`: no file. `hidden`: a temporary one without a seal, in any part written.
+- `flushed`: data and digests are on the medium. `sealed`: the control page is written. `whole`:
+  that page is on the medium, too.
+- `named`: it lies in `pending/`. `durable`: that name is on the medium, too.
+- `shown`: readers see its step's directory. `published`: durably so.
+- `retired`: it is being deleted, or kept to be written over. `quarantined`: it failed.
 
 `ImageFileWriter` moves a shard to `durable`, in the thread of whoever called. The volume does not
 decide which steps are committed or may be deleted: callers use `publish_step` and `delete_step`.
@@ -260,7 +260,7 @@ class Volume:
         """Open a shard for reading; `path` as a scan found it. An ImageError inside the context
         puts the file into quarantine, except a VersionError, because a newer keepstep can read the
         file. An OSError also puts it into quarantine and becomes a StorageError. If this process
-        lacks memory or descriptors, the file stays, and Unread is raised."""
+        lacks memory or descriptors, the file stays, and UnreadShard is raised."""
         try:
             # inside the try: a dead drive fails here already
             path = self._directories.find_current_path(path)
@@ -883,7 +883,7 @@ class VolumeSet:
     @contextlib.contextmanager
     def open_shard_file(self, path: Path) -> Iterator[ShardFile]:
         """`Volume.open_or_quarantine` on the volume that holds `path`. If the shard or the drive
-        fails, the step is hidden on all volumes; not after VersionError or Unread."""
+        fails, the step is hidden on all volumes; not after VersionError or UnreadShard."""
         try:
             with self.volume_of(path).open_or_quarantine(path) as file:
                 yield file
