@@ -44,8 +44,8 @@ def test_a_rank_that_never_saves_is_reported_once_the_others_are_far_ahead() -> 
     assert found is not None
     assert (found.saving, found.lacking, found.reason) == (0, 1, MissingStepsReason.NEVER_SAVED)
     assert str(found) == (
-        "rank 1 saves none of the steps that rank 0 saves (it has saved no step yet), so no step is"
-        " committed, and none can be restored: call save(step) on every rank, with the same steps"
+        "rank 1 saves none of the steps that rank 0 saves (it has saved no step yet), so no newer"
+        " step is committed or can be restored: call save(step) on every rank, with the same steps"
     )
 
 

@@ -151,7 +151,7 @@ def _committed_on(namespace: Kubectl, node: str, path: str) -> int:
 
 def _waits_and_begins_again(namespace: Kubectl, began: float) -> None:
     refused = runs.becomes(namespace, "RestoreRefused", within_s=120)
-    assert "what they hold together is not whole" in refused["message"]
+    assert "together they do not hold a whole one" in refused["message"]
     protected = runs.condition(namespace, "Protected")
     assert (protected["status"], protected["reason"]) == ("False", "RestoreRefused")
     namespace.eventually(lambda: namespace.events("RestoreRefused"), what="an Event")

@@ -953,14 +953,14 @@ def test_the_random_generators_of_all_devices_are_restored(fake, caplog):
     fewer = fake("xpu", 2)
     rng.apply_generators(kept)
     assert [state.tolist() for state in fewer.states] == [[0, 7], [1, 7]]
-    assert "3 devices (xpu) were kept, and there are 2 here" in caplog.text
+    assert "3 devices (xpu), and 2 are here" in caplog.text
 
 
 def test_random_states_of_another_device_type_cause_a_warning_and_are_ignored(fake, caplog):
     here = fake("xpu", 1)
     rng.apply_generators({"cuda": [b"\1\2"]})
     assert here.states[0].tolist() == [0, 7]
-    assert "1 devices (cuda) were kept, and there are 0 here" in caplog.text
+    assert "1 devices (cuda), and 0 are here" in caplog.text
 
 
 def test_the_current_device_is_named_without_an_index_and_other_devices_with_one(fake):

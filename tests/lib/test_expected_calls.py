@@ -334,7 +334,7 @@ def test_state_that_a_restart_must_build_first_is_logged_once_at_the_save(sideca
     components = grown()
     with caplog.at_level(logging.WARNING, logger="keepstep"), begun(components) as checkpointer:
         assert checkpointer.save(0)
-        assert "a restart must build" not in caplog.text
+        assert "Build this before restore()" not in caplog.text
         grow(components)
         components["ema"] = nn.Linear(2, 2)
         assert checkpointer.save(1)
@@ -342,7 +342,7 @@ def test_state_that_a_restart_must_build_first_is_logged_once_at_the_save(sideca
     messages = [
         record.getMessage()
         for record in caplog.records
-        if "a restart must build" in record.getMessage()
+        if "Build this before restore()" in record.getMessage()
     ]
     assert len(messages) == 1
     assert "m.1.weight is new (torch.float32(2, 2))" in messages[0]
@@ -368,7 +368,7 @@ def test_growing_dicts_and_modules_with_their_own_loading_cause_no_warning(sidec
         components["st"]["b"] = torch.ones(3)
         components["m"].rows.append(torch.ones(2))
         checkpointer.save(1)
-    assert "a restart must build" not in caplog.text
+    assert "Build this before restore()" not in caplog.text
     live = {"m": Window(), "st": {}}
     bring_back(live)
     assert [row.tolist() for row in live["m"].rows] == [[0], [1, 1]]

@@ -128,7 +128,7 @@ def test_a_run_waits_for_a_lost_shard_and_resumes_once_it_returns(machines, tmp_
     two[0].lose_memory()
     aside = two[0].volume.rename(tmp_path / "aside")
     two[0].start()
-    with pytest.raises(RuntimeError, match="what they hold together is not whole") as refused:
+    with pytest.raises(RuntimeError, match="together they do not hold a whole one") as refused:
         train("fsdp", 3, two)
     assert "rank 0: nothing; rank 1: " in str(refused.value)
     assert "keepstep run --run NAME" in str(refused.value)

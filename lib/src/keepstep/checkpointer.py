@@ -899,8 +899,8 @@ class Checkpointer:
         if self._frozen.unseen:
             message = (
                 "frozen parameters were changed past torch's version counters:"
-                f" {few(sorted(self._frozen.unseen), 4)}. From this step on they are right; some"
-                " steps before it hold former values. Wrap such changes in checkpointer.mutating()"
+                f" {few(sorted(self._frozen.unseen), 4)}. Step {self._last_step} has the new values,"
+                " some steps before it the former. Wrap such changes in checkpointer.mutating()"
             )
             # again where others are found later
             saver.warn("save.frozen_parameters_changed", message, per=message)
@@ -922,8 +922,8 @@ class Checkpointer:
         self._structure, self._changed = now, self._changed | found.keys()
         if texts:
             log.warning(
-                "keepstep: rank %d: since restore() %s: a restart must build this before restore(),"
-                " or it ends in an error: latest_step() tells from which step it goes on"
+                "keepstep: rank %d: since restore() %s. Build this before restore(), or the next start"
+                " ends in an error; latest_step(), called first, tells which step it must fit"
                 " (docs/add-keepstep.md, Models that change) [model.built_after_restore]",
                 *(self._rank, few(texts, 4)),
             )

@@ -71,7 +71,7 @@ class _Few(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         left_out = self._limit.suppressed_count_if_due(f"{record.pathname}:{record.lineno}")
         if left_out:
-            record.fields = {"left_out": left_out}
+            record.fields = {"lines_suppressed": left_out}
         return left_out is not None
 
 

@@ -22,4 +22,4 @@ class RareWarning(log.LogLimit):
         """Log the event, or count it."""
         left_out = self.suppressed_count_if_due(event)
         if left_out is not None:
-            warn(event, **fields, **({"left_out": left_out} if left_out else {}))
+            warn(event, **fields, **({"lines_suppressed": left_out} if left_out else {}))

@@ -668,7 +668,7 @@ def _refusal(votes: Sequence[Candidates], excluded: Collection[StepId]) -> Resto
         )
     # what to do comes first: the list may be long, and is cut where it is shown
     return NothingCommonError(
-        f"no step is held by all {len(votes)} ranks, and what they hold together is not whole. "
+        f"no step is held by all {len(votes)} ranks, and together they do not hold a whole one. "
         f"Bring back the storage that is missing{_way_out(votes)}. {_held(votes, excluded)}"
         + (f". Failed verification: {failed}" if failed else "")
     )

@@ -695,7 +695,7 @@ class RankStagingDifference:
         since = "" if self.common is None else f" since step {self.common.step}"
         return (
             f"rank {self.lacking} saves none of the steps that rank {self.saving} saves{since}"
-            f" ({self.reason.value}), so no step is committed, and none can be restored: call"
+            f" ({self.reason.value}), so no newer step is committed or can be restored: call"
             " save(step) on every rank, with the same steps"
         )
 

@@ -212,7 +212,7 @@ def _watch_preemption(socket: str, rank: int) -> None:
                     client.call("/v1/flush", FlushRequest(), Flushed, timeout_s=30.0)
     except (ImportError, AttributeError, RuntimeError):
         log.info(
-            "keepstep: this version of Ray does not name a node that is preempted"
+            "keepstep: this version of Ray does not tell of preemptions: no flush comes before one"
             " [ray.preemption_unknown]"
         )
 

@@ -217,7 +217,7 @@ class StepImages:
                 if error.path in bad:
                     raise SidecarError(f"step {step_id}: {error}", code="not-verified") from error
                 log.warning(
-                    "keepstep: rank %d: an image of step %s does not verify (%s): the next copy is"
+                    "keepstep: rank %d: an image of step %s does not verify (%s): another copy is"
                     " asked for [restore.copy_refused]",
                     *(link.rank, step_id, error),
                 )

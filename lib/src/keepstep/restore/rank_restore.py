@@ -169,7 +169,7 @@ class RankRestore:
                         code="not-verified",
                     ) from error
                 log.warning(
-                    "keepstep: rank %d: step %s from %s does not verify (%s): the next copy is"
+                    "keepstep: rank %d: step %s from %s does not verify (%s): another copy is"
                     " asked for [restore.copy_refused]",
                     *(self._rank, self._id, opened.tier, error),
                 )
@@ -265,9 +265,9 @@ class RankRestore:
             )
         if others:
             log.warning(
-                "keepstep: rank %d: the frozen parameters with which this script begins are not"
-                " those of step %s, which are restored: %s. If it loads them, it has loaded"
-                " another base than before (another revision?) [restore.base_differs]",
+                "keepstep: rank %d: this script built other frozen parameters than step %s"
+                " has, and now has those of the step: %s. If it loads a base from files, their"
+                " revision may have changed [restore.base_differs]",
                 *(self._rank, self._id, few(others, 4)),
             )
         self._reloaded = others == []

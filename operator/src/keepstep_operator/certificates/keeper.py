@@ -76,7 +76,7 @@ class CertificateKeeper:
             await self._publish(ring)
         move = due_move(ring, now=self.clock(), overlap=self.kept.overlap)
         if move is not RingAction.NONE:
-            info("certificate.rotated", secret=self.kept.secret, move=move.value)
+            info("certificate.rotated", secret=self.kept.secret, authority=move.value)
             ring = self._moved(ring, move)
         new = rings.ring_secret(old, self.kept.secret, ring)
         if old is None:

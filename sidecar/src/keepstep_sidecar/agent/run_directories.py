@@ -169,7 +169,7 @@ def _places(root: OpenDirectory) -> Iterator[tuple[OpenDirectory, list[str]]]:
         yield place, runs
         if len(way) < _DEEPEST:
             waiting.extend((*way, name) for name in inner if name not in runs)
-    warn("directory.scan_truncated", path=str(root.path), limit=_MOST)
+    warn("directory.scan_truncated", path=str(root.path), most_directories=_MOST)
 
 
 def _directories(place: OpenDirectory) -> Iterator[str]:

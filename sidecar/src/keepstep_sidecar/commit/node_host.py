@@ -344,9 +344,9 @@ class NodeHost:
                 case StepCommittedOnTier(tier=Tier.LOCAL):
                     # Seldom: the lines that matter must not scroll out of the log.
                     if (
-                        left_out := self._seldom.suppressed_count_if_due("step.committed")
+                        suppressed := self._seldom.suppressed_count_if_due("step.committed")
                     ) is not None:
-                        info("step.committed", step=str(action.id), left_out=left_out)
+                        info("step.committed", step=str(action.id), lines_suppressed=suppressed)
                 case StepCommittedOnTier():
                     pass
                 case PersistInterval():

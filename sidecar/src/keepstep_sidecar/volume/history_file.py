@@ -140,7 +140,7 @@ class HistoryFile:
         forgotten = events[0].sequence - 1 - self.written
         directory = OpenDirectory.open_path(path.parent)
         if self.written >= 0 and forgotten > 0:  # the head of a new file must sum them up
-            info("history.shortened", path=str(path), events=forgotten)
+            info("history.shortened", path=str(path), events_removed=forgotten)
         elif self.written >= 0 and 0 < _plain_bytes(directory, path.name) < _LARGEST_BYTES:
             # Start with a newline, in case the last line is torn.
             news = (event for event in events if event.sequence > self.written)
