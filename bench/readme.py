@@ -16,7 +16,7 @@ from bench.processes import ROOT
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 PEERS = {
-    "keepstep, 4 KiB pages": "**keepstep**",
+    "keepstep": "**keepstep**",
     "keepstep, 2 MiB pages": "**keepstep**, huge pages",
     "torch.save + fsync": "`torch.save`, fsync",
     "dcp.async_save reused stager": "`dcp.async_save`, stager kept",

@@ -897,13 +897,14 @@ class Checkpointer:
             taken, rank=self._rank, world=self._world, may=self._lazy, lazy=lazy
         )
         if self._frozen.unseen:
+            names = few(sorted(self._frozen.unseen), 4)
             message = (
-                "frozen parameters were changed past torch's version counters:"
-                f" {few(sorted(self._frozen.unseen), 4)}. Step {self._last_step} has the new values,"
-                " some steps before it the former. Wrap such changes in checkpointer.mutating()"
+                f"frozen parameters were changed past torch's version counters: {names}. Step"
+                f" {self._last_step} has the new values, some steps before it the former. Wrap such"
+                " changes in checkpointer.mutating()"
             )
             # again where others are found later
-            saver.warn("save.frozen_parameters_changed", message, per=message)
+            saver.warn("save.frozen_parameters_changed", message, per=names)
         if not self._lazy and self._frozen.left_bytes:
             saver.warn(
                 "save.frozen_copied",
@@ -922,8 +923,8 @@ class Checkpointer:
         self._structure, self._changed = now, self._changed | found.keys()
         if texts:
             log.warning(
-                "keepstep: rank %d: since restore() %s. Build this before restore(), or the next start"
-                " ends in an error; latest_step(), called first, tells which step it must fit"
+                "keepstep: rank %d: since restore() %s. Build this before restore(), or the next"
+                " start ends in an error; latest_step(), called first, tells which step it must fit"
                 " (docs/add-keepstep.md, Models that change) [model.built_after_restore]",
                 *(self._rank, few(texts, 4)),
             )

@@ -6,7 +6,9 @@
     schedule          which steps are written and archived, and when
     retention         which steps may be deleted
     suspicion         which steps are suspect because the script failed after them
-    vote              what a rank can restore, when it may vote, and the step that all ranks choose
+    restore_vote      what a rank can restore, when it may vote, and the step that all ranks choose
+    staging_interval  how often a step is staged
+    history           what happened to a run, and its statistics
     commit_rule       which steps are committed, whole, or at risk
     ledger            the same from reports alone, and what a restart would do
 

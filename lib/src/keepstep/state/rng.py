@@ -134,7 +134,8 @@ def _apply_devices(kind: str, states: Any) -> None:
     )
     if len(states) != count:
         log.warning(
-            "keepstep: the step has random states of %d devices (%s), and %d are here: the others are not set"
+            "keepstep: the step has random states of %d devices (%s), and %d are here: the others"
+            " are not set"
             " [rng.device_count_differs]",
             len(states),
             kind,
