@@ -27,7 +27,7 @@ def test_a_kill_at_any_point_of_writing_loses_no_commit_and_leaves_no_torn_step(
     trainer = trainers(sidecar.socket)
     with contextlib.suppress(OSError, http.client.HTTPException, SidecarError):
         trainer.begin_run()
-        for step in range(1, 30):
+        for step in range(1, 300):  # a point of `spare` may take long to be passed
             trainer.wait(trainer.stage(step), "committed", flush=True)
             for place in sidecar.root.glob("0*"):
                 with contextlib.suppress(OSError):  # it was retired; else there is one to unlink
