@@ -43,7 +43,7 @@ class Trained:
         self.progress = {"n": 0}
         self.step = -1
         self.expected: dict[StepId, str] = {}
-        self.floor = self.raised_at = -1
+        self.floor = self.unbegun = -1
         self.begin()
 
     def begin(self) -> None:
@@ -83,7 +83,7 @@ class Trained:
 
     def save(self, around: Any = None) -> bool:
         """Train and save, with something around the call that may raise."""
-        step = self.train()
+        step, saves = self.train(), self.checkpointer.stats.saves
         try:
             kept = (
                 around(lambda: self.checkpointer.save(step))
@@ -91,7 +91,9 @@ class Trained:
                 else (self.checkpointer.save(step))
             )
         except (injection.Injected, injection.Hit, KeyboardInterrupt):
-            self.raised, self.raised_at = self.raised + 1, step
+            self.raised += 1
+            if self.checkpointer.stats.saves == saves:  # nothing of keepstep's saw this call
+                self.unbegun = step
             return False
         self.reported += kept
         return bool(kept)
@@ -148,12 +150,12 @@ class Trained:
         return True
 
     def closes(self, timeout_s: float = 20.0) -> bool:
-        """Whether `close` returns; then the last step is durable, unless its `save` raised."""
+        """Whether `close` returns; then the last step is durable, if its `save` began."""
         try:
             self.checkpointer.close(timeout=timeout_s)
         except NotDurableError:
             return False
-        if self.checkpointer.stats.saves and self.raised_at != self.step:
+        if self.checkpointer.stats.saves and self.unbegun != self.step:
             self.check_committed(self.step)
         return True
 
@@ -309,6 +311,21 @@ TRIVIAL = ("train", "wait", "wait_for_a_step_never_saved", "start_sidecar", "con
 @pytest.mark.parametrize("name", [event for event in EVENTS if event not in TRIVIAL])
 def test_a_single_fault_loses_no_step_silently(name):
     meet([("train", 0), ("wait", 1), (name, 7), ("train", 0), ("train", 0)], lazy=True)
+
+
+@pytest.mark.parametrize("lines", [18, 25])
+@pytest.mark.parametrize("error", [injection.Injected("early"), KeyboardInterrupt()], ids=repr)
+def test_close_stages_a_last_step_whose_save_ended_early_or_reports_it_as_lost(error, lines):
+    for changed in (False, True):
+        with running(lazy=True) as run:
+            run.save()
+            assert not run.save(lambda work: injection.raising_after(lines, error, work))
+            if changed:
+                run.optimizer.step()
+                with pytest.raises(NotDurableError, match=r"1 was not staged.*has changed"):
+                    run.checkpointer.close()
+            else:
+                assert run.closes()
 
 
 @pytest.mark.parametrize("number", range(40) if EXAMPLES else (1, 3, 5))

@@ -213,7 +213,7 @@ class Checkpointer:
         self._unsaved: UnsavedBufferDetector | None = None
         self._slow_reported = False
         self._cost, self._grid = StageCost(), (1, False)
-        self._last_step = self._off_grid = self._unhealthy = self._kept_step = -1
+        self._last_step = self._called_step = self._unhealthy = self._kept_step = -1
         self._moved = self._hinted = False
         self._left: UnslottedStep | None = None
         self._raised = False
@@ -660,10 +660,12 @@ class Checkpointer:
             return self._warn_off(step)
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
-        if healthy and number is not None and not self._is_due(number):
-            self._off_grid, self._moved = max(number, self._off_grid), False
-            self._measure_cost(saver, started, due=False)
-            return False
+        if healthy and number is not None and self._epoch is not None:
+            if number >= self._called_step and not self._saving:  # no call inside another
+                self._called_step, self._moved = number, False
+            if not self._is_due(number):
+                self._measure_cost(saver, started, due=False)
+                return False
         if healthy and number == self._last_step and self._has(saver, number):
             return True
         try:
@@ -739,7 +741,7 @@ class Checkpointer:
     def _report_failure(self, reason: str) -> None:
         """Tell the sidecar that the script itself failed. A sidecar that is away does not learn of
         it."""
-        step = max(self._last_step, self._off_grid, self._unhealthy)
+        step = max(self._last_step, self._called_step, self._unhealthy)
         if self._saver is not None and self._epoch is not None and step >= 0:
             self._saver.session.report_script_failure(StepId(self._epoch.id, step), reason)
 
@@ -1062,7 +1064,7 @@ class Checkpointer:
         ):
             raise NotDurableError(f"step {step} is not staged after {timeout_s:.0f} s")
         outcome = saver.find_staging_error(step)
-        if outcome is None and step <= self._off_grid and not self._is_due(step):
+        if outcome is None and step <= self._called_step and not self._is_due(step):
             outcome = f"one in {self._grid[0]} steps is (--stage-every)"
         if outcome is None:
             raise UsageError(f"step {step} was never saved here, or longer ago than is remembered")
@@ -1091,10 +1093,10 @@ class Checkpointer:
             return
         deadline = time.monotonic() + timeout
         try:
-            if self._epoch is not None and max(self._last_step, self._off_grid) >= 0:
+            if self._epoch is not None and max(self._last_step, self._called_step) >= 0:
                 self._close_last(saver, timeout)
         except BaseException as error:
-            last = max(self._last_step, self._off_grid)
+            last = max(self._last_step, self._called_step)
             self._unclosed = (
                 str(error)
                 if isinstance(error, KeepstepError)
@@ -1117,7 +1119,7 @@ class Checkpointer:
     def _close_last(self, saver: SaveThread, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         assert self._epoch is not None
-        last = max(self._last_step, self._off_grid)
+        last = max(self._last_step, self._called_step)
         if not saver.drain(timeout_s=timeout_s):
             raise NotDurableError(f"step {last} is not staged after {timeout_s:.0f} s")
         why_not = self._stage_last(saver, deadline)
@@ -1145,9 +1147,11 @@ class Checkpointer:
     def _stage_last(self, saver: SaveThread, deadline: float) -> str:
         """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
         Returns why that was not possible, or ''."""
-        left, step = self._left, self._off_grid
-        if off_grid := step > self._last_step:
+        left, step = self._left, self._called_step
+        if off_grid := step > self._last_step:  # or its save() was interrupted
             if self._moved:
+                if error := saver.find_staging_error(step):
+                    return f"{error}; the state has changed since"
                 return "not every step is staged, and the state has changed since (--stage-every)"
             saver.eager_next = True
         elif left is None:

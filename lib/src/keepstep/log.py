@@ -48,17 +48,17 @@ class LogLimit:
         self._every_s = every_s
         self._lock = threading.Lock()
         self._last: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
+        self._suppressed: dict[str, int] = {}
 
     def suppressed_count_if_due(self, key: str) -> int | None:
         """None when it is too soon; else how many were left out since the last one."""
         with self._lock:
             now = time.monotonic()
             if now - self._last.get(key, -self._every_s) < self._every_s:
-                self._left_out[key] = self._left_out.get(key, 0) + 1
+                self._suppressed[key] = self._suppressed.get(key, 0) + 1
                 return None
             self._last[key] = now
-            return self._left_out.pop(key, 0)
+            return self._suppressed.pop(key, 0)
 
 
 class _Few(logging.Filter):
@@ -69,10 +69,10 @@ class _Few(logging.Filter):
         self._limit = LogLimit()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        left_out = self._limit.suppressed_count_if_due(f"{record.pathname}:{record.lineno}")
-        if left_out:
-            record.fields = {"lines_suppressed": left_out}
-        return left_out is not None
+        suppressed = self._limit.suppressed_count_if_due(f"{record.pathname}:{record.lineno}")
+        if suppressed:
+            record.fields = {"lines_suppressed": suppressed}
+        return suppressed is not None
 
 
 def _event(record: logging.LogRecord) -> dict[str, str]:

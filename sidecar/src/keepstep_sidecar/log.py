@@ -20,6 +20,6 @@ class RareWarning(log.LogLimit):
 
     def __call__(self, event: str, **fields: object) -> None:
         """Log the event, or count it."""
-        left_out = self.suppressed_count_if_due(event)
-        if left_out is not None:
-            warn(event, **fields, **({"lines_suppressed": left_out} if left_out else {}))
+        suppressed = self.suppressed_count_if_due(event)
+        if suppressed is not None:
+            warn(event, **fields, **({"lines_suppressed": suppressed} if suppressed else {}))

@@ -84,7 +84,8 @@ class LocalShards:
             scan, aside = VolumeScan(unread=dict.fromkeys(roots, reason)), 0
         # No await from here on: lost shards must never be seen as merely absent.
         reasons = "; ".join(dict.fromkeys(scan.unread.values()))
-        self.unreadable = self.scan_failed = reasons and f"the volumes cannot be scanned: {reasons}"
+        failed = f"the volumes cannot be scanned: {reasons}" if scan.unread else ""
+        self.unreadable = self.scan_failed = failed
         hidden = (
             shard for shard in self.all() if self.volumes.volume_of(shard.path).root in scan.unread
         )
