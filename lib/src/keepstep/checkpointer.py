@@ -1148,7 +1148,7 @@ class Checkpointer:
         """Stage the last step if `--stage-every` left it out, or if there was no slot for it.
         Returns why that was not possible, or ''."""
         left, step = self._left, self._called_step
-        if off_grid := step > self._last_step:  # or its save() was interrupted
+        if unstaged := step > self._last_step:  # or its save() ended early
             if self._moved:
                 if error := saver.find_staging_error(step):
                     return f"{error}; the state has changed since"
@@ -1161,7 +1161,7 @@ class Checkpointer:
         started = time.perf_counter()
         saver.stats.saves += 1
         try:
-            if off_grid:
+            if unstaged:
                 with self._turn:
                     self._save(saver, step, started, patience_s=_left_s(deadline))
             elif left is not None:
