@@ -154,7 +154,7 @@ def test_a_single_slot_is_filled_again_once_its_step_is_durable_on_every_rank(
         ranks[1].stage(step)
         for rank in ranks:
             rank.begin()
-        assert ranks[0].wait(first, "durable").reached
+        assert ranks[0].wait(first, "committed").reached
         assert sidecar.published()[-1:] == [step]
     assert [len(slots_of(sidecar, rank)) for rank in (0, 1)] == [1, 1]
 
