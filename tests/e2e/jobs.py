@@ -166,10 +166,13 @@ def headless_service(name: str) -> Object:
 
 
 def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
-    """A JobSet of one Indexed Job; JobSet itself makes the headless Service."""
-    job = indexed_job(name, pods=pods, **of_template)
-    spec = job["spec"]
+    """A JobSet of a job for each pod; JobSet itself makes the headless Service."""
+    job = indexed_job(name, **of_template)
+    spec = job["spec"] | {"completions": 1, "parallelism": 1}
     _variable(spec["template"], "MASTER_ADDR")["value"] = f"{name}-trainers-0-0.{name}"
+    _variable(spec["template"], "WORLD_SIZE")["value"] = str(pods)
+    field = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-global-index']"}
+    _variable(spec["template"], "RANK")["valueFrom"] = {"fieldRef": field}
     del spec["template"]["spec"]["subdomain"]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -177,7 +180,7 @@ def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
         "metadata": {"name": name},
         "spec": {
             "failurePolicy": {"maxRestarts": 5},
-            "replicatedJobs": [{"name": "trainers", "replicas": 1, "template": {"spec": spec}}],
+            "replicatedJobs": [{"name": "trainers", "replicas": pods, "template": {"spec": spec}}],
         },
     }
 

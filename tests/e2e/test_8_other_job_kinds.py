@@ -20,6 +20,8 @@ def test_a_job_set_resumes_from_memory(
 ) -> None:
     namespace.apply(jobs.policy(), jobs.job_set())
     _killed_and_back(cluster, namespace, "jobset.sigs.k8s.io/jobset-name=gpt", reference)
+    labels = [pod["metadata"]["labels"] for pod in namespace.list("pods")]
+    assert sorted(found["keepstep.dev/node-rank"] for found in labels) == ["0", "10000"]
 
 
 def test_a_stateful_set_resumes_from_memory(

@@ -7,9 +7,12 @@ import gc
 import socket
 import threading
 import time
+from contextlib import AsyncExitStack
 
 import psutil
+import pytest
 
+from keepstep_sidecar.leader import hub
 from keepstep_sidecar.leader.hub import MemberConnection
 from keepstep_sidecar.leader.link import LeaderConnection
 from keepstep_sidecar.tiers.peer.member_frames import ConnectionTimeouts, FrameKind
@@ -295,6 +298,20 @@ async def test_a_node_rank_that_the_run_cannot_have_is_refused() -> None:
             async with running(member):
                 await until(lambda: member.link.connected or (why and why in member.link.reason))  # noqa: B023
                 assert member.link.connected is not bool(why)
+
+
+async def test_of_a_run_in_pods_the_number_of_members_is_bounded_and_not_their_node_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub, "_MOST_NODES", 2)
+    async with leading() as leader, AsyncExitStack() as stack:
+        members = [Linked(leader.address, node_rank=rank) for rank in (1, 10_000, 10_001)]
+        for member in members[:2]:
+            await stack.enter_async_context(running(member))
+            await until(lambda: member.link.connected)  # noqa: B023
+        await stack.enter_async_context(running(members[2]))
+        await until(lambda: "a run has 2 nodes at most" in members[2].link.reason)
+        assert not members[2].link.connected
 
 
 async def test_a_connection_that_violates_the_frame_order_is_refused() -> None:

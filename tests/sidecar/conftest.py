@@ -83,14 +83,14 @@ def pods(
     memory_dir: Path,
     identity: Identity,
     operators: Callable[..., OperatorHost],
-) -> Iterator[Callable[[str], list[Pod]]]:
-    """Makes the two pods of a run (not started); kills their sidecars at the end, before
-    `operators` end."""
+) -> Iterator[Callable[..., list[Pod]]]:
+    """Makes the two pods of a run, with those node ranks (not started); kills their sidecars at
+    the end, before `operators` end."""
     made: list[Pod] = []
     leader = free_port()
 
-    def make(url: str) -> list[Pod]:
-        for node in range(2):
+    def make(url: str, nodes: tuple[int, int] = (0, 1)) -> list[Pod]:
+        for node in nodes:
             places = {"memory": memory_dir / f"pod-{node}", "home": tmp_path / f"pod-{node}"}
             made.append(Pod(node, **places, url=url, ca=identity.pem, leader=leader))
         return made

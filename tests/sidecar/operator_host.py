@@ -117,6 +117,10 @@ class OperatorHost:
             if connection.transport is not None:
                 connection.transport.abort()
         await runner.cleanup()
+        # a connection whose handshake goes on is not the server's yet
+        for transport in list(asyncio.get_running_loop()._transports.values()):  # type: ignore[attr-defined]
+            transport.abort()
+        await asyncio.sleep(0)
 
     def _node_rank(self, request: web.Request) -> int:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -139,6 +140,28 @@ def test_after_both_pods_were_lost_the_common_step_is_fetched_ahead_and_restored
     assert [candidate.id.step for candidate in found.candidates] == [7, 8]
     assert found.plan == step_id
     assert team.restore() == step_id
+
+
+def test_node_ranks_may_have_gaps(
+    pods: Callable[..., list[Pod]], operator: OperatorHost, trainers: Trainers
+) -> None:
+    """As those of a JobSet with several jobs, where each job begins at a multiple of 10,000."""
+    team = Team(pods(operator.url, nodes=(0, 70_000)), trainers)
+    both, ranks = team.start("--peer-replicas", "1")
+    step_id = team.reach(7)
+    for rank in ranks:
+        assert rank.wait(step_id, "committed", flush=True).reached
+    for pod in both:
+        eventually(lambda pod=pod: pod.get("/v1/status")["watermarks"].get("peer"), what="a copy")
+    both[1].kill()
+    both[1].lose_memory()
+    shutil.rmtree(both[1].root)
+    both[1].start("--peer-replicas", "1")
+    team.disconnect()
+    team.come_back()
+    assert team.restore() == step_id
+    assert operator.newest is not None
+    assert [node.node_rank for node in operator.newest.nodes] == [0, 70_000]
 
 
 def test_a_restore_is_reported_with_step_tier_and_what_was_lost(

@@ -40,7 +40,6 @@ DUPLICATE = (
     "DuplicateNodeRank: two sidecars have node rank {}: give each machine a --node-rank of its own,"
     " or end the sidecar that is left over"
 )
-MOST_NODES = 4096
 INTERVAL_S = 10.0
 _LEAST_GAP_S = 0.05
 _GAP_ALONE_S = 0.25
@@ -205,9 +204,9 @@ class Leader:
             raise UsageError(DUPLICATE.format(0))
 
     def _member(self, node_rank: int, member_report: MemberReport) -> _Member:
-        if member_report.nodes != (self.nodes or 0) or not 0 <= node_rank < (
-            self.nodes or MOST_NODES
-        ):
+        # pods may have any node ranks: each job of a JobSet begins at a multiple of 10,000
+        misplaced = self.nodes is not None and node_rank >= self.nodes
+        if misplaced or member_report.nodes != (self.nodes or 0):
             raise UsageError(
                 f"node rank {node_rank} of {member_report.nodes} nodes asks to join a run of"
                 f" {self.nodes}:"

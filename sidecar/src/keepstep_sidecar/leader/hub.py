@@ -91,10 +91,11 @@ class Hub:
         take: Callable[[MemberConnection, bytes], None],
         gone: Callable[[MemberConnection], None],
         *,
-        nodes: int = _MOST_NODES,
+        nodes: int | None = None,
         limits: ConnectionTimeouts = LIMITS,
     ) -> None:
-        """`nodes`: how many the run has, at most."""
+        """`nodes`: how many the run has, so that node ranks are lower. None: they are any numbers,
+        as in pods, of at most 4,096 machines."""
         self.take, self.limits = take, limits
         self._gone = gone
         self._nodes = nodes
@@ -127,12 +128,15 @@ class Hub:
         if self._closed:
             return secure.close()
         member = MemberConnection(self, secure, identity, address)
-        if identity.node_rank >= self._nodes:
+        rank, known = identity.node_rank, len(self._arriving) + len(self._members)
+        if self._nodes is not None and rank >= self._nodes:
             return member.refuse(f"the run has {self._nodes} nodes at most")
-        before = self._arriving.get(identity.node_rank)
+        if known >= _MOST_NODES and rank not in self._arriving and rank not in self._members:
+            return member.refuse(f"a run has {_MOST_NODES} nodes at most")
+        before = self._arriving.get(rank)
         if before is not None:
             before.close("a newer connection replaced it before its first message")
-        self._arriving[identity.node_rank] = member
+        self._arriving[rank] = member
         return None
 
     def enter(self, member: MemberConnection) -> None:

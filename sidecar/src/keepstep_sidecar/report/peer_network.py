@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from keepstep.errors import UsageError
-from keepstep.leader.leader import DUPLICATE, MOST_NODES
+from keepstep.leader.leader import DUPLICATE
 from keepstep_sidecar.concurrency import ChangeNotifier
 from keepstep_sidecar.config.sidecar import Config
 from keepstep_sidecar.leader.host import Host
@@ -40,7 +40,7 @@ class PeerConnectionFactory:
             self._hub = Hub(
                 host.receive_member_frame,
                 host.handle_disconnect,
-                nodes=host.leader.nodes or MOST_NODES,
+                nodes=host.leader.nodes,
             )
         self._refused: Callable[[], Iterable[str]] = tuple
         self._link: LeaderConnection | None = None
