@@ -7,15 +7,17 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.compiler._cache import CacheArtifactManager
 
+import keepstep as keepstep_library
 from keepstep import compile_cache
 from keepstep.directory import OpenDirectory
-from keepstep.errors import StorageError
+from keepstep.errors import StorageError, UsageError
 from tests.cli.conftest import TRAIN, Keepstep
 
 PYTHON = sys.executable
@@ -52,6 +54,34 @@ for step in range(at.step + 1 if at else 0, 4):
 checkpointer.close()
 """
 
+ELSEWHERE = """
+import json, os, sys, torch, keepstep
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(2)), torch.nn.GELU())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = keepstep.CompileCache()
+state = {"model": model, "optimizer": optimizer, "compiled": kept}
+checkpointer = keepstep.Checkpointer(state)
+at = checkpointer.restore()
+restored = kept.state_dict()["parts"]
+compiled = torch.compile(model)
+for step in range(at.step + 1 if at else 0, 4):
+    compiled(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.save(step)
+    if step == 1:
+        checkpointer.wait(step, "archived", timeout=60)
+        break
+same = [*map(id, kept.state_dict()["parts"])] == [*map(id, restored)]
+report = {"step": step, "same": same, "tier": at and at.tier, **counters["inductor"]}
+print(json.dumps(report), flush=True)
+if step == 1:
+    os.kill(os.getpid(), 9)
+checkpointer.close()
+"""
 
 RANKS = """
 import json, os, pathlib, signal, sys, threading, time, torch, keepstep
@@ -124,6 +154,103 @@ def test_a_restart_after_a_kill_compiles_nothing_again(keepstep: Keepstep) -> No
     assert "fxgraph_cache_miss" not in second
     kept = keepstep.directory / "train" / "compile-cache"
     assert list(kept.glob("*/inductor/**/*.so"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
+def test_a_restart_on_another_machine_finds_its_compiled_graphs_in_the_step(
+    keepstep: Keepstep,
+) -> None:
+    command = ("--", PYTHON, keepstep.script("train.py", ELSEWHERE))
+    (keepstep.home / "archive").mkdir()
+    archive = ("--archive", str(keepstep.home / "archive"), "--archive-every", "1")
+    reports = []
+    for machine in ("one", "two"):
+        output, errors = keepstep.start("run", "--dir", machine, *archive, *command).communicate()
+        reports.append(json.loads(output or errors))
+    first, second = reports
+    assert (first["step"], second["step"], second["tier"]) == (1, 3, "archive")
+    assert first["fxgraph_cache_miss"] > 0
+    assert second["fxgraph_cache_hit"] == first["fxgraph_cache_miss"]
+    assert "fxgraph_cache_miss" not in second
+    assert (first["same"], second["same"]) == (False, True), "only what is new is added"
+
+
+@pytest.fixture
+def recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], None]]:
+    """Record an artifact, as inductor does when it has found the best form of a kernel."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    CacheArtifactManager._ensure_cache_artifacts_registered()
+    with CacheArtifactManager.with_fresh_cache():
+        yield lambda key, content: CacheArtifactManager.record_artifact("autotune", key, content)
+
+
+def test_a_step_holds_what_was_compiled_before_it(
+    recorded: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    kept = keepstep_library.CompileCache()
+    assert kept.state_dict() == {"parts": []}, "nothing is compiled yet"
+    recorded("aa1", "first")
+    (first,) = kept.state_dict()["parts"]
+    (again,) = kept.state_dict()["parts"]
+    assert again is first, "nothing new"
+    recorded("bb2", "second")
+    again, second = kept.state_dict()["parts"]
+    assert again is first
+    restored = keepstep_library.CompileCache()
+    for _ in range(2):  # the second time as if the first step had not been whole
+        restored.load_state_dict({"parts": [first, second]})
+    found = {json.loads(path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {"first", "second"}, "where torch looks for them"
+    recorded("aa1", "first")
+    assert len(restored.state_dict()["parts"]) == 2, "it was restored"
+    recorded("cc3", "third")
+    assert len(restored.state_dict()["parts"]) == 3
+
+
+def test_compile_caches_beyond_the_limit_are_in_no_step(
+    recorded: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = keepstep_library.CompileCache(limit_bytes=1 << 20)
+    recorded("aa1", "first")
+    assert len(kept.state_dict()["parts"]) == 1
+    recorded("bb2", "x" * (1 << 20))
+    for _ in range(2):
+        assert len(kept.state_dict()["parts"]) == 1
+    assert len(caplog.messages) == 1
+    assert "[compile_cache.too_large]" in caplog.text
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("foreign", [b"foreign", b""])
+def test_a_compile_cache_that_torch_cannot_read_does_not_stop_a_restore(foreign: bytes) -> None:
+    kept = keepstep_library.CompileCache()
+    kept.load_state_dict({"parts": [torch.tensor(list(foreign), dtype=torch.uint8)]})
+    assert kept.state_dict() == {"parts": []}
+
+
+def test_a_compile_cache_that_cannot_be_written_does_not_stop_a_restore(
+    recorded: Callable[[str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorded("aa1", "first")
+    state = keepstep_library.CompileCache().state_dict()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "below"))
+    keepstep_library.CompileCache().load_state_dict(state)
+    assert "[compile_cache.unusable]" in caplog.text
+
+
+def test_a_torch_without_portable_compile_caches_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(CacheArtifactManager, "need_serialize")
+    with pytest.raises(UsageError, match="has no portable compile caches"):
+        keepstep_library.CompileCache()
 
 
 @pytest.mark.timeout(300)

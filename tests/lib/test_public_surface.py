@@ -16,6 +16,6 @@ def test_every_error_of_restore_wait_and_close_can_be_caught_by_its_name() -> No
     classes = [var for var in vars(errors).values() if isinstance(var, type)]
     known = {class_.__name__ for class_ in classes if class_.__module__ == errors.__name__}
     known -= {*_NAMED_BY_OTHERS_ONLY}
-    assert set(keepstep.__all__) == known | {"Batches", "Checkpointer", "Restored"}
+    assert set(keepstep.__all__) == known | {"Batches", "Checkpointer", "CompileCache", "Restored"}
     for name in known:
         assert getattr(keepstep, name) is getattr(errors, name)

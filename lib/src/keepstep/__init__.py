@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keepstep.checkpointer import Checkpointer as Checkpointer
     from keepstep.checkpointer import Restored as Restored
+    from keepstep.compile_cache import CompileCache as CompileCache
     from keepstep.integrations.loaders import Batches as Batches
 
 from keepstep.errors import (
@@ -41,6 +42,7 @@ from keepstep.version import __version__ as __version__
 __all__ = [
     "Batches",
     "Checkpointer",
+    "CompileCache",
     "CoverageError",
     "DigestError",
     "KeepstepError",
@@ -75,6 +77,10 @@ def __getattr__(name: str) -> Any:
         from keepstep import checkpointer
 
         return getattr(checkpointer, name)
+    if name == "CompileCache":
+        from keepstep.compile_cache import CompileCache
+
+        return CompileCache
     if name == "Batches":
         from keepstep.integrations.loaders import Batches
 

@@ -1,7 +1,8 @@
-"""Where torch.compile and Triton keep what they compiled: beside the run, for its next life.
+"""What torch.compile and Triton compiled, for the next life: beside the run, or in its steps.
 
-What lies there is executed: machine code, and pickles. So it is used only where this user alone may
-write, and never where its owner chose another place.
+It is executed: machine code, and pickles. So the caches beside the run are used only where this
+user alone may write, and never where its owner chose another place; and in steps, which go to other
+machines, they are kept only if the program asks for that (`CompileCache`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from keepstep.directory import OpenDirectory
-from keepstep.errors import StorageError
+from keepstep.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 DIRECTORY_ENV: Final = "KEEPSTEP_COMPILE_CACHE_DIR"
 """In a pod: the directory that admission mounted for this."""
@@ -23,6 +27,7 @@ POD_NAME: Final = ".compile-cache"
 """The directory on a pod's volume, beside the sidecar's. No run has such a name."""
 
 _PARTS: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_log: Final = logging.getLogger("keepstep")
 _LEAST_FREE_BYTES: Final = 1 << 30
 _DEEPEST: Final = 16
 
@@ -66,7 +71,93 @@ def use_mounted_cache() -> None:
         place = OpenDirectory.open_path(Path(mounted))
         os.environ.update(cache_variables(place, str(os.geteuid())))
     except (OSError, StorageError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            logging.getLogger("keepstep").warning(
-                "keepstep: no compile cache is kept: %s [compile_cache.disabled]", error
-            )
+        if _is_first_rank():
+            _log.warning("keepstep: no compile cache is kept: %s [compile_cache.disabled]", error)
+
+
+class CompileCache:
+    """`{"model": model, "compiled": keepstep.CompileCache()}`: each step holds what torch.compile
+    compiled, so that a restart on another machine need not compile again.
+
+    It needs torch's portable caches (`torch.compiler.save_cache_artifacts`), which leave out what a
+    C++ compiler made for a CPU. Each rank keeps its own, in each step; what fits no graph of the
+    next life, such as that of another torch or device, is not used. Of more than `limit_bytes` the
+    newest are not kept, which a line in the log says.
+
+    A restore executes them: use this only where those who may write the run's steps (in an archive,
+    on other machines) may run code in the training. Raises UsageError if this torch has no such
+    caches.
+    """
+
+    def __init__(self, *, limit_bytes: int = 64 << 20) -> None:
+        import torch
+
+        try:
+            from torch.compiler._cache import CacheArtifactManager
+
+            self._is_new = CacheArtifactManager.need_serialize
+            self._forget = CacheArtifactManager.clear
+        except (ImportError, AttributeError):
+            raise UsageError(
+                f"torch {torch.__version__} has no portable compile caches: leave CompileCache out"
+            ) from None
+        self._limit_bytes = limit_bytes
+        self._keys = set[tuple[str, str]]()
+        self._parts: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._is_new():
+            self._take()
+        return {"parts": list(self._parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._parts, self._keys = [], set()
+        for part in state["parts"]:
+            self._load(part.clone())
+
+    def _load(self, part: torch.Tensor) -> None:
+        import torch
+
+        try:
+            found = torch.compiler.load_cache_artifacts(part.numpy().tobytes())
+        except Exception as error:  # what is missing is compiled again
+            if _is_first_rank():
+                _log.warning(
+                    "keepstep: the step's compile cache is not used: %r [compile_cache.unusable]",
+                    error,
+                )
+            return
+        if found is not None:  # else torch has logged why
+            self._parts.append(part)
+            self._keys |= _keys(found)
+
+    def _take(self) -> None:
+        """Keep what is new as a part of its own: what torch appends to earlier artifacts hides
+        those of the same kind."""
+        import torch
+
+        taken = torch.compiler.save_cache_artifacts()
+        self._forget()
+        if taken is None or (keys := _keys(taken[1])) <= self._keys:
+            return
+        self._keys |= keys
+        size = len(taken[0]) + sum(part.numel() for part in self._parts)
+        if size > self._limit_bytes:
+            if _is_first_rank():
+                _log.warning(
+                    "keepstep: %d MiB of compile caches are not in this step: with the others they"
+                    " are more than CompileCache(limit_bytes=), %d MiB [compile_cache.too_large]",
+                    len(taken[0]) >> 20,
+                    self._limit_bytes >> 20,
+                )
+            return
+        self._parts.append(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
+
+
+def _is_first_rank() -> bool:
+    """What all ranks find is logged by one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _keys(info: Any) -> set[tuple[str, str]]:
+    return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}
