@@ -9,10 +9,10 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.compiler._cache import CacheArtifactManager
 
 import keepstep as keepstep_library
 from keepstep import compile_cache
@@ -161,6 +161,7 @@ def test_a_restart_after_a_kill_compiles_nothing_again(keepstep: Keepstep) -> No
 def test_a_restart_on_another_machine_finds_its_compiled_graphs_in_the_step(
     keepstep: Keepstep,
 ) -> None:
+    artifacts()
     command = ("--", PYTHON, keepstep.script("train.py", ELSEWHERE))
     (keepstep.home / "archive").mkdir()
     archive = ("--archive", str(keepstep.home / "archive"), "--archive-every", "1")
@@ -176,15 +177,20 @@ def test_a_restart_on_another_machine_finds_its_compiled_graphs_in_the_step(
     assert (first["same"], second["same"]) == (False, True), "only what is new is added"
 
 
+def artifacts() -> Any:
+    return pytest.importorskip("torch.compiler._cache", reason="as torch 2.6").CacheArtifactManager
+
+
 @pytest.fixture
 def recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], None]]:
     """Record an artifact, as inductor does when it has found the best form of a kernel."""
+    manager = artifacts()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    CacheArtifactManager._ensure_cache_artifacts_registered()
-    with CacheArtifactManager.with_fresh_cache():
-        yield lambda key, content: CacheArtifactManager.record_artifact("autotune", key, content)
+    manager._ensure_cache_artifacts_registered()
+    with manager.with_fresh_cache():
+        yield lambda key, content: manager.record_artifact("autotune", key, content)
 
 
 def test_a_step_holds_what_was_compiled_before_it(
@@ -248,7 +254,7 @@ def test_a_compile_cache_that_cannot_be_written_does_not_stop_a_restore(
 def test_a_torch_without_portable_compile_caches_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(CacheArtifactManager, "need_serialize")
+    monkeypatch.delattr(artifacts(), "need_serialize")
     with pytest.raises(UsageError, match="has no portable compile caches"):
         keepstep_library.CompileCache()
 
