@@ -19,6 +19,7 @@ from keepstep import compile_cache
 from keepstep.directory import OpenDirectory
 from keepstep.errors import StorageError, UsageError
 from tests.cli.conftest import TRAIN, Keepstep
+from tests.lib.training import bring_back, keep
 
 PYTHON = sys.executable
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another group")
@@ -65,7 +66,7 @@ kept = keepstep.CompileCache()
 state = {"model": model, "optimizer": optimizer, "compiled": kept}
 checkpointer = keepstep.Checkpointer(state)
 at = checkpointer.restore()
-restored = kept.state_dict()["parts"]
+restored = kept.state_dict()["torch_compile_cache"]
 compiled = torch.compile(model)
 for step in range(at.step + 1 if at else 0, 4):
     compiled(torch.ones(2, 16)).sum().backward()
@@ -75,7 +76,7 @@ for step in range(at.step + 1 if at else 0, 4):
     if step == 1:
         checkpointer.wait(step, "archived", timeout=60)
         break
-same = [*map(id, kept.state_dict()["parts"])] == [*map(id, restored)]
+same = [*map(id, kept.state_dict()["torch_compile_cache"])] == [*map(id, restored)]
 report = {"step": step, "same": same, "tier": at and at.tier, **counters["inductor"]}
 print(json.dumps(report), flush=True)
 if step == 1:
@@ -197,23 +198,23 @@ def test_a_step_holds_what_was_compiled_before_it(
     recorded: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     kept = keepstep_library.CompileCache()
-    assert kept.state_dict() == {"parts": []}, "nothing is compiled yet"
+    assert kept.state_dict() == {"torch_compile_cache": []}, "nothing is compiled yet"
     recorded("aa1", "first")
-    (first,) = kept.state_dict()["parts"]
-    (again,) = kept.state_dict()["parts"]
+    (first,) = kept.state_dict()["torch_compile_cache"]
+    (again,) = kept.state_dict()["torch_compile_cache"]
     assert again is first, "nothing new"
     recorded("bb2", "second")
-    again, second = kept.state_dict()["parts"]
+    again, second = kept.state_dict()["torch_compile_cache"]
     assert again is first
     restored = keepstep_library.CompileCache()
     for _ in range(2):  # the second time as if the first step had not been whole
-        restored.load_state_dict({"parts": [first, second]})
+        restored.load_state_dict({"torch_compile_cache": [first, second]})
     found = {json.loads(path.read_bytes()) for path in tmp_path.rglob("*") if path.is_file()}
     assert found == {"first", "second"}, "where torch looks for them"
     recorded("aa1", "first")
-    assert len(restored.state_dict()["parts"]) == 2, "it was restored"
+    assert len(restored.state_dict()["torch_compile_cache"]) == 2, "it was restored"
     recorded("cc3", "third")
-    assert len(restored.state_dict()["parts"]) == 3
+    assert len(restored.state_dict()["torch_compile_cache"]) == 3
 
 
 def test_compile_caches_beyond_the_limit_are_in_no_step(
@@ -221,20 +222,45 @@ def test_compile_caches_beyond_the_limit_are_in_no_step(
 ) -> None:
     kept = keepstep_library.CompileCache(limit_bytes=1 << 20)
     recorded("aa1", "first")
-    assert len(kept.state_dict()["parts"]) == 1
+    assert len(kept.state_dict()["torch_compile_cache"]) == 1
     recorded("bb2", "x" * (1 << 20))
     for _ in range(2):
-        assert len(kept.state_dict()["parts"]) == 1
+        assert len(kept.state_dict()["torch_compile_cache"]) == 1
     assert len(caplog.messages) == 1
-    assert "[compile_cache.too_large]" in caplog.text
+    assert "[compile_cache.unsaved]" in caplog.text
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.usefixtures("sidecar")
+def test_a_run_may_begin_and_cease_to_keep_its_compile_cache(
+    recorded: Callable[[str, str], None], compiled: bool
+) -> None:
+    saved = {"model": torch.nn.Linear(2, 2), "compiled": keepstep_library.CompileCache()}
+    if compiled:
+        recorded("aa1", "first")
+    keep(saved)
+    model = {"model": torch.nn.Linear(2, 2)}
+    assert bring_back(model) is not None
+    assert model["model"].weight.equal(saved["model"].weight)
+    keep(model, step=1)
+    again = {"model": torch.nn.Linear(2, 2), "compiled": keepstep_library.CompileCache()}
+    assert bring_back(again) is not None
+
+
+@pytest.mark.usefixtures("sidecar")
+def test_a_component_that_only_resembles_a_compile_cache_is_not_left_out() -> None:
+    model = {"model": torch.nn.Linear(2, 2)}
+    keep({**model, "other": {"torch_compile_cache": [], "more": 1}})
+    with pytest.raises(keepstep_library.MismatchError, match="other: in the checkpoint"):
+        bring_back(model)
 
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("foreign", [b"foreign", b""])
 def test_a_compile_cache_that_torch_cannot_read_does_not_stop_a_restore(foreign: bytes) -> None:
     kept = keepstep_library.CompileCache()
-    kept.load_state_dict({"parts": [torch.tensor(list(foreign), dtype=torch.uint8)]})
-    assert kept.state_dict() == {"parts": []}
+    kept.load_state_dict({"torch_compile_cache": [torch.tensor(list(foreign), dtype=torch.uint8)]})
+    assert kept.state_dict() == {"torch_compile_cache": []}
 
 
 def test_a_compile_cache_that_cannot_be_written_does_not_stop_a_restore(

@@ -32,6 +32,7 @@ def _live(directory: Path, world: int, life: int) -> None:
     for rank, log in enumerate(logs):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)}
         environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world)}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(directory / f"compiled.{rank}")
         with log.open("wb") as out:
             words = [str(SCRIPT), str(directory), str(life)]
             ranks.append(warm.Process(words, stdout=out, env=environment))

@@ -121,6 +121,17 @@ def own_optimizers():
     }
 
 
+def ddp_and_compiled():
+    """Each rank has compiled something else."""
+    try:
+        from torch.compiler._cache import CacheArtifactManager as artifacts  # noqa: N813
+    except ImportError:  # torch 2.6
+        return ddp()
+    artifacts._ensure_cache_artifacts_registered()
+    artifacts.record_artifact("autotune", f"rank-{RANK}", {"rank": RANK})
+    return {**ddp(), "compiled": keepstep.CompileCache()}
+
+
 # name -> what it makes, and the options of its Checkpointer
 LAYOUTS = {
     2: {
@@ -136,7 +147,7 @@ LAYOUTS = {
         "two-dimensions": (two_dimensions, {}),
         "hybrid": (hybrid, {}),
         "empty-shards": (empty, {}),
-        "ddp-on-two-nodes": (ddp, {}),
+        "ddp-on-two-nodes": (ddp_and_compiled, {}),
         "hybrid-on-two-nodes": (hybrid, {}),
         "ddp-spread-over-nodes": (ddp, {"replicated": "Spread"}),
     },

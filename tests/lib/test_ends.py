@@ -104,6 +104,19 @@ def test_close_makes_the_last_step_durable_where_only_every_fourth_is_staged(sid
         checkpointer.close(timeout=30)
 
 
+def test_an_interrupt_at_the_very_end_of_a_save_does_not_hide_the_later_ones_from_close(
+    sidecars, monkeypatch
+):
+    sidecar = sidecars().start("--stage-every", "4")
+    monkeypatch.setenv("KEEPSTEP_SOCKET", str(sidecar.socket))
+    checkpointer = begun({"state": {"loss": 0.5}})
+    checkpointer.save(4)
+    checkpointer._saving = True  # the interrupt came where it is reset
+    checkpointer.save(5)
+    checkpointer.close(timeout=30)
+    assert sidecar.published()[-1] == 5
+
+
 def test_close_does_not_stage_a_changed_state_under_the_number_of_the_last_step(
     sidecars, monkeypatch
 ):

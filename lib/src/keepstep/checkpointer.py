@@ -661,7 +661,7 @@ class Checkpointer:
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
         if healthy and number is not None and self._epoch is not None:
-            if number >= self._called_step and not self._saving:  # no call inside another
+            if number >= self._called_step and not self._is_inside_save():
                 self._called_step, self._moved = number, False
             if not self._is_due(number):
                 self._measure_cost(saver, started, due=False)
@@ -754,10 +754,13 @@ class Checkpointer:
             )
         return False
 
+    def _is_inside_save(self) -> bool:
+        # the flag alone may be stale: an exception may come just where it is reset
+        return self._saving and _is_running(Checkpointer._save)
+
     def _save_alone(self, saver: SaveThread, step: int, started: float) -> bool:
         with self._turn:
-            # the flag alone may be stale: an exception may come just where it is reset
-            if self._saving and _is_running(Checkpointer._save):
+            if self._is_inside_save():
                 raise UsageError(
                     "save() was called inside save(), by a signal handler: let the handler set a"
                     " flag, and call save() in the training loop"
@@ -1152,6 +1155,8 @@ class Checkpointer:
             if self._moved:
                 if error := saver.find_staging_error(step):
                     return f"{error}; the state has changed since"
+                if self._is_due(step):
+                    return "its save() ended early, and the state has changed since"
                 return "not every step is staged, and the state has changed since (--stage-every)"
             saver.eager_next = True
         elif left is None:

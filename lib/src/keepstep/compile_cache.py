@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +27,7 @@ POD_NAME: Final = ".compile-cache"
 """The directory on a pod's volume, beside the sidecar's. No run has such a name."""
 
 _PARTS: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_KEY: Final = "torch_compile_cache"
 _log: Final = logging.getLogger("keepstep")
 _LEAST_FREE_BYTES: Final = 1 << 30
 _DEEPEST: Final = 16
@@ -82,7 +83,8 @@ class CompileCache:
     It needs torch's portable caches (`torch.compiler.save_cache_artifacts`), which leave out what a
     C++ compiler made for a CPU. Each rank keeps its own, in each step; what fits no graph of the
     next life, such as that of another torch or device, is not used. Of more than `limit_bytes` the
-    newest are not kept, which a line in the log says.
+    newest are not kept, which a line in the log says. A run may begin and cease to use this. torch
+    forgets what was taken: a second CompileCache, or a call of the script's own, gets nothing.
 
     A restore executes them: use this only where those who may write the run's steps (in an archive,
     on other machines) may run code in the training. Raises UsageError if this torch has no such
@@ -93,10 +95,11 @@ class CompileCache:
         import torch
 
         try:
-            from torch.compiler._cache import CacheArtifactManager
+            from torch.compiler import _cache
 
-            self._is_new = CacheArtifactManager.need_serialize
-            self._forget = CacheArtifactManager.clear
+            self._is_new = _cache.CacheArtifactManager.need_serialize
+            self._forget = _cache.CacheArtifactManager.clear
+            _keys(_cache.CacheInfo())
         except (ImportError, AttributeError):
             raise UsageError(
                 f"torch {torch.__version__} has no portable compile caches: leave CompileCache out"
@@ -107,12 +110,19 @@ class CompileCache:
 
     def state_dict(self) -> dict[str, Any]:
         if self._is_new():
-            self._take()
-        return {"parts": list(self._parts)}
+            try:
+                self._take()
+            except Exception as error:
+                if _is_first_rank():
+                    _log.warning(
+                        "keepstep: what was compiled is in no step: %r [compile_cache.unsaved]",
+                        error,
+                    )
+        return {_KEY: list(self._parts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._parts, self._keys = [], set()
-        for part in state["parts"]:
+        for part in state[_KEY]:
             self._load(part.clone())
 
     def _load(self, part: torch.Tensor) -> None:
@@ -143,15 +153,15 @@ class CompileCache:
         self._keys |= keys
         size = len(taken[0]) + sum(part.numel() for part in self._parts)
         if size > self._limit_bytes:
-            if _is_first_rank():
-                _log.warning(
-                    "keepstep: %d MiB of compile caches are not in this step: with the others they"
-                    " are more than CompileCache(limit_bytes=), %d MiB [compile_cache.too_large]",
-                    len(taken[0]) >> 20,
-                    self._limit_bytes >> 20,
-                )
-            return
+            raise StorageError(
+                f"with it there are {size >> 20} MiB, more than limit_bytes={self._limit_bytes}"
+            )
         self._parts.append(torch.frombuffer(bytearray(taken[0]), dtype=torch.uint8))
+
+
+def is_compile_cache(keys: Iterable[object]) -> bool:
+    """Whether a component that was saved with these keys was a `CompileCache`."""
+    return [*keys] == [_KEY]
 
 
 def _is_first_rank() -> bool:

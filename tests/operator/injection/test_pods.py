@@ -69,10 +69,22 @@ def test_a_restarted_job_set_is_the_same_run() -> None:
     assert find_root_job(parse_pod(after)).kind == "JobSet"
 
 
-def test_a_job_of_an_older_job_set_without_a_uid_is_its_own_root() -> None:
-    body = job_set()
+def test_pods_of_an_older_job_set_without_a_uid_need_a_name_for_their_run() -> None:
+    """Its jobs are made anew with each restart, and several of them are one run."""
+    body = job_set(job=1, index=1)
     del body["metadata"]["labels"]["jobset.sigs.k8s.io/jobset-uid"]
-    assert find_root_job(parse_pod(body)).kind == "Job"
+    assert find_root_job(parse_pod(body)).kind == "JobSet"
+    with pytest.raises(PodRefusedError, match=r"keepstep\.dev/run"):
+        run_key(parse_pod(body))
+    body["metadata"]["labels"]["keepstep.dev/run"] = "llama"
+    assert (run_key(parse_pod(body)), node_rank(parse_pod(body))) == ("llama", 10_001)
+
+
+@pytest.mark.parametrize(("job", "index"), [(0, 10_000), (10_000, 0)])
+def test_two_pods_of_a_set_never_get_one_node_rank(job: int, index: int) -> None:
+    with pytest.raises(PodRefusedError) as refused:
+        node_rank(parse_pod(job_set(job=job, index=index)))
+    assert refused.value.reason == "BadNodeRank"
 
 
 def test_the_node_rank_in_an_elastic_job_is_the_replica_index() -> None:

@@ -135,6 +135,11 @@ def test_all_conditions_are_unknown_before_the_first_report(early: str) -> None:
     assert "gpt-worker-0 is not scheduled: no room" in found.message
 
 
+def test_a_run_without_a_pod_of_node_rank_0_has_no_leader() -> None:
+    assert brief(begun(pod(20_000), pod(20_001)), "Protected") == ("Unknown", "NoLeader")
+    assert brief(begun(pod(0), pod(20_001)), "Protected") == ("Unknown", "NoReports")
+
+
 def test_pods_without_a_sidecar_take_precedence_over_other_reasons() -> None:
     run = reported(begun(pod(0), pod(1, injected=False, trouble="no room for it.")))
     found = verdict_of(run, "Protected")

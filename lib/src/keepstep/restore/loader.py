@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepstep.compile_cache import CompileCache, is_compile_cache
 from keepstep.errors import KeepstepError, MismatchError
 from keepstep.image import split_local_name
 from keepstep.image.codecs import ArrayForm
@@ -79,7 +80,9 @@ class Loader(TensorRestorePlanner):
             self.rng = self._extras(own).get("rng")
             self.difference = str(self._extras(own).get("difference", ""))
         for name in sorted(trees.keys() - self._components.keys()) if whole else ():
-            self.note_diff(f"{name}: in the checkpoint, but not given to Checkpointer")
+            tree = trees[name]
+            if not is_compile_cache(key for key, _ in tree.branches_of(tree.node)):
+                self.note_diff(f"{name}: in the checkpoint, but not given to Checkpointer")
         keys = self._live_keys()
         # modules first: a dict may hold the same tensors, and must not keep them from the modules.
         # Then in the order of the save: what stands in two places is found at its first place
@@ -89,7 +92,7 @@ class Loader(TensorRestorePlanner):
             if name in trees:
                 component = unwrap_module(self._components[name])
                 self._component(name, component, trees[name], live.get(name, {}), keys.get(name))
-            elif whole:
+            elif whole and not isinstance(self._components[name], CompileCache):
                 self.note_diff(f"{name}: given to Checkpointer, but not in the checkpoint")
         if self.is_only_saved_image:
             for name in self._unused():

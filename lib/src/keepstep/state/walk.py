@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from keepstep.compile_cache import CompileCache
 from keepstep.errors import FormatError, KeepstepError, UsageError
 from keepstep.image import (
     Parameters,
@@ -279,7 +280,7 @@ class Walker:
         self._module = isinstance(inner, nn.Module)
         # modules and optimizers handle the forms of their own containers and arrays
         self._formed = not (self._module or self._lazy)
-        self._lenient = replication_of(component) is not None
+        self._lenient = isinstance(inner, CompileCache) or replication_of(component) is not None
 
     def _tree(self, name: str, component: Any) -> Any:
         tree = self._trees[name] if name in self._trees else _tree_of(name, component)

@@ -173,8 +173,8 @@ def parse_pod(body: Body, *, namespace: str = "") -> Pod:
 def find_root_job(pod: Pod) -> Job:
     """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by the pod's labels, else its
     controller, else the pod itself."""
-    name, uid = pod.labels.get(JOBSET_NAME_LABEL), pod.labels.get(JOBSET_UID_LABEL)
-    if name and uid:
+    if name := pod.labels.get(JOBSET_NAME_LABEL):
+        uid = pod.labels.get(JOBSET_UID_LABEL, "")  # from 0.9 on
         version = "jobset.x-k8s.io/v1alpha2"
         if job := build_job(api_version=version, kind="JobSet", name=name, uid=uid):
             return job
@@ -194,12 +194,6 @@ def run_key(pod: Pod) -> str:
     if (label := pod.labels.get(names.RUN_LABEL)) is not None:
         return _checked(label, f"label {names.RUN_LABEL}")
     root = find_root_job(pod)
-    if root.kind == "LeaderWorkerSet" and not root.uid:
-        raise PodRefusedError(
-            "NoRun",
-            "the pods of a LeaderWorkerSet belong to several StatefulSets, so nothing tells which"
-            f" run they are; give them the label {names.RUN_LABEL} in both templates",
-        )
     if root.kind != "Pod":
         return _key_of_job(root)
     if not pod.name:
@@ -249,9 +243,12 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
 
 def _in_a_group(group: int | None, pod: Pod, label: str) -> int | None:
     """The node rank of a pod of a job that consists of groups, 0 in its group without the label.
-    None without a group: an older JobSet has an index within a template alone; the head of a
-    RayCluster has none, nor have workers before KubeRay 1.6."""
-    return None if group is None else group * PODS_OF_A_JOB + (_indexed(pod, label) or 0)
+    None without a group: JobSet before 0.6, KubeRay before 1.6, the head of a RayCluster. Raises
+    PodRefusedError where two pods would have one node rank."""
+    index = _indexed(pod, label) or 0
+    if group is not None and max(group, index) >= PODS_OF_A_JOB:
+        raise PodRefusedError("BadNodeRank", f"more than {PODS_OF_A_JOB} groups, or pods of one")
+    return None if group is None else group * PODS_OF_A_JOB + index
 
 
 def _grouped(pod: Pod) -> int | None:
@@ -261,7 +258,7 @@ def _grouped(pod: Pod) -> int | None:
     index, group = _indexed(pod, LWS_INDEX_LABEL), _indexed(pod, LWS_GROUP_LABEL)
     if group is None and index == 0:
         group = _index(pod.name.rpartition("-")[2])
-    return None if index is None or group is None else group * PODS_OF_A_JOB + index
+    return None if index is None else _in_a_group(group, pod, LWS_INDEX_LABEL)
 
 
 def is_queued_by_template(pod: Pod) -> bool:
@@ -387,7 +384,11 @@ def _key_of_job(root: Job) -> str:
     The digits of the uid keep shortened names apart."""
     digits = root.uid.replace("-", "").lower()[:_HEX_OF_UID]
     if not digits.isalnum():
-        raise PodRefusedError("NoRun", f"the owner {root.kind} {root.name} has no uid")
+        raise PodRefusedError(
+            "NoRun",
+            f"nothing on the pod has the uid of its {root.kind} {root.name}, so nothing tells which"
+            f" run it goes on with; give it the label {names.RUN_LABEL} in all templates",
+        )
     name = root.name.lower().replace(".", "-")[: _LONGEST_KEY - _HEX_OF_UID - 1].rstrip("-")
     return f"{name}-{digits}"
 

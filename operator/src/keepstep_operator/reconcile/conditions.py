@@ -147,8 +147,12 @@ def _unheard(run: Run) -> ConditionState | None:
     pods = list(run.job_pods)
     if not pods:
         return ConditionState("Unknown", "NoPods", "no pod of this run exists")
-    if all(not pod.injected for pod in pods):
+    ranks = [pod.node_rank for pod in pods if pod.injected]
+    if not ranks:
         return None
+    if min(ranks):
+        message = "no pod has node rank 0, so none leads: annotate the job that its set lists first"
+        return ConditionState("Unknown", "NoLeader", message)
     troubled = [f"; pod {pod.name} is {pod.trouble}" for pod in pods if pod.trouble]
     return ConditionState(
         "Unknown",
@@ -355,9 +359,7 @@ def _archived(run: Run) -> ConditionState | None:
         return doubted
     archive = run.policy.archive
     if newest is None:
-        message = (
-            f"no step is in {archive.where} yet; the steps that {archive.every} divides go there"
-        )
+        message = f"no step is in {archive.where} yet; those that {archive.every} divides go there"
         return ConditionState("Unknown", "NothingArchived", message)
     count = run.report.archived if run.report is not None else 0
     more = f", and {count - 1} older" if count > 1 else ""
@@ -377,8 +379,7 @@ def _restore_from(run: Run) -> ConditionState | None:
         return None
     known, requested = run.record.restore_from, cut_text(asked, longest=128)
     if run.report is None:
-        message = "no sidecar has reported the steps of the run yet"
-        return ConditionState("Unknown", "NoReports", message)
+        return ConditionState("Unknown", "NoReports", "no sidecar has reported the run's steps yet")
     if known is None or known.asked != asked:
         return ConditionState(
             "Unknown", "Propagating", f"the run's sidecars do not know {requested} yet"

@@ -128,16 +128,21 @@ class Hub:
         if self._closed:
             return secure.close()
         member = MemberConnection(self, secure, identity, address)
-        rank, known = identity.node_rank, len(self._arriving) + len(self._members)
+        rank = identity.node_rank
         if self._nodes is not None and rank >= self._nodes:
             return member.refuse(f"the run has {self._nodes} nodes at most")
-        if known >= _MOST_NODES and rank not in self._arriving and rank not in self._members:
+        if self._nodes is None and self._is_full(rank):
             return member.refuse(f"a run has {_MOST_NODES} nodes at most")
         before = self._arriving.get(rank)
         if before is not None:
             before.close("a newer connection replaced it before its first message")
         self._arriving[rank] = member
         return None
+
+    def _is_full(self, rank: int) -> bool:
+        """Whether a node rank that was not here before is one too many."""
+        count = len(self._arriving) + len(self._members)
+        return count >= _MOST_NODES and len({*self._arriving, *self._members, rank}) > _MOST_NODES
 
     def enter(self, member: MemberConnection) -> None:
         """It has said hello."""
