@@ -168,6 +168,14 @@ loader = Loader()
         after="print(at and at.step)\ncheckpointer.close()",
         printed=("None", "7"),
     ),
+    f"{PAGE} Accumulation, scaler, compile": Program(
+        after="""
+at = checkpointer.restore()
+checkpointer.save(3 if at is None else 4)
+checkpointer.close()
+print(at and at.step)
+""",
+    ),
     f"{PAGE} Code that changes weights": Program(
         before="""
 checkpointer = keepstep.Checkpointer(model=model, optimizer=optimizer)

@@ -661,7 +661,9 @@ class Checkpointer:
         started, grad = time.perf_counter(), torch.is_grad_enabled()
         number = _whole(step)
         if healthy and number is not None and self._epoch is not None:
-            if number >= self._called_step and not self._is_inside_save():
+            # the flag alone may be stale: an exception may come just where it is reset
+            inside = self._saving and _is_running(Checkpointer._save)
+            if number >= self._called_step and not inside:
                 self._called_step, self._moved = number, False
             if not self._is_due(number):
                 self._measure_cost(saver, started, due=False)
@@ -754,13 +756,9 @@ class Checkpointer:
             )
         return False
 
-    def _is_inside_save(self) -> bool:
-        # the flag alone may be stale: an exception may come just where it is reset
-        return self._saving and _is_running(Checkpointer._save)
-
     def _save_alone(self, saver: SaveThread, step: int, started: float) -> bool:
         with self._turn:
-            if self._is_inside_save():
+            if self._saving and _is_running(Checkpointer._save):
                 raise UsageError(
                     "save() was called inside save(), by a signal handler: let the handler set a"
                     " flag, and call save() in the training loop"
