@@ -166,21 +166,30 @@ def headless_service(name: str) -> Object:
 
 
 def job_set(name: str = "gpt", *, pods: int = 2, **of_template: Any) -> Object:
-    """A JobSet of a job for each pod; JobSet itself makes the headless Service."""
+    """A JobSet of a job for each pod, after one that prepares; JobSet itself makes the headless
+    Service."""
     job = indexed_job(name, **of_template)
     spec = job["spec"] | {"completions": 1, "parallelism": 1}
     _variable(spec["template"], "MASTER_ADDR")["value"] = f"{name}-trainers-0-0.{name}"
     _variable(spec["template"], "WORLD_SIZE")["value"] = str(pods)
-    field = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-global-index']"}
+    label = "jobset.sigs.k8s.io/job-index"
+    field = {"fieldPath": f"metadata.labels['{label}']"}
     _variable(spec["template"], "RANK")["valueFrom"] = {"fieldRef": field}
+    spec["template"]["metadata"]["annotations"]["keepstep.dev/job-index-label"] = label
     del spec["template"]["spec"]["subdomain"]
+    (trained,) = spec["template"]["spec"]["containers"]
+    container = {"name": "prepare", "image": trained["image"], "command": ["true"]}
+    prepares = {"template": {"spec": {"restartPolicy": "Never", "containers": [container]}}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": name},
         "spec": {
             "failurePolicy": {"maxRestarts": 5},
-            "replicatedJobs": [{"name": "trainers", "replicas": pods, "template": {"spec": spec}}],
+            "replicatedJobs": [
+                {"name": "prepare", "replicas": 1, "template": {"spec": prepares}},
+                {"name": "trainers", "replicas": pods, "template": {"spec": spec}},
+            ],
         },
     }
 

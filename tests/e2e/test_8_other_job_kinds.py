@@ -19,8 +19,9 @@ def test_a_job_set_resumes_from_memory(
     cluster: Cluster, namespace: Kubectl, reference: dict[int, str]
 ) -> None:
     namespace.apply(jobs.policy(), jobs.job_set())
-    _killed_and_back(cluster, namespace, "jobset.sigs.k8s.io/jobset-name=gpt", reference)
-    labels = [pod["metadata"]["labels"] for pod in namespace.list("pods")]
+    trainers = "jobset.sigs.k8s.io/replicatedjob-name=trainers"
+    _killed_and_back(cluster, namespace, trainers, reference)
+    labels = [pod["metadata"]["labels"] for pod in namespace.list("pods", trainers)]
     assert sorted(found["keepstep.dev/node-rank"] for found in labels) == ["0", "10000"]
 
 

@@ -80,6 +80,18 @@ def test_pods_of_an_older_job_set_without_a_uid_need_a_name_for_their_run() -> N
     assert (run_key(parse_pod(body)), node_rank(parse_pod(body))) == ("llama", 10_001)
 
 
+def test_jobs_of_a_set_that_come_after_others_may_be_numbered_by_a_label_of_their_own() -> None:
+    body = job_set(job=2, index=1)
+    body["metadata"]["labels"]["jobset.sigs.k8s.io/job-index"] = "0"
+    assert node_rank(parse_pod(body)) == 20_001
+    label = "jobset.sigs.k8s.io/job-index"
+    body["metadata"]["annotations"]["keepstep.dev/job-index-label"] = label
+    assert node_rank(parse_pod(body)) == 1
+    body["metadata"]["annotations"]["keepstep.dev/job-index-label"] = "missing"
+    with pytest.raises(PodRefusedError, match="nothing on it tells which of its pods it is"):
+        node_rank(parse_pod(body))
+
+
 @pytest.mark.parametrize(("job", "index"), [(0, 10_000), (10_000, 0)])
 def test_two_pods_of_a_set_never_get_one_node_rank(job: int, index: int) -> None:
     with pytest.raises(PodRefusedError) as refused:

@@ -174,8 +174,7 @@ def find_root_job(pod: Pod) -> Job:
     """The job that the pod belongs to: a JobSet or a LeaderWorkerSet by the pod's labels, else its
     controller, else the pod itself."""
     if name := pod.labels.get(JOBSET_NAME_LABEL):
-        uid = pod.labels.get(JOBSET_UID_LABEL, "")  # from 0.9 on
-        version = "jobset.x-k8s.io/v1alpha2"
+        version, uid = "jobset.x-k8s.io/v1alpha2", pod.labels.get(JOBSET_UID_LABEL, "")  # from 0.9
         if job := build_job(api_version=version, kind="JobSet", name=name, uid=uid):
             return job
     if pod.owner is not None and (name := pod.labels.get(LWS_NAME_LABEL)):
@@ -197,11 +196,8 @@ def run_key(pod: Pod) -> str:
     if root.kind != "Pod":
         return _key_of_job(root)
     if not pod.name:
-        raise PodRefusedError(
-            "NoRun",
-            "the pod has neither an owner nor a name of its own, so nothing tells which run it goes"
-            f" on with; give it the label {names.RUN_LABEL}",
-        )
+        message = "the pod has neither owner nor name, so nothing tells which run it goes on with"
+        raise PodRefusedError("NoRun", f"{message}; give it the label {names.RUN_LABEL}")
     return _checked(pod.name, "the pod's name")
 
 
@@ -228,7 +224,8 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
     """The node rank by what tells pods of this kind of job apart; None if this pod lacks it."""
     match kind.rank:
         case RankSource.JOBSET:
-            return _in_a_group(_indexed(pod, JOBSET_INDEX_LABEL), pod, COMPLETION_INDEX)
+            label = pod.annotations.get(names.JOB_INDEX_ANNOTATION, JOBSET_INDEX_LABEL)
+            return _in_a_group(_indexed(pod, label), pod, COMPLETION_INDEX)
         case RankSource.REPLICATED:
             return _in_a_group(_indexed(pod, RAY_REPLICA_LABEL), pod, RAY_HOST_LABEL)
         case RankSource.WRITTEN:
@@ -284,8 +281,7 @@ def _no_rank_source(root: Job) -> str:
     return (
         f"the pod belongs to a {root.kind} ({root.api_version}), and nothing on it tells which of"
         f" its pods it is: set the label {names.NODE_RANK_LABEL} on each pod, a number of its own"
-        f" from 0 on that it keeps when it is made again (for a single pod {names.NODE_RANK_LABEL}:"
-        ' "0"), or train with a kind of job that keepstep knows'
+        ' from 0 on that it keeps when it is made again ("0" for a single one), or use a known kind'
     )
 
 

@@ -151,7 +151,7 @@ def _unheard(run: Run) -> ConditionState | None:
     if not ranks:
         return None
     if min(ranks):
-        message = "no pod has node rank 0, so none leads: annotate the job that its set lists first"
+        message = f"no pod has node rank 0, so none leads: set {names.JOB_INDEX_ANNOTATION}"
         return ConditionState("Unknown", "NoLeader", message)
     troubled = [f"; pod {pod.name} is {pod.trouble}" for pod in pods if pod.trouble]
     return ConditionState(
