@@ -8,6 +8,7 @@ import glob
 import inspect
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +76,13 @@ async def until(condition: Callable[[], Any], *, within_s: float = 60.0, what: s
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody listens at now. It lies below those that the kernel gives
+    to connections, so that none of them takes it before it is used."""
+    while True:
+        port = secrets.choice(range(28_000, 32_768))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def peak_of(call: Callable[[], object]) -> int:
