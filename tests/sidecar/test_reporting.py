@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from keepstep.steps import StepId, TierAnswer
 from keepstep.wire.run_reports import AdvisoryKind
 from keepstep_sidecar.cli import calls
 from keepstep_sidecar.cli.probe import sidecar_health
-from tests.harness import eventually
+from tests.harness import eventually, free_port
 
 Trainers = Callable[..., FakeTrainer]
 
@@ -47,9 +46,7 @@ class Team(Ranks):
 
 def unreachable() -> str:
     """An address on loopback where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"https://localhost:{probe.getsockname()[1]}/v1/runs"
+    return f"https://localhost:{free_port()}/v1/runs"
 
 
 @pytest.fixture

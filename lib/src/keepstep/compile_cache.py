@@ -121,7 +121,6 @@ class CompileCache:
         return {_KEY: list(self._parts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._parts, self._keys = [], set()
         for part in state[_KEY]:
             self._load(part.clone())
 
@@ -137,9 +136,10 @@ class CompileCache:
                     error,
                 )
             return
-        if found is not None:  # else torch has logged why
+        # None: torch has logged why
+        if found is not None and not (keys := _keys(found)) <= self._keys:
             self._parts.append(part)
-            self._keys |= _keys(found)
+            self._keys |= keys
 
     def _take(self) -> None:
         """Keep what is new as a part of its own: what torch appends to earlier artifacts hides

@@ -88,7 +88,7 @@ def test_jobs_of_a_set_that_come_after_others_may_be_numbered_by_a_label_of_thei
     body["metadata"]["annotations"]["keepstep.dev/job-index-label"] = label
     assert node_rank(parse_pod(body)) == 1
     body["metadata"]["annotations"]["keepstep.dev/job-index-label"] = "missing"
-    with pytest.raises(PodRefusedError, match="nothing on it tells which of its pods it is"):
+    with pytest.raises(PodRefusedError, match="the pod has no label missing with a number"):
         node_rank(parse_pod(body))
 
 

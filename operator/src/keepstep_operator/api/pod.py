@@ -225,7 +225,9 @@ def _index_by(pod: Pod, kind: JobKind) -> int | None:
     match kind.rank:
         case RankSource.JOBSET:
             label = pod.annotations.get(names.JOB_INDEX_ANNOTATION, JOBSET_INDEX_LABEL)
-            return _in_a_group(_indexed(pod, label), pod, COMPLETION_INDEX)
+            if (job := _indexed(pod, label)) is None and label != JOBSET_INDEX_LABEL:
+                raise PodRefusedError("BadNodeRank", f"the pod has no label {label} with a number")
+            return _in_a_group(job, pod, COMPLETION_INDEX)
         case RankSource.REPLICATED:
             return _in_a_group(_indexed(pod, RAY_REPLICA_LABEL), pod, RAY_HOST_LABEL)
         case RankSource.WRITTEN:

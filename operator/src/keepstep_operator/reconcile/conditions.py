@@ -151,7 +151,7 @@ def _unheard(run: Run) -> ConditionState | None:
     if not ranks:
         return None
     if min(ranks):
-        message = f"no pod has node rank 0, so none leads: set {names.JOB_INDEX_ANNOTATION}"
+        message = "no pod of node rank 0, which leads the run, has a sidecar: annotate it, too"
         return ConditionState("Unknown", "NoLeader", message)
     troubled = [f"; pod {pod.name} is {pod.trouble}" for pod in pods if pod.trouble]
     return ConditionState(
