@@ -211,6 +211,7 @@ def test_a_step_holds_what_was_compiled_before_it(
     recorded("bb2", "second")
     again, second = kept.state_dict()["torch_compile_cache"]
     assert again is first
+    assert second.numel() < first.numel() + 8, "not the first one once more"
     restored = keepstep_library.CompileCache()
     for _ in range(2):  # the second time as if the first step had not been whole
         restored.load_state_dict({"torch_compile_cache": [first, second]})

@@ -142,8 +142,8 @@ class CompileCache:
             self._keys |= keys
 
     def _take(self) -> None:
-        """Keep what is new as a part of its own: what torch appends to earlier artifacts hides
-        those of the same kind."""
+        """Keep what is new as a part of its own. Torch would give all again, and take only the last
+        of each kind from that."""
         import torch
 
         taken = torch.compiler.save_cache_artifacts()
