@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainer import FakeTrainer, lose_memory_and_damage
+from trainer import FakeTrainer, content, lose_memory_and_damage, read_image
 
 from keepstep.errors import SidecarError
+from keepstep.image import PAGE_BYTES
 from keepstep.steps import StepId, TierAnswer
 from keepstep.wire.trainer import LeaseRequest, to_json
 from keepstep_sidecar.volume.files import FAULTS_ENV
@@ -123,7 +126,7 @@ def test_sigterm_makes_the_newest_steps_in_memory_durable(
 def test_a_sidecar_without_a_trainer_exits_after_its_linger_time(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers
 ) -> None:
-    sidecar = sidecars().start("--linger", "0.5")
+    sidecar = sidecars().start("--linger", "3")
     trainer = trainers(sidecar.socket).begin_run()
     step_id = trainer.stage(1)
     trainer.disconnect()
@@ -138,7 +141,7 @@ def test_a_sidecar_still_accepts_trainers_while_it_archives_its_last_step(
 ) -> None:
     archive = tmp_path / "archive"  # not mounted yet
     options = ("--archive", str(archive), "--archive-every", "1", "--persist-every", "1")
-    sidecar = sidecars().start("--linger", "0.5", *options)
+    sidecar = sidecars().start("--linger", "3", *options)
     trainer = trainers(sidecar.socket).begin_run()
     trainer.stage(1)
     trainer.disconnect()
@@ -167,3 +170,28 @@ def test_two_sidecars_cannot_own_one_memory_directory(
     assert second.returncode == 1
     assert f"running (pid {sidecar.process.pid})" in second.stderr
     assert sidecar.get("/v1/status")["run"] == "run"
+
+
+def test_a_restore_gets_a_slot_although_all_found_ones_are_given_up(
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers
+) -> None:
+    """A straggler might still write to them. The next sidecar reads the step before the trainer
+    comes, and waits for one of them."""
+    sidecar = sidecars().start("--slots", "8")
+    trainer = trainers(sidecar.socket).begin_run()
+    step_id = trainer.stage(1)
+    assert trainer.wait(step_id, "committed").reached
+    eventually(lambda: len(sidecar.slots(0)) == 8, what="all slots")
+    trainer.disconnect()
+    sidecar.kill()
+    for path in sidecar.slots(0):
+        with path.open("r+b") as file:
+            file.seek(-PAGE_BYTES, os.SEEK_END)
+            file.write(bytes(PAGE_BYTES))  # no image is left
+    sidecar.start("--slots", "8")
+    time.sleep(1.0)  # it waits for a slot by then; an earlier trainer would not show the error
+    successor = trainers(sidecar.socket)
+    successor.connect()
+    assert [candidate.id for candidate in successor.candidates().candidates] == [step_id]
+    opened = successor.open(step_id)
+    assert read_image(trainer.layout, opened.path) == content(trainer.layout, 1)

@@ -170,6 +170,8 @@ class SaveHandlers:
         held = self.slots.settle(
             lease.rank, holding=lease.request.holding, trusted=same or bool(lease.request.holding)
         )
+        for slot_set in slots.slot_sets.values():
+            self.allocator.fill(slot_set)  # a restore may wait for one of those given up just now
         self.update_served_ranks()
         self.node_host.feed(ImagesSettled(lease.rank))
         self.changes.ring()

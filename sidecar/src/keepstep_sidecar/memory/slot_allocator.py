@@ -268,8 +268,8 @@ class SlotAllocator:
             return
         if slot_set.postponed:
             self.make_last(slot_set)
-        elif slot_set.target < most:
-            slot_set.target += 1
+        elif (beside := max(slot_set.target, slot_set.count)) < most:
+            slot_set.target = beside + 1
             self.fill(slot_set)
 
     async def allocate_base_slot(self, slots: RankSlots, layout: Layout) -> PooledSlot:
