@@ -158,7 +158,8 @@ class Checkpointer:
         both. A component that has the name of one of these options must be in the dict:
 
         - `lazy`: copy parameters and optimizer state during the next forward and backward pass.
-        - `strict`: let `save` raise.
+        - `strict`: let `save` raise if the step is not kept. For a free slot it waits up to a
+          minute, where it would leave the step out otherwise.
         - `rng`: keep the states of the random generators.
         - `trusted`: pickle values that JSON cannot hold, and unpickle them at restore. Use it only
           for checkpoints that you wrote.
@@ -802,7 +803,7 @@ class Checkpointer:
         self._report_unsaved(saver, state.taken)
         lazy = self._lazy and not saver.copies_eagerly
         try:
-            slot = saver.await_slot(timeout_s=patience_s)
+            slot = saver.await_slot(timeout_s=patience_s, must_keep=self._strict)
         except SlotUnavailable as error:
             self._left = UnslottedStep.create_if_watchable(step, state)
             if self._strict:

@@ -299,13 +299,14 @@ class SaveThread:
             self._patient, self._served = True, False
         self._changed.ring()
 
-    def await_slot(self, *, timeout_s: float | None) -> GrantedSlot:
+    def await_slot(self, *, timeout_s: float | None, must_keep: bool = False) -> GrantedSlot:
         """The slot at hand, as soon as there is one. Raises SlotUnavailable when the time is up, or
         if there can be no slot.
 
         `timeout_s=None` is for callers that can skip a step. Such a call waits for the first slot
         of a layout, of which the memory is being made, and otherwise only a little. It then waits
         again only after a slot has come: a slow sidecar costs one wait in total, not one per step.
+        With `must_keep` each waits as long as for the first slot.
         """
         if not self._asked:
             self._asked = True
@@ -316,7 +317,8 @@ class SaveThread:
             pending.judged.wait(_COPY_S if timeout_s is None else timeout_s)
         may_skip = timeout_s is None
         if timeout_s is None:
-            timeout_s = self._patience_s() if self._patient and self.session.connected else 0.0
+            patient = self.session.connected and (self._patient or must_keep)
+            timeout_s = (_MADE_S if must_keep else self._patience_s()) if patient else 0.0
 
         def is_known() -> bool:
             away = may_skip and not (self._served or self.session.connected)
