@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,15 @@ def matching(directory: Path, *patterns: str) -> list[Path]:
     return [
         directory / name for pattern in patterns for name in glob.glob(pattern, root_dir=directory)
     ]
+
+
+def inodes(paths: Iterable[Path]) -> dict[Path, int]:
+    """The inodes of those files that still exist: other processes may remove some meanwhile."""
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found[path] = path.stat().st_ino
+    return found
 
 
 def flip(path: Path, at: int) -> None:

@@ -91,7 +91,7 @@ def commit(remote_tier: ArchiveTier, shards: dict[int, LocalShard]) -> None:
 
 
 async def send(
-    remote_tier: ArchiveTier, shards: dict[int, LocalShard], *, within_s: float = 10
+    remote_tier: ArchiveTier, shards: dict[int, LocalShard], *, within_s: float = 60
 ) -> None:
     """Commit a step, and see it there."""
     commit(remote_tier, shards)

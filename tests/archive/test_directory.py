@@ -74,7 +74,7 @@ async def test_a_step_older_than_the_newest_commit_is_archived_without_its_own_c
         for step in (10, 15, 20, 30):
             durable(remote_tier, *write_step(local, step).values())
         assert remote_tier.replicator.is_step_in_transfer(step_id(10)), "and is not deleted before"
-        assert await remote_tier.drain(timeout_s=10)
+        assert await remote_tier.drain(timeout_s=60)
         assert (await remote_tier.scan()).complete == {step_id(10)}
 
 
@@ -84,10 +84,10 @@ async def test_the_first_commit_after_a_skipped_due_step_is_archived_when_the_le
     async with running(config(archive_dir, every=10)) as remote_tier:
         for step in (9, 12, 13):
             commit(remote_tier, write_step(local, step))
-        assert await remote_tier.drain(timeout_s=10)
+        assert await remote_tier.drain(timeout_s=60)
         assert (await remote_tier.scan()).complete == set()
         remote_tier.request(step_id(12))
-        assert await remote_tier.drain(timeout_s=10)
+        assert await remote_tier.drain(timeout_s=60)
         assert (await remote_tier.scan()).complete == {step_id(12)}
 
 
@@ -104,8 +104,8 @@ async def test_two_sidecars_complete_a_step_together(local: Volume, archive_dir:
         assert (held.answer, held.shards) == (TierAnswer.UNKNOWN, ())
         assert "in part only" in held.reason
         committed(other, step_id(10), [shards[1]])
-        assert await tier.drain(timeout_s=10)
-        assert await other.drain(timeout_s=10)
+        assert await tier.drain(timeout_s=60)
+        assert await other.drain(timeout_s=60)
         assert (await tier.scan()).complete == {step_id(10)}
 
 
@@ -276,7 +276,7 @@ async def test_a_step_that_the_archive_has_retired_is_not_uploaded_again(
         async with running(config(archive_dir, retention=Retention(last=1))) as remote_tier:
             for each in shards:
                 commit(remote_tier, each)
-            assert await remote_tier.drain(timeout_s=10)
+            assert await remote_tier.drain(timeout_s=60)
             await until(lambda: len(files_below(archive_dir, "step.json")) == 1)
             listed = remote_tier._listed
             await until(lambda: remote_tier._listed is not listed)  # noqa: B023

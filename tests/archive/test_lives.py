@@ -62,6 +62,7 @@ def test_a_start_is_refused_when_another_process_renews_its_heartbeat_during_the
 
     async def check(store: Store) -> None:
         async with running(config, run=RUN, epochs=(OLD,)) as start:
+            begun = time.monotonic()
             found = await start.scan()
             assert found.answer is TierAnswer.UNKNOWN
             assert (
@@ -69,7 +70,6 @@ def test_a_start_is_refused_when_another_process_renews_its_heartbeat_during_the
                 in start.name_conflict_message
             )
             assert start.status().trouble == found.reason == start.name_conflict_message
-            begun = time.monotonic()
 
             async def clear() -> bool:
                 await start.scan()

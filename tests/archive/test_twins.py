@@ -179,7 +179,7 @@ async def test_a_pod_that_shuts_down_uploads_its_complete_shard_instead_of_waiti
     async with running(config, patience_s=1000.0) as remote_tier:
         shards = write_replicas(local, 10)
         commit(remote_tier, {1: shards[1]})
-        assert await remote_tier.drain(timeout_s=6, whole=False)
+        assert await remote_tier.drain(timeout_s=30, whole=False)
     assert (step_dir / shard_name(1, WORLD)).stat().st_size == shards[1].size_bytes
 
 

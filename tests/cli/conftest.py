@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,14 @@ class Keepstep:
         (sidecar,) = self.sidecars()
         return sidecar
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """All of them. Some end by themselves as soon as another one is gone."""
         for process in self.family():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def end(self) -> None:
+        self.kill()
         psutil.wait_procs(self.family(), timeout=10)
         for home in self.directory.glob("*/"):
             shutil.rmtree(self.memory(home.name), ignore_errors=True)

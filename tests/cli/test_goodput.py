@@ -23,7 +23,7 @@ def test_goodput_covers_all_restarts_and_is_shown_after_the_run_ended(keepstep: 
     assert answer["wall_s"] == pytest.approx(sum(answer["seconds"].values()))
     assert answer["seconds"]["training_prep"] > 0
     shown = keepstep("status").stdout
-    assert re.search(rf"goodput +{share} % of .* interrupted once; lost: .*0\.[0-9]s", shown)
+    assert re.search(rf"goodput +{share} % of .* interrupted once; lost: .*[0-9]s", shown)
     keepstep("run", *command, "70", "-1")  # another sidecar
     again = keepstep.json("status")["goodput"]
     assert (again["interruptions"], again["steps"]) == (2, 70)

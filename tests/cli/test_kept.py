@@ -84,9 +84,12 @@ def test_status_and_steps_include_steps_in_the_archive(keepstep: Keepstep) -> No
     assert "ARCHIVE" in shown
     assert "PEER" not in shown, "there is none"
 
-    tiers = keepstep.json("status")["sidecar"]["tiers"]
-    assert [(tier, status["backlog"]) for tier, status in tiers.items()] == [("archive", 0)]
-    assert tiers["archive"]["sent"] == len(archived())
+    def is_known() -> bool:
+        tiers = keepstep.json("status")["sidecar"]["tiers"]
+        assert list(tiers) == ["archive"]
+        return (tiers["archive"]["backlog"], tiers["archive"]["sent"]) == (0, len(archived()))
+
+    eventually(is_known, every_s=0.3)
     (row,) = _rows(keepstep("status").stdout, "archive")
     assert str(archive) in row
     assert row.endswith("none")
@@ -216,7 +219,8 @@ def test_commands_on_a_copied_directory_do_not_reach_the_original_sidecar(
     keepstep: Keepstep,
 ) -> None:
     keepstep.script("train.py", TRAIN)
-    keepstep("run", "--", warm.python(), "train.py", "6", "3", code=137)
+    # no step is removed while the directory is copied
+    keepstep("run", "--keep", "9", "--", warm.python(), "train.py", "6", "3", code=137)
     sidecar = keepstep.sidecar().pid
     there = keepstep.home / "there"
     shutil.copytree(keepstep.directory, there, symlinks=True)

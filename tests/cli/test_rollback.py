@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests import warm
 from tests.cli.conftest import TRAIN as PLAIN
 from tests.cli.conftest import Keepstep
+from tests.harness import eventually
 
 TRAIN = PLAIN.replace(
     "at = checkpointer.restore()",
@@ -63,7 +64,7 @@ def test_the_rollback_target_is_not_retired_by_newer_commits(keepstep: Keepstep)
     keepstep.script("broken.py", "raise SystemExit(3)")
     broken = ("--run", "train", "--", warm.python(), "broken.py")
     keepstep("run", "--keep", "1", "--restore-from", "3", *broken, code=3)
-    assert [step["step"] for step in keepstep.json("steps")["steps"]] == [3, 5]
+    eventually(lambda: [step["step"] for step in keepstep.json("steps")["steps"]] == [3, 5])
     keepstep("stop")
     shown = keepstep("run", "--keep", "1", "--restore-from", "3", *train, "6", "-1")
     assert shown.stdout == "from 3\n"

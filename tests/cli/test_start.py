@@ -11,9 +11,9 @@ import pytest
 
 from keepstep.errors import SidecarError, UsageError
 from keepstep_sidecar.cli import calls, run_dir
-from tests import warm
+from tests import harness, warm
 from tests.cli.conftest import MARK, TRAIN, Keepstep
-from tests.harness import eventually
+from tests.harness import eventually, matching
 
 OWN = TRAIN.replace('"optimizer": optimizer}', '"optimizer": optimizer}, dir=".keepstep"')
 
@@ -150,8 +150,7 @@ def is_logged(log: Path, times: int) -> bool:
 
 
 def inodes(keepstep: Keepstep) -> dict[Path, int]:
-    found = keepstep.memory("train").glob("rank-*/**/*")
-    return {path: path.stat().st_ino for path in found if path.is_file()}
+    return harness.inodes(matching(keepstep.memory("train"), "rank-*/*.slot"))
 
 
 def commits(keepstep: Keepstep, after: int) -> bool:

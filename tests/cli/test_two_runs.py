@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ step = at.step if at else -1
 while not pathlib.Path(sys.argv[1]).exists():
     step += 1
     checkpointer.save(step)
-    checkpointer.wait(step, "durable", timeout=30)
+    checkpointer.wait(step, timeout=30)
     time.sleep(0.1)
 checkpointer.close(timeout=1)
 """
@@ -108,8 +107,7 @@ def test_a_killed_run_delays_its_restart_on_another_machine_only_for_a_limited_t
 ) -> None:
     first = runs.start("k1")
     eventually(lambda: runs.archived() and runs.lives(), within_s=60)
-    for process in runs.keepstep.family():
-        process.send_signal(signal.SIGKILL)
+    runs.keepstep.kill()
     first.communicate(timeout=30)
     shutil.rmtree(runs.keepstep.home / "k1")
     assert runs.lives(), "nobody said that it ended"

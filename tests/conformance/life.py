@@ -93,6 +93,8 @@ class Keepstep(Plain):
 
     def restore(self) -> int | None:
         at = self.checkpointer.restore(rng="later" if self.training.rng_later else "now")
+        if (saver := self.checkpointer._saver) is not None:
+            saver._patience_s = lambda: 60.0  # no step is left out because the drive is slow
         return at.step if at else None
 
     def keep(self, step: int, *, last: bool) -> bool:

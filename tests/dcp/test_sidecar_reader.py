@@ -4,7 +4,6 @@ step is on this machine any more."""
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import keepstep.dcp
 from keepstep.image.layout import CHUNK_BYTES
-from tests.harness import SidecarProcess, eventually, flip, matching
+from tests.harness import SidecarProcess, eventually, flip, free_port, matching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
@@ -66,7 +65,7 @@ def test_a_step_of_two_ranks_is_loaded_from_a_peer_at_any_world_size(
     secret = tmp_path / "secret"
     secret.write_text("a secret of the tests")
     secret.chmod(0o600)
-    ports = free_ports(2)
+    ports = [free_port(), free_port()]
     lost, buddy = (
         sidecars(),
         SidecarProcess(
@@ -95,14 +94,6 @@ def peer_options(secret: Path, number: int, ports: list[int]) -> list[str]:
         *("--nodes", "2", "--node-rank", str(number), "--leader", f"127.0.0.1:{ports[0]}"),
         *("--peer-listen", f"127.0.0.1:{ports[number]}", "--secret-file", str(secret)),
     ]
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @pytest.mark.parametrize("newest", ["7", "7+"], ids=["alike", "of-another-layout"])

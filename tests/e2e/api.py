@@ -18,6 +18,8 @@ from typing import Any
 import yaml
 
 _TIMEOUT_S = 30.0
+_AGAIN = (429, 500, 503, 504)
+"""Such an answer says nothing about the object: the store is slow, or elects a leader."""
 _DISCOVERY = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 
 
@@ -74,7 +76,7 @@ class Api:
                     raise RuntimeError(f"{path}: {error}") from error
                 continue
             self._idle.append(connection)
-            if answer.status != 429 or time.monotonic() >= deadline:
+            if answer.status not in _AGAIN or time.monotonic() >= deadline:
                 break
             time.sleep(float(answer.headers.get("Retry-After", 1)))
         if answer.status == 404:

@@ -15,7 +15,7 @@ from tests.harness import eventually
 
 Object = dict[str, Any]
 
-_PATIENCE = 3.0
+PATIENCE = 3.0
 """Tests run beside others, on machines that may be half as fast."""
 
 
@@ -118,7 +118,7 @@ class Kubectl:
         what: str | Callable[[], str] = "",
     ) -> Any:
         """The first true answer of `probe`, which may fail while the API server is away. In
-        `within_s` where nothing else runs, in `_PATIENCE` times that anywhere."""
+        `within_s` where nothing else runs, in `PATIENCE` times that anywhere."""
 
         def answer() -> Any:
             try:
@@ -126,4 +126,4 @@ class Kubectl:
             except (RuntimeError, subprocess.TimeoutExpired, KeyError, IndexError):
                 return None
 
-        return eventually(answer, within_s=_PATIENCE * within_s, what=what, every_s=0.5)
+        return eventually(answer, within_s=PATIENCE * within_s, what=what, every_s=0.5)

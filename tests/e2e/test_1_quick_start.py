@@ -28,6 +28,9 @@ def test_a_job_with_two_replicas_is_checkpointed_shown_by_kubectl_and_completes(
     first = runs.committed_beyond(namespace, 0)
     assert runs.committed_beyond(namespace, first) > first, "the watermark advances"
 
+    namespace.eventually(
+        lambda: "PodRestart" in runs.status(namespace)["survives"], what="it outlives a pod"
+    )
     assert runs.becomes(namespace, "Protected")["message"]
     header, line = namespace("get", "ckrun").splitlines()
     columns = ["NAME", "JOB", "STEP", "COMMITTED", "BEHIND", "SURVIVES", "PROTECTED", "PHASE"]
@@ -63,7 +66,7 @@ def _writes_are_bounded_by_time_not_by_steps(namespace: Kubectl) -> None:
         last = runs.training_beyond(namespace, first + 40).last
     seconds, wrote = time.monotonic() - began, len(versions) - 1  # the first is what was there
     assert last - first >= 40
-    assert 1 <= wrote <= seconds / 2 + 2, f"{wrote} writes in {seconds:.0f} s"
+    assert wrote <= seconds / 2 + 2, f"{wrote} writes in {seconds:.0f} s"
 
 
 def _succeeded(kubectl: Kubectl) -> bool:

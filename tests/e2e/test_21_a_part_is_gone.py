@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e import jobs, runs, tiers
 from tests.e2e.cluster import HOST_PATH, Cluster
-from tests.e2e.kubectl import Kubectl, Object
+from tests.e2e.kubectl import PATIENCE, Kubectl, Object
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_deleted_ddp_replica_resumes_from_the_remaining_pod(
     killed = runs.ended(namespace, before)
     life = runs.restarted(namespace, within_s=120)
     record_property("lost_steps", runs.lost(killed, life))
-    assert life.ended_at[life.first] - began < 60
+    assert life.ended_at[life.first] - began < 60 * PATIENCE
     assert life.first > 10
     assert not namespace.events("LastStepLost"), "the other pod has it"
     assert not namespace.events("RestoreRefused")
@@ -48,7 +48,7 @@ def test_a_run_starts_at_step_0_when_shards_were_lost_with_their_pod(namespace: 
     lost = namespace.eventually(lambda: namespace.events("LastStepLost"), what="an Event")
     assert "the run begins again at step 0" in lost[-1]["message"]
     life = _begun_again(namespace, began)
-    assert life.ended_at[0] - began < 60
+    assert life.ended_at[0] - began < 60 * PATIENCE
     fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
     (steps_lost,) = {
         int(event["message"].partition(" steps lost")[0].split("(")[-1]) for event in fresh
@@ -93,7 +93,7 @@ def test_a_run_starts_at_step_0_when_its_drive_was_replaced(
             events = namespace.eventually(lambda: namespace.events("OtherDrive"), what="an Event")
             assert "lies on another file system than its steps did" in events[-1]["message"]
             life = _begun_again(namespace, began)
-            assert life.ended_at[0] - began < 90
+            assert life.ended_at[0] - began < 90 * PATIENCE
             fresh = namespace.eventually(lambda: namespace.events("FreshStart"), what="an Event")
             assert "lies on another file system" in fresh[-1]["message"]
             lost = fresh[-1]["message"].partition(" steps lost")[0].split("(")[-1]

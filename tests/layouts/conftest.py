@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.harness import SidecarProcess
+from tests.harness import SidecarProcess, eventually, matching
 from tests.layouts.matrix import WORLDS
 
 SCRIPT = Path(__file__).parent / "layouts.py"
@@ -84,10 +84,9 @@ def _lives(world: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
         for name, those in sidecars.items():
             for process in those:
                 # pending where nobody knows of the other node's ranks
-                [step] = [
-                    *process.root.glob("*-000000001"),
-                    *process.root.glob("pending/*-000000001"),
-                ]
+                place = "*-000000001" if len(those) == 1 else "pending/*-000000001"
+                eventually(lambda process=process, place=place: matching(process.root, place))
+                [step] = matching(process.root, place)
                 shutil.copytree(step, directory / "kept" / name, dirs_exist_ok=True)
         _live(directory, world, 2)
         yield Lives(directory, sidecars)

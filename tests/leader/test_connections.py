@@ -197,10 +197,30 @@ async def test_a_partial_frame_of_a_killed_member_is_discarded() -> None:
         assert leader.frames == []
 
 
+class Distant(LeaderConnection):
+    """A member's link, from an address of its own."""
+
+    own = ""
+
+    def _socket(self, family: int) -> socket.socket:
+        plain = super()._socket(family)
+        plain.bind((self.own, 0))
+        return plain
+
+
+def distant(leader: Leader, count: int) -> list[Linked]:
+    """Members, each on a machine of its own: strangers of one address push each other out."""
+    every = [Linked(leader.address, node_rank=rank + 1, connect_s=60.0) for rank in range(count)]
+    for rank, member in enumerate(every, 1):
+        member.link.__class__ = Distant
+        member.link.own = f"127.3.{rank >> 8}.{rank % 256}"  # type: ignore[attr-defined]
+    return every
+
+
 async def test_300_members_cost_no_threads_and_little_memory() -> None:
     async with leading() as leader:
         threads = threading.active_count()
-        every = [Linked(leader.address, node_rank=rank) for rank in range(1, 301)]
+        every = distant(leader, 300)
         gc.collect()
         before = psutil.Process().memory_info().rss
         async with running(*every):
@@ -215,22 +235,9 @@ async def test_300_members_cost_no_threads_and_little_memory() -> None:
         await until(lambda: len(leader.lost) == 300)
 
 
-class Distant(LeaderConnection):
-    """A member's link, from an address of its own."""
-
-    own = ""
-
-    def _socket(self, family: int) -> socket.socket:
-        plain = super()._socket(family)
-        plain.bind((self.own, 0))
-        return plain
-
-
 async def test_many_members_that_connect_at_once_succeed_at_the_first_attempt() -> None:
     async with leading() as leader:
-        every = [Linked(leader.address, node_rank=rank, connect_s=60.0) for rank in range(1, 201)]
-        for rank, member in enumerate(every):
-            member.link.__class__, member.link.own = Distant, f"127.3.0.{rank + 1}"  # type: ignore[attr-defined]
+        every = distant(leader, 200)
         async with running(*every):
             await until(lambda: all(member.link.connected for member in every))
         again = [member for member in every if member.changes != [(True, "")]]

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import traceback
 
 import torch
 from torch import nn
@@ -18,7 +19,12 @@ model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dr
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 checkpointer = keepstep.Checkpointer({"model": model, "optimizer": optimizer})
 asked = os.environ.get("ASKED", "").split()  # by rank
-at = checkpointer.restore(step=int(asked[rank]) if asked else None)
+try:
+    at = checkpointer.restore(step=int(asked[rank]) if asked else None)
+except keepstep.KeepstepError:
+    traceback.print_exc()
+    torch.distributed.barrier()  # torchrun kills the other ranks as soon as one has failed
+    os._exit(1)
 steps, die_at, log = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 with open(f"{log}.{rank}", "a") as out:
     for step in range(at.step + 1 if at else 0, steps):

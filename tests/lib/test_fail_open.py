@@ -144,7 +144,7 @@ def test_ctrl_c_ends_a_script_that_waits_for_its_sidecar(tmp_path):
                 assert connection.recv(1)  # it has asked, and gets no answer
                 _until_idle(script.pid)  # an import that is interrupted may swallow it
                 script.send_signal(signal.SIGINT)
-                assert script.wait(6.0) == -signal.SIGINT
+                assert script.wait(9.0) == -signal.SIGINT
         finally:
             script.kill()
             script.wait()

@@ -165,7 +165,7 @@ async def test_admission_answers_pending_and_late_requests_during_shutdown(
     tmp_path: Path,
 ) -> None:
     policy = ("GET", "/apis/keepstep.dev/v1alpha1/namespaces/team-a/checkpointpolicies/default")
-    async with admission(tmp_path, "--drain", "0.5") as running:
+    async with admission(tmp_path, "--drain", "3") as running:
         waiting = asyncio.create_task(running.webhook.create(pytorch_job()))
         await until(lambda: policy in running.server.calls())
         running.process.child.send_signal(signal.SIGTERM)

@@ -21,7 +21,7 @@ from keepstep_sidecar.tiers.source import local_source
 from keepstep_sidecar.volume.files import aligned_buffer
 from keepstep_sidecar.volume.run_tree import LocalShard, ShardName
 from keepstep_sidecar.volume.volume import SealedMemoryImage, Volume
-from tests.harness import matching, until
+from tests.harness import inodes, matching, until
 from tests.peer.nodes import Node, running
 from tests.tiers.local import committed, durable
 from tests.volume.images import RUN, empty_slot, make_layout, staged, step_id
@@ -50,7 +50,7 @@ def write(volume: Volume, step: int, base: SealedMemoryImage) -> LocalShard:
 def bases(node: Node) -> dict[int, int]:
     """The inode of the base of each copy, by step."""
     found = matching(node.root, "peers/*/base-*")
-    return {int(path.parent.name[-9:]): path.stat().st_ino for path in found}
+    return {int(path.parent.name[-9:]): inode for path, inode in inodes(found).items()}
 
 
 async def test_a_base_is_sent_to_a_peer_once_and_deleted_with_the_last_copy(pair: Pair) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from keepstep.steps import TierAnswer
 from keepstep.wire.member_reports import Peer
+from keepstep_sidecar.tiers.peer import protocol
 from keepstep_sidecar.volume import files
 from tests.harness import until
 from tests.peer.authority import Authority
@@ -62,8 +63,10 @@ def introduce(node: Node, address: str) -> None:
     + [("peer.data", 0), ("peer.data@4", 3)],
 )
 async def test_a_copy_resumes_where_the_killed_receiver_stopped(
-    node: Make, receiver: Start, point: str, kept: int
+    node: Make, receiver: Start, point: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # one chunk after the other: of several at once, none may be whole when the receiver dies
+    monkeypatch.setattr(protocol, "STREAMS", 1)
     here = node(0)
     async with running(here):
         slot, found = here.write(5, rank=0, parameters=BIG)

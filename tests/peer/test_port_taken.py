@@ -9,7 +9,7 @@ from pathlib import Path
 from keepstep_sidecar.config.sidecar import PeerSettings
 from keepstep_sidecar.tiers.peer.tier import PeerTier
 from keepstep_sidecar.volume.volume import Volume, VolumeSet
-from tests.harness import until
+from tests.harness import free_port, until
 from tests.peer.authority import Authority, FileCredentials
 from tests.volume.images import RUN
 
@@ -42,8 +42,7 @@ async def test_another_port_is_used_and_reported_to_the_operator_if_the_peer_por
 async def test_the_configured_peer_port_is_used_if_it_is_free(
     tmp_path: Path, authority: Authority
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as once:
-        port = once.getsockname()[1]
+    port = free_port()
     tier = _tier(tmp_path, authority, port=port, by_hand=False)
     assert (tier.address, tier.warning) == (f"10.0.0.7:{port}", "")
     await tier.close()

@@ -274,7 +274,7 @@ def test_a_flush_ignores_the_write_rate_limit(
     trainer.stage(1)
     done = run("flush", "--memory-dir", str(sidecar.memory))
     assert done.returncode == 0, done.stderr
-    assert sidecar.get("/v1/status")["persist_seconds"] < 20.0
+    assert sidecar.get("/v1/status")["persist_seconds"] < 40.0
 
 
 @pytest.mark.root

@@ -160,7 +160,7 @@ def test_a_trainer_of_another_user_fills_slots_when_it_has_the_group(shared: Pat
         assert _ask(shared, groups=[SIDECAR_ID]) is True
         (slots,) = (shared / "memory").glob("rank-*")
         assert stat.S_IMODE(slots.stat().st_mode) == 0o2770
-        assert {stat.S_IMODE(path.stat().st_mode) for path in slots.iterdir()} == {0o660}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in slots.glob("*.slot")} == {0o660}
         (shard,) = (shared / "volume/run").glob("0*/rank-*")
         assert read_image(make_layout(), shard) == content(make_layout(), 7)
     finally:

@@ -66,11 +66,11 @@ def test_a_rank_that_finds_an_archived_step_waits_for_pods_that_may_hold_a_newer
     first, second = both
     trainer = come(first.start(**archive), trainers)
     eventually(lambda: first.text().count("not all machines of the run have reported") >= 2)
-    arrived: list[FakeTrainer] = []
-    later = threading.Timer(8.0, lambda: arrived.append(come(second.start(**archive), trainers)))
+    comes = threading.Event()
+    later = threading.Timer(8.0, lambda: (comes.set(), come(second.start(**archive), trainers)))
     later.start()
     found = trainer.candidates(timeout_s=60.0)
-    assert arrived, "it came before the vote"
+    assert comes.is_set(), "it came before the vote"
     later.join()
     assert [(candidate.id.step, candidate.tier) for candidate in found.candidates] == [
         (10, Tier.ARCHIVE)

@@ -114,8 +114,10 @@ def test_a_hung_write_of_the_history_does_not_block_commits_or_shutdown(
     trainer = trainers(sidecar.socket).begin_run()
     for number in range(1, 4):
         assert trainer.wait(trainer.stage(number), "committed", flush=True).reached
-    found = eventually(lambda: of(EventKind.COMMITTED, events(sidecar)), what="it is told")
-    assert found[-1].step == step(3)
+    eventually(
+        lambda: (found := of(EventKind.COMMITTED, events(sidecar))) and found[-1].step == step(3),
+        what="it is told",
+    )
     trainer.disconnect()
     assert sidecar.terminate() == 0
     assert not sidecar.root.joinpath("history.jsonl").exists()

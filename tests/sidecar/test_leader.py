@@ -154,7 +154,6 @@ def test_a_second_sidecar_with_the_same_node_rank_is_refused_and_both_sides_repo
                         in machine.warnings()
                     ),
                     what="both say so",
-                    within_s=10,
                 )
         finally:
             second.end()
@@ -187,8 +186,8 @@ def test_a_machine_of_another_run_is_refused_and_both_sides_report_the_reason(
     here, there = run(2).machines
     here.start()
     there.start(*options, **environment)
-    eventually(lambda: there_message in there.warnings(), what="it says why", within_s=10)
-    eventually(lambda: here_message in here.warnings(), what="the leader says why", within_s=10)
+    eventually(lambda: there_message in there.warnings(), what="it says why")
+    eventually(lambda: here_message in here.warnings(), what="the leader says why")
 
 
 def test_a_warning_that_only_the_leader_can_detect_is_logged_once(
@@ -205,7 +204,7 @@ def test_a_warning_that_only_the_leader_can_detect_is_logged_once(
         for rank in two.ranks:
             assert rank.wait(StepId(rank.epoch.id, step), "committed").reached
     here, text = two.machines[0], "the parameters of all ranks were the same in the last 6 commits"
-    eventually(lambda: text in here.warnings(), what="the leader says so", within_s=10)
+    eventually(lambda: text in here.warnings(), what="the leader says so")
     assert here.warnings().count(text) == here.text().count(text) == 1
 
 
@@ -253,9 +252,9 @@ def test_a_second_run_of_machines_is_refused_while_the_first_one_trains_over_its
     member.candidates(timeout_s=60.0)  # the leader decides
     with pytest.raises(SidecarError, match="another run named 'run' trains on "):
         leader.candidates(timeout_s=60.0)
-    first.disconnect()
     for machine in first.machines:
         machine.kill()
+    first.disconnect()
     assert archived(archive, "lives/*"), "nobody said that it ended"
     began = time.monotonic()
     assert step_id in [candidate.id for candidate in leader.candidates(timeout_s=60.0).candidates]
@@ -294,7 +293,7 @@ def test_commits_resume_within_seconds_after_a_sidecar_was_killed(
     assert two.restore().step == 1
     began = time.monotonic()
     two.reach(2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for member in two.machines:
         eventually(lambda machine=member: machine.steps() == {2}, what="older steps go again")
 

@@ -131,7 +131,7 @@ def test_a_member_that_is_disconnected_for_a_minute_keeps_training_and_commits_s
     firewall.open()
     began = time.monotonic()
     behind.reach(step + 1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for machine in behind.machines:
         eventually(lambda machine=machine: len(machine.steps()) <= 3, what="older steps go again")
 

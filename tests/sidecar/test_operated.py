@@ -222,4 +222,4 @@ def test_commits_resume_soon_after_the_leader_returns_even_without_an_operator(t
     assert team.restart("00000002") is not None
     began = time.monotonic()
     team.reach(2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15

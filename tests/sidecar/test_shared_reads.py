@@ -75,7 +75,7 @@ async def test_no_rank_waits_for_a_rank_that_disconnected_or_has_passed_the_chun
 
 
 async def test_a_stalled_rank_is_not_waited_for_until_its_next_request() -> None:
-    node = Node(patience_s=0.05)
+    node = Node(patience_s=0.5)
     assert await node.ask(0, 0, 1)
     assert node.reads == [(0, [0]), (1, [0])], "not waited for at each chunk anew"
     assert await node.ask(0, 2)

@@ -58,8 +58,9 @@ def test_a_second_running_trainer_of_a_rank_is_refused_with_the_pid_of_the_first
 
 @pytest.mark.parametrize(("until", "left"), [("filling", [0, 1]), ("sealed", [0, 1, 2])])
 def test_only_sealed_slots_of_a_killed_trainer_are_kept(
-    sidecar: SidecarProcess, trainers: Trainers, until: str, left: list[int]
+    sidecars: Callable[..., SidecarProcess], trainers: Trainers, until: str, left: list[int]
 ) -> None:
+    sidecar = sidecars().start("--keep", "9")
     with subprocess.Popen(
         [sys.executable, "-m", "tests.sidecar.trainer", str(sidecar.socket), "2", until],
         cwd=Path(__file__).parents[2],

@@ -14,6 +14,8 @@ from tests.examples.test_train_gpt import SCRIPT, TINY, events_of, losses
 from tests.harness import ROOT, eventually
 from tests.slurm.cluster import Slurm
 
+pytestmark = pytest.mark.timeout(600)
+
 _STEPS = 150
 _OPTIONS = (*TINY, "--steps", str(_STEPS), "--step-seconds", "0.05")
 
@@ -45,7 +47,9 @@ def submitted(slurm: Slurm, tmp_path: Path) -> tuple[str, Path]:
         assert named in script
         script = script.replace(named, str(here))
     job = slurm.submit(script)
-    eventually(lambda: _steps(log) >= 40, what=lambda: f"it trains: {slurm.output(job)}")
+    eventually(
+        lambda: _steps(log) >= 40, what=lambda: f"it trains: {slurm.output(job)}", within_s=180
+    )
     return job, log
 
 

@@ -36,6 +36,8 @@ checkpointer.close()
 print("rank", rank, "done", flush=True)
 torch.distributed.destroy_process_group()
 """
+pytestmark = pytest.mark.timeout(600)
+
 _STEPS = 200
 _FOR_EVER = 1_000_000
 
@@ -56,7 +58,9 @@ def _submitted(slurm: Slurm, tmp_path: Path, *, steps: int) -> str:
         assert named in script
         script = script.replace(named, here)
     job = slurm.submit(script)
-    eventually(lambda: "saved 40" in slurm.output(job), what=lambda: slurm.output(job))
+    eventually(
+        lambda: "saved 40" in slurm.output(job), what=lambda: slurm.output(job), within_s=180
+    )
     return job
 
 
@@ -65,11 +69,11 @@ def test_a_two_node_job_at_its_time_limit_is_requeued_and_loses_no_step(
 ) -> None:
     job = _submitted(slurm, tmp_path, steps=_FOR_EVER)
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=2")  # the signal is due
-    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job), within_s=120)
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job), within_s=180)
     finished = _finished(slurm, job)
     slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     slurm.begin_soon(job)
-    eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: slurm.story(job), within_s=90)
+    eventually(lambda: len(_starts(slurm, job)) == 4, what=lambda: slurm.story(job), within_s=180)
     slurm.command("scancel", job)
     (from_step,) = {int(step) for _, step in _starts(slurm, job)[2:]}
     story = f"but for the step that SIGTERM met: {finished}, {slurm.story(job)}"
@@ -96,8 +100,10 @@ def test_a_requeued_two_node_job_resumes_although_the_leader_node_lost_its_drive
 def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
     """A job that was sent back into the queue comes to its end. `lost`: the node whose drive is
     empty by then."""
-    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job))
-    eventually(slurm.idle, what=lambda: f"no node ends a job any more: {slurm.story(job)}")
+    eventually(lambda: slurm.state(job) == "PENDING", what=lambda: slurm.story(job), within_s=180)
+    eventually(
+        slurm.idle, what=lambda: f"no node ends a job any more: {slurm.story(job)}", within_s=180
+    )
     drive = slurm.scratch / f"local-{lost}" / "keepstep"
 
     def emptied() -> bool:
@@ -110,7 +116,7 @@ def _goes_on(slurm: Slurm, job: str, lost: str) -> None:
         lambda: slurm.state(job) == "COMPLETED",
         what=lambda: slurm.story(job),
         every_s=1.0,
-        within_s=120,
+        within_s=240,
     )
     starts = _starts(slurm, job)
     assert sorted(starts[:2]) == [("0", "None"), ("1", "None")]
