@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -331,3 +332,19 @@ def test_run_prints_that_it_waits_for_the_archive_at_the_end(keepstep: Keepstep)
     assert "is not there" in line
     assert "newest committed: step 2" in rest
     assert process.returncode == 0
+
+
+def test_a_run_that_is_stopped_for_a_while_goes_on(keepstep: Keepstep) -> None:
+    """As by Ctrl-Z and `fg`."""
+    command = ("run", "--", warm.python(), keepstep.script("listen.py", LISTENER))
+    with keepstep.start(*command) as process:
+        eventually((keepstep.home / "ready").exists)
+        for _ in range(3):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(1.0)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.3)
+            assert process.poll() is None
+        (keepstep.home / "end").touch()
+        process.communicate(timeout=60)
+    assert process.returncode == 3

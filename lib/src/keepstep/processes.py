@@ -56,6 +56,19 @@ def shell_code(wait_status: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def take_signal(
+    signals: frozenset[signal.Signals], timeout_s: float
+) -> signal.struct_siginfo | None:
+    """The next of these blocked signals; None if none comes in time.
+
+    CPython 3.11 returns what memory held, if the process was stopped (Ctrl-Z) while it waited and
+    goes on after `timeout_s`.
+    """
+    information = signal.sigtimedwait(signals, timeout_s)
+    known = information is not None and information.si_signo in signals
+    return information if known else None
+
+
 def reap_children() -> dict[int, int]:
     """By pid, the shell codes of all children that have ended, including inherited ones."""
     ended: dict[int, int] = {}

@@ -106,7 +106,7 @@ class RestartingCommand:
         # the first life is cold: it does not wait for a server
         pid = self._starter.spawn(os.environ, own_group=True)
         while True:
-            information = signal.sigtimedwait(_TAKEN, _GRACE_S)
+            information = processes.take_signal(_TAKEN, _GRACE_S)
             if information is not None and information.si_signo != signal.SIGCHLD:
                 number = signal.Signals(information.si_signo)
                 self._stopped |= number in _STOP

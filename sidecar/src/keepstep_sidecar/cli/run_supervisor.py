@@ -260,7 +260,7 @@ class Supervisor:
         """The events since the last call. Waits at most one tick."""
         due, sidecar = self._sidecar.due, self._sidecar
         wait_s = _TICK_S if due is None else max(0.0, min(_TICK_S, due - time.monotonic()))
-        information = signal.sigtimedwait(_SIGNALS, wait_s)
+        information = processes.take_signal(_SIGNALS, wait_s)
         if information is not None and information.si_signo != signal.SIGCHLD:
             delivered = information.si_code == _SENT_BY_KERNEL and not self._own_group
             yield Signalled(signal.Signals(information.si_signo), delivered)
