@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,8 +11,11 @@ import pytest
 from torch import nn
 
 import keepstep
+from keepstep.client.session import SidecarSession
+from keepstep.image import PAGE_BYTES
+from keepstep.restore.loader import Loader
 from tests.harness import eventually
-from tests.lib.training import keep
+from tests.lib.training import begun, keep
 
 AT_ONCE_S = 10.0
 """Well below the 30 s for which a rank waits for a predecessor that is just dying."""
@@ -106,3 +110,57 @@ def test_a_restore_that_waits_for_its_sidecar_ends_at_an_interrupt(tmp_path, mon
     finally:
         signal.signal(signal.SIGALRM, before)
         checkpointer.close()
+
+
+def two_steps():
+    """A run whose steps 1 and 2 hold 1 and 2."""
+    model = nn.Linear(2, 2)
+    with begun({"m": model}, strict=True) as checkpointer:
+        for step in (1, 2):
+            nn.init.constant_(model.weight, step)
+            checkpointer.save(step)
+            checkpointer.wait(step)
+
+
+def test_an_image_that_is_overwritten_while_it_is_read_is_not_used(sidecar, monkeypatch, caplog):
+    """As by a sidecar that was started again, and does not know who reads."""
+    two_steps()
+    copy = Loader.copy
+
+    def overwritten(self, chunks):
+        monkeypatch.setattr(Loader, "copy", copy)
+        done = copy(self, chunks)
+        for path in sidecar.slots(0):
+            with path.open("r+b") as file:
+                file.seek(-PAGE_BYTES, os.SEEK_END)
+                file.write(bytes(PAGE_BYTES))
+        return done
+
+    monkeypatch.setattr(Loader, "copy", overwritten)
+    model = nn.Linear(2, 2)
+    with keepstep.Checkpointer({"m": model}) as checkpointer:
+        at = checkpointer.restore()
+    assert "the image of rank 0 was overwritten while it was read" in caplog.text
+    assert at is not None
+    assert bool((model.weight == at.step).all())
+
+
+def test_a_sidecar_that_dies_while_it_brings_a_step_back_costs_no_step(
+    sidecar, monkeypatch, caplog
+):
+    two_steps()
+    call = SidecarSession.call_apart
+
+    def dies(self, route, message, kind, *, timeout_s):
+        if route == "/v1/restore":
+            monkeypatch.setattr(SidecarSession, "call_apart", call)
+            sidecar.kill()
+            sidecar.start()
+        return call(self, route, message, kind, timeout_s=timeout_s)
+
+    monkeypatch.setattr(SidecarSession, "call_apart", dies)
+    model = nn.Linear(2, 2)
+    with keepstep.Checkpointer({"m": model}) as checkpointer:
+        at = checkpointer.restore()
+    assert (at.step, bool((model.weight == 2).all())) == (2, True)
+    assert "step 2 is asked for again, because a sidecar went away" in caplog.text

@@ -75,7 +75,9 @@ async def test_a_prefetch_of_another_step_does_not_overwrite_the_slot_of_the_agr
     )
     waits = asyncio.Event()
     allocator: Any = SimpleNamespace(order_restore_slot=lambda slots, slot_set: waits.set())
-    leases: Any = SimpleNamespace(of=lambda rank: "a lease")
+    leases: Any = SimpleNamespace(
+        of=lambda rank: "a lease", is_rank_awaiting_restore=lambda rank: True
+    )
     threads = ThreadPoolExecutor(4)
     prefetcher = MemoryImageLoader(
         pool,

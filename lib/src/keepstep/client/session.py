@@ -425,6 +425,10 @@ class SidecarSession:
         finally:
             self._interrupted = False
 
+    def await_connection(self, *, timeout_s: float) -> None:
+        """Return when the save thread has the lease again, or after `timeout_s`."""
+        self._changed.wait_for_condition(lambda: self.connected, timeout_s=timeout_s)
+
     def wait(self, step_id: StepId, state: State, *, timeout_s: float) -> None:
         """Return when the sidecar says that `step_id` is in `state`. The step is persisted now if
         needed.

@@ -60,6 +60,10 @@ _INTERRUPTED_S = 2.0
 _BEGINS_S = 0.5
 FIRST_S = 10.0
 EVERY_S = 30.0
+_AWAY = ("absent", "no-lease", "starting", "stopping")
+"""What a sidecar that is started again just then is known by."""
+_COMEBACKS = 3
+_COMES_BACK_S = 30.0
 
 Begin = Callable[[Decision], RankRestore]
 """Makes this rank's restore of the step that was decided on."""
@@ -93,11 +97,12 @@ class RunWithoutSidecar(NamedTuple):
 
 class _Failure(NamedTuple):
     """Why a stage failed on a rank. `again`: whether another step may succeed. `mismatch`: model
-    and checkpoint disagree, and will at the next start."""
+    and checkpoint disagree, and will at the next start. `away`: the sidecar was not there."""
 
     text: str
     again: bool
     mismatch: bool = False
+    away: bool = False
 
 
 class _Ballot(NamedTuple):
@@ -186,6 +191,7 @@ class Collective:
             meet(self._gather)
         excluded: set[StepId] = set()
         failures: list[str] = []
+        comebacks = _COMEBACKS
         while True:
             decision = self._choose(votes, excluded, failures)
             epoch = decision.make_epoch(ballots[0].nonce)
@@ -196,9 +202,21 @@ class Collective:
                 return AgreedEpoch(epoch)
             restoring = begin(decision)
             self.doing = f"bringing step {decision.id.step} back from {restoring.tier}"
-            failures = self._together(restoring)
-            if not failures:
+            failed = self._together(restoring)
+            if not failed:
                 return AgreedEpoch(epoch, restoring)
+            failures = [failure.text for failure in failed]
+            if comebacks and any(failure.away for failure in failed):
+                # the step itself is whole: the sidecar that was to bring it was started again
+                comebacks -= 1
+                log.warning(
+                    "keepstep: step %s is asked for again, because a sidecar went away: %s"
+                    " [restore.sidecar_absent]",
+                    *(decision.id.step, "; ".join(failures)),
+                )
+                if self._session is not None:
+                    self._session.await_connection(timeout_s=_COMES_BACK_S)
+                continue
             log.warning(
                 "keepstep: step %s is not used: %s [restore.step_refused]",
                 *(decision.id.step, "; ".join(failures)),
@@ -221,11 +239,11 @@ class Collective:
                 raise
             raise type(error)(text) from error
 
-    def _together(self, restoring: RankRestore) -> list[str]:
+    def _together(self, restoring: RankRestore) -> list[_Failure]:
         """Go through all stages; each begins once all ranks have finished the one before.
 
-        Returns why another step must be tried. Raises, on all ranks, an error that no other step
-        can avoid.
+        Returns why this step must be tried again, or another one. Raises, on all ranks, an error
+        that no other step can avoid.
         """
         values: list[Any] = [None] * self._world
         for stage in restoring.stage_functions:
@@ -236,7 +254,8 @@ class Collective:
                 error = caught
                 again = isinstance(caught, SidecarError | CoverageError)
                 mismatch = isinstance(caught, MismatchError)
-                failure = _Failure(f"rank {self._rank}: {caught}", again, mismatch)
+                away = isinstance(caught, SidecarError) and caught.code in _AWAY
+                failure = _Failure(f"rank {self._rank}: {caught}", again, mismatch, away)
             answers = self._gather((value, failure))
             failures = [failure for _, failure in answers if failure is not None]
             if any(not failure.again for failure in failures):
@@ -247,7 +266,7 @@ class Collective:
                 )
                 raise kind("; ".join(failure.text for failure in failures))
             if failures:
-                return [failure.text for failure in failures]
+                return failures
             values = [value for value, _ in answers]
         return []
 

@@ -145,6 +145,7 @@ class StepImages:
         self._own = {mapping.layout.image_index: mapping for mapping in own}
         self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
+        self._seals: dict[int, tuple[Tensor, bytes]] = {}
         self._skeletons: dict[int, str] = {}
         self._extras_begin: dict[int, int] = {}
         self._parameters: dict[int, Mapping[str, Parameters]] = {}
@@ -234,6 +235,17 @@ class StepImages:
     def mapped_bytes(self, rank: int) -> Tensor | None:
         """The bytes of a mapped image; None for an image that is read in chunks."""
         return self._mapped.get(rank)
+
+    def check_unchanged(self) -> None:
+        """Raise SidecarError if a mapped image was overwritten since it was mapped: a sidecar that
+        was started again does not know who reads it. Whoever fills a slot takes its seal away
+        first."""
+        for rank, (page, seal) in self._seals.items():
+            if bytes(page.numpy()) != seal:
+                text = (
+                    f"step {self._id}: the image of rank {rank} was overwritten while it was read"
+                )
+                raise SidecarError(text, code="not-verified")
 
     def choose_source_rank(self, rank: int) -> int:
         """The saved rank whose values a running rank takes: its own number (modulo the saved world)
@@ -335,7 +347,7 @@ class StepImages:
 
     def _map(self, source: ImageSource) -> Layout:
         if (own := self._own.get(source.rank)) is not None:
-            self._mapped[source.rank] = torch.frombuffer(own.memory, dtype=torch.uint8)
+            self._note_mapped(own.layout, torch.frombuffer(own.memory, dtype=torch.uint8))
             return own.layout
         try:
             flat, view = map_image(source.path)
@@ -347,8 +359,13 @@ class StepImages:
             self._check_rank(layout, source.rank)
         except (ImageError, OSError) as error:
             raise _UnusableError(source.path, error) from error
-        self._mapped[source.rank] = flat
+        self._note_mapped(layout, flat)
         return layout
+
+    def _note_mapped(self, layout: Layout, flat: Tensor) -> None:
+        page = flat[layout.control_begin : layout.size_bytes]
+        self._mapped[layout.image_index] = flat
+        self._seals[layout.image_index] = page, bytes(page.numpy())
 
     def _headers(self, ranks: Sequence[int]) -> Iterator[Layout]:
         request = HeadersRequest(lease=self._link.lease_token, id=self._id, ranks=tuple(ranks))

@@ -76,7 +76,8 @@ class VoteScheduler:
 @dataclass(eq=False)
 class RestoreHandlers:
     """The trainer's side of a restore. `restores`: the last restores, for the reports. `refusals`:
-    by rank, how often the vote refused since then; `refused`: why."""
+    by rank, how often the vote refused since then; `refused`: why. `repair`: see
+    `SidecarService.repair_memory`."""
 
     saving: SaveHandlers
     remote_tiers: RemoteTiers
@@ -84,6 +85,7 @@ class RestoreHandlers:
     restores: list[ReportedRestore] = field(default_factory=list)
     refusals: dict[int, int] = field(default_factory=dict)
     refused: str = ""
+    repair: Callable[[], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
         saving = self.saving
@@ -104,6 +106,7 @@ class RestoreHandlers:
         `run-taken` when another run of this name trains."""
         lease = self.leases.require_lease(request.lease)
         await self.votes.await_readiness(lease.rank, timeout_s=request.timeout_s)
+        await self._rescue_images()
         if not self._local_shards.scanned:
             raise refusal_error("starting", "the volumes are still being scanned; ask again")
         if contested := self.node_host.remotes.name_conflict_message:
@@ -114,9 +117,15 @@ class RestoreHandlers:
     async def load_step_into_slot(self, request: RestoreStepRequest) -> OpenedStep:
         """Bring a step into a slot, verified; see `Restorer.open`."""
         lease = self.leases.require_lease(request.lease)
+        await self._rescue_images()
         return await self.restorer.open(
             lease, request.id, timeout_s=request.timeout_s, bad=request.bad
         )
+
+    async def _rescue_images(self) -> None:
+        """Images of which others removed the names lie on the drive when this returns."""
+        if self.repair is not None and self.slots.damaged_ranks():
+            await self.repair()
 
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. It is durably recorded on return."""

@@ -151,13 +151,17 @@ class SaveHandlers:
         filled."""
         slots = self.slots.rank(lease.rank)
         before = self._last.get(lease.rank)
-        self._last[lease.rank] = lease
         same = before is not None and before.attempt == lease.attempt
+        dead = before is not None and (
+            same or slots.filling() is None or await self.leases.is_certainly_dead(before)
+        )
+        # a trainer that has gone while this waited leaves the slot to the next one, as it was
+        self._last[lease.rank] = lease
         filling = slots.filling()
         if filling is not None and before is not None:
             if same and filling.file.name in lease.request.holding:
                 pass
-            elif same or await self.leases.is_certainly_dead(before):
+            elif dead:
                 self._take_back(lease.rank)
             else:
                 self.slots.unlink([filling.slot_set.abandon_slot(filling.index)])

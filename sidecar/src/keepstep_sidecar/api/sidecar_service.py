@@ -94,6 +94,7 @@ class SidecarService:
         saving = self.saving
         self.config, self.changes, self.history = saving.config, saving.changes, saving.history
         self.leases, self.slots, self.allocator = saving.leases, saving.slots, saving.allocator
+        self.restoring.repair = self.repair_memory
         self.node_host, self.restorer = saving.node_host, saving.restorer
         self.local_shards, self.node = self.node_host.local_shards, self.node_host.node
 
@@ -206,9 +207,11 @@ class SidecarService:
                     self.tasks.spawn(
                         self.saving.end_trainer_lease(lease), f"memory of rank {slots.rank} lost"
                     )
-                for slot_set in slots.slot_sets.values():
-                    self.allocator.fill(slot_set)
                 self.changes.ring()
+            for slots in self.slots.ranks.values() if not self.ending else ():
+                # also what an order met that was carried out while others removed its file
+                for slot_set in (*slots.slot_sets.values(), *slots.bases.sets.values()):
+                    self.allocator.fill(slot_set)
 
     async def unseen(self, request: UnseenHugePagesRequest) -> dict[str, str]:
         """A trainer does not see huge pages: make the images there durable, and from now on make

@@ -120,7 +120,7 @@ class SlotAllocator:
                     f"a slot has {layout.size_bytes} bytes; raise the limit on files (ulimit -f)"
                 )
                 slot_set.failure = f"{error}: {limit}"
-            slot_set.target = slot_set.count
+            slot_set.target = slot_set.count + self._making[id(slot_set)] - 1
             warn("slot.allocation_failed", rank=layout.rank, error=str(error))
             return
         finally:
@@ -265,6 +265,8 @@ class SlotAllocator:
         """Order one more slot to restore into, unless one is already on its way or none fits."""
         most = self._most(slots, slot_set, self.leases.of(slots.rank))
         if slot_set.count < slot_set.needed_count:
+            if not self.pool.directories.is_directory_missing(slots.rank):  # made again soon
+                self.fill(slot_set)  # one may have been given up since it was ordered
             return
         if slot_set.postponed:
             self.make_last(slot_set)
@@ -275,19 +277,29 @@ class SlotAllocator:
     async def allocate_base_slot(self, slots: RankSlots, layout: Layout) -> PooledSlot:
         """A new slot to read a base of this layout into. Raises NoMemoryError."""
         size_bytes = layout.size_bytes
-        slot_set = slots.bases.sets.setdefault(layout.id, SlotSet(layout))
         if self._total_bytes(size_bytes) - self.pool.made_bytes < size_bytes:
             text = f"rank {slots.rank}: {size_bytes} bytes for its base do not fit beside what is"
             raise NoMemoryError(f"{text} there; raise --memory-limit", code="no-slot")
-        slot_set.target, slot_set.failure = slot_set.count + 1, ""
-        self.fill(slot_set)
+        slot_set = SlotSet(layout)
         index: int | None = None
 
         def reserved() -> bool:
-            nonlocal index
+            """Bases are given up when a trainer comes or stages, also those that are being made."""
+            nonlocal slot_set, index
+            slot_set = slots.bases.sets.setdefault(layout.id, slot_set)
             index = slot_set.table.reserve_slot_for_load()
-            return index is not None or bool(slot_set.failure)
+            trains = not self.leases.is_rank_awaiting_restore(slots.rank)
+            if index is not None or slot_set.failure or trains:
+                return True
+            if not self._making[id(slot_set)] and not self.pool.directories.is_directory_missing(
+                slots.rank
+            ):
+                slot_set.target = slot_set.count + 1
+                self.fill(slot_set)
+            return False
 
+        if layout.id in slots.bases.sets:
+            slots.bases.sets[layout.id].failure = ""  # memory may be free by now
         await self.changes.until(reserved, timeout_s=600.0)
         if index is None:
             raise NoMemoryError(slot_set.failure or "no base was made in time", code="no-slot")

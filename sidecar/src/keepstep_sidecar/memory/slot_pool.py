@@ -748,7 +748,7 @@ class BaseSlots:
         steps: list[StepId] = []
         for slot_set in self.sets.values():
             for index, file in list(slot_set.iterate_files_without_orphans()):
-                if lost(file):
+                if slot_set.table.slots[index].state is not SlotState.LOADING and lost(file):
                     steps += filter(None, [slot_set.table.slots[index].restorable_step])
                     slot_set.table.remove(index)
                     file.unlink()

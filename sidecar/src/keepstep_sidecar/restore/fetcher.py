@@ -174,6 +174,7 @@ class MemoryImageLoader:
         except BaseException:
             slot.file.invalidate_image()
             slot.finish_filling()
+            self.changes.ring()  # others may wait for it
             raise
         finally:
             self.node_host.feed(StepReadEvent(step_id, begins=False))
@@ -217,23 +218,30 @@ class MemoryImageLoader:
         """A slot of the shard's layout that holds no candidate. Waits while one is being made."""
         slot_set = slots.slot_sets.setdefault(layout.id, SlotSet(layout))
         slots.world = slots.world or layout.world
+        slot_set.failure = ""  # memory may be free by now
         index: int | None = None
 
         def reserved() -> bool:
             nonlocal index
+            if overtaken():
+                return True
             index = slot_set.table.reserve_slot_for_load(self._expendable(slots))
             if index is None and not slot_set.failure:
                 self.allocator.order_restore_slot(slots, slot_set)
             hopeless = slot_set.target == 0 and self.leases.of(slots.rank) is None
-            return index is not None or bool(slot_set.failure) or hopeless or overtaken()
+            return index is not None or bool(slot_set.failure) or hopeless
 
         def overtaken() -> bool:
-            """Whether this is a prefetch and the ranks have agreed on another step meanwhile."""
-            return self.agreed.get(slots.rank, step_id) != step_id
+            """Whether this is a prefetch, and the ranks have agreed on another step meanwhile, or
+            train already."""
+            trains = not self.leases.is_rank_awaiting_restore(slots.rank)
+            return self.agreed.get(slots.rank, None if trains else step_id) != step_id
 
         await self.changes.until(reserved, timeout_s=600.0)
         if index is None and overtaken():
-            text = f"rank {slots.rank} restores step {self.agreed[slots.rank]}, not {step_id}"
+            agreed = self.agreed.get(slots.rank)
+            does = "trains already" if agreed is None else f"restores step {agreed}, not {step_id}"
+            text = f"rank {slots.rank} {does}"
             raise NoMemoryError(text, code="no-slot")
         if index is None:
             why = slot_set.failure or f"{layout.size_bytes} bytes do not fit beside what is there"

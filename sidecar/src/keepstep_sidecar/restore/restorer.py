@@ -222,10 +222,11 @@ class Restorer:
         """
         self.release_opened_image(lease.rank)
         slots = self.pool.rank(lease.rank)
+        self.prefetcher.agreed[lease.rank] = step_id
+        self.changes.ring()
         if self.pool.find_verified(lease.rank, step_id, bad={bad}) is None:
-            self.prefetcher.agreed[lease.rank] = step_id
-            self.changes.ring()
             await self._fetch(lease, step_id, timeout_s=timeout_s)
+        self.leases.require_lease(lease.token)  # nobody would release the image of one that ended
         slot = slots.find(step_id)
         assert slot is not None, f"step {step_id} of rank {slots.rank} is gone"
         slot.pin()
