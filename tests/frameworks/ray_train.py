@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def train(config: dict[str, Any]) -> None:
     kept, begin, handed = None, 0, {"model": model, "optimizer": optimizer}
     here, second = "" if bare else ray.util.get_node_ip_address(), nodes(script.OUT)[1]
     if not bare:
-        kept = checkpointer(handed, dir=script.OUT / here)
+        kept = checkpointer(handed, dir=script.OUT / here, strict=True)
         if (at := kept.restore()) is not None:
             begin = at.step + 1
     elif "part" in config:
@@ -217,7 +218,9 @@ class _Cluster:
         self._cluster.remove_node(self._second, allow_graceful=False)
         for process in psutil.process_iter():
             if any(str(drive) in word for word in words_of(process)):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+                    process.wait(30)
         for run in drive.iterdir():
             shutil.rmtree(memory_directory(drive, run.name), ignore_errors=True)
         shutil.rmtree(drive)

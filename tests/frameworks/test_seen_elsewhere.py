@@ -179,8 +179,10 @@ def test_a_restore_is_recorded_in_mlflow(tmp_path: Path, monkeypatch: pytest.Mon
     mlflow.set_tracking_uri(f"file:{tmp_path / 'runs'}")
     with mlflow.start_run() as run:
         note_restore(RESTORED, mlflow)
+        # a file that is being written is empty for a moment, and mlflow's reader refuses it
+        eventually(lambda: not any(thread.name == "note" for thread in threading.enumerate()))
         client = mlflow.MlflowClient()
-        eventually(lambda: "keepstep.restored" in client.get_run(run.info.run_id).data.tags)
+        assert "keepstep.restored" in client.get_run(run.info.run_id).data.tags
         (metric,) = client.get_metric_history(run.info.run_id, "keepstep/restored_step")
         assert (metric.step, metric.value) == (41, 41.0)
 

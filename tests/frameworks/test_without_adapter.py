@@ -38,7 +38,7 @@ class ByHand(TrainerCallback):
         self.checkpointer = self.begun() if early else None
 
     def begun(self) -> keepstep.Checkpointer:
-        checkpointer = keepstep.Checkpointer(model=self.model)
+        checkpointer = keepstep.Checkpointer(model=self.model, strict=True)
         checkpointer.restore()
         return checkpointer
 

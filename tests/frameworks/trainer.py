@@ -91,6 +91,8 @@ class Losses(TrainerCallback, ExportableState):
         self.steps += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # every rank has written its loss
         maybe_kill(state.global_step)
 
 

@@ -52,6 +52,8 @@ def made() -> dict[str, Any]:
 
     optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-2)
     watch(optimizer)
+    if RANKS > 1:  # with a killed rank, no other begins the next step
+        optimizer.register_step_pre_hook(lambda *_: torch.distributed.barrier())
     return {
         "torch": torch,
         "raw_model": raw_model,
