@@ -13,7 +13,7 @@ from torch import nn
 import keepstep
 from keepstep.client.session import SidecarSession
 from keepstep.image import PAGE_BYTES
-from keepstep.restore.loader import Loader
+from keepstep.restore import loader
 from tests.harness import eventually
 from tests.lib.training import begun, keep
 
@@ -125,18 +125,18 @@ def two_steps():
 def test_an_image_that_is_overwritten_while_it_is_read_is_not_used(sidecar, monkeypatch, caplog):
     """As by a sidecar that was started again, and does not know who reads."""
     two_steps()
-    copy = Loader.copy
+    fill = loader.fill_targets
 
-    def overwritten(self, chunks):
-        monkeypatch.setattr(Loader, "copy", copy)
-        done = copy(self, chunks)
+    def overwritten(*arguments):
+        monkeypatch.setattr(loader, "fill_targets", fill)
+        done = fill(*arguments)
         for path in sidecar.slots(0):
             with path.open("r+b") as file:
                 file.seek(-PAGE_BYTES, os.SEEK_END)
                 file.write(bytes(PAGE_BYTES))
         return done
 
-    monkeypatch.setattr(Loader, "copy", overwritten)
+    monkeypatch.setattr(loader, "fill_targets", overwritten)
     model = nn.Linear(2, 2)
     with keepstep.Checkpointer({"m": model}) as checkpointer:
         at = checkpointer.restore()

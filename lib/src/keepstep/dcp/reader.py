@@ -420,6 +420,8 @@ class StepReader:
         read = [self._value(item) for item in values]
         moves, dtypes = self._moves(tensors)
         fill_targets(moves, targets, self._images, dtypes)
+        if isinstance(self._images, StepImages):
+            self._images.check_unchanged()
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, value in zip(values, read, strict=True):

@@ -335,6 +335,7 @@ class StepImages:
     def close(self) -> None:
         """Release the window and the mapped images. Nothing can be read afterwards."""
         self._mapped.clear()
+        self._seals.clear()
         self._window, self._own = None, {}
 
     def _layouts(self) -> Iterator[Layout]:

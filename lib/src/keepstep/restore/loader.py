@@ -134,7 +134,9 @@ class Loader(TensorRestorePlanner):
         self._images.set_chunk_stream(lent)
         try:
             with torch.no_grad():
-                return fill_targets(self._plan, self.targets, self._images)
+                filled = fill_targets(self._plan, self.targets, self._images)
+            self._images.check_unchanged()
+            return filled
         except BaseException:
             self._images.announce_no_more_chunks()
             raise

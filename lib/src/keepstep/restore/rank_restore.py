@@ -130,7 +130,6 @@ class RankRestore:
         self._taken: TakenState
         self._control: ControlPage
         self._loader: Loader
-        self._images: StepImages | None = None
         self._kept: dict[str, Any] = {}
 
     @property
@@ -186,7 +185,7 @@ class RankRestore:
     def unmap_image(self) -> None:
         """Unmap the image; see `unmap_in_background`."""
         held: list[object] = [self._slot, self._under, self._loader, self._shows, self._lending]
-        self._slot = self._under = self._shows = self._lending = self._images = None
+        self._slot = self._under = self._shows = self._lending = None
         del self._loader
         unmap_in_background(held)
 
@@ -276,7 +275,6 @@ class RankRestore:
     def _plan_from(
         self, images: StepImages, taken: TakenState, *, kept: dict[str, Any] | None = None
     ) -> None:
-        self._images = images
         self._loader = Loader(
             self._components,
             taken,
@@ -333,9 +331,8 @@ class RankRestore:
         finally:
             for _ in chunks:  # the other ranks are waiting, whatever went wrong here
                 pass
-        for images in (self._images, self._shows):
-            if images is not None:
-                images.check_unchanged()
+        if self._shows is not None:
+            self._shows.check_unchanged()
 
     def _finish(self, _: Sequence[Any]) -> None:
         self._loader.load_components()

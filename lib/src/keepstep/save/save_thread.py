@@ -669,6 +669,7 @@ class SaveThread:
             self._registered = None
             return None
         self.stats.staged += 1
+        pending.counted = True
         if pending.step > self._unkept_step:  # a later save may have been refused meanwhile
             self.stats.unkept, self.stats.why_unkept = 0, ""
         self.stats.copy_s += pending.copy_s
