@@ -247,7 +247,7 @@ def test_when_the_run_is_removed_from_its_volume_the_next_step_is_kept(
     assert successor.candidates().highest_epoch == 1
 
 
-@pytest.mark.parametrize("removed", ["files", "directory"])
+@pytest.mark.parametrize("removed", ["files", "directory", "memory"])
 def test_no_step_is_lost_when_a_trainer_asks_before_the_removal_of_its_memory_is_noticed(
     sidecars: Callable[..., SidecarProcess], trainers: Trainers, removed: str
 ) -> None:
@@ -255,13 +255,14 @@ def test_no_step_is_lost_when_a_trainer_asks_before_the_removal_of_its_memory_is
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in (1, 2, 3)]
     trainer.release()
+    successor = trainers(sidecar.socket)
+    successor.connect()
     if removed == "files":
         for path in sidecar.slots(0):
             path.unlink()
     else:
-        remove_at_once(rank_directory(sidecar.memory, 0))
-    successor = trainers(sidecar.socket)
-    successor.connect()
+        remove_at_once(sidecar.memory if removed == "memory" else rank_directory(sidecar.memory, 0))
+    eventually(sidecar.socket.exists, every_s=0.001)
     assert successor.candidates(timeout_s=30.0).candidates[-1].id == ids[-1]
     opened = successor.open(ids[-1])
     assert read_image(trainer.layout, opened.path) == content(trainer.layout, 3)

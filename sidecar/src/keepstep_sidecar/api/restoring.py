@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from keepstep.core.history import EventKind
 from keepstep.core.restore_vote import Candidates, Ready, VoteFacts, Wait, vote_readiness
+from keepstep.errors import KeepstepError
 from keepstep.steps import IN_POD, StepId
 from keepstep.wire.member_reports import ReportedRestore
 from keepstep.wire.trainer import (
@@ -28,6 +29,8 @@ from keepstep_sidecar.error_responses import refusal_error
 from keepstep_sidecar.log import info, warn
 
 _RESTORES_KEPT = 16
+
+_RESCUE_S = 10.0
 
 _ASK_AGAIN_S = 0.5
 """How often to ask peers and archive while a vote waits for what they hold."""
@@ -124,8 +127,14 @@ class RestoreHandlers:
 
     async def _rescue_images(self) -> None:
         """Images of which others removed the names lie on the drive when this returns."""
-        if self.repair is not None and self.slots.damaged_ranks():
-            await self.repair()
+        ends = time.monotonic() + _RESCUE_S
+        while self.repair is not None and self.slots.damaged_ranks():
+            try:
+                return await self.repair()
+            except (KeepstepError, OSError) as error:
+                if time.monotonic() >= ends:
+                    raise refusal_error("starting", f"memory cannot be made: {error}") from error
+            await asyncio.sleep(_ASK_AGAIN_S)  # the watch makes the directory above within a second
 
     async def restored(self, request: RestoredRequest) -> None:
         """All ranks agreed on this epoch. It is durably recorded on return."""
