@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -354,3 +355,18 @@ async def test_an_error_in_a_message_handler_closes_one_connection_and_not_the_h
         await until(lambda: member.link.connected)
     await leader.close()
     assert len(errors) == 1
+
+
+async def test_an_unforeseen_error_does_not_end_the_link() -> None:
+    async with leading() as leader:
+        member = Linked(leader.address)
+        real = member.link._credentials.current
+
+        def fails() -> Any:
+            member.link._credentials.current = real  # type: ignore[method-assign]
+            raise ZeroDivisionError("of the tests")
+
+        member.link._credentials.current = fails  # type: ignore[method-assign]
+        async with running(member):
+            await until(lambda: member.link.connected)
+        assert "of the tests" in member.changes[0][1]

@@ -17,7 +17,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-from keepstep.errors import KeepstepError, StorageError
+from keepstep.errors import StorageError
 from keepstep_sidecar.concurrency import run_on_detached_thread
 from keepstep_sidecar.config.sidecar import split_address
 from keepstep_sidecar.leader.hub import HELLO_BYTES
@@ -82,8 +82,8 @@ class LeaderConnection:
         while True:
             try:
                 reason = await self._once()
-            except (KeepstepError, OSError) as error:  # also TimeoutError
-                reason = str(error)
+            except Exception as error:  # of any kind: without the leader nothing is committed
+                reason = str(error) or repr(error)
             if self.connected:
                 pause_s = _PAUSE_S[0]
             self._is(connected=False, reason=f"the leader at {self.address}: {reason}")
