@@ -51,13 +51,16 @@ class Exporter(SpanExporter):
         return self.memory.export(spans)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def provider() -> Exporter:
+    """A process has one provider; a worker may come back to this module, or another set it."""
     exporter = Exporter()
-    given = TracerProvider()
+    given = trace.get_tracer_provider()
+    if not isinstance(given, TracerProvider):
+        given = TracerProvider()
+        trace.set_tracer_provider(given)
     # it exports in the thread that ends a span
     given.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(given)
     return exporter
 
 
