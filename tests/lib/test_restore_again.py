@@ -159,8 +159,9 @@ def test_a_sidecar_that_dies_while_it_brings_a_step_back_costs_no_step(
         return call(self, route, message, kind, timeout_s=timeout_s)
 
     monkeypatch.setattr(SidecarSession, "call_apart", dies)
-    model = nn.Linear(2, 2)
+    model, began = nn.Linear(2, 2), time.monotonic()
     with keepstep.Checkpointer({"m": model}) as checkpointer:
         at = checkpointer.restore()
+    assert time.monotonic() - began < AT_ONCE_S
     assert (at.step, bool((model.weight == 2).all())) == (2, True)
     assert "step 2 is asked for again, because a sidecar went away" in caplog.text

@@ -17,6 +17,7 @@ import pytest
 from keepstep.errors import NoMemoryError
 from keepstep.image import Layout, TensorRole, TensorSpec
 from keepstep.wire.trainer import LeaseRequest
+from keepstep_sidecar.api.restoring import RestoreHandlers
 from keepstep_sidecar.api.saving import SaveHandlers
 from keepstep_sidecar.api.sidecar_service import SidecarService
 from keepstep_sidecar.concurrency import ChangeNotifier, Tasks
@@ -321,3 +322,17 @@ async def test_a_trainer_that_dies_while_it_waits_does_not_hand_over_the_slot_of
     await SaveHandlers._settle(handlers, third)
     granted = slot_set.assign()
     assert granted is None or granted.index != assigned.index
+
+
+async def test_a_trainer_gets_its_answer_once_the_removed_memory_directory_is_there_again(
+    machine: Machine,
+) -> None:
+    machine.made(None)
+    handlers: Any = SimpleNamespace(slots=machine.pool, repair=machine.repair)
+    shutil.rmtree(machine.memory)
+    waits = asyncio.create_task(RestoreHandlers._rescue_images(handlers))
+    await asyncio.sleep(0.2)
+    assert not waits.done()
+    machine.memory.mkdir()
+    await asyncio.wait_for(waits, 30)
+    assert not machine.pool.damaged_ranks()

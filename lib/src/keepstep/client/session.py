@@ -368,6 +368,7 @@ class SidecarSession:
             raise
         self.run, self.archive = lease.granted.run, lease.granted.archive
         self._lease = lease
+        self._changed.ring()
         self._require_seen(lease.granted)
         return lease.granted
 
@@ -439,7 +440,7 @@ class SidecarSession:
         reason = "the sidecar is away"
         while (left_s := deadline - time.monotonic()) > 0:
             if not self.connected:
-                self._changed.wait_for_condition(lambda: self.connected, timeout_s=min(left_s, 0.5))
+                self.await_connection(timeout_s=left_s)
                 continue
             try:
                 seconds = min(left_s, _POLL_S)

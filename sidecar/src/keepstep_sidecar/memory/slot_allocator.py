@@ -280,7 +280,8 @@ class SlotAllocator:
         if self._total_bytes(size_bytes) - self.pool.made_bytes < size_bytes:
             text = f"rank {slots.rank}: {size_bytes} bytes for its base do not fit beside what is"
             raise NoMemoryError(f"{text} there; raise --memory-limit", code="no-slot")
-        slot_set = SlotSet(layout)
+        slot_set = slots.bases.sets.setdefault(layout.id, SlotSet(layout))
+        slot_set.failure = ""  # memory may be free by now
         index: int | None = None
 
         def reserved() -> bool:
@@ -298,8 +299,6 @@ class SlotAllocator:
                 self.fill(slot_set)
             return False
 
-        if layout.id in slots.bases.sets:
-            slots.bases.sets[layout.id].failure = ""  # memory may be free by now
         await self.changes.until(reserved, timeout_s=600.0)
         if index is None:
             raise NoMemoryError(slot_set.failure or "no base was made in time", code="no-slot")
