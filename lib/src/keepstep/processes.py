@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -23,6 +23,8 @@ SAFE_PATH: Final = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POLL_S: Final = 0.02
+_FORK_WAITS_S: Final = 1.0
+_FORK_POLL_S: Final = 0.0005
 
 
 def become_subreaper() -> None:
@@ -175,3 +177,57 @@ def wait_gone(process: Process, *, timeout_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+# --- forks of a process with threads -------------------------------------------------------------
+#
+# fork(2) copies one thread, and all locks as they are at this moment. The first call of each
+# operation of torch takes locks of the C library (__cxa_atexit) and of C++ (static variables),
+# without the GIL. If a fork comes between, the child never gets them: a data loader's worker would
+# hang at its first operation, and the training with it.
+
+_threads_within: set[int] = set()
+_forking_threads: set[int] = set()
+
+
+@contextlib.contextmanager
+def no_fork() -> Iterator[None]:
+    """Within this context, no other thread forks. For threads beside the one that trains, when
+    they call torch; not to be nested.
+
+    `os.fork()` waits at most a second for it, so that training goes on: waits and long copies
+    belong outside.
+    """
+    thread, deadline = threading.get_ident(), time.monotonic() + _FORK_WAITS_S
+    try:
+        _threads_within.add(thread)
+        while _forking_threads:
+            _threads_within.discard(thread)
+            if time.monotonic() > deadline:  # an exception came before `_after_fork`
+                _forking_threads.clear()
+            time.sleep(_FORK_POLL_S)
+            _threads_within.add(thread)
+        yield
+    finally:
+        _threads_within.discard(thread)
+
+
+def _before_fork() -> None:
+    thread, deadline = threading.get_ident(), time.monotonic() + _FORK_WAITS_S
+    _forking_threads.add(thread)
+    while _threads_within - {thread} and time.monotonic() < deadline:
+        time.sleep(_FORK_POLL_S)
+
+
+def _after_fork() -> None:
+    _forking_threads.discard(threading.get_ident())
+
+
+def _after_fork_in_child() -> None:
+    _threads_within.clear()
+    _forking_threads.clear()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from keepstep import processes
 from keepstep.errors import KeepstepError
 from keepstep.state import accelerator
 from keepstep.state.accelerator import owns_full_storage
@@ -89,7 +90,8 @@ def run_transfers(transfers: Transfers, *, threads: int = 1) -> None:
     Raises KeepstepError, before anything is copied, if a tensor has lost its memory.
     """
     moves, copies = transfers.moves, transfers.copies
-    _check(moves, copies)
+    with processes.no_fork():
+        _check(moves, copies)
     total = sum(move.bytes for move in moves)
     threads = min(threads, max(1, total // _PARALLEL_BYTES))
     if threads == 1:
@@ -97,8 +99,11 @@ def run_transfers(transfers: Transfers, *, threads: int = 1) -> None:
             _memmove(move.target, move.source, move.bytes)
     else:
         _run_parallel(moves, threads)
-    with torch.no_grad():
-        for copy in _bring(copies):
+    if copies:
+        with processes.no_fork():
+            copies = _bring(copies)
+    for copy in copies:
+        with processes.no_fork(), torch.no_grad():
             copy.target.copy_(copy.source)
 
 

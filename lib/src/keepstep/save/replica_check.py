@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepstep import processes
 from keepstep.errors import few
 from keepstep.save.mutation_guard import Fingerprint, can_detect_changes
 from keepstep.state import accelerator
@@ -169,7 +170,8 @@ class ReplicaCheck:
 
     def _work(self) -> None:
         try:
-            store = _store()
+            with processes.no_fork():
+                store = _store()
             while not self._closed and (sample := self._samples.get()) is not None:
                 for group, samples in sorted(sample.groups.items()):
                     await_flag = accelerator.current_accelerator().await_flag

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from keepstep import processes
 from keepstep.client import copying
 from keepstep.client.session import OneTimeEvent
 from keepstep.client.slot import GrantedSlot, SlotMapping
@@ -148,19 +149,25 @@ class PendingImage:
             # Spread over threads even if all cores are busy: a computation on all cores is as late
             # as its latest thread, so taking one whole core costs twice as much as taking half of
             # two.
-            copying.run_transfers(self.transfers(), threads=copying.default_threads())
+            self._run(self.transfers)
         if (filling := self.filling) is not None:
-            copying.run_transfers(filling.transfers(), threads=copying.default_threads())
+            self._run(filling.transfers)
         if not devices_are_done():  # the slot may still hold another image
             return
-        for write in self.late:
-            write()
-        if filling is not None:
-            self._torn = filling.guard.find_torn_tensor(filling.mapping, self.filling_samples)
-        if (guard := self.guard) is not None:
-            self._torn = self._torn or guard.find_torn_tensor(mapping, self.samples)
+        with processes.no_fork():
+            for write in self.late:
+                write()
+            if filling is not None:
+                self._torn = filling.guard.find_torn_tensor(filling.mapping, self.filling_samples)
+            if (guard := self.guard) is not None:
+                self._torn = self._torn or guard.find_torn_tensor(mapping, self.samples)
         self.copy_s += time.perf_counter() - started
         self.copied.set()
+
+    def _run(self, transfers: Callable[[], copying.Transfers]) -> None:
+        with processes.no_fork():
+            prepared = transfers()
+        copying.run_transfers(prepared, threads=copying.default_threads())
 
     def fence(self) -> None:
         """Return when the devices have made their copies; begin to compare fingerprints. The later
@@ -218,7 +225,8 @@ class PendingImage:
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
         """Judge as soon as the training thread has been seen to make progress (save thread)."""
         if self.guard is None and self.filling is None:
-            self.decide_outcome()
+            with processes.no_fork():
+                self.decide_outcome()
             return
         if self.done:
             # a write through `.data` may still be queued on the device: only the fence can tell
@@ -231,7 +239,8 @@ class PendingImage:
         while not self.judged.wait(pause_s) and not give_up():
             # a thread that has ended has no position
             if not before or _position(self.thread) != before:
-                self.decide_outcome()
+                with processes.no_fork():
+                    self.decide_outcome()
             pause_s = min(pause_s * 1.5, 0.01)
 
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
@@ -276,12 +285,13 @@ class PendingImage:
     def _let_go(self) -> None:
         """Memory that a device still reads, of an image that was given up, waits for its stream."""
         device = accelerator.current_accelerator()
-        if not all(map(bool, self.flags.values())):
-            for tensor in (tensor for lot in self.reads for tensor in lot.tensors):
-                place = device.device_of(tensor)
-                if place is not None:
-                    device.keep(tensor, device.get_copy_stream(place))
-        self.reads = ()
+        with processes.no_fork():
+            if not all(map(bool, self.flags.values())):
+                for tensor in (tensor for lot in self.reads for tensor in lot.tensors):
+                    place = device.device_of(tensor)
+                    if place is not None:
+                        device.keep(tensor, device.get_copy_stream(place))
+            self.reads = ()
 
 
 def _position(thread: int) -> tuple[tuple[int, int], ...]:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from keepstep import processes
 from keepstep.errors import UsageError
 
 log = logging.getLogger("keepstep")
@@ -254,10 +255,13 @@ class Accelerator:
         graph that is under way, and `Event.synchronize` keeps a core busy.
         """
         began = time.monotonic()
-        while not (value := int(flag)) and not give_up():
+        while True:
+            with processes.no_fork():
+                value = int(flag)
+            if value or give_up():
+                return value
             # each look takes the interpreter from the training thread
             time.sleep(min(_LONGEST_S, max(_POLL_S, (time.monotonic() - began) / 16)))
-        return value
 
     def keep(self, tensor: Tensor, stream: torch.Stream) -> None:
         """Keep the tensor's memory from being reused before the stream has reached this call."""
