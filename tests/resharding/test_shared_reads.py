@@ -48,6 +48,7 @@ def test_two_ranks_with_the_same_state_fetch_it_once_from_the_archive(
     step = run.save("ddp", 1)
     assert files_below(archive, "step.json")
     size = image_bytes(archive)
+    sidecar.kill()  # it writes there until then
     shutil.rmtree(sidecar.volume)
     run.lose_memory(*options, *LIMIT)
     for answer in run.restore("ddp", 2, trains=True):

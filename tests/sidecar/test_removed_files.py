@@ -206,7 +206,7 @@ def test_the_next_step_is_kept_and_none_is_lost_after_the_shared_memory_was_remo
     trainer = trainers(sidecar.socket).begin_run()
     ids = [trainer.stage(step) for step in range(1, 6)]
     eventually(lambda: len(list(sidecar.memory.glob("rank-*/*.slot"))) == 2, what="all slots")
-    shutil.rmtree(sidecar.memory)
+    remove_at_once(sidecar.memory)
     come_back(trainer)
     assert trainer.candidates().candidates[-1].id == ids[-1], "it was made durable in time"
     path = trainer.begin()

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from kopf._cogs.clients.auth import APIContext
 
 from keepstep.wire.run_reports import PATH, RunReport
 from keepstep_operator.kube.client import KubeClient
@@ -90,6 +91,7 @@ async def serving(
     async with cluster.running(), KubeClient(cluster.access) as client:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("KUBECONFIG", str(cluster.kubeconfig(directory)))
+            contexts = _sessions_of_kopf(patched)
             async with aiohttp.ClientSession(connector=connector) as session:
                 parts = Parts(client, ReconcileSettings(**settings), PeerCertificates(directory))
                 working = asyncio.create_task(
@@ -109,6 +111,22 @@ async def serving(
                 finally:
                     parts.ending.set()
                     await working
+                    for context in contexts:
+                        await context.close()
+
+
+def _sessions_of_kopf(patched: pytest.MonkeyPatch) -> list[APIContext]:
+    """The sessions that kopf opens from now on. If it ends while it asks which resources there
+    are, it opens one more after it closed the first, and a later test would be blamed for that."""
+    opened: list[APIContext] = []
+    begin = APIContext.__init__
+
+    def remember(context: APIContext, info: Any) -> None:
+        begin(context, info)
+        opened.append(context)
+
+    patched.setattr(APIContext, "__init__", remember)
+    return opened
 
 
 def trusting(pem: bytes) -> ssl.SSLContext:
