@@ -133,7 +133,7 @@ def test_threads_call_torch_only_where_no_fork_comes(sidecar, lazy):
         named = event == "c_call" and function.__name__ not in _ATOMIC
         if named and outside and _is_of_torch(function):
             code = frame.f_code
-            apart.add(f"{threading.current_thread().name} {code.co_qualname} {function.__name__}")
+            apart.add(f"{threading.current_thread().name} {code.co_name} {function.__name__}")
 
     threading.setprofile(note)
     try:
