@@ -14,6 +14,7 @@ from torch import nn
 
 from keepstep import processes
 from keepstep.save.mutation_guard import Fingerprint
+from tests.harness import eventually
 from tests.lib.training import begun
 
 
@@ -25,7 +26,8 @@ def exit_code_of_child(code) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_no_fork_comes_while_a_thread_is_within():
+def test_no_fork_comes_while_a_thread_is_within(monkeypatch):
+    monkeypatch.setattr(processes, "_FORK_WAITS_S", 60.0)  # for slow machines
     within, over = False, False
 
     def work() -> None:
@@ -45,6 +47,7 @@ def test_no_fork_comes_while_a_thread_is_within():
 
 
 def test_a_fork_waits_for_what_the_save_thread_asks_of_torch(sidecar, monkeypatch):
+    monkeypatch.setattr(processes, "_FORK_WAITS_S", 60.0)  # for slow machines
     entered, within = threading.Event(), False
     read = Fingerprint.read_image_samples
 
@@ -52,7 +55,8 @@ def test_a_fork_waits_for_what_the_save_thread_asks_of_torch(sidecar, monkeypatc
         nonlocal within
         within = True
         entered.set()
-        time.sleep(0.2)
+        eventually(lambda: processes._forking_threads)
+        time.sleep(0.02)  # where a fork that does not wait would come
         samples = read(fingerprint, memory)
         within = False
         return samples
@@ -144,6 +148,9 @@ def test_threads_call_torch_only_where_no_fork_comes(sidecar, lazy):
         for step in range(4):
             train(model, optimizer)
             assert checkpointer.save(step)
+            deadline = time.monotonic() + 30
+            while step % 2 and checkpointer.stats.staged <= step and time.monotonic() < deadline:
+                model.layer(torch.ones(1, 3))  # before a fence, the save thread decides
             checkpointer.wait(step, "staged")
         assert checkpointer.save(4)
         model.layer.weight.data.add_(1)  # discarded, if it was not copied yet

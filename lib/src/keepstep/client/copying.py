@@ -99,10 +99,7 @@ def run_transfers(transfers: Transfers, *, threads: int = 1) -> None:
             _memmove(move.target, move.source, move.bytes)
     else:
         _run_parallel(moves, threads)
-    if copies:
-        with processes.no_fork():
-            copies = _bring(copies)
-    for copy in copies:
+    for copy in _bring(copies):
         with processes.no_fork(), torch.no_grad():
             copy.target.copy_(copy.source)
 

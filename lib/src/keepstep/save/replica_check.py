@@ -176,7 +176,9 @@ class ReplicaCheck:
                 for group, samples in sorted(sample.groups.items()):
                     await_flag = accelerator.current_accelerator().await_flag
                     if all(await_flag(tensor, lambda: self._closed) for tensor in sample.flags):
-                        self._compare(store, group, sample.step, _digest(samples))
+                        with processes.no_fork():
+                            digest = _digest(samples)
+                        self._compare(store, group, sample.step, digest)
         except Exception as error:  # the store's server ends with rank 0
             log.debug("keepstep: replicas are not compared any more: %s", error)
 

@@ -214,7 +214,7 @@ class PendingImage:
         return [guard for guard in guards if guard is not None]
 
     def _decide(self, culprit: Callable[[], str]) -> None:
-        with self._lock:
+        with processes.no_fork(), self._lock:
             if self.verdict is ImageOutcome.OPEN:
                 self.culprit = self._torn or culprit()
                 self.verdict = ImageOutcome.MUTATED if self.culprit else ImageOutcome.VALID
@@ -225,8 +225,7 @@ class PendingImage:
     def judge_after_progress(self, give_up: Callable[[], bool]) -> None:
         """Judge as soon as the training thread has been seen to make progress (save thread)."""
         if self.guard is None and self.filling is None:
-            with processes.no_fork():
-                self.decide_outcome()
+            self.decide_outcome()
             return
         if self.done:
             # a write through `.data` may still be queued on the device: only the fence can tell
@@ -239,8 +238,7 @@ class PendingImage:
         while not self.judged.wait(pause_s) and not give_up():
             # a thread that has ended has no position
             if not before or _position(self.thread) != before:
-                with processes.no_fork():
-                    self.decide_outcome()
+                self.decide_outcome()
             pause_s = min(pause_s * 1.5, 0.01)
 
     def _judge_fenced(self, give_up: Callable[[], bool]) -> None:
