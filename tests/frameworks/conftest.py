@@ -107,6 +107,12 @@ def lives(tmp_path: Path) -> Iterator[Callable[..., Lives]]:
         lives.keepstep.end()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of Ray first, so that one worker runs them one after the other: parts of Ray look for
+    the newest cluster of the machine."""
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
+
+
 _SAME: dict[str, set[Any]] = {}
 
 

@@ -12,6 +12,7 @@ Ray keeps what is reported, if not in OUT.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def nodes(out: Path) -> tuple[str, str]:
 
 def train(config: dict[str, Any]) -> None:
     """What each worker runs."""
+    faulthandler.dump_traceback_later(_WAIT_S)
     sys.argv = ["", config["out"], json.dumps(config)]
     import ray
     import ray.train
@@ -163,6 +165,20 @@ def _wait(condition: Callable[[], object]) -> None:
         threading.Event().wait(0.05)
 
 
+def _begin(function: Callable[[], Any]) -> Future[Any]:
+    """Run it on a thread that does not keep this process alive where the main thread fails."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 class _Cluster:
     """The nodes, each a raylet; the first is the head, and stays."""
 
@@ -268,6 +284,7 @@ def main() -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    faulthandler.dump_traceback_later(_WAIT_S)
     cluster = _Cluster(out, settings)
     try:
         ray.init(address=cluster.address, ignore_reinit_error=True)
@@ -287,15 +304,14 @@ def main() -> None:
                 worker_runtime_env={"env_vars": settings.get("environment", {})},
             ),
         )
-        with ThreadPoolExecutor(1) as others:
-            done = others.submit(trainer.fit)
-            if "lose" in settings:
-                cluster.lose()
-                _wait(lambda: len((out / "lives").read_text().splitlines()) == 2)
-                cluster.add()
-            if "notice" in settings:
-                cluster.announce()
-            result = done.result()
+        done = _begin(trainer.fit)
+        if "lose" in settings:
+            cluster.lose()
+            _wait(lambda: len((out / "lives").read_text().splitlines()) == 2)
+            cluster.add()
+        if "notice" in settings:
+            cluster.announce()
+        result = done.result()
         if result.checkpoint is not None:
             reported = [
                 *(checkpoint for checkpoint, _ in result.best_checkpoints),

@@ -21,17 +21,21 @@ pytestmark = pytest.mark.timeout(600)  # Ray looks every 20 s which nodes there 
 
 def _done(training: Lives, home: Path, *, code: int = 0, **settings: Any) -> str:
     """What is said by a training in the folder `kept`."""
-    done = subprocess.run(
-        training.command("kept", settings, 1),
-        cwd=home,
-        env=training.variables(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == code, done.stdout[-8000:]
-    return done.stdout
+    log = home / "training.log"
+    with log.open("w") as file:
+        try:
+            done = subprocess.run(
+                training.command("kept", settings, 1),
+                cwd=home,
+                env=training.variables(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=500,
+            )
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end after 500 s: {log.read_text()[-8000:]}")
+    assert done.returncode == code, log.read_text()[-8000:]
+    return log.read_text()
 
 
 def test_training_resumes_bit_equal_after_a_killed_worker_and_lost_shared_memory(lives, tmp_path):
