@@ -573,3 +573,17 @@ def test_an_exact_step_that_is_spread_over_sidecars_is_preferred_over_a_step_fro
     run.a_node_is_lost(0)
     run.the_trainers_start(per_node=2, turned=0)
     assert set(run.at.values()) == {0}
+
+
+def test_no_step_from_replicas_comes_between_an_exact_step_and_the_newest_one() -> None:
+    """Step 0 is exact, and nearby for rank 1, which has no image of step 2. Rank 0 has one of step
+    2, and of step 0 only in the archive; of step 1 it has none, either."""
+    run = Tiers()
+    run.begin(nodes=3, per_node=1, replicated=True, peers=True, archive=True)
+    run.the_run_goes_on([(1, set(), set(), set()), (2, set(), {1}, {1, 2})])
+    run.a_node_is_lost(0)
+    run.the_trainers_start(per_node=1, turned=0)
+    assert set(run.at.values()) == {2}
+    run.a_node_is_lost(1)
+    run.the_trainers_start(per_node=1, turned=0)
+    assert set(run.at.values()) == {0}

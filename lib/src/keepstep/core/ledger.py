@@ -390,8 +390,9 @@ class Ledger(ReportedCopies):
 
         A twin has the boxes of a rank, but not its buffers, RNG and extras. So a step in which
         twins stand in for ranks is left out if these ranks have their own images of the newest
-        complete step before it nearby. After a crash, or after the loss of a node with a buddy, the
-        run then goes on from that complete step: exactly, and at most a few steps back.
+        complete step before it nearby, and so are the steps between the two. After a crash, or
+        after the loss of a node with a buddy, the run then goes on from that complete step:
+        exactly, and at most a few steps back.
         """
         return tuple(reversed(list(self._whole())))
 
@@ -415,7 +416,10 @@ class Ledger(ReportedCopies):
         steps = [
             step_id for step_id in self.held_steps if lineage.step_liveness(step_id) in standings
         ]
+        preferred: StepId | None = None
         for place, step_id in reversed(list(enumerate(steps))):
+            if preferred is not None and step_id > preferred:
+                continue  # no step between it and the one that it is preferred to comes first
             if self.complete(step_id, Tier.MEMORY):
                 yield step_id
                 continue
@@ -432,6 +436,8 @@ class Ledger(ReportedCopies):
                     or not _nearby(coverage, self.find_reachable_boxes(complete))
                 ):
                     yield step_id
+                else:
+                    preferred = complete
 
     def _ends_search(self, step_id: StepId, newer: BoxSources) -> bool:
         """Whether no older step than this one is nearby: it is complete, or the run was of another
