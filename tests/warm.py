@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import IO, Any
 
 DIRECTORY_ENV = "KEEPSTEP_TEST_WARM"
-SIDECAR = ("keepstep_sidecar.cli.sidecar", "keepstep_sidecar.app")
+SIDECAR = ("keepstep_sidecar.cli.sidecar", "keepstep_sidecar.cli.main", "keepstep_sidecar.app")
+EXPORT = ("torch", *SIDECAR)
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than many tests
 TRAINER = (
     "torch._dynamo",

@@ -48,8 +48,13 @@ class Keepstep:
         return name
 
     def start(
-        self, *words: str, via: tuple[str, ...] = ("-m", "keepstep_sidecar.cli"), **options: Any
+        self,
+        *words: str,
+        via: tuple[str, ...] = ("-m", "keepstep_sidecar.cli"),
+        forked: bool = False,
+        **options: Any,
     ) -> subprocess.Popen[str]:
+        """`forked`: also `run`, which nobody looks for, starts without its imports."""
         settings: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -60,8 +65,9 @@ class Keepstep:
         }
         # a run is found by its process, and ended by signals, and only the leader of a session gets
         # a terminal; whatever else is asked starts quickly
-        itself = words[0] == "run" or "start_new_session" in options
-        python = sys.executable if itself else warm.python(warm.SIDECAR)
+        itself = (words[0] == "run" and not forked) or "start_new_session" in options
+        modules = warm.EXPORT if words[0] == "export" else warm.SIDECAR
+        python = sys.executable if itself else warm.python(modules)
         return subprocess.Popen([*self.prefix, python, *via, *words], **{**settings, **options})
 
     @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from keepstep_sidecar.tiers.incoming_copy import part_name
+from tests import warm
 from tests.cli.conftest import MARK, Keepstep
 
 _TRAIN = """
@@ -120,7 +121,7 @@ def test_no_command_follows_a_link_that_replaces_an_expected_file(
 ) -> None:
     script = keepstep.script("train.py", _TRAIN)
     elsewhere = Elsewhere(tmp_path / "elsewhere")
-    keepstep("run", "--keep", "1", "--", sys.executable, script)
+    keepstep("run", "--keep", "1", "--", warm.python(), script)
     for name in NAMES:
         _put(keepstep.directory / name, plant, elsewhere)
         for words in (
@@ -131,7 +132,7 @@ def test_no_command_follows_a_link_that_replaces_an_expected_file(
             ("rm", "--yes", "0"),
             ("stop",),
         ):
-            ended = keepstep.start(*words)
+            ended = keepstep.start(*words, forked=True)
             output = ended.communicate(timeout=_LIMIT_S)
             assert ended.returncode in (0, 1, 2, 125), (name, words, output)
             if ended.returncode not in (0, 1) and words[0] != "rm":
@@ -179,7 +180,7 @@ def test_commands_that_read_or_copy_steps_do_not_follow_planted_links(
     elsewhere = Elsewhere(tmp_path / "elsewhere")
     (keepstep.home / "far").mkdir()
     archive = ("--archive", "far", "--archive-every", "1")
-    keepstep("run", *archive, "--", sys.executable, script)
+    keepstep("run", *archive, "--", warm.python(), script)
     keepstep("stop")
     (step,) = (path.name for path in (keepstep.home / "far" / "train").glob("*-000000002"))
     for place in (".keepstep", "far"):
