@@ -81,8 +81,7 @@ class Lives:
                 stderr=subprocess.STDOUT,
             ) as process,
         ):
-            process.wait(200)
-        text = log.read_text()
+            text = wait_for_output(process, log, timeout_s=200)
         assert process.returncode == code, text[-5000:]
         return self._home / out, text
 
@@ -91,6 +90,17 @@ class Lives:
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         found = {"PYTHONPATH": paths, "PYTHON_EXEC": self._python}  # the latter for torchrun
         return {**os.environ, **_ENVIRONMENT, **mark, **found}
+
+
+def wait_for_output(process: subprocess.Popen[Any], log: Path, *, timeout_s: float) -> str:
+    """What a process wrote to `log` until its end. One that does not end is killed, and the test
+    fails with that text."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"no end after {timeout_s} s: {log.read_text()[-8000:]}")
+    return log.read_text()
 
 
 @pytest.fixture

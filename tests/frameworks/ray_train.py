@@ -41,7 +41,7 @@ def nodes(out: Path) -> tuple[str, str]:
 
 def train(config: dict[str, Any]) -> None:
     """What each worker runs."""
-    faulthandler.dump_traceback_later(_WAIT_S)
+    faulthandler.dump_traceback_later(_WAIT_S)  # where it hangs, the test's log says where
     sys.argv = ["", config["out"], json.dumps(config)]
     import ray
     import ray.train
