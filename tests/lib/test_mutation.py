@@ -5,6 +5,8 @@ The copy is held back until the change was made, so each test is sure to hit the
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -298,3 +300,48 @@ def test_an_image_is_not_accepted_early_while_the_training_thread_is_inside_one_
     leave.set()
     trainer.join()
     assert snapshot._position(trainer.ident) != before
+
+
+_COLLECTING = r"""
+import gc, sys, threading, time
+
+from keepstep.save.snapshot import _position
+
+class Garbage:
+    def __init__(self):
+        self.cycle = self
+
+    def __del__(self):
+        if threading.current_thread() is saving:
+            time.sleep(0.0002)  # gives up the GIL
+
+# functions of different sizes, so that one's frame is never where another's was
+scope = {}
+for size in range(13):
+    names = "".join(f", a{n}=None" for n in range(size))
+    inner = f"f{(7 * size + 3) % 13}(left - 1) if left else 0"
+    exec(f"def f{size}(left{names}):\n    x = [left]; y = (left, x)\n    return {inner}", scope)
+
+def train():
+    while not over.is_set():
+        assert [scope[f"f{n}"](n) for n in (0, 3, 5, 7, 9)] == [0] * 5
+
+saving, over = threading.main_thread(), threading.Event()
+training = threading.Thread(target=train)
+training.start()
+sys.setswitchinterval(1e-5)
+gc.set_threshold(3, 10, 10)
+for _ in range(2000):
+    Garbage()
+    _position(training.ident)
+over.set()
+training.join()
+print("as it was")
+"""
+
+
+def test_the_position_of_a_thread_is_read_without_collecting_garbage():
+    """CPython 3.11 may collect while it makes the object of a frame, which then may have ended."""
+    program = [sys.executable, "-c", _COLLECTING]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "as it was\n"), ended.stderr[-3000:]

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep import tracing
+from keepstep import processes, tracing
 from keepstep.client import embedded
 from keepstep.client.session import fetch_complete_step_numbers, restore_timeout_s
 from keepstep.client.slot import GrantedSlot
@@ -55,7 +55,7 @@ from keepstep.restore.collective import (
     logging_waits,
 )
 from keepstep.restore.modules import check_loads
-from keepstep.restore.rank_restore import FillGuard, RankRestore, pause_garbage_collection
+from keepstep.restore.rank_restore import FillGuard, RankRestore
 from keepstep.restore.rehearsal import (
     COMPONENT,
     Structure,
@@ -360,7 +360,8 @@ class Checkpointer:
         collective = Collective(session, rank=self._rank, world=self._world, step=step)
         try:
             waits = logging_waits(self._socket, lambda: collective.doing, rank=self._rank)
-            with waits, pause_garbage_collection(), FillGuard() as partial:
+            # a restore makes many small objects, and no garbage
+            with waits, processes.pause_garbage_collection(), FillGuard() as partial:
                 begin = functools.partial(self._restoring, partial)
                 agreed = collective.restore(
                     self._connect, begin, meet=self._meet, begin_fresh=self._begin_fresh

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -210,6 +211,20 @@ def no_fork() -> Iterator[None]:
         yield
     finally:
         _threads_within.discard(thread)
+
+
+@contextlib.contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Within this context, no garbage is collected. In a thread beside the one that trains: as
+    short as possible, because a `gc.disable()` of the training within it is undone; and within
+    `no_fork`, because a child would never collect."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _before_fork() -> None:

@@ -16,7 +16,6 @@ tensors that the next attempt fills, or that cannot be trained on (`FillGuard`).
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepstep import processes
 from keepstep.client.session import RESTORE_S, SidecarSession
 from keepstep.client.slot import SlotMapping, unmap_in_background
 from keepstep.core.restore_vote import Decision
@@ -61,19 +61,6 @@ _BAD_SLOTS = 3
 slot again."""
 
 Stage = Callable[[Sequence[Any]], Any]
-
-
-@contextlib.contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Turn off garbage collection: a restore makes many small objects and no garbage, so a
-    collection, which also walks through all of torch, only wastes time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class RankRestore:
@@ -189,7 +176,7 @@ class RankRestore:
         del self._loader
         unmap_in_background(held)
 
-    @pause_garbage_collection()
+    @processes.pause_garbage_collection()
     def _map(self, path: str, base: str) -> None:
         """Map a slot, and the `base` to which its image refers, and read everything in it that is
         not a tensor.
@@ -214,7 +201,7 @@ class RankRestore:
             raise ForeignError("its base is another one", path=path)
         self._control, self._slot, self._under = control, slot, under
 
-    @pause_garbage_collection()
+    @processes.pause_garbage_collection()
     def _plan(self, shown: Sequence[Any]) -> tuple[bytes, tuple[ChunkRun, ...]]:
         """Plan this rank's copies. Returns the saved names for which this rank has no place, and
         the chunks that other ranks are to lend it."""

@@ -293,12 +293,18 @@ class PendingImage:
 
 
 def _position(thread: int) -> tuple[tuple[int, int], ...]:
-    """Where a thread stands in its Python code; a change proves that it executed something."""
-    frame = sys._current_frames().get(thread)
+    """Where a thread stands in its Python code; a change proves that it executed something.
+
+    CPython 3.11 makes the object of a frame when somebody asks for it, and may collect garbage
+    first. Then a finalizer may give up the GIL, the thread leaves that frame, and CPython writes to
+    memory that is another frame's: the training would crash, or go on with other values.
+    """
     position: list[tuple[int, int]] = []
-    while frame is not None and len(position) < 8:
-        position.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
+    with processes.no_fork(), processes.pause_garbage_collection():
+        frame = sys._current_frames().get(thread)
+        while frame is not None and len(position) < 8:
+            position.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
     return tuple(position)
 
 
