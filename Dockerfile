@@ -43,6 +43,10 @@ LABEL org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.vendor="keepstep"
 RUN rm -rf /usr/local/lib/python3*/site-packages/pip* /usr/local/bin/pip* \
            /usr/lib/python3/dist-packages/pip* /usr/bin/pip*
+# python's images have no bytecode of the standard library, so each start would compile it
+RUN python3 -m compileall -q --invalidation-mode unchecked-hash \
+      -x '/(test|tests|idlelib|lib2to3|ensurepip|turtledemo|tkinter|site-packages|dist-packages)/' \
+      "$(python3 -c 'import os; print(os.path.dirname(os.__file__))')"
 ENV PATH=/opt/keepstep/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
