@@ -87,7 +87,7 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt requirements-vision.txt lib/py
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.ready ## keepstep.integrations with the frameworks themselves, in an environment of their own
-	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 2 --dist worksteal \
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/conformance/packages -n 3 --dist worksteal \
 		--junitxml build/junit-frameworks.xml $(PYTEST_ARGS)
 
 check: $(READY) ## ruff, imports of tests, mypy --strict, import-linter, and the limits of scripts/house.toml

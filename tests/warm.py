@@ -31,21 +31,24 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 DIRECTORY_ENV = "KEEPSTEP_TEST_WARM"
 SIDECAR = ("keepstep_sidecar.cli.sidecar", "keepstep_sidecar.cli.main", "keepstep_sidecar.app")
-EXPORT = ("torch", *SIDECAR)
+EXPORT = ("torch", "keepstep.huggingface_export", *SIDECAR)
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than many tests
 TRAINER = (
     "torch._dynamo",
     "torch.distributed.launcher.api",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torch.profiler",
     "keepstep.checkpointer",
     "keepstep.dcp",
+    "keepstep.wire.status",
 )
 _LARGEST_REQUEST_BYTES = 1 << 17
 
@@ -316,6 +319,12 @@ def _main() -> list[str]:
     owner, path, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
+    if "torch.distributed.launcher.api" in modules:
+        from keepstep.warm.process import hasten_rendezvous
+
+        hasten_rendezvous(alone=False)
+    for finalizer in [*weakref.finalize._registry]:  # each operator of torch's has one
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -36,7 +36,15 @@ from tests.cli.conftest import Keepstep
 from tests.frozen.models import equal, made, train
 from tests.harness import SidecarProcess, eventually, flip, matching
 from tests.lib.training import begun
-from tests.volume.images import EPOCH, RUN, empty_slot, make_layout, staged, step_id
+from tests.volume.images import (
+    EPOCH,
+    RUN,
+    empty_slot,
+    make_layout,
+    staged,
+    step_id,
+    write_noise,
+)
 
 TRAIN = Path(__file__).parents[1] / "frozen/train.py"
 
@@ -376,10 +384,8 @@ def base_of(rank: int) -> SealedMemoryImage:
     values = (CHUNKS * CHUNK_BYTES - 100_000) // 4
     tensors = [TensorSpec("model.frozen", "F32", (values,), TensorRole.PARAMS)]
     layout = Layout.build(tensors, rank=rank, world=2, twins=[1 - rank], is_base=True)
-    view, noise = empty_slot(layout), random.Random(0)
-    for begin in range(0, layout.digests_begin, CHUNK_BYTES):
-        end = min(begin + CHUNK_BYTES, layout.digests_begin)
-        view[begin:end] = noise.randbytes(end - begin)
+    view = empty_slot(layout)
+    write_noise(view[: layout.digests_begin], "0")
     view[: len(layout.header)] = layout.header
     control = staged(make_layout(rank=rank), 0).control
     control = replace(control, layout=layout.id, extras_bytes=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from keepstep_sidecar.volume.run_tree import LocalShard
 from keepstep_sidecar.volume.volume import Volume
 from tests.archive.conftest import commit, running, send
 from tests.tiers import reading
-from tests.volume.images import EPOCH, RUN, Slot, empty_slot, step_id
+from tests.volume.images import EPOCH, RUN, Slot, empty_slot, step_id, write_noise
 
 WORLD = 3
 CHUNKS = 7
@@ -54,8 +53,7 @@ def replica(rank: int, step: int, *, world: int = WORLD, own: Iterable[int] = ()
     for chunk in range(CHUNKS):
         begin = max(chunk * CHUNK_BYTES, len(layout.header))
         end = min((chunk + 1) * CHUNK_BYTES, layout.digests_begin)
-        noise = random.Random(f"{step}/{chunk}/{whose.get(chunk)}")
-        view[begin:end] = noise.randbytes(end - begin)
+        write_noise(view[begin:end], f"{step}/{chunk}/{whose.get(chunk)}")
     control = ControlPage(
         run=RUN,
         layout=layout.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -13,6 +14,9 @@ from tests.chart.charts import CHART, KUBERNETES, NAMESPACE, ROOT, Chart, Object
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import kubernetes_validate  # type: ignore[import-untyped]
+    from kubernetes_validate import utils  # type: ignore[import-untyped]
+
+utils.schema_contents = functools.cache(utils.schema_contents)  # megabytes, read for each object
 
 EVERYTHING: Object = {
     "hostPaths": ["/mnt/nvme0/keepstep", "/var/lib/keepstep"],

@@ -20,6 +20,8 @@ from tests.cli.conftest import Keepstep
 from tests.harness import ROOT
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+LOOPS = ("lightning.fabric", "accelerate", "torchdata.stateful_dataloader", "datasets")
+"""What loops of people's own import; accelerate imports `datasets` with its first data loader."""
 
 
 class Lives:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import keepstep
 from keepstep import Batches
 from keepstep.integrations.loaders import capture_loader_generators
-from tests.frameworks.conftest import Lives, assert_same, drawn, result
+from tests.frameworks.conftest import LOOPS, Lives, assert_same, drawn, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -23,8 +23,7 @@ EPOCH = 15
 
 @pytest.fixture
 def loop(lives) -> Lives:
-    modules = ("lightning.fabric", "accelerate", "torchdata.stateful_dataloader")
-    return lives("own_loop.py", *modules)
+    return lives("own_loop.py", *LOOPS)
 
 
 def assert_bit_equal(loop: Lives, kill: list[int], **options: Any) -> Path:

@@ -50,7 +50,7 @@ def test_the_built_in_resume_of_lightning_within_an_epoch_trains_on_other_data(l
 
 @pytest.mark.parametrize("kind", ["SFT", "GRPO"])
 def test_the_built_in_resume_of_trl_loses_the_rollouts(lives, kind):
-    modules = ("trl.trainer.grpo_trainer", "trl.trainer.sft_trainer", "peft", "datasets")
+    modules = ("trl.trainer.grpo_trainer", "trl.trainer.sft_trainer", "peft", "deepspeed")
     more = {"steps_per_generation": 4, "num_generations": 4, "max_completion_length": 6}
     arguments = {**TRAINER, "max_steps": 16, **(more if kind == "GRPO" else {})}
     trainer = lives("trl_trainer.py", *modules)

@@ -15,10 +15,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import warm
+from tests.frameworks.conftest import LOOPS
 from tests.harness import ROOT
 
 TESTS = Path(sys.prefix) / "own-tests" / "accelerate" / "tests"
-MODULES = ("lightning.fabric", "accelerate", "torchdata.stateful_dataloader", *warm.TRAINER)
+MODULES = (*LOOPS, *warm.TRAINER)
 
 _HOOKS = "assert 'random' == 'Linear'"
 """A script's hook of `load_state` would have set the name; keepstep calls none, so what a hook

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.frameworks.conftest import assert_same, drawn, losses
+from tests.frameworks.conftest import LOOPS, assert_same, drawn, losses
 
 VISION = (
     *("tests.frameworks.vision_on_cpu", "timm.data", "timm.optim", "ultralytics.models.yolo"),
@@ -18,7 +18,7 @@ VISION = (
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_nanogpt_recipe_resumes_bit_equal(lives, ranks):
-    loop = lives("recipe.py", "lightning.fabric", "accelerate", "torchdata.stateful_dataloader")
+    loop = lives("recipe.py", *LOOPS)
     plain = loop.undisturbed(ranks=ranks, page="nanogpt")
     kept, output = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
     assert "restored step" in output

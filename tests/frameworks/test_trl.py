@@ -11,7 +11,7 @@ from tests.frameworks.conftest import Lives, assert_same, drawn
 def trainer(lives) -> Lives:
     modules = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.kto_trainer")
     more = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer")
-    return lives("trl_trainer.py", *modules, *more, "peft", "datasets")
+    return lives("trl_trainer.py", *modules, *more, "peft", "datasets", "deepspeed")
 
 
 def check(trainer, *, ranks=1, **options):

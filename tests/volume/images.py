@@ -51,16 +51,21 @@ def empty_slot(layout: Layout) -> memoryview:
     return memoryview(mmap.mmap(-1, layout.size_bytes))
 
 
+def write_noise(view: memoryview, seed: str) -> None:
+    """Fill it with bytes that depend on `seed`, of which no MiB is like another."""
+    noise, size = random.Random(seed).randbytes(1 << 20), 1 << 20
+    for number, begin in enumerate(range(0, len(view), size)):
+        part = view[begin : begin + size]
+        part[:] = (noise[number:] + noise[:number])[: len(part)]
+
+
 def staged(
     layout: Layout, step: int, *, run: str = RUN, seed: int | None = None, epoch: Epoch = EPOCH
 ) -> Slot:
     """The image of `step`: bytes that depend on rank, step and `seed`."""
     view = empty_slot(layout)
     view[: len(layout.header)] = layout.header
-    noise = random.Random(f"{layout.rank}/{step}/{seed}")
-    for begin in range(len(layout.header), layout.digests_begin, 1 << 20):
-        end = min(begin + (1 << 20), layout.digests_begin)
-        view[begin:end] = noise.randbytes(end - begin)
+    write_noise(view[len(layout.header) : layout.digests_begin], f"{layout.rank}/{step}/{seed}")
     control = ControlPage(
         run=run,
         layout=layout.id,
