@@ -36,15 +36,7 @@ from tests.cli.conftest import Keepstep
 from tests.frozen.models import equal, made, train
 from tests.harness import SidecarProcess, eventually, flip, matching
 from tests.lib.training import begun
-from tests.volume.images import (
-    EPOCH,
-    RUN,
-    empty_slot,
-    make_layout,
-    staged,
-    step_id,
-    write_noise,
-)
+from tests.volume.images import EPOCH, RUN, empty_slot, make_layout, staged, step_id, write_noise
 
 TRAIN = Path(__file__).parents[1] / "frozen/train.py"
 

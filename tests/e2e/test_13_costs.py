@@ -38,8 +38,8 @@ def test_an_idle_sidecar_uses_almost_no_cpu_and_memory(
     namespace("wait", "pod/idle", "--for=condition=Ready", "--timeout=240s", timeout_s=250)
     body = namespace.get("pod", "idle")
     assert body is not None
-    there = "import asyncio, os; assert os.path.exists(asyncio.__cached__)"
-    namespace("exec", "idle", "-c", "keepstep-sidecar", "--", "python3", "-c", there)
+    compiled = "import asyncio, os; assert os.path.exists(asyncio.__cached__)"
+    namespace("exec", "idle", "-c", "keepstep-sidecar", "--", "python3", "-c", compiled)
     node, pid = cluster.process(body, "keepstep-sidecar")
     before = _ticks(cluster, node, pid)
     time.sleep(_IDLE_S)  # the span that is measured

@@ -5,6 +5,7 @@ These tests run in an environment of their own: `make test-frameworks`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -72,19 +73,9 @@ class Lives:
     ) -> tuple[Path, str]:
         """Under `keepstep run`. Returns its folder, and what was said."""
         command = self.command(out, settings, ranks)
-        # into a file: whoever else came to hold a pipe would keep its end from being seen
-        log = self._home / f"{out}.log"
-        with (
-            log.open("w") as file,
-            self.keepstep.start(
-                *("run", "--run", "trainer", "--restarts", "3", "--", *command),
-                env=self.variables(),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            ) as process,
-        ):
-            text = wait_for_output(process, log, timeout_s=200)
-        assert process.returncode == code, text[-5000:]
+        words = ("run", "--run", "trainer", "--restarts", "3", "--", *command)
+        start = functools.partial(self.keepstep.start, *words, env=self.variables())
+        text = output_of(start, self._home / f"{out}.log", code=code, timeout_s=200)
         return self._home / out, text
 
     def variables(self) -> dict[str, str]:
@@ -94,15 +85,23 @@ class Lives:
         return {**os.environ, **_ENVIRONMENT, **mark, **found}
 
 
-def wait_for_output(process: subprocess.Popen[Any], log: Path, *, timeout_s: float) -> str:
-    """What a process wrote to `log` until its end. One that does not end is killed, and the test
-    fails with that text."""
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"no end after {timeout_s} s: {log.read_text()[-8000:]}")
-    return log.read_text()
+def output_of(
+    start: Callable[..., subprocess.Popen[Any]], log: Path, *, code: int, timeout_s: float
+) -> str:
+    """What the process that `start` starts wrote until its end. The test fails with that text if it
+    does not end, and is killed, or ends with another code.
+
+    It goes to a file: whoever else came to hold a pipe would keep its end from being seen.
+    """
+    with log.open("w") as file, start(stdout=file, stderr=subprocess.STDOUT) as process:
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"no end after {timeout_s} s: {log.read_text()[-8000:]}")
+    text = log.read_text()
+    assert process.returncode == code, text[-8000:]
+    return text
 
 
 @pytest.fixture

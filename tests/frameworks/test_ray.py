@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.frameworks.conftest import Lives, assert_same, drawn, result, wait_for_output
+from tests.frameworks.conftest import Lives, assert_same, drawn, output_of, result
 from tests.frameworks.ray_train import nodes
 
 pytestmark = pytest.mark.timeout(600)  # Ray looks every 20 s which nodes there are
@@ -21,20 +22,9 @@ pytestmark = pytest.mark.timeout(600)  # Ray looks every 20 s which nodes there 
 
 def _done(training: Lives, home: Path, *, code: int = 0, **settings: Any) -> str:
     """What is said by a training in the folder `kept`."""
-    log = home / "training.log"
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            training.command("kept", settings, 1),
-            cwd=home,
-            env=training.variables(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        ) as process,
-    ):
-        text = wait_for_output(process, log, timeout_s=500)
-    assert process.returncode == code, text[-8000:]
-    return text
+    command = training.command("kept", settings, 1)
+    start = functools.partial(subprocess.Popen, command, cwd=home, env=training.variables())
+    return output_of(start, home / "training.log", code=code, timeout_s=500)
 
 
 def test_training_resumes_bit_equal_after_a_killed_worker_and_lost_shared_memory(lives, tmp_path):

@@ -53,9 +53,9 @@ def empty_slot(layout: Layout) -> memoryview:
 
 def write_noise(view: memoryview, seed: str) -> None:
     """Fill it with bytes that depend on `seed`, of which no MiB is like another."""
-    noise, size = random.Random(seed).randbytes(1 << 20), 1 << 20
-    for number, begin in enumerate(range(0, len(view), size)):
-        part = view[begin : begin + size]
+    noise = random.Random(seed).randbytes(1 << 20)
+    for number, begin in enumerate(range(0, len(view), len(noise))):
+        part = view[begin : begin + len(noise)]
         part[:] = (noise[number:] + noise[:number])[: len(part)]
 
 

@@ -180,6 +180,20 @@ def wait_gone(process: Process, *, timeout_s: float) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Within this context, no garbage is collected. In a thread beside the one that trains: as
+    short as possible, because a `gc.disable()` of the training within it is undone; and within
+    `no_fork`, because a child would never collect."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 # --- forks of a process with threads -------------------------------------------------------------
 #
 # fork(2) copies one thread, and all locks as they are at this moment. The first call of each
@@ -211,20 +225,6 @@ def no_fork() -> Iterator[None]:
         yield
     finally:
         _threads_within.discard(thread)
-
-
-@contextlib.contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Within this context, no garbage is collected. In a thread beside the one that trains: as
-    short as possible, because a `gc.disable()` of the training within it is undone; and within
-    `no_fork`, because a child would never collect."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _before_fork() -> None:
