@@ -3,6 +3,7 @@ with."""
 
 from __future__ import annotations
 
+import dis
 import subprocess
 import sys
 
@@ -11,7 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations import TESTED, require_framework_hooks
+from keepstep.integrations import (
+    TESTED,
+    find_attributes_set_in_code,
+    require_framework_hooks,
+)
 
 
 def test_importing_keepstep_imports_no_integration():
@@ -92,3 +97,14 @@ def test_batches_forward_attributes_of_the_wrapped_loader():
     assert loader.mixed
     assert not hasattr(loader, "epoch")
     assert not hasattr(batches, "missing")
+
+
+def test_the_attributes_that_code_sets_are_those_that_dis_finds():
+    many = "; ".join(f"self.attribute_{number} = self.other_{number}" for number in range(600))
+    names: dict[str, type] = {}
+    exec(f"class Many:\n    def set(self): {many}", names)
+    for kind in (names["Many"], nn.Module, DataLoader):
+        functions = [var for var in vars(kind).values() if hasattr(var, "__code__")]
+        found = [each for function in functions for each in dis.get_instructions(function)]
+        stored = {each.argval for each in found if each.opname == "STORE_ATTR"}
+        assert find_attributes_set_in_code(kind) == stored != set()

@@ -94,12 +94,15 @@ def _exists(owner: str, hook: str) -> bool:
 def find_attributes_set_in_code(kind: type) -> frozenset[str]:
     """The names of the attributes that the code of a class, without its bases, assigns."""
     functions = [inspect.unwrap(var) for var in vars(kind).values() if hasattr(var, "__code__")]
-    return frozenset(
-        each.argval
-        for function in functions
-        for each in dis.get_instructions(function)
-        if each.opname == "STORE_ATTR"
-    )
+    found, argument = set(), 0
+    for code in (function.__code__ for function in functions):
+        # as `dis` finds them, in a twentieth of the time that it takes: 0.1 s for Trainer
+        for operation, low_byte in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+            argument = argument << 8 | low_byte
+            if operation == dis.opmap["STORE_ATTR"]:
+                found.add(code.co_names[argument])
+            argument = argument if operation == dis.EXTENDED_ARG else 0
+    return frozenset(found)
 
 
 def require_supported_accelerate() -> None:

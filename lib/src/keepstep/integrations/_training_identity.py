@@ -100,8 +100,9 @@ class FrameworkTraining:
         """
         self.kept["base"] = base = frozen_digest(model)
         self._components = components
-        # who trains an adapter leaves what is below it alone
-        self._options = {"frozen_once": _has_adapter(model), **self._options}
+        # who trains an adapter of PEFT's leaves what is below it alone
+        has_adapter = any(hasattr(module, "peft_config") for module in model.modules())
+        self._options = {"frozen_once": has_adapter, **self._options}
         self.checkpointer = Checkpointer(components, **self._options)
         found = self.checkpointer.preview("trainer")
         if found is not None:
@@ -242,11 +243,6 @@ def _warn_changed(before: str, now: str, *, step: int) -> None:
 
 def _shown(arguments: Mapping[str, Any], name: str) -> str:
     return json.dumps(arguments[name]) if name in arguments else "(none)"
-
-
-def _has_adapter(model: nn.Module) -> bool:
-    """Whether PEFT has put an adapter into it."""
-    return any(hasattr(module, "peft_config") for module in model.modules())
 
 
 def _warn_frozen(model: object) -> None:
