@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import IO, Any
 
 DIRECTORY_ENV = "KEEPSTEP_TEST_WARM"
+EXECUTABLE_ENV = "KEEPSTEP_TEST_EXECUTABLE"
+"""What a forked process takes for `sys.executable`."""
 SIDECAR = ("keepstep_sidecar.cli.sidecar", "keepstep_sidecar.cli.main", "keepstep_sidecar.app")
 EXPORT = ("torch", "keepstep.huggingface_export", *SIDECAR)
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than many tests
@@ -285,7 +287,8 @@ def _become(words: list[str]) -> None:
         sys.modules["keepstep_sidecar.volume.files"].arm_from_environment()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
-    words = words[words[0] == "-u" :]
+    sys.executable = os.environ.pop(EXECUTABLE_ENV, sys.executable)
+    words = words[words[0] in ("-u", "-P") :]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     if words[0] == "-m":

@@ -21,8 +21,16 @@ from tests.cli.conftest import Keepstep
 from tests.harness import ROOT
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-LOOPS = ("lightning.fabric", "accelerate", "torchdata.stateful_dataloader", "datasets")
-"""What loops of people's own import; accelerate imports `datasets` with its first data loader."""
+# What scripts, or frameworks in the middle of a training, import: each list names one process from
+# which trainings are forked. Imports of deepspeed take seconds: accelerate does it to unwrap a
+# model, and deepspeed itself imports all of torch's compiler with the first optimizer.
+DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+ACCELERATE = ("accelerate", "datasets", "peft", *DEEPSPEED)
+TRAINER = ("transformers.trainer", *ACCELERATE)
+LIGHTNING = ("lightning.pytorch", "lightning.fabric", "torchdata.stateful_dataloader", *ACCELERATE)
+_KINDS = ("grpo", "rloo", "kto", "sft", "dpo", "reward")
+TRL = (*(f"trl.trainer.{kind}_trainer" for kind in _KINDS), "sentence_transformers", *ACCELERATE)
+os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it as it is imported
 
 
 class Lives:
@@ -74,7 +82,8 @@ class Lives:
         """Under `keepstep run`. Returns its folder, and what was said."""
         command = self.command(out, settings, ranks)
         words = ("run", "--run", "trainer", "--restarts", "3", "--", *command)
-        start = functools.partial(self.keepstep.start, *words, env=self.variables())
+        env = {**self.variables(), warm.EXECUTABLE_ENV: warm.python(warm.SIDECAR)}
+        start = functools.partial(self.keepstep.start, *words, forked=True, env=env)
         text = output_of(start, self._home / f"{out}.log", code=code, timeout_s=200)
         return self._home / out, text
 

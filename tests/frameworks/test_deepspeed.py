@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.conformance.rows.packages import EXTENSIONS
-from tests.frameworks.conftest import Lives, assert_same, drawn, result
+from tests.frameworks.conftest import DEEPSPEED, Lives, assert_same, drawn, result
 
 BATCHES = 28
 """Of two epochs on two ranks: 56 rows in batches of 4; twice as many on one."""
@@ -22,9 +22,8 @@ OFFLOADS = {"zero_force_ds_cpu_optimizer": False}
 
 
 @pytest.fixture
-def loop(lives, monkeypatch) -> Lives:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
-    return lives("deepspeed_loop.py", "deepspeed")
+def loop(lives) -> Lives:
+    return lives("deepspeed_loop.py", *DEEPSPEED)
 
 
 def kill_within(steps: int) -> list[int]:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, drawn, found_same, losses, result
+from tests.frameworks.conftest import (
+    LIGHTNING,
+    Lives,
+    assert_same,
+    drawn,
+    found_same,
+    losses,
+    result,
+)
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -15,7 +23,7 @@ EPOCH = 15
 
 @pytest.fixture
 def fit(lives) -> Lives:
-    return lives("lightning_fit.py", "lightning.pytorch", "torchdata.stateful_dataloader")
+    return lives("lightning_fit.py", *LIGHTNING)
 
 
 def logged(folder: Path, rank: int = 0) -> set[str]:
@@ -150,14 +158,6 @@ def test_weight_averaging_resumes_bit_equal(fit):
     assert result(again)["weights"] == result(plain)["weights"]
 
 
-@pytest.fixture
-def dividing(lives, monkeypatch) -> Lives:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
-    # the first names the process that imports them
-    modules = ("torchdata.stateful_dataloader", "lightning.pytorch", "deepspeed")
-    return lives("lightning_fit.py", *modules)
-
-
 @pytest.mark.parametrize(
     ("accumulate", "options"),
     [
@@ -167,11 +167,11 @@ def dividing(lives, monkeypatch) -> Lives:
         pytest.param(1, {"zero": {"zero_optimization": {"stage": 3}}}, id="zero-3"),
     ],
 )
-def test_a_model_sharded_over_two_ranks_resumes_bit_equal(dividing, accumulate, options):
+def test_a_model_sharded_over_two_ranks_resumes_bit_equal(fit, accumulate, options):
     options = {**options, "arguments": {"accumulate_grad_batches": accumulate}}
-    plain = dividing.undisturbed(ranks=2, **options)
+    plain = fit.undisturbed(ranks=2, **options)
     steps = (30 if "tensors" in options else 16) // accumulate
     kill = drawn(range(1, steps // 2), range(steps // 2, steps - 1))
-    kept, _ = dividing.kept(ranks=2, **options, kill=kill)
+    kept, _ = fit.kept(ranks=2, **options, kill=kill)
     assert_same_log(plain, kept, kills=2, ranks=2)
     assert result(kept)["sharded"] == ("zero" not in options)

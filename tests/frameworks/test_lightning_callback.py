@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import subprocess
-import sys
 import types
 
 import bitsandbytes
@@ -22,6 +21,8 @@ from torchao.quantization import quantize_
 import keepstep
 from keepstep.integrations import _training_identity
 from keepstep.integrations.lightning import KeepstepCallback
+from tests import warm
+from tests.frameworks.conftest import LIGHTNING
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -192,9 +193,8 @@ class Divided(Quantized):
 def test_a_sharded_quantised_model_is_refused_by_name(tmp_path, sidecar, trains, message):
     """In a process of its own, because torch's process group would stay in this one."""
     text = f"from {__name__} import *; fit_divided({str(tmp_path)!r}, trains={trains})"
-    ended = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [warm.python((*LIGHTNING, *warm.TRAINER)), "-c", text]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 1
     assert re.search(f"UsageError: .*{message}", ended.stderr), ended.stderr[-2000:]
 

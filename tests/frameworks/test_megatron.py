@@ -16,7 +16,12 @@ STEPS = 14
 
 @pytest.fixture
 def loop(lives) -> Lives:
-    return lives("megatron_loop.py", "tests.frameworks.megatron_on_cpu")
+    return lives(
+        "megatron_loop.py",
+        "tests.frameworks.megatron_on_cpu",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.dist_checkpointing.strategies.torch",
+    )
 
 
 def kills() -> list[int]:

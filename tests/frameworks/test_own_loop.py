@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import keepstep
 from keepstep import Batches
 from keepstep.integrations.loaders import capture_loader_generators
-from tests.frameworks.conftest import LOOPS, Lives, assert_same, drawn, result
+from tests.frameworks.conftest import LIGHTNING, TRAINER, Lives, assert_same, drawn, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -23,7 +23,7 @@ EPOCH = 15
 
 @pytest.fixture
 def loop(lives) -> Lives:
-    return lives("own_loop.py", *LOOPS)
+    return lives("own_loop.py", *LIGHTNING)
 
 
 def assert_bit_equal(loop: Lives, kill: list[int], **options: Any) -> Path:
@@ -131,9 +131,8 @@ def test_an_ignite_training_on_two_ranks_resumes_bit_equal(loop):
 @pytest.mark.parametrize(
     "options", [{"zero": 2}, {"zero": 3}, {"fsdp2": True}], ids=["zero-2", "zero-3", "fsdp2"]
 )
-def test_accelerate_plugins_that_shard_a_model_resume_bit_equal(lives, monkeypatch, options):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
-    loop = lives("own_loop.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
+def test_accelerate_plugins_that_shard_a_model_resume_bit_equal(lives, options):
+    loop = lives("own_loop.py", *TRAINER)
     plain = loop.undisturbed(ranks=2, on="accelerate", **options)
     kill = drawn(range(1, 4), range(5, 8))
     kept, output = loop.kept(ranks=2, on="accelerate", **options, kill=kill)

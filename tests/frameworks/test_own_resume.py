@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, losses, result
+from tests.frameworks.conftest import LIGHTNING, TRAINER, TRL, Lives, assert_same, losses, result
 
 KILL, EVERY = 13, 10
 """Steps: when it is killed, and how often the framework writes a checkpoint."""
 
-TRAINER = {"save_strategy": "steps", "save_steps": EVERY}
+SAVING = {"save_strategy": "steps", "save_steps": EVERY}
 
 
 def differs(plain: Path, other: Path) -> set[str]:
@@ -37,23 +37,22 @@ def compare(lives: Lives, resume: str, **options: Any) -> set[str]:
 
 
 def test_the_built_in_resume_of_trainer_loses_loss_sums_and_callbacks(lives):
-    trainer = lives("trainer.py", "transformers", "accelerate", "transformers.trainer")
-    lost = compare(trainer, "hf/checkpoint-*", arguments=TRAINER)
+    trainer = lives("trainer.py", *TRAINER)
+    lost = compare(trainer, "hf/checkpoint-*", arguments=SAVING)
     assert lost == {"log", "train_loss", "callbacks"}
 
 
 def test_the_built_in_resume_of_lightning_within_an_epoch_trains_on_other_data(lives):
-    fit = lives("lightning_fit.py", "lightning.pytorch", "torchdata.stateful_dataloader")
+    fit = lives("lightning_fit.py", *LIGHTNING)
     lost = compare(fit, "own/*.ckpt", checkpoints=EVERY)
     assert lost == {"losses", "weights", "optimizer", "metrics", "datamodule", "random"}
 
 
 @pytest.mark.parametrize("kind", ["SFT", "GRPO"])
 def test_the_built_in_resume_of_trl_loses_the_rollouts(lives, kind):
-    modules = ("trl.trainer.grpo_trainer", "trl.trainer.sft_trainer", "peft", "deepspeed")
     more = {"steps_per_generation": 4, "num_generations": 4, "max_completion_length": 6}
-    arguments = {**TRAINER, "max_steps": 16, **(more if kind == "GRPO" else {})}
-    trainer = lives("trl_trainer.py", *modules)
+    arguments = {**SAVING, "max_steps": 16, **(more if kind == "GRPO" else {})}
+    trainer = lives("trl_trainer.py", *TRL)
     lost = compare(trainer, "hf/checkpoint-*", kind=kind, arguments=arguments)
     rollouts = {"losses", "weights", "optimizer", "random"} if kind == "GRPO" else set()
     assert lost == {"log", "train_loss"} | rollouts

@@ -15,11 +15,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import warm
-from tests.frameworks.conftest import LOOPS
 from tests.harness import ROOT
 
 TESTS = Path(sys.prefix) / "own-tests" / "accelerate" / "tests"
-MODULES = (*LOOPS, *warm.TRAINER)
+MODULES = ("accelerate", "torch._dynamo")  # few: each worker of a loader is a fork of them
 
 _HOOKS = "assert 'random' == 'Linear'"
 """A script's hook of `load_state` would have set the name; keepstep calls none, so what a hook

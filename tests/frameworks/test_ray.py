@@ -93,7 +93,7 @@ def test_a_preemption_notice_makes_the_steps_of_a_node_durable(lives, tmp_path):
     archive = tmp_path / "archive"
     archive.mkdir()
     rarely = {"KEEPSTEP_PERSIST_EVERY": "1000000", "KEEPSTEP_ARCHIVE": str(archive)}
-    _done(training, tmp_path, notice=notice, environment=rarely)
+    _done(training, tmp_path, notice=notice, runtime_env={"env_vars": rarely})
     newest = json.loads((tmp_path / "kept" / "reported").read_text())[-1]
     assert sorted(path.name for path in Path(newest).iterdir()) == [
         *("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "step.json")

@@ -8,17 +8,18 @@ import sys
 
 import pytest
 
-from tests.frameworks.conftest import LOOPS, assert_same, drawn, losses
+from tests import warm
+from tests.frameworks.conftest import LIGHTNING, TRAINER, assert_same, drawn, losses
 
 VISION = (
     *("tests.frameworks.vision_on_cpu", "timm.data", "timm.optim", "ultralytics.models.yolo"),
-    *("ultralytics.engine.trainer", "ultralytics.utils.callbacks.raytune"),
+    *("ultralytics.engine.trainer", "ultralytics.utils.callbacks.raytune", "mlflow"),
 )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_nanogpt_recipe_resumes_bit_equal(lives, ranks):
-    loop = lives("recipe.py", *LOOPS)
+    loop = lives("recipe.py", *LIGHTNING)
     plain = loop.undisturbed(ranks=ranks, page="nanogpt")
     kept, output = loop.kept(ranks=ranks, page="nanogpt", kill=drawn(range(1, 6), range(6, 13)))
     assert "restored step" in output
@@ -28,7 +29,7 @@ def test_the_nanogpt_recipe_resumes_bit_equal(lives, ranks):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_diffusers_recipe_resumes_bit_equal(lives, lora):
-    loop = lives("recipe.py", "diffusers", "diffusers.training_utils", "accelerate", "peft")
+    loop = lives("recipe.py", "diffusers", "diffusers.training_utils", *TRAINER)
     plain = loop.undisturbed(page="diffusers", lora=lora)
     kill = [*drawn(range(1, 5)), 5, *drawn(range(6, 10))]
     kept, output = loop.kept(page="diffusers", lora=lora, kill=kill)
@@ -82,7 +83,7 @@ for again in (
 def test_unsupported_ultralytics_options_are_refused_by_name(tmp_path):
     script = f"from pathlib import Path\nOUT = Path({str(tmp_path)!r})\n{REFUSALS}"
     printed = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), "{}"],
+        [warm.python((*VISION, *warm.TRAINER)), "-c", script, str(tmp_path), "{}"],
         **{"capture_output": True, "text": True, "cwd": tmp_path, "check": True},
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ).stdout

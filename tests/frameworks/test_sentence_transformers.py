@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks.conftest import assert_same, drawn
+from tests.frameworks.conftest import TRL, assert_same, drawn
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,7 @@ from tests.frameworks.conftest import assert_same, drawn
     ],
 )
 def test_a_loss_that_holds_weights_and_sums_resumes_bit_equal(lives, loss, arguments):
-    modules = ("datasets", "trl.trainer.sft_trainer", "peft")
-    trainer = lives("sentence.py", "sentence_transformers", *modules)
+    trainer = lives("sentence.py", *TRL)
     plain = trainer.undisturbed(loss=loss, arguments=arguments)
     kept, output = trainer.kept(
         loss=loss, arguments=arguments, kill=drawn(range(2, 10), range(11, 19))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Lives
+from tests.frameworks.conftest import TRAINER, Lives
 
 STEPS = 6
 FRAMEWORKS = ["transformers", "lightning"]
@@ -18,9 +18,7 @@ FRAMEWORKS = ["transformers", "lightning"]
 
 @pytest.fixture
 def folds(lives) -> Lives:
-    return lives(
-        "folds.py", "transformers", "accelerate", "transformers.trainer", "lightning.pytorch"
-    )
+    return lives("folds.py", "peft", "lightning.pytorch", *TRAINER)
 
 
 def lines(folder: Path) -> list[Any]:

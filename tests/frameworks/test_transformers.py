@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, drawn, losses, result
+from tests.frameworks.conftest import TRAINER, Lives, assert_same, drawn, losses, result
 
 EPOCH = 15
 """Steps: 60 rows in batches of 4."""
@@ -14,7 +14,7 @@ EPOCH = 15
 
 @pytest.fixture
 def trainer(lives) -> Lives:
-    return lives("trainer.py", "transformers", "accelerate", "transformers.trainer")
+    return lives("trainer.py", *TRAINER)
 
 
 def test_two_kills_in_two_epochs_change_nothing(trainer):
@@ -137,9 +137,8 @@ FSDP2_OFFLOADED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "cpu_offload
 
 
 @pytest.fixture
-def dividing(lives, monkeypatch) -> Lives:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read as it is imported
-    return lives("trainer.py", "transformers.trainer", "deepspeed", "accelerate", "peft")
+def dividing(lives) -> Lives:
+    return lives("trainer.py", *TRAINER)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks.conftest import Lives, assert_same, drawn
+from tests.frameworks.conftest import TRL, Lives, assert_same, drawn
 
 
 @pytest.fixture
 def trainer(lives) -> Lives:
-    modules = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.kto_trainer")
-    more = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer")
-    return lives("trl_trainer.py", *modules, *more, "peft", "datasets", "deepspeed")
+    return lives("trl_trainer.py", *TRL)
 
 
 def check(trainer, *, ranks=1, **options):

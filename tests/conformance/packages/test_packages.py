@@ -16,7 +16,7 @@ ROWS = [row for row in every_row() if row.packages]
 MODULES = (
     *("torchao.optim", "bitsandbytes", "schedulefree", "heavyball", "pytorch_optimizer"),
     *("galore_torch", "ema_pytorch", "vector_quantize_pytorch", "torchmetrics", "peft"),
-    *("torchdata.nodes", "torchdata.stateful_dataloader"),
+    *("torchdata.nodes", "torchdata.stateful_dataloader", "deepspeed.ops.adam"),
 )
 
 
