@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -330,12 +331,24 @@ def _main() -> list[str]:
         finalizer.atexit = False
     gc.collect()
     gc.freeze()
+    _collapse_into_huge_pages()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _serve(int(owner), path)
     except _Forked as forked:
         return list(forked.args[0])
     os._exit(0)
+
+
+def _collapse_into_huge_pages() -> None:
+    """Less to copy for each fork, which takes a third of the time then. Older kernels refuse."""
+    madvise, collapse, huge = ctypes.CDLL(None).madvise, 25, 1 << 21  # linux/mman.h
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, _, _, inode, *_ = line.split()
+        begin, end = (int(address, 16) for address in span.split("-"))
+        begin, end = -(-begin // huge) * huge, end // huge * huge
+        if access.startswith("rw") and inode == "0" and begin < end:
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), collapse)
 
 
 def _end(code: int) -> None:
