@@ -136,11 +136,6 @@ FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_w
 FSDP2_OFFLOADED = {**FSDP2, "fsdp_config": {**FSDP2["fsdp_config"], "cpu_offload": True}}
 
 
-@pytest.fixture
-def dividing(lives) -> Lives:
-    return lives("trainer.py", *TRAINER)
-
-
 @pytest.mark.parametrize(
     ("divided", "accumulate", "model"),
     [
@@ -154,7 +149,7 @@ def dividing(lives) -> Lives:
         pytest.param({}, 1, {"divides": {"fsdp_size": 2, "ep_size": 2}}, id="fsdp2-experts"),
     ],
 )
-def test_a_model_sharded_over_two_ranks_resumes_bit_equal(dividing, divided, accumulate, model):
+def test_a_model_sharded_over_two_ranks_resumes_bit_equal(trainer, divided, accumulate, model):
     """With accumulation an epoch ends on a remainder of micro-batches."""
     arguments = {
         "use_cpu": False,
@@ -162,9 +157,9 @@ def test_a_model_sharded_over_two_ranks_resumes_bit_equal(dividing, divided, acc
         "num_train_epochs": accumulate + 1,
         **divided,
     }
-    plain = dividing.undisturbed(ranks=2, arguments=arguments, **model)
+    plain = trainer.undisturbed(ranks=2, arguments=arguments, **model)
     kill = drawn(range(1, 6), range(7, 12))
-    kept, _ = dividing.kept(ranks=2, arguments=arguments, kill=kill, **model)
+    kept, _ = trainer.kept(ranks=2, arguments=arguments, kill=kill, **model)
     assert_same(plain, kept, kills=2, ranks=2)
     assert result(kept).get("sharded", True)
 
