@@ -289,11 +289,12 @@ def _become(words: list[str]) -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     sys.executable = os.environ.pop(EXECUTABLE_ENV, sys.executable)
+    safe_path = words[0] == "-P"
     words = words[words[0] in ("-u", "-P") :]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     if words[0] == "-m":
-        sys.path[0] = os.getcwd()
+        sys.path[:1] = [] if safe_path else [os.getcwd()]
         sys.argv = words[1:]
         runpy._run_module_as_main(words[1])
         return

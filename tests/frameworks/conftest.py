@@ -21,9 +21,10 @@ from tests.cli.conftest import Keepstep
 from tests.harness import ROOT
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-# What scripts, or frameworks in the middle of a training, import: each list names one process from
-# which trainings are forked. Imports of deepspeed take seconds: accelerate does it to unwrap a
-# model, and deepspeed itself imports all of torch's compiler with the first optimizer.
+# What scripts, or frameworks in the middle of a training, import. The processes from which
+# trainings are forked, each named by its first module, have it in advance. It takes seconds:
+# accelerate imports deepspeed to unwrap a model, and deepspeed torch's compiler with the first
+# optimizer.
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 ACCELERATE = ("accelerate", "datasets", "peft", *DEEPSPEED)
 TRAINER = ("transformers.trainer", *ACCELERATE)
@@ -31,6 +32,11 @@ LIGHTNING = ("lightning.pytorch", "lightning.fabric", "torchdata.stateful_datalo
 _KINDS = ("grpo", "rloo", "kto", "sft", "dpo", "reward")
 TRL = (*(f"trl.trainer.{kind}_trainer" for kind in _KINDS), "sentence_transformers", *ACCELERATE)
 os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it as it is imported
+
+
+def python(*modules: str) -> str:
+    """`warm.python` for a training that needs these modules, too."""
+    return warm.python((*modules, *warm.TRAINER))
 
 
 class Lives:
@@ -42,7 +48,7 @@ class Lives:
 
     @property
     def _python(self) -> str:
-        return warm.python((*self._modules, *warm.TRAINER))
+        return python(*self._modules)
 
     def command(self, out: str, settings: dict[str, Any], ranks: int) -> list[str]:
         (self._home / out).mkdir(exist_ok=True)

@@ -301,7 +301,7 @@ def main() -> None:
                 storage_path=settings.get("storage", str(out)),
                 failure_config=FailureConfig(max_failures=0 if "shm" in settings else 3),
                 checkpoint_config=CheckpointConfig(num_to_keep=4),
-                worker_runtime_env=settings.get("runtime_env"),  # None: of those already started
+                worker_runtime_env=settings.get("runtime_env"),
             ),
         )
         done = _begin(trainer.fit)

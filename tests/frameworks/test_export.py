@@ -10,9 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests import warm
 from tests.cli.conftest import Keepstep
-from tests.frameworks.conftest import TRAINER
+from tests.frameworks.conftest import TRAINER, python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,14 +48,10 @@ CONFIGS = {
 }
 
 
-def python() -> str:
-    return warm.python((*TRAINER, *warm.TRAINER))
-
-
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_from_pretrained_loads_the_model_that_was_trained(name: str, keepstep: Keepstep) -> None:
     CONFIGS[name].save_pretrained(keepstep.home / "config")
-    keepstep("run", "--", python(), keepstep.script("train.py", TRAIN))
+    keepstep("run", "--", python(*TRAINER), keepstep.script("train.py", TRAIN))
     stock = transformers.AutoModelForCausalLM.from_pretrained(keepstep.home / "stock")
     for options in ((), ("--shard-size", "4KB"), ("--dtype", "bf16")):
         out = keepstep.home / f"out{len(options)}{options[-1:]}"
@@ -100,7 +95,7 @@ model.save_pretrained("stock")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_peft_loads_the_adapter_that_was_trained(kind: str, keepstep: Keepstep) -> None:
     CONFIGS["llama"].save_pretrained(keepstep.home / "config")
-    keepstep("run", "--", python(), keepstep.script("train.py", TRAIN_ADAPTER), kind)
+    keepstep("run", "--", python(*TRAINER), keepstep.script("train.py", TRAIN_ADAPTER), kind)
     keepstep("export", "latest", "--to", "out", "--only", "adapter")
     stock, out = keepstep.home / "stock", keepstep.home / "out"
     expected = load_file(stock / "adapter_model.safetensors")

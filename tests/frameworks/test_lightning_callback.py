@@ -21,8 +21,7 @@ from torchao.quantization import quantize_
 import keepstep
 from keepstep.integrations import _training_identity
 from keepstep.integrations.lightning import KeepstepCallback
-from tests import warm
-from tests.frameworks.conftest import LIGHTNING
+from tests.frameworks.conftest import LIGHTNING, python
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -193,7 +192,7 @@ class Divided(Quantized):
 def test_a_sharded_quantised_model_is_refused_by_name(tmp_path, sidecar, trains, message):
     """In a process of its own, because torch's process group would stay in this one."""
     text = f"from {__name__} import *; fit_divided({str(tmp_path)!r}, trains={trains})"
-    command = [warm.python((*LIGHTNING, *warm.TRAINER)), "-c", text]
+    command = [python(*LIGHTNING), "-c", text]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 1
     assert re.search(f"UsageError: .*{message}", ended.stderr), ended.stderr[-2000:]

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from tests import warm
-from tests.frameworks.conftest import LIGHTNING, TRAINER, assert_same, drawn, losses
+from tests.frameworks.conftest import LIGHTNING, TRAINER, assert_same, drawn, losses, python
 
 VISION = (
     *("tests.frameworks.vision_on_cpu", "timm.data", "timm.optim", "ultralytics.models.yolo"),
@@ -83,7 +82,7 @@ for again in (
 def test_unsupported_ultralytics_options_are_refused_by_name(tmp_path):
     script = f"from pathlib import Path\nOUT = Path({str(tmp_path)!r})\n{REFUSALS}"
     printed = subprocess.run(
-        [warm.python((*VISION, *warm.TRAINER)), "-c", script, str(tmp_path), "{}"],
+        [python(*VISION), "-c", script, str(tmp_path), "{}"],
         **{"capture_output": True, "text": True, "cwd": tmp_path, "check": True},
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ).stdout

@@ -12,11 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import keepstep
-from keepstep.integrations import (
-    TESTED,
-    find_attributes_set_in_code,
-    require_framework_hooks,
-)
+from keepstep.integrations import TESTED, find_attributes_set_in_code, require_framework_hooks
 
 
 def test_importing_keepstep_imports_no_integration():

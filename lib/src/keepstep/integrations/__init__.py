@@ -96,7 +96,7 @@ def find_attributes_set_in_code(kind: type) -> frozenset[str]:
     functions = [inspect.unwrap(var) for var in vars(kind).values() if hasattr(var, "__code__")]
     found, argument = set(), 0
     for code in (function.__code__ for function in functions):
-        # as `dis` finds them, in a twentieth of the time that it takes: 0.1 s for Trainer
+        # as `dis` finds them, in a fifteenth of the time that it takes: 0.07 s for Trainer
         for operation, low_byte in zip(code.co_code[::2], code.co_code[1::2], strict=True):
             argument = argument << 8 | low_byte
             if operation == dis.opmap["STORE_ATTR"]:
